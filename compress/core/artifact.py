@@ -1,0 +1,231 @@
+"""A model at rest: a sealed directory that says what it is and proves that nothing changed.
+
+An artifact is written under a temporary name, synced and renamed; ``manifest.json`` comes last.
+A directory without a manifest is not an artifact, so a half-written one does not exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+
+from pydantic import JsonValue, ValidationError
+
+from compress.core.errors import ArtifactInvalid
+from compress.core.recipe import Recipe
+from compress.core.settings import Settings
+from compress.core.signature import Signature
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    import torch
+
+MANIFEST = "manifest.json"
+
+
+class Predictor(Protocol):
+    """A model that answers, whatever format it is in."""
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the flattened outputs for inputs in the signature's order."""
+        ...
+
+
+class FileDigest(Settings):
+    """Size and hash of one file of an artifact."""
+
+    sha256: str
+    bytes: int
+
+
+class Step(Settings):
+    """One stage in an artifact's lineage."""
+
+    stage: str
+    """The stage's type."""
+    settings: dict[str, JsonValue] = {}
+    """Its settings, gates left out."""
+    inputs: dict[str, str] = {}
+    """Digest of each artifact it read, by role."""
+
+
+class Manifest(Settings):
+    """What an artifact says about itself; no time and no path, so its digest is stable."""
+
+    version: Literal[1] = 1
+    kind: str
+    signature: Signature
+    recipe: Recipe | None = None
+    facts: dict[str, JsonValue] = {}
+    """What the producing stage found out."""
+    lineage: tuple[Step, ...] = ()
+    files: dict[str, FileDigest] = {}
+
+
+class Artifact:
+    """A sealed directory. Each format is a subclass, beside the stage that produces it."""
+
+    kind: ClassVar[str]
+    payload: ClassVar[str]
+    """Name of the file that a user would deploy."""
+    _kinds: ClassVar[dict[str, type[Artifact]]] = {}
+
+    def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
+        """Use :meth:`at` instead."""
+        self.path = path
+        self.manifest = manifest
+        self.digest = digest
+        """SHA-256 of the manifest, which holds the hash of every file."""
+
+    def __init_subclass__(cls) -> None:
+        if "kind" in vars(cls):
+            Artifact._kinds[cls.kind] = cls
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r}, {self.digest[:12]})"
+
+    @classmethod
+    def at(cls, path: Path | str) -> Self:
+        """Read the artifact in a directory; on ``Artifact`` itself, of whichever kind it is.
+
+        Raises:
+            ArtifactInvalid: no manifest, an unreadable one, or one of another kind.
+        """
+        path = Path(path)
+        try:
+            raw = (path / MANIFEST).read_bytes()
+            manifest = Manifest.model_validate_json(raw)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ArtifactInvalid(f"{path}: not an artifact (it has no {MANIFEST})") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ArtifactInvalid(f"{path / MANIFEST}: {place}: {first['msg']}") from error
+        kind = Artifact._kinds.get(manifest.kind)
+        if kind is None or not issubclass(kind, cls):
+            expected = getattr(cls, "kind", " or ".join(sorted(Artifact._kinds)))
+            raise ArtifactInvalid(f"{path}: is {manifest.kind!r}, expected {expected}")
+        return kind(path, manifest, hashlib.sha256(raw).hexdigest())
+
+    @classmethod
+    @contextmanager
+    def sealing(
+        cls,
+        path: Path,
+        signature: Signature,
+        *,
+        recipe: Recipe | None = None,
+        lineage: tuple[Step, ...] = (),
+        facts: dict[str, Any] | None = None,
+    ) -> Iterator[Path]:
+        """Give a temporary directory to write the files into; on success it becomes the artifact.
+
+        ``facts`` may be filled while the directory is being written.
+        """
+        facts = {} if facts is None else facts
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            yield partial
+            files = {f.relative_to(partial).as_posix(): _digest(f) for f in _files(partial)}
+            manifest = Manifest(
+                kind=cls.kind,
+                signature=signature,
+                recipe=recipe,
+                facts=facts,
+                lineage=lineage,
+                files=files,
+            )
+            _seal(partial, manifest)
+            if path.exists():
+                shutil.rmtree(path)
+            partial.rename(path)
+            _sync(path.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    @property
+    def signature(self) -> Signature:
+        """The model's interface."""
+        return self.manifest.signature
+
+    @property
+    def payload_path(self) -> Path:
+        """The file that a user would deploy."""
+        return self.path / self.payload
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size in bytes of the file that a user would deploy."""
+        return self.manifest.files[self.payload].bytes
+
+    def verify(self) -> None:
+        """Hash every file again.
+
+        Raises:
+            ArtifactInvalid: a file is missing, altered or was added; the message names it.
+        """
+        present = {f.relative_to(self.path).as_posix(): f for f in _files(self.path)}
+        present.pop(MANIFEST, None)
+        for name, expected in self.manifest.files.items():
+            file = present.pop(name, None)
+            if file is None:
+                raise ArtifactInvalid(f"{self.path}: {name} is missing")
+            if _digest(file) != expected:
+                raise ArtifactInvalid(f"{self.path}: {name} is not the file that was sealed")
+        if present:
+            raise ArtifactInvalid(f"{self.path}: {min(present)} was added after sealing")
+
+    def open(self, device: str = "cpu", threads: int = 1) -> AbstractContextManager[Predictor]:
+        """Load the model and give a predictor for the duration of a ``with`` block."""
+        raise NotImplementedError(f"{self.kind} artifacts cannot answer")
+
+    def parameters(self) -> int | None:
+        """Count the weights, or None where the format does not tell."""
+        return None
+
+    def macs(self) -> int | None:
+        """Count multiply-accumulates for one sample, or None where the format does not tell."""
+        return None
+
+
+def canonical_json(value: Any) -> str:
+    """Return JSON that is the same for equal values: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(f for f in folder.rglob("*") if f.is_file() and "__pycache__" not in f.parts)
+
+
+def _digest(file: Path) -> FileDigest:
+    with file.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    return FileDigest(sha256=sha256, bytes=file.stat().st_size)
+
+
+def _seal(folder: Path, manifest: Manifest) -> None:
+    text = json.dumps(manifest.model_dump(mode="json"), indent=1, sort_keys=True)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    for entry in sorted(folder.rglob("*"), reverse=True):
+        if entry.is_file():
+            entry.chmod(0o444)  # hard links share these bytes: an edit in place must not be easy
+        _sync(entry)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,137 @@
+"""Reading a user's checkpoint without executing anything in it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from compress.core.eager import EagerModel, load_state_, name_outputs, run_in_eval
+from compress.core.errors import ArtifactInvalid
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from compress.core.recipe import Recipe
+    from compress.core.signature import Signature
+
+NESTED_UNDER = ("state_dict", "model", "model_state_dict")
+PREFIXES = ("module.", "_orig_mod.")
+
+
+def import_checkpoint(
+    path: Path,
+    recipe: Recipe,
+    signature: Signature,
+    *,
+    checkpoint: Path | None,
+    folder: Path | None,
+    seed: int = 0,
+) -> EagerModel:
+    """Seal a user's model as it came in.
+
+    Args:
+        path: directory of the artifact.
+        recipe: the factory and its arguments.
+        signature: the interface; it is checked by one forward pass.
+        checkpoint: weights; None keeps the factory's own, seeded.
+        folder: where the factory's source lies.
+        seed: seed for the factory's initial weights.
+
+    Raises:
+        ArtifactInvalid: the checkpoint cannot be read, is of another model, or the model does not
+            take the declared inputs.
+    """
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = recipe.build(folder)
+    if checkpoint is not None:
+        load_state_(module, read_state_dict(checkpoint), f"checkpoint {checkpoint}")
+    inputs = signature.example()
+    try:
+        outputs = run_in_eval(module, inputs)
+    except Exception as error:
+        shapes = ", ".join(
+            f"{s.name} {list(x.shape)} {s.dtype}"
+            for s, x in zip(signature.inputs, inputs, strict=True)
+        )
+        first_line = str(error).partition("\n")[0]
+        raise ArtifactInvalid(
+            f"model.inputs: {recipe.factory!r} does not take {shapes}: "
+            f"{type(error).__name__}: {first_line}"
+        ) from error
+    return EagerModel.create(
+        path, recipe, module.state_dict(), name_outputs(signature, len(outputs)), folder=folder
+    )
+
+
+def read_state_dict(file: Path) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors, wrappers' prefixes removed.
+
+    ``.safetensors``, or ``.pt``/``.pth``/``.bin`` read with ``weights_only``: a pickle that would
+    execute code is refused and never executed.
+
+    Raises:
+        ArtifactInvalid: missing, truncated, holding code, or holding no tensors.
+    """
+    if not file.is_file():
+        raise ArtifactInvalid(f"checkpoint {file}: no such file")
+    state = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
+    for key in NESTED_UNDER:
+        if isinstance(state.get(key), dict):
+            state = state[key]
+    tensors = {k: v for k, v in state.items() if hasattr(v, "shape")}
+    if not tensors:
+        raise ArtifactInvalid(f"checkpoint {file}: holds no tensors; expected a state_dict")
+    for prefix in PREFIXES:
+        if all(k.startswith(prefix) for k in tensors):
+            tensors = {k.removeprefix(prefix): v for k, v in tensors.items()}
+    return tensors
+
+
+def _read_safetensors(file: Path) -> dict[str, Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as stream:
+            tied = {k: v for k, v in (stream.metadata() or {}).items() if k != "format"}
+            state = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ArtifactInvalid(
+            f"checkpoint {file}: not a readable safetensors file, or truncated ({error})"
+        ) from error
+    return state | {name: state[kept] for name, kept in tied.items() if kept in state}
+
+
+def _read_pickle(file: Path) -> dict[str, Any]:
+    import pickle
+
+    import torch
+
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if (
+            "Unsupported global" in str(error)
+            or "Unsupported class" in str(error)
+            or "weights_only" in str(error).lower()
+        ):
+            raise ArtifactInvalid(
+                f"checkpoint {file}: holds pickled code, which is never executed here; save the "
+                "weights alone with torch.save(model.state_dict(), …) or as .safetensors"
+            ) from error
+        raise ArtifactInvalid(
+            f"checkpoint {file}: cannot be read, or truncated ({error})"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ArtifactInvalid(
+            f"checkpoint {file}: cannot be read, or truncated ({first_line})"
+        ) from error
+    if not isinstance(state, dict):
+        raise ArtifactInvalid(
+            f"checkpoint {file}: holds a {type(state).__name__}, expected a state_dict"
+        )
+    return state

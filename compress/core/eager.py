@@ -1,0 +1,288 @@
+"""EagerModel: a PyTorch module as recipe plus weights, loadable anywhere, no code unpickled."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from compress.core.artifact import Artifact, Predictor, Step
+from compress.core.errors import ArtifactInvalid, PipelineInvalid
+from compress.core.factory import local_sources
+from compress.core.recipe import KeepIndices, Recipe
+from compress.core.signature import Signature
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
+
+CODE = "code"
+
+
+class EagerModel(Artifact):
+    """A module's recipe, its weights, and a copy of the user's source that the recipe needs."""
+
+    kind: ClassVar[str] = "eager"
+    payload: ClassVar[str] = "weights.safetensors"
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        recipe: Recipe,
+        state: Mapping[str, torch.Tensor],
+        signature: Signature,
+        *,
+        folder: Path | None = None,
+        lineage: tuple[Step, ...] = (),
+        facts: dict[str, Any] | None = None,
+    ) -> EagerModel:
+        """Seal a model given its recipe and state dict.
+
+        Args:
+            path: directory of the artifact.
+            recipe: how to build the module.
+            state: the module's state dict; tied tensors are stored once.
+            signature: the model's interface.
+            folder: where the factory's source lies.
+            lineage: the stages so far.
+            facts: what the producing stage found out.
+        """
+        sources = local_sources(recipe.factory, folder)
+        with cls.sealing(path, signature, recipe=recipe, lineage=lineage, facts=facts) as partial:
+            _save_state(state, partial / cls.payload)
+            for name, source in sources.items():
+                copy = partial / CODE / name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(source.read_bytes())
+        return cls.at(path)
+
+    @classmethod
+    def from_module(
+        cls,
+        module: torch.nn.Module,
+        *,
+        factory: str,
+        example_inputs: Sequence[torch.Tensor] | None = None,
+        signature: Signature | None = None,
+        arguments: dict[str, Any] | None = None,
+        root: Path | None = None,
+    ) -> EagerModel:
+        """Seal a module that is in memory, and prove that its factory rebuilds it.
+
+        Args:
+            module: a trained module; it is not changed.
+            factory: ``module:callable`` that returns the same architecture.
+            example_inputs: inputs from which the signature is inferred (first axis dynamic).
+            signature: the interface, where it should not be inferred.
+            arguments: keyword arguments of the factory.
+            root: directory of the artifact; a temporary one when left out.
+
+        Raises:
+            PipelineInvalid: neither inputs nor signature given, or the factory cannot be imported.
+            ArtifactInvalid: the factory builds another architecture, or one that answers otherwise.
+        """
+        import torch
+
+        if signature is None:
+            if example_inputs is None:
+                raise PipelineInvalid("from_module needs example_inputs or a signature")
+            signature = Signature.of(example_inputs)
+        inputs = tuple(example_inputs or signature.example())
+        recipe = Recipe(factory=factory, arguments=arguments or {})
+        path = root or Path(tempfile.mkdtemp(prefix="compress-")) / "source"
+        twin = recipe.build()
+        load_state_(twin, module.state_dict(), f"factory {factory!r}")
+        expected, rebuilt = run_in_eval(module, inputs), run_in_eval(twin, inputs)
+        if not all(torch.equal(a, b) for a, b in zip(expected, rebuilt, strict=True)):
+            raise ArtifactInvalid(
+                f"factory {factory!r} builds a module with the same weights and other outputs; "
+                "pass the arguments that the module was built with"
+            )
+        signature = name_outputs(signature, len(expected))
+        return cls.create(path, recipe, module.state_dict(), signature)
+
+    @property
+    def recipe(self) -> Recipe:
+        """How to build the module."""
+        if self.manifest.recipe is None:
+            raise ArtifactInvalid(f"{self.path}: the manifest of an eager model needs a recipe")
+        return self.manifest.recipe
+
+    @property
+    def code(self) -> Path | None:
+        """The folder with the user's source, or None when the factory is an installed package."""
+        folder = self.path / CODE
+        return folder if folder.is_dir() else None
+
+    def load(self, device: str = "cpu") -> torch.nn.Module:
+        """Return a fresh module in eval mode that the caller owns.
+
+        Raises:
+            ArtifactInvalid: the weights do not fit the recipe.
+        """
+        from safetensors.torch import load_model
+
+        module = self.recipe.build(self.code)
+        try:
+            load_model(module, self.payload_path, strict=True)
+        except RuntimeError as error:
+            raise ArtifactInvalid(f"{self.payload_path}: {error}") from error
+        return module.eval().to(device)
+
+    def derive(
+        self,
+        path: Path,
+        module: torch.nn.Module,
+        *,
+        edit: KeepIndices | None = None,
+        lineage: tuple[Step, ...] = (),
+        facts: dict[str, Any] | None = None,
+    ) -> EagerModel:
+        """Seal a changed version of this model: new weights, and at most one more edit."""
+        edits = (*self.recipe.edits, edit) if edit else self.recipe.edits
+        return self.create(
+            path,
+            self.recipe.model_copy(update={"edits": edits}),
+            module.state_dict(),
+            self.signature,
+            folder=self.code,
+            lineage=lineage,
+            facts=facts,
+        )
+
+    @contextmanager
+    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
+        """Give the eager module as a predictor."""
+        with predicting(self.load(device), device, threads) as predict:
+            yield predict
+
+    def parameters(self) -> int:
+        """Count the weights, tied ones once."""
+        return sum(p.numel() for p in self.load().parameters())
+
+    def macs(self) -> int:
+        """Count multiply-accumulates for one sample."""
+        from compress.core.measure import count_macs
+
+        return count_macs(self.load(), self.signature.example(batch=1))
+
+
+@contextmanager
+def predicting(module: Any, device: str, threads: int) -> Iterator[Predictor]:
+    """Give a torch callable as a predictor that runs on a number of threads."""
+    import torch
+
+    previous = torch.get_num_threads()
+    torch.set_num_threads(threads)
+
+    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.inference_mode():
+            return flatten_outputs(module(*(x.to(device) for x in inputs)))
+
+    try:
+        yield predict
+    finally:
+        torch.set_num_threads(previous)
+
+
+def flatten_outputs(output: Any) -> tuple[torch.Tensor, ...]:
+    """Return a model's output as a tuple of tensors.
+
+    A tensor, a (nested) sequence or mapping of them, or an object with ``.logits``.
+
+    Raises:
+        ArtifactInvalid: there is no tensor in it.
+    """
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        return (output,)
+    if hasattr(output, "logits"):
+        return (output.logits,)
+    values = output.values() if isinstance(output, dict) else output
+    if isinstance(output, dict | list | tuple):
+        found = tuple(t for v in values if v is not None for t in flatten_outputs(v))
+        if found:
+            return found
+    raise ArtifactInvalid(f"the model returned {type(output).__name__}, expected tensors")
+
+
+def run_in_eval(
+    module: torch.nn.Module, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Run a module in eval mode without gradients, and put it back into the mode it was in."""
+    import torch
+
+    was_training = module.training
+    try:
+        with torch.inference_mode():
+            return flatten_outputs(module.eval()(*inputs))
+    finally:
+        module.train(was_training)
+
+
+def name_outputs(signature: Signature, count: int) -> Signature:
+    """Return the signature with as many output names as the model has outputs.
+
+    Raises:
+        PipelineInvalid: names were given, and there are more or fewer outputs.
+    """
+    from compress.core.signature import OutputSpec
+
+    if len(signature.outputs) == count:
+        return signature
+    if "outputs" in signature.model_fields_set:
+        names = [o.name for o in signature.outputs]
+        raise PipelineInvalid(f"model.outputs names {names}, and the model returns {count} tensors")
+    outputs = tuple(OutputSpec(name=f"output_{i}") for i in range(count))
+    return signature.model_copy(update={"outputs": outputs})
+
+
+def load_state_(module: torch.nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
+    """Copy a state dict into a module, in place, refusing any difference.
+
+    Raises:
+        ArtifactInvalid: a tensor is missing, unexpected or of another shape; the message names it.
+    """
+    own = module.state_dict()
+    missing = [k for k in own if k not in state]
+    unexpected = [k for k in state if k not in own]
+    shapes = [
+        f"{k}: {tuple(state[k].shape)} instead of {tuple(own[k].shape)}"
+        for k in own
+        if k in state and state[k].shape != own[k].shape
+    ]
+    problems = [
+        f"{label} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        for label, names in (("missing", missing), ("unexpected", unexpected), ("shape of", shapes))
+        if names
+    ]
+    if problems:
+        built_by = inspect.getmodule(type(module))
+        place = f"{getattr(built_by, '__name__', '')}.{type(module).__name__}"
+        raise ArtifactInvalid(
+            f"{source} does not hold the weights of {place}: {'; '.join(problems)}"
+        )
+    module.load_state_dict(dict(state), strict=True)
+
+
+def _save_state(state: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Write tensors; those that are one tensor under several names are written once."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    names: dict[tuple[Any, ...], str] = {}
+    tied: dict[str, str] = {}
+    for name, value in state.items():
+        tensor = value.detach().cpu()
+        place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if value.numel() and place in names:
+            tied[name] = names[place]
+            continue
+        names[place] = name
+        tensors[name] = tensor.contiguous().clone()
+    save_file(tensors, file, metadata={"format": "pt", **tied})

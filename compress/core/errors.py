@@ -1,0 +1,48 @@
+"""Everything this toolkit raises on purpose.
+
+    CompressError                1
+    ├── PipelineInvalid          2   pipeline.yaml or an argument is wrong
+    ├── ArtifactInvalid          2   a checkpoint or artifact cannot be read or is not what it says
+    ├── StageFailed              1   a stage could not do its work
+    ├── GateRefused              3   the work was done and a gate refused its result
+    └── Unavailable              4   a library, program or device is missing
+
+The number is the exit code of ``compress``. A message says where, what was found, what was expected
+and how to mend it, in one line.
+"""
+
+from typing import ClassVar
+
+
+class CompressError(Exception):
+    """Root of the tree; catch this to catch everything the toolkit refuses."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class PipelineInvalid(CompressError):
+    """The pipeline file or an argument is wrong; nothing was run."""
+
+    exit_code = 2
+
+
+class ArtifactInvalid(CompressError):
+    """A file is missing, truncated, altered or belongs to another model."""
+
+    exit_code = 2
+
+
+class StageFailed(CompressError):
+    """A stage could not do its work."""
+
+
+class GateRefused(CompressError):
+    """A stage's result exists, and a gate refused it."""
+
+    exit_code = 3
+
+
+class Unavailable(CompressError):
+    """A library, program or device that a stage needs is not here."""
+
+    exit_code = 4

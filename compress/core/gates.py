@@ -1,0 +1,280 @@
+"""Gates: what must be true of a stage's result. A gate that cannot be measured fails.
+
+A gate's value is measured once per pair of artifacts; its limit is applied afterwards, so that
+tightening a limit judges again without computing anything.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, JsonValue
+
+from compress.core.errors import CompressError, StageFailed, Unavailable
+from compress.core.settings import Fraction, Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from compress.core.artifact import Artifact
+    from compress.core.stage import Context
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Verdict(Settings):
+    """What a gate found."""
+
+    gate: str
+    """The gate's type."""
+    value: float | None
+    """What was measured; None when it could not be."""
+    limit: float
+    """What it was held against."""
+    passed: bool
+    against: str
+    """Name of the artifact compared with."""
+    rule: str
+    """The rule in words, with its unit."""
+    reason: str = ""
+    """Why it could not be measured."""
+
+
+class Gate(Settings):
+    """A rule with a limit."""
+
+    gate: str
+    against: str | None = None
+    """Earlier stage compared with, or `source`; by default the stage's input."""
+
+    limit_field: ClassVar[str]
+    """The setting that holds the limit."""
+    words: ClassVar[str]
+    """The rule in words, with its unit; settings in braces."""
+    at_least: ClassVar[bool] = False
+    """Whether the value must reach the limit, instead of staying under it."""
+
+    @property
+    def limit(self) -> float:
+        """The number that the value is held against."""
+        return float(getattr(self, self.limit_field))
+
+    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Measure.
+
+        Raises:
+            CompressError: it cannot be measured.
+        """
+        raise NotImplementedError
+
+    def measurement_key(self) -> dict[str, JsonValue]:
+        """Return the settings that change the measured value, its limit left out."""
+        return self.model_dump(mode="json", exclude={self.limit_field, "against"})
+
+    def judge(self, before: Artifact, after: Artifact, context: Context) -> Verdict:
+        """Measure and hold against the limit.
+
+        Raises:
+            Unavailable: something that the measurement needs is not installed.
+        """
+        try:
+            return self.verdict(self.value(before, after, context))
+        except Unavailable:
+            raise
+        except CompressError as error:
+            return self.verdict(None, str(error))
+
+    def verdict(self, value: float | None, reason: str = "") -> Verdict:
+        """Hold a measured value against the limit; None and NaN never pass."""
+        if value is None or math.isnan(value):
+            passed = False
+        else:
+            passed = value >= self.limit if self.at_least else value <= self.limit
+        return Verdict(
+            gate=self.gate,
+            value=value,
+            limit=self.limit,
+            passed=passed,
+            against=self.against or "input",
+            rule=self.words.format_map(dict(self)),
+            reason=reason,
+        )
+
+
+class Parity(Gate):
+    """Outputs differ by at most `atol` in any element, on `val` (seeded inputs without data)."""
+
+    gate: Literal["parity"] = "parity"
+    atol: Annotated[float, Field(ge=0)]
+    """Largest absolute difference allowed."""
+
+    limit_field: ClassVar[str] = "atol"
+    words: ClassVar[str] = "max |difference| <= {atol:g}"
+
+    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the largest absolute difference."""
+        worst = 0.0
+        for expected, got in _paired_outputs(before, after, context):
+            for a, b in zip(expected, got, strict=True):
+                if a.shape != b.shape:
+                    raise StageFailed(f"outputs have shapes {tuple(a.shape)} and {tuple(b.shape)}")
+                difference = (a.double() - b.double()).abs()
+                if difference.isnan().any():
+                    raise StageFailed("an output is NaN")
+                worst = max(worst, float(difference.max()))
+        return worst
+
+
+class LabelAgreement(Gate):
+    """The largest output is the same one for at least this fraction of samples."""
+
+    gate: Literal["label_agreement"] = "label_agreement"
+    minimum: Fraction = 1.0
+    """Fraction of samples with equal labels; 1.0 means every one."""
+
+    limit_field: ClassVar[str] = "minimum"
+    words: ClassVar[str] = "equal labels >= {minimum:g}"
+    at_least: ClassVar[bool] = True
+
+    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the fraction of equal labels."""
+        equal = total = 0
+        for expected, got in _paired_outputs(before, after, context):
+            labels = expected[0].argmax(1)
+            equal += int((labels == got[0].argmax(1)).sum())
+            total += labels.numel()
+        return equal / total
+
+
+class MaxDrop(Gate):
+    """The metric on `val` gets worse by at most `points` hundredths."""
+
+    gate: Literal["max_drop"] = "max_drop"
+    points: float
+    """Largest loss allowed, in hundredths of the metric (percentage points for accuracy)."""
+
+    limit_field: ClassVar[str] = "points"
+    words: ClassVar[str] = "drop <= {points:g} points"
+
+    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the loss in points, negative when the result is better."""
+        # Rounded: 0.98 - 0.97 must not exceed one point by a float's last bit.
+        return round(context.metric.drop_points(context.score(before), context.score(after)), 9)
+
+
+class MinMetric(Gate):
+    """The metric on `val` reaches a value."""
+
+    gate: Literal["min_metric"] = "min_metric"
+    at: float
+    """The value to reach, in the metric's own unit (0.975 for an accuracy of 97.5 %)."""
+
+    limit_field: ClassVar[str] = "at"
+    words: ClassVar[str] = "metric >= {at:g}"
+    at_least: ClassVar[bool] = True
+
+    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the metric on `val`."""
+        if not context.metric.higher_is_better:
+            raise StageFailed(f"metric {context.metric.name} falls with quality; use max_drop")
+        return context.score(after)
+
+
+class MaxSize(Gate):
+    """The deployed file is at most this fraction of the size compared with."""
+
+    gate: Literal["max_size"] = "max_size"
+    ratio: Positive
+    """Largest ratio of the deployed file's bytes to those of the artifact compared with."""
+
+    limit_field: ClassVar[str] = "ratio"
+    words: ClassVar[str] = "size ratio <= {ratio:.4g}"
+
+    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the ratio of bytes."""
+        return after.payload_bytes / before.payload_bytes
+
+
+class MaxParameters(Gate):
+    """At most this fraction of the weights is left."""
+
+    gate: Literal["max_parameters"] = "max_parameters"
+    ratio: Positive
+    """Largest ratio of weights left."""
+
+    limit_field: ClassVar[str] = "ratio"
+    words: ClassVar[str] = "parameter ratio <= {ratio:g}"
+
+    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the ratio of weights."""
+        mine, theirs = after.parameters(), before.parameters()
+        if mine is None or not theirs:
+            raise StageFailed(f"parameters of {after.kind} or {before.kind} cannot be counted")
+        return mine / theirs
+
+
+class MinSpeedup(Gate):
+    """Faster than the artifact compared with, both measured in turn with equal threads."""
+
+    gate: Literal["min_speedup"] = "min_speedup"
+    ratio: Positive
+    """How many times faster, by the median latency."""
+    batch: Annotated[int, Field(gt=0)] = 1
+    """Samples per call."""
+
+    limit_field: ClassVar[str] = "ratio"
+    words: ClassVar[str] = "speedup at batch {batch} >= {ratio:g}"
+    at_least: ClassVar[bool] = True
+
+    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the ratio of median latencies."""
+        return context.compare_latency(before, after, self.batch).speedup
+
+
+class MaxLatency(Gate):
+    """The 95th percentile of the latency stays under a bound, on this machine."""
+
+    gate: Literal["max_latency"] = "max_latency"
+    p95_ms: Positive
+    """Largest 95th percentile, in milliseconds."""
+    batch: Annotated[int, Field(gt=0)] = 1
+    """Samples per call."""
+
+    limit_field: ClassVar[str] = "p95_ms"
+    words: ClassVar[str] = "p95 at batch {batch} <= {p95_ms:g} ms"
+
+    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Return the p95 latency in milliseconds."""
+        return context.compare_latency(before, after, self.batch).after.p95
+
+
+AnyGate = Annotated[
+    Parity
+    | LabelAgreement
+    | MaxDrop
+    | MinMetric
+    | MaxSize
+    | MaxParameters
+    | MinSpeedup
+    | MaxLatency,
+    Field(discriminator="gate"),
+]
+"""Every gate, by its `gate` key."""
+
+
+def _paired_outputs(
+    before: Artifact, after: Artifact, context: Context
+) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
+    """Yield both models' outputs for the same batches, on the CPU."""
+    with (
+        before.open(context.device, context.threads) as expected,
+        after.open(context.device, context.threads) as got,
+    ):
+        for inputs in context.comparison_inputs(before.signature):
+            yield (
+                tuple(t.cpu() for t in expected(*inputs)),
+                tuple(t.cpu() for t in got(*inputs)),
+            )

@@ -1,0 +1,72 @@
+"""How to build a model's module again: a factory, its arguments, and the edits made since."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import JsonValue
+
+from compress.core.errors import ArtifactInvalid
+from compress.core.factory import Reference, resolve
+from compress.core.settings import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+
+class KeepIndices(Settings):
+    """The entries kept along axes of parameters and buffers when channels were pruned."""
+
+    edit: Literal["keep_indices"] = "keep_indices"
+    kept: dict[str, dict[int, tuple[int, ...]]]
+    """Tensor name → axis → indices kept, ascending."""
+    attributes: dict[str, JsonValue] = {}
+    """Module attribute (dotted) → new value, for integers baked into a forward pass."""
+
+    def apply_(self, module: torch.nn.Module) -> None:
+        """Cut the tensors and mend the modules' recorded sizes, in place."""
+        from compress.core.surgery import keep_indices_
+
+        keep_indices_(module, self.kept, self.attributes)
+
+
+class Recipe(Settings):
+    """A model's architecture as code plus data; never a pickled module."""
+
+    factory: Reference
+    """``module:callable`` that returns the module."""
+    arguments: dict[str, JsonValue] = {}
+    """Keyword arguments of the factory."""
+    edits: tuple[KeepIndices, ...] = ()
+    """Changes to the architecture since, in order."""
+
+    def build(self, folder: Path | None = None) -> torch.nn.Module:
+        """Return a fresh module with the recipe's architecture; its weights are the factory's.
+
+        Args:
+            folder: where the factory's source lies.
+
+        Raises:
+            PipelineInvalid: the factory cannot be imported.
+            ArtifactInvalid: the factory failed or did not return a module.
+        """
+        import torch
+
+        factory: Any = resolve(self.factory, folder)
+        try:
+            module = factory(**self.arguments)
+        except Exception as error:
+            raise ArtifactInvalid(
+                f"factory {self.factory!r} with arguments {self.arguments}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(module, torch.nn.Module):
+            raise ArtifactInvalid(
+                f"factory {self.factory!r} returned {type(module).__name__}, "
+                "expected torch.nn.Module"
+            )
+        for edit in self.edits:
+            edit.apply_(module)
+        return module

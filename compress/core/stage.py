@@ -1,0 +1,243 @@
+"""Stage: immutable settings that turn one artifact into the next, and the context it runs in."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Protocol, TypeVar, get_args
+
+from pydantic import Field
+
+from compress.core.artifact import Artifact, Step
+from compress.core.errors import GateRefused, StageFailed
+from compress.core.gates import AnyGate, Verdict
+from compress.core.metrics import Metric
+from compress.core.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    import torch
+
+    from compress.core.data import Splits
+    from compress.core.measure import Comparison
+    from compress.core.signature import Signature
+
+Reads = TypeVar("Reads", bound=Artifact)
+Writes = TypeVar("Writes", bound=Artifact)
+
+COMPARED_BATCHES = 4
+"""Seeded batches compared where there is no data."""
+
+
+class Progress(Protocol):
+    """Where a stage says how far it is."""
+
+    def __call__(self, task: str, done: int, total: int, note: str = "") -> None:
+        """Say that ``done`` of ``total`` steps of a task are done; ``note`` is shown beside it."""
+        ...
+
+
+def silent(task: str, done: int, total: int, note: str = "") -> None:
+    """Say nothing."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where a stage runs, never what it does."""
+
+    root: Path
+    """Directory of the artifact to be written."""
+    data: Splits | None = None
+    metric: Metric = field(default_factory=Metric)
+    device: str = "cpu"
+    threads: int = 1
+    """CPU threads a model answers with, in every measurement alike."""
+    seed: int = 0
+    earlier: Mapping[str, Artifact] = field(default_factory=dict)
+    """Artifacts by stage name, for `against` and `teacher`; `source` is the model as it came in."""
+    progress: Progress = silent
+
+    @property
+    def work(self) -> Path:
+        """A scratch directory that outlives an interruption, for checkpoints."""
+        path = self.root.with_name(f"{self.root.name}.work")
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def clear_work(self) -> None:
+        """Remove the scratch directory."""
+        shutil.rmtree(self.root.with_name(f"{self.root.name}.work"), ignore_errors=True)
+
+    def need_data(self, why: str) -> Splits:
+        """Return the data.
+
+        Raises:
+            StageFailed: there is none.
+        """
+        if self.data is None:
+            raise StageFailed(f"{why} needs data; add a `data:` section or pass Context(data=…)")
+        return self.data
+
+    def named(self, name: str) -> Artifact:
+        """Return an earlier artifact.
+
+        Raises:
+            StageFailed: no stage of that name came before.
+        """
+        if name not in self.earlier:
+            known = ", ".join(self.earlier) or "none"
+            raise StageFailed(f"no earlier artifact is named {name!r}; known: {known}")
+        return self.earlier[name]
+
+    def score(self, artifact: Artifact, split: str = "val") -> float:
+        """Return an artifact's metric on a split."""
+        from compress.core.metrics import evaluate
+
+        data = self.need_data(f"metric {self.metric.name}")
+        with artifact.open(self.device, self.threads) as predict:
+            if self.metric.name != "fidelity":
+                return evaluate(predict, data, split, self.metric)
+            with self.named("source").open(self.device, self.threads) as reference:
+                return evaluate(predict, data, split, self.metric, reference)
+
+    def compare_latency(self, before: Artifact, after: Artifact, batch: int) -> Comparison:
+        """Measure two artifacts' latencies in turn, with equal threads."""
+        from compress.core.measure import compare_latency
+
+        inputs = before.signature.example(batch, self.seed)
+        with (
+            before.open(self.device, self.threads) as slow,
+            after.open(self.device, self.threads) as fast,
+        ):
+            return compare_latency(slow, fast, inputs)
+
+    def comparison_inputs(self, signature: Signature) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield the inputs on which two models are compared: `val`, or seeded ones without data."""
+        if self.data is not None and "val" in self.data.datasets:
+            for batch in self.data.batches("val"):
+                yield batch.inputs
+        else:
+            for i in range(COMPARED_BATCHES):
+                yield signature.example(batch=8, seed=self.seed + i)
+
+    def at(self, root: Path) -> Context:
+        """Return the same context with another artifact directory."""
+        return replace(self, root=root)
+
+
+class Requirement(Settings):
+    """Something that a stage cannot do without."""
+
+    what: str
+    """A Python module, or a program on the PATH."""
+    install: str
+    """What to do when it is missing."""
+    program: bool = False
+    """Whether it is a program: a missing one stops its own stage, and what came before is kept."""
+
+    def missing(self) -> bool:
+        """Whether it is not here."""
+        if self.program:
+            return shutil.which(self.what) is None
+        return importlib.util.find_spec(self.what.partition(".")[0]) is None
+
+
+class Stage(Settings, Generic[Reads, Writes]):
+    """A step of the road; a subclass's type arguments say what it reads and writes."""
+
+    stage: str
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] | None = None
+    """Name of this step in the report and on disk; the stage's type by default."""
+    input: str | None = None
+    """Earlier stage whose artifact is read, or `source`; the previous stage by default."""
+    gates: tuple[AnyGate, ...] = ()
+    """Rules that the result must satisfy."""
+
+    requirements: ClassVar[tuple[Requirement, ...]] = ()
+    needs_data: ClassVar[bool] = False
+    """Whether the stage cannot run without the data section."""
+
+    def run(self, model: Reads, context: Context) -> Writes:
+        """Do the work and seal the result at ``context.root``."""
+        raise NotImplementedError
+
+    def __call__(self, model: Reads, context: Context) -> Writes:
+        """Run, let the gates judge, and return the artifact.
+
+        Raises:
+            GateRefused: a gate refused; the artifact is kept and named.
+            StageFailed: the stage could not do its work.
+        """
+        artifact = self.run(model, context)
+        refused = [v for v in self.judge(model, artifact, context) if not v.passed]
+        if refused:
+            raise GateRefused(
+                f"{self.title}: {'; '.join(map(explain, refused))} (kept in {artifact.path})"
+            )
+        return artifact
+
+    def judge(self, model: Artifact, artifact: Artifact, context: Context) -> list[Verdict]:
+        """Return every gate's verdict on the result."""
+        return [
+            gate.judge(context.named(gate.against) if gate.against else model, artifact, context)
+            for gate in self.gates
+        ]
+
+    @property
+    def title(self) -> str:
+        """The stage's name, or its type."""
+        return self.name or self.stage
+
+    @property
+    def uses_data(self) -> bool:
+        """Whether the result depends on the data."""
+        return self.needs_data
+
+    @property
+    def also_reads(self) -> tuple[str, ...]:
+        """Names of the artifacts read besides the input."""
+        return ()
+
+    def own_settings(self) -> dict[str, Any]:
+        """Return the settings that decide the result."""
+        return self.model_dump(mode="json", exclude={"name", "input", "gates"})
+
+    def lineage(self, model: Artifact, **others: Artifact) -> tuple[Step, ...]:
+        """Return the input's lineage with this step added."""
+        inputs = {"input": model.digest, **{role: a.digest for role, a in others.items()}}
+        step = Step(stage=self.stage, settings=self.own_settings(), inputs=inputs)
+        return (*model.manifest.lineage, step)
+
+    @classmethod
+    def reads(cls) -> Any:
+        """Return the artifact type, or union of types, that the stage reads."""
+        return cls._type_arguments()[0]
+
+    @classmethod
+    def writes(cls) -> type[Artifact]:
+        """Return the artifact type that the stage writes."""
+        written: type[Artifact] = cls._type_arguments()[1]
+        return written
+
+    @classmethod
+    def _type_arguments(cls) -> tuple[Any, Any]:
+        for base in cls.__mro__:
+            arguments = getattr(base, "__pydantic_generic_metadata__", {}).get("args")
+            if arguments:
+                return arguments[0], arguments[1]
+        raise TypeError(f"{cls.__name__} must inherit from Stage[Reads, Writes]")
+
+
+def explain(verdict: Verdict) -> str:
+    """Return one line: the rule and what was found."""
+    found = verdict.reason or f"found {verdict.value:.4g}"
+    against = "" if verdict.against == "input" else f" against {verdict.against}"
+    return f"{verdict.gate}{against}: {verdict.rule}, {found}"
+
+
+def kinds_of(reads: Any) -> tuple[type[Artifact], ...]:
+    """Return the members of an artifact type or union."""
+    return get_args(reads) or (reads,)

@@ -1,0 +1,92 @@
+"""Cutting entries out of a module's tensors, so that a pruned architecture can be rebuilt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+@torch.no_grad()
+def keep_indices_(
+    module: nn.Module,
+    kept: Mapping[str, Mapping[int, Sequence[int]]],
+    attributes: Mapping[str, Any],
+) -> None:
+    """Keep only the given entries of parameters and buffers, in place.
+
+    Parameters that share storage (tied weights) stay shared. The sizes that torch's own layers
+    record (``out_channels``, ``num_features`` …) are set to what their tensors now are.
+
+    Args:
+        module: the module to cut; the caller owns it.
+        kept: tensor name → axis → ascending indices.
+        attributes: dotted attribute → value, set after the cut.
+
+    Raises:
+        KeyError: a name is not in the module.
+        IndexError: an index lies outside its axis.
+    """
+    modules = dict(module.named_modules())
+    cut: dict[int, nn.Parameter] = {}
+    owners: list[nn.Module] = []
+    for name, axes in kept.items():
+        owner_name, _, short = name.rpartition(".")
+        owner = modules[owner_name]
+        owners.append(owner)
+        if short in owner._parameters:
+            old = owner._parameters[short]
+            if old is None:
+                raise KeyError(name)
+            if id(old) not in cut:
+                cut[id(old)] = nn.Parameter(_select(old, axes), requires_grad=old.requires_grad)
+            owner._parameters[short] = cut[id(old)]
+        else:
+            buffer = owner._buffers[short]
+            if buffer is None:
+                raise KeyError(name)
+            owner._buffers[short] = _select(buffer, axes)
+    for owner in owners:
+        _record_sizes_(owner)
+    for dotted, value in attributes.items():
+        owner_name, _, short = dotted.rpartition(".")
+        setattr(modules[owner_name], short, value)
+
+
+def _select(tensor: torch.Tensor, axes: Mapping[int, Sequence[int]]) -> torch.Tensor:
+    result = tensor.detach()
+    for axis, indices in axes.items():
+        result = result.index_select(axis, torch.tensor(indices, device=tensor.device))
+    return result.clone()
+
+
+def _record_sizes_(layer: nn.Module) -> None:
+    # Any: torch types attributes of a module as "tensor or module".
+    weight: Any = getattr(layer, "weight", None)
+    if isinstance(layer, nn.modules.conv._ConvNd):
+        if layer.transposed:
+            layer.in_channels, layer.out_channels = weight.shape[0], weight.shape[1] * layer.groups
+            return
+        if layer.groups > 1 and layer.groups == layer.in_channels:
+            layer.groups = weight.shape[0] // (layer.out_channels // layer.in_channels)
+        layer.out_channels, layer.in_channels = weight.shape[0], weight.shape[1] * layer.groups
+    elif isinstance(layer, nn.Linear):
+        layer.out_features, layer.in_features = weight.shape
+    elif isinstance(layer, nn.Embedding):
+        layer.num_embeddings, layer.embedding_dim = weight.shape
+    elif isinstance(layer, nn.modules.batchnorm._NormBase):
+        per_channel: Any = weight if weight is not None else layer.running_mean
+        layer.num_features = per_channel.shape[0]
+    elif isinstance(layer, nn.LayerNorm | nn.RMSNorm) and weight is not None:
+        layer.normalized_shape = tuple(weight.shape)
+    elif isinstance(layer, nn.GroupNorm) and weight is not None:
+        layer.num_channels = weight.shape[0]
+    elif isinstance(layer, nn.RNNBase):
+        recurrent: Any = layer
+        layer.input_size = recurrent.weight_ih_l0.shape[1]
+        layer.hidden_size = recurrent.weight_hh_l0.shape[1]
+        layer._flat_weights = [getattr(layer, name) for name in layer._flat_weights_names]
