@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 from pydantic import JsonValue, ValidationError
 
 from compress.core.errors import ArtifactInvalid
+from compress.core.files import sha256_of, sync
 from compress.core.recipe import Recipe
 from compress.core.settings import Settings
 from compress.core.signature import Signature
@@ -149,7 +150,7 @@ class Artifact:
             if path.exists():
                 shutil.rmtree(path)
             partial.rename(path)
-            _sync(path.parent)
+            sync(path.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -189,6 +190,11 @@ class Artifact:
         """Load the model and give a predictor for the duration of a ``with`` block."""
         raise NotImplementedError(f"{self.kind} artifacts cannot answer")
 
+    @contextmanager
+    def held(self, device: str = "cpu", threads: int = 1) -> Iterator[None]:
+        """Keep what is costly to start, such as a server, up between several :meth:`open`."""
+        yield
+
     def parameters(self) -> int | None:
         """Count the weights, or None where the format does not tell."""
         return None
@@ -208,9 +214,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _digest(file: Path) -> FileDigest:
-    with file.open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    return FileDigest(sha256=sha256, bytes=file.stat().st_size)
+    return FileDigest(sha256=sha256_of(file), bytes=file.stat().st_size)
 
 
 def _seal(folder: Path, manifest: Manifest) -> None:
@@ -219,13 +223,5 @@ def _seal(folder: Path, manifest: Manifest) -> None:
     for entry in sorted(folder.rglob("*"), reverse=True):
         if entry.is_file():
             entry.chmod(0o444)  # hard links share these bytes: an edit in place must not be easy
-        _sync(entry)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(entry)
+    sync(folder)

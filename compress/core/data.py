@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-SAMPLED_FOR_FINGERPRINT = 256
-"""Samples hashed of a dataset that does not hold its tensors in memory."""
+SAMPLED_FOR_FINGERPRINT = 2048
+"""Samples hashed at most of a dataset that does not hold its tensors in memory."""
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,7 @@ def _tensors_of(dataset: Dataset[Any]) -> Iterator[torch.Tensor]:
         yield from held
         return
     count = len(dataset)  # type: ignore[arg-type]
-    step = max(1, count // SAMPLED_FOR_FINGERPRINT)
-    for index in range(0, count, step):
+    for index in range(0, count, -(-count // SAMPLED_FOR_FINGERPRINT)):
         inputs, target = _adapt(dataset[index])
         yield from inputs
         if target is not None:

@@ -95,43 +95,29 @@ def sources_digest(sources: dict[str, Path]) -> str:
     return digest.hexdigest()
 
 
+_loaded: dict[str, str] = {}
+"""Digest of the sources that each of the user's modules was last imported from."""
+
+
 def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> Any:
+    digest = sources_digest(sources)
     loaded = sys.modules.get(module_name)
-    origin = getattr(loaded, "__file__", None)
-    expected = next((p for p in sources.values() if _names(p, module_name)), None)
-    if loaded is not None and origin and expected:
-        if Path(origin).exists() and _same_code(Path(origin), expected, sources):
-            return loaded
-        # Another folder's module of the same name (each artifact carries its own copy) gives way;
-        # objects made from it live on.
-        for path in sources:
-            sys.modules.pop(
-                path.removesuffix(".py").removesuffix("/__init__").replace("/", "."), None
-            )
-    if folder is None or not sources:
-        return importlib.import_module(module_name)
-    sys.path.insert(0, str(folder.resolve()))
+    if loaded is not None and _loaded.get(module_name, digest if not folder else "") == digest:
+        return loaded
+    # A module of the same name from another folder (each artifact carries its own copy), or from
+    # before an edit, gives way; objects made from it live on.
+    for key in sources:
+        sys.modules.pop(key.removesuffix(".py").removesuffix("/__init__").replace("/", "."), None)
+    search = [str(folder.resolve())] if folder is not None and sources else []
+    sys.path[:0] = search
     try:
         importlib.invalidate_caches()
-        return importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     finally:
-        sys.path.remove(str(folder.resolve()))
-
-
-def _same_code(origin: Path, expected: Path, sources: dict[str, Path]) -> bool:
-    depth = next(len(Path(key).parts) for key, path in sources.items() if path == expected)
-    root = origin.resolve().parents[depth - 1]
-    return all(
-        (root / key).is_file() and (root / key).read_bytes() == path.read_bytes()
-        for key, path in sources.items()
-    )
-
-
-def _names(path: Path, module_name: str) -> bool:
-    tail = Path(*module_name.split("."))
-    return path.with_suffix("").as_posix().endswith(f"/{tail.as_posix()}") or (
-        path.parent.as_posix().endswith(f"/{tail.as_posix()}") and path.name == "__init__.py"
-    )
+        for path in search:
+            sys.path.remove(path)
+    _loaded[module_name] = digest
+    return module
 
 
 def _find(module_name: str, root: Path) -> Path | None:

@@ -35,8 +35,8 @@ class Verdict(Settings):
     limit: float
     """What it was held against."""
     passed: bool
-    against: str
-    """Name of the artifact compared with."""
+    against: str | None
+    """Name of the artifact compared with; None where the gate looks at the result alone."""
     rule: str
     """The rule in words, with its unit."""
     reason: str = ""
@@ -56,6 +56,8 @@ class Gate(Settings):
     """The rule in words, with its unit; settings in braces."""
     at_least: ClassVar[bool] = False
     """Whether the value must reach the limit, instead of staying under it."""
+    compares: ClassVar[bool] = True
+    """Whether another artifact is looked at."""
 
     @property
     def limit(self) -> float:
@@ -98,7 +100,7 @@ class Gate(Settings):
             value=value,
             limit=self.limit,
             passed=passed,
-            against=self.against or "input",
+            against=(self.against or "input") if self.compares else None,
             rule=self.words.format_map(dict(self)),
             reason=reason,
         )
@@ -175,6 +177,7 @@ class MinMetric(Gate):
     limit_field: ClassVar[str] = "at"
     words: ClassVar[str] = "metric >= {at:g}"
     at_least: ClassVar[bool] = True
+    compares: ClassVar[bool] = False
 
     def value(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the metric on `val`."""

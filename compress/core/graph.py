@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.core.artifact import Artifact, Predictor
+from compress.core.artifact import Artifact, Predictor, Step
 from compress.core.eager import predicting
-from compress.core.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     import torch
+
+    from compress.core.signature import Signature
 
 
 class GraphModel(Artifact):
@@ -21,20 +23,40 @@ class GraphModel(Artifact):
     kind: ClassVar[str] = "graph"
     payload: ClassVar[str] = "model.pt2"
 
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        program: torch.export.ExportedProgram,
+        signature: Signature,
+        *,
+        lineage: tuple[Step, ...] = (),
+        facts: dict[str, Any] | None = None,
+    ) -> GraphModel:
+        """Seal a program.
+
+        Args:
+            path: directory of the artifact.
+            program: the exported program; it is not changed.
+            signature: the model's interface.
+            lineage: the stages so far.
+            facts: what the producing stage found out.
+        """
+        from compress.core.program import save_program
+
+        with cls.sealing(path, signature, lineage=lineage, facts=facts) as partial:
+            save_program(program, partial / cls.payload)
+        return cls.at(path)
+
     def program(self) -> torch.export.ExportedProgram:
-        """Return the exported program.
+        """Return the exported program; no code that the file might bring is executed.
 
         Raises:
-            ArtifactInvalid: the file is not a program that this torch can read.
+            ArtifactInvalid: the file is truncated, or holds anything but tensors and a graph.
         """
-        import torch
+        from compress.core.program import load_program
 
-        try:
-            return torch.export.load(self.payload_path)
-        except Exception as error:
-            raise ArtifactInvalid(
-                f"{self.payload_path}: {type(error).__name__}: {error}"
-            ) from error
+        return load_program(self.payload_path)
 
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:

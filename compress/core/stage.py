@@ -59,6 +59,8 @@ class Context:
     earlier: Mapping[str, Artifact] = field(default_factory=dict)
     """Artifacts by stage name, for `against` and `teacher`; `source` is the model as it came in."""
     progress: Progress = silent
+    scores: dict[tuple[str, str], float] = field(default_factory=dict, compare=False)
+    """Metrics measured so far, by artifact digest and split: none is evaluated twice."""
 
     @property
     def work(self) -> Path:
@@ -94,6 +96,12 @@ class Context:
 
     def score(self, artifact: Artifact, split: str = "val") -> float:
         """Return an artifact's metric on a split."""
+        known = (artifact.digest, split)
+        if known not in self.scores:
+            self.scores[known] = self._evaluate(artifact, split)
+        return self.scores[known]
+
+    def _evaluate(self, artifact: Artifact, split: str) -> float:
         from compress.core.metrics import evaluate
 
         data = self.need_data(f"metric {self.metric.name}")
@@ -181,10 +189,13 @@ class Stage(Settings, Generic[Reads, Writes]):
 
     def judge(self, model: Artifact, artifact: Artifact, context: Context) -> list[Verdict]:
         """Return every gate's verdict on the result."""
-        return [
-            gate.judge(context.named(gate.against) if gate.against else model, artifact, context)
-            for gate in self.gates
-        ]
+        with artifact.held(context.device, context.threads):
+            return [
+                gate.judge(
+                    context.named(gate.against) if gate.against else model, artifact, context
+                )
+                for gate in self.gates
+            ]
 
     @property
     def title(self) -> str:
@@ -234,7 +245,7 @@ class Stage(Settings, Generic[Reads, Writes]):
 def explain(verdict: Verdict) -> str:
     """Return one line: the rule and what was found."""
     found = verdict.reason or f"found {verdict.value:.4g}"
-    against = "" if verdict.against == "input" else f" against {verdict.against}"
+    against = f" against {verdict.against}" if verdict.against not in (None, "input") else ""
     return f"{verdict.gate}{against}: {verdict.rule}, {found}"
 
 

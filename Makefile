@@ -1,0 +1,34 @@
+# make demo   set up .venv and run pipelines/quickstart.yaml
+# make test   set up .venv and run every check and test
+PYTHON ?= python3
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test lint clean
+
+demo: .venv/demo
+	$(BIN)/compress run pipelines/quickstart.yaml
+
+test: lint
+	$(BIN)/pytest -q
+	$(BIN)/pytest -q -m slow
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.venv/bin/pip:
+	$(PYTHON) -m venv .venv
+
+.venv/demo: .venv/bin/pip pyproject.toml
+	$(BIN)/pip install -q -e '.[serve,examples]'
+	touch $@
+
+.venv/dev: .venv/bin/pip pyproject.toml
+	$(BIN)/pip install -q -e '.[dev]'
+	touch $@ .venv/demo
+
+clean:
+	rm -rf .venv runs

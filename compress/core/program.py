@@ -1,0 +1,253 @@
+"""torch.export programs: traced from modules, written byte for byte alike, read without risk.
+
+``torch.export.load`` is built for trusted files: it unpickles sample inputs, tensors and constants,
+loads compiled libraries that lie in the archive, and turns strings of the graph (guards, shape
+expressions, names) into Python source that it executes. :func:`load_program` therefore reads a file
+only after every record and every string in it was found to be plain data.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
+from torch import nn
+from torch.export.pt2_archive import PT2ArchiveReader
+
+from compress.core.eager import flatten_outputs
+from compress.core.errors import ArtifactInvalid, StageFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch.export import ExportedProgram
+
+    from compress.core.signature import Signature
+
+GRAPH = "models/model.json"
+SAMPLE_INPUTS = "data/sample_inputs/model.pt"
+TENSOR_LISTS = (
+    "data/weights/model_weights_config.json",
+    "data/constants/model_constants_config.json",
+)
+RECORD = re.compile(
+    r"models/model\.json|data/sample_inputs/model\.pt|data/weights/(weight_\d+|model_weights_config"
+    r"\.json)|data/constants/(tensor_\d+|model_constants_config\.json)|archive_format|"
+    r"archive_version|byteorder|\.data/(version|serialization_id)"
+)
+OPERATOR = re.compile(
+    r"torch\.ops\.(aten(?!\.from_file\b)|prims|quantized_decomposed|torchao|higher_order)"
+    r"(\.\w+){1,2}"
+    r"|_operator\.(getitem|add|sub|mul|floordiv|truediv|mod|pow|neg|eq|ne|lt|le|gt|ge|and_|or_)"
+    r"|torch\.sym_(int|float|max|min|not|ite|sqrt|sum)|math\.(ceil|floor|trunc)"
+)
+WORD = re.compile(r"[\w.+-]*", re.ASCII)
+SHAPE_FUNCTION = re.compile(
+    r"Symbol|Integer|Float|Rational|Add|Mul|Pow|Max|Min|And|Or|Not|Equality|Unequality|"
+    r"LessThan|StrictLessThan|GreaterThan|StrictGreaterThan|FloorDiv|CleanDiv|CeilDiv|"
+    r"IntTrueDiv|FloatTrueDiv|Mod|PythonMod|ModularIndexing|Where|PowByNatural|FloatPow|"
+    r"LShift|RShift|ToFloat|TruncToInt|FloorToInt|CeilToInt|RoundToInt"
+)
+
+
+def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
+    """Trace a module in eval mode into an ATen graph whose named axes are dynamic.
+
+    Outputs are flattened into the order of the signature. The module is not changed.
+
+    Raises:
+        StageFailed: the module cannot be traced, or its code fixes the size of a named axis.
+    """
+    inputs = signature.example()
+    sizes = {name: torch.export.Dim(name) for name in signature.dynamic_axes}
+    shapes: Any = tuple(
+        {axis: sizes[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} or None
+        for spec in signature.inputs
+    )
+    with torch.no_grad():
+        try:
+            if not _is_flat(module(*inputs)):
+                module, shapes = FlatOutputs(module).eval(), {"inputs": shapes}
+            return torch.export.export(module, inputs, dynamic_shapes=shapes)
+        except Exception as error:
+            raise StageFailed(f"torch.export cannot trace the model: {_reason(error)}") from error
+
+
+class FlatOutputs(nn.Module):
+    """A module whose outputs are a plain tuple of tensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the wrapped module's outputs, flattened."""
+        return flatten_outputs(self.module(*inputs))
+
+
+def save_program(program: ExportedProgram, file: Path) -> None:
+    """Write a program; equal programs give equal bytes, whatever machine or folder they come from.
+
+    Stack traces, sample inputs and guards are left out: the first name the author's folders, the
+    others are pickles and source code, which :func:`load_program` refuses.
+    """
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    reader = PT2ArchiveReader(buffer)
+    with file.open("wb") as stream:
+        writer = torch._C.PyTorchFileWriter(stream)
+        writer.set_min_version(6)  # as torch's own writer of these archives does
+        for name in sorted(n for n in reader.get_file_names() if not n.startswith(".data/")):
+            if name == "byteorder":
+                continue  # the writer adds it
+            record = b"" if name == SAMPLE_INPUTS else reader.read_bytes(name)
+            if name == GRAPH:
+                record = _without_provenance(record)
+            writer.write_record(name, record, len(record))
+        writer.write_end_of_file()
+
+
+def load_program(file: Path) -> ExportedProgram:
+    """Read a program that :func:`save_program` wrote, executing nothing that the file brings.
+
+    Raises:
+        ArtifactInvalid: the file is truncated, or holds anything but tensors and a graph.
+    """
+    from torch.export.pt2_archive._package import load_pt2
+
+    content = file.read_bytes()
+    try:
+        refuse_code(PT2ArchiveReader(io.BytesIO(content)))
+        # Not torch.export.load: on an error it falls back to an older format, which is pickled.
+        return load_pt2(io.BytesIO(content)).exported_programs["model"]
+    except ArtifactInvalid as error:
+        raise ArtifactInvalid(f"{file}: {error}; it was not read") from None
+    except Exception as error:
+        raise ArtifactInvalid(
+            f"{file}: not a torch.export program that torch {torch.__version__} can read, or "
+            f"truncated ({type(error).__name__}: {_first_sentence(error)})"
+        ) from error
+
+
+def refuse_code(archive: PT2ArchiveReader) -> None:
+    """Check that reading an archive cannot run anything.
+
+    Raises:
+        ArtifactInvalid: it holds a pickle, a library, or a string that would become source code.
+    """
+    names = archive.get_file_names()
+    for name in names:
+        if not RECORD.fullmatch(name):
+            raise ArtifactInvalid(f"holds {name!r}, expected a graph and plain tensors alone")
+    if archive.read_bytes(SAMPLE_INPUTS):
+        raise ArtifactInvalid("holds pickled sample inputs")
+    for listing in TENSOR_LISTS:
+        for name, entry in json.loads(archive.read_bytes(listing))["config"].items():
+            folder = PurePosixPath(listing).parent
+            if entry["use_pickle"] or (folder / entry["path_name"]).as_posix() not in names:
+                raise ArtifactInvalid(f"tensor {name!r} is pickled")
+            _refuse_code_in({name: entry}, "")
+    graph = json.loads(archive.read_bytes(GRAPH))
+    if graph.get("guards_code"):
+        raise ArtifactInvalid("holds guards, which are Python source")
+    _refuse_code_in(graph, "")
+
+
+def _refuse_code_in(value: Any, key: str) -> None:
+    """Accept words, operators, shape expressions and tree specs; refuse every other string."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _refuse_code_in(name, "")
+            _refuse_code_in(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            _refuse_code_in(item, key)
+    elif isinstance(value, str) and not _is_plain(value, key):
+        raise ArtifactInvalid(f"{key or 'a name'} is {value[:80]!r}, which could run code")
+
+
+def _is_plain(text: str, key: str) -> bool:
+    if key == "target":
+        return OPERATOR.fullmatch(text) is not None
+    if key == "expr_str":
+        return _is_shape_expression(text)
+    if key in ("in_spec", "out_spec"):
+        return _is_tree_of_builtins(json.loads(text)[1])
+    if key == "as_string":
+        return True  # an operator's argument: torch writes it with repr() and never evaluates it
+    if key in ("name", "as_name", "forward_arg_names"):
+        return text.isidentifier() or not text
+    return WORD.fullmatch(text) is not None
+
+
+def _is_shape_expression(text: str) -> bool:
+    """Whether sympy, which evaluates the text as Python, would only build an expression."""
+    for node in ast.walk(ast.parse(text, mode="eval")):
+        if isinstance(node, ast.Call):
+            if not (isinstance(node.func, ast.Name) and SHAPE_FUNCTION.fullmatch(node.func.id)):
+                return False
+        elif isinstance(node, ast.Constant):
+            if isinstance(node.value, str) and not WORD.fullmatch(node.value):
+                return False
+        elif isinstance(node, ast.Name):
+            if not SHAPE_FUNCTION.fullmatch(node.id):
+                return False
+        elif not isinstance(node, ast.Expression | ast.keyword | ast.Load | ast.UnaryOp | ast.USub):
+            return False
+    return True
+
+
+def _is_tree_of_builtins(spec: dict[str, Any]) -> bool:
+    """Whether a tree spec names only tuples, lists and dicts; others import what they name."""
+    context = json.loads(spec["context"] or "null")
+    keys = context if isinstance(context, list) else []
+    return (
+        spec["type"] in (None, "builtins.tuple", "builtins.list", "builtins.dict")
+        and (context is None or isinstance(context, list))
+        and all(isinstance(k, str) and WORD.fullmatch(k) for k in keys)
+        and all(_is_tree_of_builtins(child) for child in spec["children_spec"])
+    )
+
+
+def _without_provenance(record: bytes) -> bytes:
+    graph = json.loads(record)
+    graph["guards_code"] = []
+    graphs = [graph["graph_module"]["graph"]]
+    while graphs:
+        for node in graphs.pop()["nodes"]:
+            node["metadata"] = {}
+            graphs += [
+                i["arg"]["as_graph"]["graph"] for i in node["inputs"] if "as_graph" in i["arg"]
+            ]
+    return json.dumps(graph, separators=(",", ":")).encode()
+
+
+def _is_flat(output: object) -> bool:
+    tensors: Sequence[object] = output if isinstance(output, tuple) else (output,)
+    return all(isinstance(t, torch.Tensor) for t in tensors)
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    fixed = re.search(
+        r"You marked (\w+) as dynamic but your code specialized it .*?\((\d+)\)", text
+    )
+    if fixed:
+        axis, size = fixed.groups()
+        return (
+            f"axis {axis!r} is baked in: the model's code fixes it to {size}; compute it from "
+            f"the input's shape, or declare the number {size} instead of the name in model.inputs"
+        )
+    return f"{type(error).__name__}: {_first_sentence(error)}"
+
+
+def _first_sentence(error: Exception) -> str:
+    return re.split(r"\n|\. ", str(error).strip())[0]

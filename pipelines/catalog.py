@@ -1,0 +1,58 @@
+"""Every stage there is: ours, and those that installed packages add."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from compress.distillation.stage import Distill
+from compress.pruning.stage import PruneChannels
+from compress.quantization.stage import QuantizeStatic
+from compress.training.stage import Train
+from export.onnx import ExportOnnx
+from export.torchscript import ExportTorchScript
+from serve.stage import PackageTorchServe
+
+from compress.core.errors import Unavailable
+
+if TYPE_CHECKING:
+    from compress.core.stage import Stage
+
+ENTRY_POINT_GROUP = "compress.stages"
+
+OURS: tuple[type[Stage[Any, Any]], ...] = (
+    Train,
+    PruneChannels,
+    Distill,
+    QuantizeStatic,
+    ExportOnnx,
+    ExportTorchScript,
+    PackageTorchServe,
+)
+
+
+@cache
+def stages() -> dict[str, type[Stage[Any, Any]]]:
+    """Return stage classes by their `stage` key.
+
+    Raises:
+        Unavailable: an installed package announces a stage that cannot be imported or clashes.
+    """
+    known = {stage_type(stage): stage for stage in OURS}
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            stage = entry.load()
+        except Exception as error:
+            raise Unavailable(
+                f"stage {entry.name!r} of {entry.value}: {type(error).__name__}: {error}"
+            ) from error
+        if stage_type(stage) in known:
+            raise Unavailable(f"stage {entry.name!r} of {entry.value}: the name is taken")
+        known[stage_type(stage)] = stage
+    return known
+
+
+def stage_type(stage: type[Stage[Any, Any]]) -> str:
+    """Return a stage class's `stage` key."""
+    return str(stage.model_fields["stage"].default)

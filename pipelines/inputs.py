@@ -1,0 +1,87 @@
+"""The user's model and data, as the pipeline file names them."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compress.core.checkpoint import import_checkpoint
+from compress.core.data import DataReference, Splits
+from compress.core.errors import CompressError, PipelineInvalid
+from compress.core.factory import local_sources, sources_digest
+from compress.core.files import sha256_of
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature
+from pipelines.plan import SOURCE
+
+if TYPE_CHECKING:
+    from compress.core.eager import EagerModel
+    from pipelines.pipeline import Pipeline
+
+
+def load_data(pipeline: Pipeline) -> Splits | None:
+    """Call the data factory, or return None where there is no data section.
+
+    Raises:
+        PipelineInvalid: it cannot be imported, fails, or returns something else than datasets.
+    """
+    if pipeline.data is None:
+        return None
+    spec = pipeline.data
+    reference = DataReference(
+        spec.factory, dict(spec.arguments), pipeline.code_folder, spec.batch_size
+    )
+    try:
+        return reference.load()
+    except PipelineInvalid as error:
+        raise PipelineInvalid(f"{pipeline.place('data', 'factory')}: {error}") from error
+
+
+def check_model(pipeline: Pipeline) -> None:
+    """Build the model and read its checkpoint, keeping nothing.
+
+    Raises:
+        CompressError: the factory, the checkpoint or the declared inputs are wrong.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        import_source(pipeline, Path(folder) / SOURCE)
+
+
+def import_source(pipeline: Pipeline, path: Path) -> EagerModel:
+    """Seal the model as it came in.
+
+    Raises:
+        CompressError: the factory, the checkpoint or the declared inputs are wrong.
+    """
+    spec = pipeline.model
+    outputs = {} if spec.outputs is None else {"outputs": spec.outputs}
+    try:
+        signature = Signature(inputs=spec.inputs, **outputs)
+    except ValueError as error:
+        raise PipelineInvalid(f"{pipeline.place('model', 'inputs')}: {error}") from None
+    try:
+        return import_checkpoint(
+            path,
+            Recipe(factory=spec.factory, arguments=spec.arguments),
+            signature,
+            checkpoint=pipeline.checkpoint,
+            folder=pipeline.code_folder,
+            seed=pipeline.seed,
+        )
+    except CompressError as error:
+        key = "checkpoint" if str(error).startswith("checkpoint") else "factory"
+        key = "inputs" if str(error).startswith("model.inputs") else key
+        raise type(error)(f"{pipeline.place('model', key)}: {error}") from error
+
+
+def source_parts(pipeline: Pipeline) -> dict[str, object]:
+    """Return what decides the imported model: its settings, its source code and its weights."""
+    checkpoint = pipeline.checkpoint
+    sources = local_sources(pipeline.model.factory, pipeline.code_folder)
+    return {
+        "stage": SOURCE,
+        "settings": pipeline.model.model_dump(mode="json"),
+        "code": sources_digest(sources),
+        "checkpoint": sha256_of(checkpoint) if checkpoint and checkpoint.is_file() else None,
+    }

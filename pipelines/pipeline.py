@@ -1,0 +1,172 @@
+"""pipeline.yaml as typed, immutable settings."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import Field, JsonValue, PrivateAttr, ValidationError, field_validator
+
+from compress.core.errors import PipelineInvalid
+from compress.core.factory import Reference
+from compress.core.settings import Settings
+from compress.core.signature import OutputSpec, TensorSpec
+from pipelines.catalog import stages
+from pipelines.problems import explain
+from pipelines.source import Location, Source, read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from compress.core.stage import Progress, Stage
+    from pipelines.report import Report
+
+    AnyStage = Stage[Any, Any]
+else:
+    AnyStage = Annotated[reduce(or_, stages().values()), Field(discriminator="stage")]
+
+
+class ModelSpec(Settings):
+    """The model as it comes in."""
+
+    factory: Reference
+    """`module:callable` that returns the torch.nn.Module; looked up in the code folder first."""
+    arguments: dict[str, JsonValue] = {}
+    """Keyword arguments of the factory."""
+    checkpoint: str | None = None
+    """Weights (.safetensors, .pt, .pth), relative to this file; without it the factory's own."""
+    inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
+    """Input tensors in the order in which forward takes them."""
+    outputs: tuple[OutputSpec, ...] | None = None
+    """Names of the output tensors; `output`, or `output_0` and so on, by default."""
+
+
+class DataSpec(Settings):
+    """The data."""
+
+    factory: Reference
+    """`module:callable` that returns {"train": Dataset, "val": Dataset, ...}."""
+    arguments: dict[str, JsonValue] = {}
+    """Keyword arguments of the factory."""
+    batch_size: Annotated[int, Field(gt=0)] = 128
+    """Samples per batch in evaluation and calibration."""
+
+
+class MetricSpec(Settings):
+    """A metric with arguments."""
+
+    name: str
+    """accuracy, loss, fidelity, torchmetrics.… or module:callable."""
+    arguments: dict[str, JsonValue] = {}
+    """Keyword arguments of a torchmetrics class."""
+
+
+class Pipeline(Settings):
+    """A road from a model to deployable artifacts."""
+
+    version: Literal[1]
+    """Version of this file's format."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] = "pipeline"
+    """Name of the run; results go to runs/<name> by default. The file's name by default."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of everything random."""
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    """Where models run: cpu, cuda or cuda:0 …"""
+    threads: Annotated[int, Field(gt=0)] = 1
+    """CPU threads a model answers with, in every measurement alike."""
+    code: str = "."
+    """Folder of the modules that factories name, relative to this file."""
+    model: ModelSpec
+    """The model as it comes in."""
+    data: DataSpec | None = None
+    """The data; stages that train, calibrate or measure accuracy need it."""
+    metric: MetricSpec = MetricSpec(name="accuracy")
+    """How good a model is: a name, or a name with arguments."""
+    stages: Annotated[tuple[AnyStage, ...], Field(min_length=1)]
+    """The steps, in order."""
+
+    _source: Source | None = PrivateAttr(default=None)
+
+    @field_validator("metric", mode="before")
+    @classmethod
+    def _metric_by_name(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
+
+    @classmethod
+    def from_yaml(cls, path: Path | str) -> Self:
+        """Read and validate a pipeline file, without importing torch.
+
+        Raises:
+            PipelineInvalid: one line per problem, each with its place in the file.
+        """
+        source = read(Path(path))
+        try:
+            pipeline = cls.model_validate({"name": source.path.stem, **source.content})
+        except ValidationError as error:
+            raise PipelineInvalid(explain(error, source, cls)) from None
+        pipeline._source = source
+        return pipeline
+
+    def run(
+        self,
+        out: Path | str | None = None,
+        *,
+        start: str | None = None,
+        until: str | None = None,
+        force: bool = False,
+        progress: Progress | None = None,
+        announce: Callable[[str], None] | None = None,
+        finished: Callable[[Report], None] | None = None,
+    ) -> Report:
+        """Walk the road and return the report; see :func:`pipelines.run.run`."""
+        from compress.core.stage import silent
+        from pipelines.run import run
+
+        return run(
+            self,
+            Path(out) if out is not None else Path("runs") / self.name,
+            start=start,
+            until=until,
+            force=force,
+            progress=progress or silent,
+            announce=announce or (lambda line: None),
+            finished=finished or (lambda report: None),
+        )
+
+    @property
+    def folder(self) -> Path:
+        """The folder that paths in the file are relative to."""
+        return self._source.path.parent if self._source else Path()
+
+    @property
+    def code_folder(self) -> Path:
+        """The folder of the user's modules."""
+        return (self.folder / self.code).resolve()
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint file, or None."""
+        return self.folder / self.model.checkpoint if self.model.checkpoint else None
+
+    def place(self, *location: str | int) -> str:
+        """Return where a setting stands: the file, its line, and its name."""
+        dotted = _dotted(location)
+        return f"{self._source.place(location)}: {dotted}" if self._source else dotted
+
+
+def _dotted(location: Location) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of pipeline.yaml, for editors."""
+    schema = Pipeline.model_json_schema()
+    metric = schema["properties"]["metric"]
+    reference = {key: metric.pop(key) for key in ("$ref", "allOf") if key in metric}
+    metric["anyOf"] = [{"type": "string"}, reference]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

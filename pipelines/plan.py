@@ -1,0 +1,180 @@
+"""Everything that can be refused before anything runs is refused here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from compress.core.eager import EagerModel
+from compress.core.errors import CompressError, PipelineInvalid, Unavailable
+from compress.core.metrics import Metric
+from compress.core.stage import kinds_of
+from pipelines.problems import did_you_mean
+
+if TYPE_CHECKING:
+    from compress.core.artifact import Artifact
+    from compress.core.stage import Stage
+    from pipelines.pipeline import Pipeline
+
+SOURCE = "source"
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage with its name and the names of what it reads."""
+
+    index: int
+    name: str
+    input: str
+    stage: Stage[Any, Any]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of all artifacts that the stage reads, its input first."""
+        return (self.input, *self.stage.also_reads)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A road that can be walked."""
+
+    stages: tuple[PlannedStage, ...]
+    metric: Metric
+    warnings: tuple[str, ...]
+    """What will stop a later stage, while those before it can run."""
+
+    @property
+    def baseline(self) -> str:
+        """The model compared with: as a leading `train` stage leaves it, else as it came in."""
+        first = self.stages[0]
+        return first.name if first.stage.stage == "train" else SOURCE
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """Stages whose artifact no other stage reads: what is shipped."""
+        read = {name for p in self.stages for name in p.reads}
+        return tuple(p.name for p in self.stages if p.name not in read)
+
+
+def make_plan(pipeline: Pipeline, start: str | None = None, until: str | None = None) -> Plan:
+    """Check names, order, types, requirements and device, without importing torch where possible.
+
+    Args:
+        pipeline: the pipeline.
+        start: name of the first stage that is to run, checked to exist.
+        until: name of the last stage; those after it are left out.
+
+    Raises:
+        PipelineInvalid: one line: the place, what was found, what was expected.
+        Unavailable: a library or the device is missing.
+    """
+    planned = _names(pipeline)
+    for option, name in (("--from", start), ("--until", until)):
+        if name is not None and name not in {p.name for p in planned}:
+            raise PipelineInvalid(
+                f"{option} {name!r}: no such stage; {did_you_mean(name, {p.name for p in planned})}"
+            )
+    _check_types(pipeline, planned)
+    if until is not None:
+        planned = planned[: next(p.index for p in planned if p.name == until) + 1]
+    _check_needs(pipeline, planned)
+    metric = _metric(pipeline)
+    return Plan(planned, metric, tuple(_missing_programs(planned)))
+
+
+def _names(pipeline: Pipeline) -> tuple[PlannedStage, ...]:
+    planned: list[PlannedStage] = []
+    for index, stage in enumerate(pipeline.stages):
+        name = stage.title
+        if name == SOURCE or name in {p.name for p in planned}:
+            raise PipelineInvalid(
+                f"{pipeline.place('stages', index)}: the name {name!r} is taken; give the stage "
+                "another one with `name:`"
+            )
+        previous = planned[-1].name if planned else SOURCE
+        known = {SOURCE, *(p.name for p in planned)}
+        references = [("input", stage.input)] if stage.input else []
+        references += [("teacher", other) for other in stage.also_reads]
+        for key, other in references:
+            if other not in known:
+                raise PipelineInvalid(
+                    f"{pipeline.place('stages', index, key)}: no earlier stage is named {other!r}; "
+                    f"{did_you_mean(other, known)}"
+                )
+        for i, gate in enumerate(stage.gates):
+            if gate.against is not None and gate.against not in known:
+                raise PipelineInvalid(
+                    f"{pipeline.place('stages', index, 'gates', i, 'against')}: no earlier stage "
+                    f"is named {gate.against!r}; {did_you_mean(gate.against, known)}"
+                )
+        planned.append(PlannedStage(index, name, stage.input or previous, stage))
+    return tuple(planned)
+
+
+def _check_types(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
+    written: dict[str, type[Artifact]] = {SOURCE: EagerModel}
+    for p in planned:
+        found, wanted = written[p.input], kinds_of(p.stage.reads())
+        if not issubclass(found, wanted):
+            kinds = " or ".join(kind.kind for kind in wanted)
+            fitting = [name for name, kind in written.items() if issubclass(kind, wanted)]
+            mend = (
+                f"name one with `input:` ({', '.join(fitting)})" if fitting else "add one before it"
+            )
+            raise PipelineInvalid(
+                f"{pipeline.place('stages', p.index)} ({p.name}): reads {kinds}, and {p.input!r} "
+                f"writes {found.kind}; {mend}"
+            )
+        for other in p.stage.also_reads:
+            if not issubclass(written[other], EagerModel):
+                raise PipelineInvalid(
+                    f"{pipeline.place('stages', p.index)} ({p.name}): {other!r} writes "
+                    f"{written[other].kind}, and a teacher must be eager"
+                )
+        written[p.name] = p.stage.writes()
+
+
+def _check_needs(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
+    for p in planned:
+        where = f"{pipeline.place('stages', p.index)} ({p.name})"
+        if p.stage.uses_data and pipeline.data is None:
+            raise PipelineInvalid(f"{where}: needs data, and the file has no `data:` section")
+        for requirement in p.stage.requirements:
+            if not requirement.program and requirement.missing():
+                raise Unavailable(
+                    f"{where}: needs {requirement.what}, which is not installed; "
+                    f"{requirement.install}"
+                )
+    if pipeline.device != "cpu":
+        _check_device(pipeline)
+
+
+def _check_device(pipeline: Pipeline) -> None:
+    import torch
+
+    index = int(pipeline.device.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise Unavailable(
+            f"{pipeline.place('device')}: {pipeline.device!r} asked for and PyTorch "
+            f"{torch.__version__} sees {torch.cuda.device_count()} CUDA devices; use `device: cpu`"
+        )
+
+
+def _metric(pipeline: Pipeline) -> Metric:
+    spec = pipeline.metric
+    metric = Metric(spec.name, tuple(sorted(spec.arguments.items())), pipeline.code_folder)
+    try:
+        metric.check()
+    except CompressError as error:
+        raise type(error)(f"{pipeline.place('metric')}: {error}") from error
+    return metric
+
+
+def _missing_programs(planned: tuple[PlannedStage, ...]) -> list[str]:
+    return [
+        f"{p.name} will stop: {requirement.what} is not on the PATH; {requirement.install} "
+        "(the stages before it run and are kept)"
+        for p in planned
+        for requirement in p.stage.requirements
+        if requirement.program and requirement.missing()
+    ]

@@ -1,0 +1,119 @@
+"""Turning pydantic's validation errors into lines that a newcomer can act on."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any, get_args
+
+from compress.core.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
+
+    from pipelines.source import Location, Source
+
+
+def explain(error: ValidationError, source: Source, model: type[Settings]) -> str:
+    """Return one line per problem: place, what was found, what was expected."""
+    return "\n".join(dict.fromkeys(_line(details, source, model) for details in error.errors()))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a suggestion, or the known words where none is close."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def _line(details: ErrorDetails, source: Source, model: type[Settings]) -> str:
+    location, owner = _resolve(details["loc"], source.content, model)
+    where = f"{source.place(location)}: {_dotted(location, source.content)}"
+    kind, found = details["type"], details["input"]
+    if kind == "extra_forbidden":
+        fields = owner.model_fields if owner else {}
+        return f"{where}: unknown key; {did_you_mean(str(location[-1]), fields)}"
+    if kind == "missing":
+        return f"{where}: is required and not there"
+    if kind == "union_tag_invalid":
+        context = details["ctx"]
+        key = context["discriminator"].strip("'")
+        known = [tag.strip(" '") for tag in context["expected_tags"].split(",")]
+        return f"{where}: unknown {key} {context['tag']!r}; {did_you_mean(context['tag'], known)}"
+    if kind == "union_tag_not_found":
+        key = details["ctx"]["discriminator"].strip("'")
+        return f"{where}: has no key {key!r} saying which one it is"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{where}: expected keys and values, found {_short(found)}"
+    message = details["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    return f"{where}: {message}" + ("" if kind == "value_error" else f", found {_short(found)}")
+
+
+def _resolve(
+    loc: tuple[str | int, ...], content: Any, model: type[Settings]
+) -> tuple[Location, type[Settings] | None]:
+    """Drop the union tags that pydantic adds to a location, and find the settings class there."""
+    location: list[str | int] = []
+    owner: type[Settings] | None = model
+    candidates: list[type[Settings]] = [model]
+    for i, part in enumerate(loc):
+        last = i == len(loc) - 1
+        tagged = next((c for c in candidates if _tag(c, part)), None)
+        if tagged is not None and not (isinstance(content, dict) and part in content):
+            owner, candidates = tagged, [tagged]
+            continue
+        present = (isinstance(content, dict) and part in content) or (
+            isinstance(content, list) and isinstance(part, int) and part < len(content)
+        )
+        if not present and not last:
+            continue
+        location.append(part)
+        owner = candidates[0] if candidates else owner
+        content = content[part] if present else None
+        if isinstance(part, str):
+            field = owner.model_fields.get(part) if owner else None
+            candidates = list(_settings_in(field.annotation)) if field else []
+            if field is not None:
+                candidates += [c for m in field.metadata for c in _settings_in(m)]
+    return tuple(location), owner
+
+
+def _tag(model: type[Settings], part: str | int) -> bool:
+    return any(
+        key in model.model_fields and model.model_fields[key].default == part
+        for key in ("stage", "gate", "edit")
+    )
+
+
+def _settings_in(annotation: Any) -> Iterable[type[Settings]]:
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _settings_in(argument)
+
+
+def _dotted(location: Location, content: Any) -> str:
+    text = ""
+    for part in location:
+        content = content[part] if _has(content, part) else None
+        if isinstance(part, int):
+            keys = content if isinstance(content, dict) else {}
+            label = keys.get("stage") or keys.get("gate")
+            text += f"[{part}]" + (f" ({label})" if label else "")
+        else:
+            text += f".{part}" if text else part
+    return text or "the file"
+
+
+def _has(content: Any, part: str | int) -> bool:
+    if isinstance(content, dict):
+        return part in content
+    return isinstance(content, list) and isinstance(part, int) and part < len(content)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -1,0 +1,213 @@
+"""What a run found: report.json for machines, report.html for people, lock.json to run it again."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, JsonValue
+
+from compress.core.errors import ArtifactInvalid
+from compress.core.files import write_atomically
+from compress.core.gates import Verdict
+from compress.core.settings import Settings
+
+if TYPE_CHECKING:
+    from compress.core.artifact import Artifact
+    from compress.core.stage import Context
+
+
+class MetricReport(Settings):
+    """A metric's value on a split."""
+
+    name: str
+    split: str
+    value: float
+
+
+class LatencyReport(Settings):
+    """Time of one call, in milliseconds."""
+
+    batch: int
+    p50: float
+    p95: float
+
+
+class Measurements(Settings):
+    """What was measured of an artifact; None where its format does not tell."""
+
+    metric: MetricReport | None
+    parameters: int | None
+    macs: int | None
+    bytes: int
+    latency_ms: LatencyReport
+    speedup: float
+    """How many times faster than the baseline, both measured in turn."""
+    bytes_ratio: float
+    """The baseline's bytes divided by this artifact's."""
+
+    @classmethod
+    def of(cls, artifact: Artifact, baseline: Artifact, context: Context) -> Measurements:
+        """Measure an artifact against the baseline."""
+        metric = None
+        if context.data is not None and "val" in context.data.datasets:
+            value = context.score(artifact)
+            metric = MetricReport(name=context.metric.name, split="val", value=value)
+        compared = context.compare_latency(baseline, artifact, batch=1)
+        return cls(
+            metric=metric,
+            parameters=artifact.parameters(),
+            macs=artifact.macs(),
+            bytes=artifact.payload_bytes,
+            latency_ms=LatencyReport.model_validate(compared.after.model_dump()),
+            speedup=compared.speedup,
+            bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
+        )
+
+
+class ArtifactReport(Settings):
+    """Where an artifact is and what proves it."""
+
+    kind: str
+    path: str
+    """Relative to the report."""
+    file: str
+    """The file to deploy."""
+    bytes: int
+    sha256: str
+    """Of the file to deploy."""
+    digest: str
+    """Of the artifact's manifest, which holds the hash of every file."""
+    facts: dict[str, JsonValue]
+    """What the stage found out."""
+
+    @classmethod
+    def of(cls, artifact: Artifact, path: str) -> ArtifactReport:
+        """Describe an artifact."""
+        return cls(
+            kind=artifact.kind,
+            path=path,
+            file=artifact.payload,
+            bytes=artifact.payload_bytes,
+            sha256=artifact.manifest.files[artifact.payload].sha256,
+            digest=artifact.digest,
+            facts=artifact.manifest.facts,
+        )
+
+
+class StageReport(Settings):
+    """One stage of a run."""
+
+    name: str
+    stage: str
+    cached: bool
+    reason: str
+    """Why it had to run; empty when it was cached."""
+    seconds: float
+    """How long the stage took when it was run."""
+    artifact: ArtifactReport
+    measurements: Measurements
+    verdicts: tuple[Verdict, ...]
+
+    def line(self) -> str:
+        """Return the stage in one line."""
+        how = "cached" if self.cached else f"done in {self.seconds:.1f} s"
+        metric = self.measurements.metric
+        shown = f", {metric.name} {metric.value:.4f}" if metric else ""
+        gates = f", {sum(v.passed for v in self.verdicts)}/{len(self.verdicts)} gates passed"
+        return f"{self.name}: {how}{shown}{gates if self.verdicts else ''}"
+
+
+class TestReport(Settings):
+    """The metric on the test split, touched once, at the end."""
+
+    __test__ = False  # the name is the field's, not pytest's
+
+    metric: str
+    values: dict[str, float]
+    """By stage name: the baseline, and each artifact that no other stage reads."""
+
+
+class Report(Settings):
+    """A whole run."""
+
+    version: Literal[1] = 1
+    pipeline: str
+    status: Literal["passed", "refused", "failed"]
+    error: str = ""
+    baseline_name: str
+    baseline: Measurements | None
+    stages: tuple[StageReport, ...]
+    test: TestReport | None = None
+    lock: dict[str, JsonValue] = Field(exclude=True)
+    """What is needed to run it again."""
+
+    def write(self, out: Path) -> None:
+        """Write report.json, report.html and lock.json."""
+        machine: dict[str, JsonValue] = {
+            "platform": platform.platform(),
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+        }
+        lock = json.dumps({**self.lock, "machine": machine}, indent=1, sort_keys=True)
+        write_atomically(out / "lock.json", lock + "\n")
+        write_atomically(out / "report.html", self.html(machine))
+        write_atomically(out / "report.json", self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def read(cls, out: Path) -> Self:
+        """Read a report back.
+
+        Raises:
+            ArtifactInvalid: there is none.
+        """
+        try:
+            content = json.loads((out / "report.json").read_text(encoding="utf-8"))
+            lock = json.loads((out / "lock.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ArtifactInvalid(f"{out}: holds no readable report ({error})") from None
+        return cls.model_validate({**content, "lock": lock})
+
+    def html(self, machine: dict[str, JsonValue]) -> str:
+        """Return the report as one self-contained page."""
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+        environment = Environment(
+            loader=FileSystemLoader(Path(__file__).parent),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        environment.filters |= {"bytes": readable_bytes, "count": readable_count}
+        template = environment.get_template("report.html.jinja")
+        return template.render(report=self, lock=self.lock, machine=machine)
+
+
+def readable_bytes(value: int) -> str:
+    """Return a size for people, in powers of 1000."""
+    if value < 1000:
+        return f"{value} B"
+    return f"{value / 1e3:.0f} kB" if value < 1e6 else f"{value / 1e6:.2f} MB"
+
+
+def readable_count(value: int | None) -> str:
+    """Return a count for people; a dash where it is not known."""
+    if value is None:
+        return "–"
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g} {unit}"
+    return str(value)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())

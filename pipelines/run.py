@@ -1,0 +1,117 @@
+"""Running a pipeline, or foreseeing what a run would do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from compress.core.errors import CompressError, GateRefused
+from compress.core.stage import silent
+from pipelines.inputs import load_data
+from pipelines.plan import SOURCE, Plan, make_plan
+from pipelines.store import Store
+from pipelines.walk import Walk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from compress.core.stage import Progress
+    from pipelines.pipeline import Pipeline
+    from pipelines.report import Report
+
+
+def run(
+    pipeline: Pipeline,
+    out: Path,
+    *,
+    start: str | None,
+    until: str | None,
+    force: bool,
+    progress: Progress,
+    announce: Callable[[str], None],
+    finished: Callable[[Report], None],
+) -> Report:
+    """Run a pipeline and write its report.
+
+    Args:
+        pipeline: the pipeline.
+        out: directory of the results.
+        start: run this stage and those after it again, whatever the store holds.
+        until: stop after this stage.
+        force: run every stage again.
+        progress: where stages say how far they are.
+        announce: where one line per stage goes.
+        finished: given the report once it is written, of a refused or failed run too.
+
+    Returns:
+        The report of a run whose gates all passed.
+
+    Raises:
+        GateRefused: a gate refused; the report is written, and the artifact kept.
+        CompressError: the pipeline is invalid, or a stage failed; the report is written once
+            anything had been run.
+    """
+    plan = make_plan(pipeline, start, until)
+    for warning in plan.warnings:
+        announce(f"warning: {warning}")
+    data = load_data(pipeline)
+    with Store.locked(out / ".store", announce) as store:
+        walk = Walk(pipeline, plan, out, store, data, progress, announce)
+        try:
+            walk.import_model(force)
+            for planned in plan.stages:
+                walk.step(planned, again=planned.index >= _first_again(plan, start, force))
+            walk.test()
+            report = walk.report("passed")
+        except CompressError as error:
+            if walk.artifacts:
+                report = walk.report(
+                    "refused" if isinstance(error, GateRefused) else "failed", str(error)
+                )
+                _finish(report, out, finished)
+            raise
+        _finish(report, out, finished)
+    return report
+
+
+def foresee(
+    pipeline: Pipeline, out: Path, *, start: str | None, until: str | None, force: bool
+) -> dict[str, str]:
+    """Return for each stage ``cached``, or why it would run; nothing is run.
+
+    Raises:
+        CompressError: the pipeline is invalid.
+    """
+    plan = make_plan(pipeline, start, until)
+    data = load_data(pipeline)
+    store = Store(out / ".store")
+    walk = Walk(pipeline, plan, out, store, data, silent, lambda line: None)
+    foreseen: dict[str, str] = {}
+
+    def look(name: str, parts: dict[str, Any], again: bool) -> None:
+        found = None if again else store.entry(parts).load()
+        if found:
+            walk.artifacts[name] = found[0]
+        foreseen[name] = "cached" if found else f"runs ({store.why(name, parts)})"
+
+    look(SOURCE, walk.source_parts(), force)
+    for planned in plan.stages:
+        missing = [n for n in planned.reads if n not in walk.artifacts]
+        if missing:
+            foreseen[planned.name] = f"runs (after {missing[0]})"
+        else:
+            again = planned.index >= _first_again(plan, start, force)
+            look(planned.name, walk.parts(planned), again)
+    return foreseen
+
+
+def _first_again(plan: Plan, start: str | None, force: bool) -> int:
+    """Return the index of the first stage that runs whatever the store holds."""
+    if force:
+        return 0
+    return next((p.index for p in plan.stages if p.name == start), len(plan.stages))
+
+
+def _finish(report: Report, out: Path, finished: Callable[[Report], None]) -> None:
+    report.write(out)
+    finished(report)

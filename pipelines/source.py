@@ -1,0 +1,80 @@
+"""Reading pipeline.yaml: safely, no duplicate keys, and remembering where everything stood."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from compress.core.errors import PipelineInvalid
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Location = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A pipeline file's content and the line of each key."""
+
+    path: Path
+    content: dict[str, Any]
+    lines: dict[Location, int] = field(repr=False)
+
+    def place(self, location: Location = ()) -> str:
+        """Return ``file:line`` of the deepest known part of a location."""
+        for end in range(len(location), -1, -1):
+            if location[:end] in self.lines:
+                return f"{self.path}:{self.lines[location[:end]]}"
+        return str(self.path)
+
+
+def read(path: Path) -> Source:
+    """Read a pipeline file.
+
+    Raises:
+        PipelineInvalid: it is missing, not YAML, not a mapping, or has a key twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PipelineInvalid(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise PipelineInvalid(f"{path}: not a text file; expected YAML") from None
+    lines: dict[Location, int] = {}
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is not None:
+            _walk(root, (), lines, path)
+        content = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise PipelineInvalid(f"{path}:{line}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise PipelineInvalid(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(content, dict):
+        found = "nothing" if content is None else f"a {type(content).__name__}"
+        raise PipelineInvalid(
+            f"{path}: expected keys `version`, `model` and `stages`, found {found}"
+        )
+    return Source(path, content, lines)
+
+
+def _walk(node: yaml.Node, here: Location, lines: dict[Location, int], path: Path) -> None:
+    lines.setdefault(here, node.start_mark.line + 1)
+    if isinstance(node, yaml.SequenceNode):
+        for index, child in enumerate(node.value):
+            _walk(child, (*here, index), lines, path)
+    elif isinstance(node, yaml.MappingNode):
+        for key_node, child in node.value:
+            location = (*here, str(key_node.value))
+            line = key_node.start_mark.line + 1
+            if location in lines:
+                raise PipelineInvalid(
+                    f"{path}:{line}: key {key_node.value!r} stands twice; "
+                    f"first on line {lines[location]}"
+                )
+            lines[location] = line
+            _walk(child, location, lines, path)

@@ -1,0 +1,186 @@
+"""What was computed before, by content: an artifact, what was measured on it, and why it exists."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import JsonValue, ValidationError
+
+import compress
+import export
+import serve
+from compress.core.artifact import Artifact, canonical_json
+from compress.core.errors import ArtifactInvalid, PipelineInvalid
+from compress.core.files import write_atomically
+from compress.core.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LIBRARIES = ("torch", "torchao", "onnx", "onnxscript", "onnxruntime", "numpy", "torchserve")
+
+
+class Record(Settings):
+    """What the store knows of one artifact."""
+
+    version: Literal[1] = 1
+    parts: dict[str, JsonValue]
+    """Everything that decided the artifact; their hash is its key."""
+    digest: str
+    seconds: float
+    """How long the stage took."""
+    answers: dict[str, JsonValue] = {}
+    """Question, as canonical JSON → what was measured."""
+
+
+class Entry:
+    """The place of one key in the store."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.artifact_path = path / "artifact"
+        self._record_path = path / "record.json"
+
+    def load(self) -> tuple[Artifact, Record] | None:
+        """Return the artifact and its record, or None when absent or damaged."""
+        try:
+            record = Record.model_validate_json(self._record_path.read_bytes())
+            artifact = Artifact.at(self.artifact_path)
+            artifact.verify()
+        except (FileNotFoundError, ValidationError, ArtifactInvalid):
+            return None
+        return (artifact, record) if artifact.digest == record.digest else None
+
+    def commit(self, record: Record) -> None:
+        """Make the artifact at ``artifact_path`` part of the store."""
+        write_atomically(self._record_path, record.model_dump_json(indent=1))
+
+    def answer(self, question: dict[str, Any], measure: Callable[[], JsonValue]) -> JsonValue:
+        """Return what was measured before, or measure now and keep it."""
+        record = Record.model_validate_json(self._record_path.read_bytes())
+        key = canonical_json(question)
+        if key not in record.answers:
+            answers = {**record.answers, key: measure()}
+            record = record.model_copy(update={"answers": answers})
+            self.commit(record)
+        return record.answers[key]
+
+
+class Store:
+    """A directory of entries by key."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @classmethod
+    @contextmanager
+    def locked(cls, root: Path, announce: Callable[[str], None]) -> Iterator[Store]:
+        """Open the store for one run; a second run waits.
+
+        Raises:
+            PipelineInvalid: the directory cannot be written.
+        """
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise PipelineInvalid(
+                f"{root.parent}: cannot be written ({error.strerror}); choose another with --out"
+            ) from None
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                announce(f"waiting for another run in {root.parent} to end")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield cls(root)
+        finally:
+            os.close(descriptor)
+
+    def entry(self, parts: dict[str, Any]) -> Entry:
+        """Return the place of an artifact, given everything that decides it."""
+        key = hashlib.sha256(canonical_json(parts).encode()).hexdigest()
+        return Entry(self.root / key[:32])
+
+    def why(self, name: str, parts: dict[str, Any]) -> str:
+        """Return why a stage must run: what differs from its last run here."""
+        before = self._last().get(name)
+        if before is None:
+            return "not run before"
+        return _difference(before, parts) or "its artifact is gone or damaged"
+
+    def remember(self, name: str, parts: dict[str, Any]) -> None:
+        """Note what a stage of this name was last run with."""
+        if self._last().get(name) != parts:
+            write_atomically(self.root / "last.json", canonical_json({**self._last(), name: parts}))
+
+    def _last(self) -> dict[str, Any]:
+        try:
+            last = json.loads((self.root / "last.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return last if isinstance(last, dict) else {}
+
+
+def publish(artifact: Artifact, path: Path) -> None:
+    """Show an artifact under a readable path, by hard links where the file system has them."""
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(artifact.path, partial, copy_function=_link)
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that shape an artifact."""
+    found = {"python": ".".join(map(str, sys.version_info[:3])), "compress": _own_sources()}
+    for library in LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _own_sources() -> str:
+    """Return this toolkit's version and a hash of its source, so that no change goes unseen."""
+    digest = hashlib.sha256()
+    for package in (compress, export, serve):
+        root = Path(str(package.__file__)).parent
+        for file in sorted(root.rglob("*.py")):
+            digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
+    return f"{compress.__version__}+{digest.hexdigest()[:12]}"
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _difference(before: Any, after: Any, path: str = "") -> str:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in sorted({*before, *after}):
+            found = _difference(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+            if found:
+                return found
+        return ""
+    return "" if before == after else f"{path} {_short(before)} → {_short(after)}"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 24 else f"{text[:12]}…"

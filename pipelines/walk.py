@@ -1,0 +1,245 @@
+"""Walking the road: each stage is reused or run, measured, judged and reported."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import shutil
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from compress.core.errors import CompressError, GateRefused, StageFailed
+from compress.core.stage import Context, explain
+from pipelines.inputs import import_source, source_parts
+from pipelines.plan import SOURCE, Plan, PlannedStage
+from pipelines.report import ArtifactReport, Measurements, Report, StageReport, TestReport
+from pipelines.store import Entry, Record, Store, publish, versions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pydantic import JsonValue
+
+    from compress.core.artifact import Artifact
+    from compress.core.data import Splits
+    from compress.core.gates import Gate, Verdict
+    from compress.core.stage import Progress
+    from pipelines.pipeline import Pipeline
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Walk:
+    """One run: what has been made so far."""
+
+    pipeline: Pipeline
+    plan: Plan
+    out: Path
+    store: Store
+    data: Splits | None
+    progress: Progress
+    announce: Callable[[str], None]
+    artifacts: dict[str, Artifact] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
+    rows: list[StageReport] = field(default_factory=list)
+    scores: dict[tuple[str, str], float] = field(default_factory=dict)
+    tested: TestReport | None = None
+
+    def __post_init__(self) -> None:
+        self.fingerprint = self.data.fingerprint() if self.data else None
+
+    def import_model(self, again: bool) -> None:
+        """Bring in the model as it is."""
+        self._obtain(
+            SOURCE,
+            self.source_parts(),
+            lambda context: import_source(self.pipeline, context.root),
+            again,
+        )
+        if self.plan.baseline == SOURCE:
+            self._measured(SOURCE)
+
+    def step(self, planned: PlannedStage, again: bool) -> None:
+        """Reuse or run one stage, then measure and judge it.
+
+        Raises:
+            GateRefused: a gate refused.
+        """
+        stage, model = planned.stage, self.artifacts[planned.input]
+        cached, reason, seconds = self._obtain(
+            planned.name, self.parts(planned), lambda context: stage.run(model, context), again
+        )
+        artifact = self.artifacts[planned.name]
+        with artifact.held(self.pipeline.device, self.pipeline.threads):
+            verdicts = [self._judge(planned, gate) for gate in stage.gates]
+            measurements = self._measured(planned.name)
+        self.rows.append(
+            StageReport(
+                name=planned.name,
+                stage=stage.stage,
+                cached=cached,
+                reason=reason,
+                seconds=seconds,
+                artifact=ArtifactReport.of(artifact, f"artifacts/{planned.name}"),
+                measurements=measurements,
+                verdicts=tuple(verdicts),
+            )
+        )
+        self.announce(self.rows[-1].line())
+        refused = [v for v in verdicts if not v.passed]
+        if refused:
+            raise GateRefused(
+                f"{planned.name}: {'; '.join(map(explain, refused))} "
+                f"(artifact kept in {self.out / 'artifacts' / planned.name})"
+            )
+
+    def source_parts(self) -> dict[str, Any]:
+        """Return everything that decides the imported model."""
+        return {**source_parts(self.pipeline), **self._surroundings(uses_data=False)}
+
+    def parts(self, planned: PlannedStage) -> dict[str, Any]:
+        """Return everything that decides a stage's artifact."""
+        return {
+            "stage": planned.stage.stage,
+            "settings": planned.stage.own_settings(),
+            "inputs": {name: self.artifacts[name].digest for name in planned.reads},
+            **self._surroundings(planned.stage.uses_data),
+        }
+
+    def test(self) -> None:
+        """Touch the test split, once, for what came in and what is shipped."""
+        if self.data is None or "test" not in self.data.datasets:
+            return
+        question = {"metric on": "test", **self._conditions()}
+        values: dict[str, float] = {}
+        for name in dict.fromkeys((self.plan.baseline, *self.plan.leaves)):
+            score = functools.partial(self._context(name).score, self.artifacts[name], "test")
+            values[name] = float(str(self.entries[name].answer(question, score)))
+        self.tested = TestReport(metric=self.plan.metric.name, values=values)
+
+    def report(self, status: Literal["passed", "refused", "failed"], error: str = "") -> Report:
+        """Return what happened so far."""
+        baseline = self.plan.baseline
+        return Report(
+            pipeline=self.pipeline.name,
+            status=status,
+            error=error,
+            baseline_name=baseline,
+            baseline=self._measured(baseline) if baseline in self.artifacts else None,
+            stages=tuple(self.rows),
+            test=self.tested,
+            lock={
+                "versions": versions(),
+                "seed": self.pipeline.seed,
+                "data": self.fingerprint,
+                "artifacts": {name: a.digest for name, a in self.artifacts.items()},
+                "settings": self.pipeline.model_dump(mode="json", by_alias=True),
+            },
+        )
+
+    def _obtain(
+        self,
+        name: str,
+        parts: dict[str, Any],
+        make: Callable[[Context], Artifact],
+        again: bool,
+    ) -> tuple[bool, str, float]:
+        """Take an artifact from the store or make it; return whether cached, why not, seconds."""
+        entry = self.store.entry(parts)
+        found = None if again else entry.load()
+        reason = ""
+        if found is None:
+            reason = "asked to run again" if again else self.store.why(name, parts)
+            self.announce(f"{name}: running ({reason})")
+            entry.path.mkdir(parents=True, exist_ok=True)
+            began = time.monotonic()
+            context = self._context(name, entry.artifact_path)
+            artifact = _guarded(name, lambda: make(context))
+            record = Record(parts=parts, digest=artifact.digest, seconds=time.monotonic() - began)
+            entry.commit(record)
+            context.clear_work()
+            found = artifact, record
+        artifact, record = found
+        self.artifacts[name], self.entries[name] = artifact, entry
+        self.store.remember(name, parts)
+        publish(artifact, self.out / "artifacts" / name)
+        return not reason, reason, record.seconds
+
+    def _judge(self, planned: PlannedStage, gate: Gate) -> Verdict:
+        other = gate.against or planned.input
+        before, after = self.artifacts[other], self.artifacts[planned.name]
+        question = {**gate.measurement_key(), "against": before.digest, **self._conditions()}
+        failed: list[Verdict] = []
+
+        def measure() -> float:
+            verdict = gate.judge(before, after, self._context(planned.name))
+            if verdict.value is None:
+                failed.append(verdict)
+                raise _Unmeasured
+            return verdict.value
+
+        try:
+            value = self.entries[planned.name].answer(question, measure)
+            verdict = gate.verdict(float(str(value)))
+        except _Unmeasured:
+            verdict = failed[0]
+        return verdict.model_copy(update={"against": other if gate.compares else None})
+
+    def _measured(self, name: str) -> Measurements:
+        baseline, artifact = self.artifacts[self.plan.baseline], self.artifacts[name]
+        question = {"measurements": 1, "against": baseline.digest, **self._conditions()}
+
+        def measure() -> JsonValue:
+            return Measurements.of(artifact, baseline, self._context(name)).model_dump(mode="json")
+
+        answer = self.entries[name].answer(question, measure)
+        return Measurements.model_validate(answer)
+
+    def _context(self, name: str, root: Path | None = None) -> Context:
+        return Context(
+            root=root or self.entries[name].artifact_path,
+            data=self.data,
+            metric=self.plan.metric,
+            device=self.pipeline.device,
+            threads=self.pipeline.threads,
+            seed=self.pipeline.seed,
+            earlier=dict(self.artifacts),
+            progress=self.progress,
+            scores=self.scores,
+        )
+
+    def _conditions(self) -> dict[str, Any]:
+        return {
+            "data": self.fingerprint,
+            "metric": [self.plan.metric.name, list(self.plan.metric.arguments)],
+            "threads": self.pipeline.threads,
+            "device": self.pipeline.device,
+            "seed": self.pipeline.seed,
+        }
+
+    def _surroundings(self, uses_data: bool) -> dict[str, Any]:
+        data = self.fingerprint if uses_data else None
+        return {"data": data, "seed": self.pipeline.seed, "versions": versions()}
+
+
+class _Unmeasured(Exception):
+    pass
+
+
+def _guarded(name: str, make: Callable[[], Artifact]) -> Artifact:
+    """Run a stage and turn whatever it raises into one line that names it."""
+    try:
+        return make()
+    except CompressError as error:
+        raise type(error)(f"{name}: {error}") from error
+    except OSError as error:
+        free = shutil.disk_usage(error.filename or ".").free >> 20 if error.errno == 28 else None
+        room = f"; {free} MiB are free" if free is not None else ""
+        raise StageFailed(f"{name}: {error}{room}") from error
+    except Exception as error:
+        log.debug("stage failed", exc_info=True)
+        first_line = str(error).strip().partition("\n")[0]
+        raise StageFailed(f"{name}: {type(error).__name__}: {first_line}") from error

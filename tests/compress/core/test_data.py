@@ -1,0 +1,103 @@
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from compress.core.data import DataReference, Splits, collate
+from compress.core.errors import PipelineInvalid, StageFailed
+
+
+class Listed(Dataset):
+    def __init__(self, samples: list) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int):
+        return self.samples[index]
+
+
+X, Y = torch.arange(3.0), torch.tensor(1)
+
+
+@pytest.mark.parametrize(
+    ("sample", "inputs", "labelled"),
+    [
+        ((X, Y), 1, True),
+        (((X, X + 1), Y), 2, True),
+        ({"a": X, "b": X + 1, "labels": Y}, 2, True),
+        ({"a": X}, 1, False),
+        (X, 1, False),
+        ((X,), 1, False),
+        ([X, 1], 1, True),
+    ],
+)
+def test_every_accepted_form_of_a_sample(sample, inputs: int, labelled: bool) -> None:
+    batch = collate([sample, sample])
+    assert len(batch.inputs) == inputs
+    assert batch.inputs[0].shape == (2, 3)
+    assert (batch.target is not None) == labelled
+
+
+def test_another_form_is_refused() -> None:
+    with pytest.raises(PipelineInvalid, match="a sample is a str"):
+        collate(["text"])
+
+
+@pytest.mark.parametrize(
+    ("datasets", "found"),
+    [
+        (None, "nothing"),
+        ([1], "a list"),
+        ({}, "a dict"),
+        ({"train": 3}, "split 'train' is a int"),
+        ({"train": Listed([])}, "split 'train' is empty"),
+    ],
+)
+def test_what_is_no_data_is_named(datasets, found: str) -> None:
+    with pytest.raises(PipelineInvalid, match=found):
+        Splits(datasets)
+
+
+def test_calibration_is_a_seeded_sample_and_never_short(blobs: Splits) -> None:
+    def drawn(seed: int) -> torch.Tensor:
+        return torch.cat([b.inputs[0] for b in blobs.calibration(50, seed)])
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1), drawn(2))
+    assert drawn(1).shape == (50, 4)
+    with pytest.raises(StageFailed, match=r"121 calibration samples.*has 120"):
+        list(blobs.calibration(121, 0))
+
+
+def test_the_fingerprint_follows_one_changed_value(blobs: Splits) -> None:
+    before = blobs.fingerprint()
+    assert before == blobs.fingerprint()
+    blobs.datasets["val"].tensors[0][7, 2] += 1e-3
+    assert blobs.fingerprint() != before
+
+
+def test_the_fingerprint_reads_datasets_without_tensors() -> None:
+    samples = [(torch.full((2,), float(i)), i) for i in range(10)]
+    before = Splits({"train": Listed(samples)}).fingerprint()
+    samples[9] = (samples[9][0], 8)
+    assert Splits({"train": Listed(samples)}).fingerprint() != before
+
+
+def test_splits_travel_as_a_reference(digits: Splits) -> None:
+    packed = pickle.dumps(digits)
+    assert len(packed) < 1000
+    assert pickle.loads(packed).fingerprint() == digits.fingerprint()
+
+
+def test_splits_without_a_reference_travel_whole() -> None:
+    splits = Splits({"train": TensorDataset(torch.ones(3, 2))}, batch_size=7)
+    assert pickle.loads(pickle.dumps(splits)).batch_size == 7
+
+
+def test_a_failing_factory_is_one_line(tmp_path) -> None:
+    (tmp_path / "bad.py").write_text("def data():\n    raise KeyError('nope')\n")
+    with pytest.raises(PipelineInvalid, match=r"data\.factory 'bad:data': KeyError: 'nope'"):
+        DataReference("bad:data", {}, tmp_path, 8).load()

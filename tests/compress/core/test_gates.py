@@ -1,0 +1,168 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.core.data import Splits
+from compress.core.eager import EagerModel
+from compress.core.errors import GateRefused
+from compress.core.gates import (
+    Gate,
+    LabelAgreement,
+    MaxDrop,
+    MaxLatency,
+    MaxParameters,
+    MaxSize,
+    MinMetric,
+    MinSpeedup,
+    Parity,
+)
+from compress.core.metrics import Metric
+from compress.core.recipe import KeepIndices
+from compress.core.stage import Context, Stage
+
+
+@pytest.fixture
+def context(tmp_path: Path, blobs: Splits) -> Context:
+    return Context(root=tmp_path / "result", data=blobs)
+
+
+@pytest.fixture
+def trained(mlp: EagerModel, tmp_path: Path) -> EagerModel:
+    """A classifier by hand: class i is where feature i is large."""
+    module = mlp.load()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.zero_()
+        module[0].weight[:3, :3] = torch.eye(3)
+        module[2].weight[:, :3] = torch.eye(3)
+    return mlp.derive(tmp_path / "trained", module)
+
+
+@pytest.fixture
+def slim(trained: EagerModel, tmp_path: Path) -> EagerModel:
+    """The same without its idle neurons: equal answers, fewer weights."""
+    kept = {0: (0, 1, 2)}
+    edit = KeepIndices(kept={"0.weight": kept, "0.bias": kept, "2.weight": {1: (0, 1, 2)}})
+    module = trained.load()
+    edit.apply_(module)
+    return trained.derive(tmp_path / "slim", module, edit=edit)
+
+
+@pytest.fixture
+def shifted(trained: EagerModel, tmp_path: Path) -> EagerModel:
+    """The same with one logit raised by 0.5."""
+    module = trained.load()
+    with torch.no_grad():
+        module[2].bias[0] += 0.5
+    return trained.derive(tmp_path / "shifted", module)
+
+
+def test_parity_measures_the_largest_difference(trained, slim, shifted, context) -> None:
+    assert Parity(atol=1e-6).judge(trained, slim, context).passed
+    verdict = Parity(atol=0.1).judge(trained, shifted, context)
+    assert verdict.value == pytest.approx(0.5)
+    assert not verdict.passed
+
+
+def test_parity_works_without_data(trained, shifted, context) -> None:
+    verdict = Parity(atol=0.1).judge(trained, shifted, replace(context, data=None))
+    assert verdict.value == pytest.approx(0.5)
+
+
+def test_label_agreement(trained, slim, mlp, context) -> None:
+    assert LabelAgreement().judge(trained, slim, context).value == 1.0
+    assert not LabelAgreement().judge(trained, mlp, context).passed
+
+
+def test_drop_and_metric(trained, mlp, slim, context) -> None:
+    assert MaxDrop(points=0).judge(trained, slim, context).passed
+    drop = MaxDrop(points=1).judge(trained, mlp, context)
+    assert drop.value is not None
+    assert drop.value > 20
+    assert not drop.passed
+    assert MaxDrop(points=0).judge(mlp, trained, context).value == pytest.approx(-drop.value)
+    assert MinMetric(at=0.8).judge(mlp, trained, context).passed
+    assert not MinMetric(at=0.999).judge(mlp, trained, context).passed
+
+
+def test_a_drop_of_exactly_the_limit_passes(context) -> None:
+    assert MaxDrop(points=1.0).verdict(round(100 * (0.98 - 0.97), 9)).passed
+
+
+def test_size_and_parameters(trained, slim, context) -> None:
+    ratio = slim.payload_bytes / trained.payload_bytes
+    assert MaxSize(ratio=ratio).judge(trained, slim, context).passed
+    assert not MaxSize(ratio=ratio * 0.99).judge(trained, slim, context).passed
+    assert MaxParameters(ratio=0.3).judge(trained, slim, context).passed
+    assert not MaxParameters(ratio=0.1).judge(trained, slim, context).passed
+
+
+def test_speed_is_measured(trained, slim, context) -> None:
+    faster = MinSpeedup(ratio=1000, batch=4).judge(trained, slim, context)
+    assert faster.value is not None
+    assert 0 < faster.value < 1000
+    assert not faster.passed
+    assert MaxLatency(p95_ms=1e6).judge(trained, slim, context).passed
+    assert not MaxLatency(p95_ms=1e-6).judge(trained, slim, context).passed
+
+
+@pytest.mark.parametrize("gate", [MaxDrop(points=100), MinMetric(at=0)])
+def test_what_cannot_be_measured_fails(gate: Gate, trained, slim, context) -> None:
+    verdict = gate.judge(trained, slim, replace(context, data=None))
+    assert verdict.value is None
+    assert not verdict.passed
+    assert "needs data" in verdict.reason
+
+
+def test_min_metric_fails_for_a_metric_that_falls_with_quality(trained, slim, context) -> None:
+    verdict = MinMetric(at=0).judge(trained, slim, replace(context, metric=Metric("loss")))
+    assert not verdict.passed
+
+
+@pytest.mark.parametrize(
+    "gate", [Parity(atol=1), LabelAgreement(minimum=0), MaxDrop(points=1), MinSpeedup(ratio=1)]
+)
+def test_nan_never_passes(gate: Gate) -> None:
+    assert not gate.verdict(float("nan")).passed
+
+
+def test_nan_outputs_fail_parity(trained, context, tmp_path) -> None:
+    module = trained.load()
+    with torch.no_grad():
+        module[2].bias[0] = float("nan")
+    broken = trained.derive(tmp_path / "nan", module)
+    verdict = Parity(atol=1e9).judge(trained, broken, context)
+    assert not verdict.passed
+    assert "NaN" in verdict.reason
+
+
+class Copy(Stage[EagerModel, EagerModel]):
+    """Copy."""
+
+    stage: str = "copy"
+
+    def run(self, model: EagerModel, context: Context) -> EagerModel:
+        return model.derive(context.root, model.load(), lineage=self.lineage(model))
+
+
+def test_a_refusing_gate_keeps_and_names_the_artifact(trained, shifted, context) -> None:
+    with pytest.raises(GateRefused, match=r"copy: parity against shifted.*found 0\.5") as refusal:
+        Copy(gates=(Parity(atol=0.1, against="shifted"),))(
+            trained, replace(context, earlier={"shifted": shifted})
+        )
+    assert str(context.root) in str(refusal.value)
+    EagerModel.at(context.root).verify()
+
+
+def test_the_lineage_says_what_was_read(trained, context) -> None:
+    result = Copy(gates=(Parity(atol=0),))(trained, context)
+    assert result.manifest.lineage[-1].inputs == {"input": trained.digest}
+
+
+def test_a_tightened_limit_asks_the_same_question() -> None:
+    assert Parity(atol=1).measurement_key() == Parity(atol=2, against="x").measurement_key()
+    assert MinSpeedup(ratio=1, batch=1).measurement_key() != (
+        MinSpeedup(ratio=1, batch=2).measurement_key()
+    )

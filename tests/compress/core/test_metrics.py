@@ -1,0 +1,65 @@
+import pytest
+import torch
+
+from compress.core.data import Splits
+from compress.core.errors import PipelineInvalid, StageFailed
+from compress.core.metrics import Metric, evaluate
+
+
+def _first_features(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (x[:, :3],)
+
+
+def test_accuracy_is_torchmetrics_accuracy(blobs: Splits) -> None:
+    theirs = Metric(
+        "torchmetrics.classification.MulticlassAccuracy",
+        (("average", "micro"), ("num_classes", 3)),
+    )
+    mine = evaluate(_first_features, blobs, "val", Metric("accuracy"))
+    assert 0.5 < mine < 1
+    assert mine == pytest.approx(evaluate(_first_features, blobs, "val", theirs))
+
+
+def test_loss_is_lower_when_better(blobs: Splits) -> None:
+    metric = Metric("loss")
+    good = evaluate(lambda x: (3 * x[:, :3],), blobs, "val", metric)
+    bad = evaluate(lambda x: (-x[:, :3],), blobs, "val", metric)
+    assert good < bad
+    assert metric.drop_points(good, bad) > 0
+    assert Metric("accuracy").drop_points(0.98, 0.97) == pytest.approx(1.0)
+
+
+def test_fidelity_compares_with_the_reference(blobs: Splits) -> None:
+    metric = Metric("fidelity")
+    same = evaluate(_first_features, blobs, "val", metric, _first_features)
+    other = evaluate(lambda x: (-x[:, :3],), blobs, "val", metric, _first_features)
+    assert same == 1.0
+    assert other < 0.5
+    with pytest.raises(StageFailed, match="reference"):
+        evaluate(_first_features, blobs, "val", metric)
+
+
+def test_the_users_own_metric(blobs: Splits, tmp_path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def misses(outputs, targets):\n    return (outputs.argmax(1) != targets).float().mean()\n"
+    )
+    misses = evaluate(_first_features, blobs, "val", Metric("mine:misses", folder=tmp_path))
+    right = evaluate(_first_features, blobs, "val", Metric("accuracy"))
+    assert misses == pytest.approx(1 - right)
+
+
+def test_what_cannot_be_measured_is_refused(blobs: Splits) -> None:
+    with pytest.raises(StageFailed, match="is nan"):
+        evaluate(lambda x: (x[:, :3] * float("nan"),), blobs, "val", Metric("loss"))
+    unlabelled = Splits({"val": [torch.ones(4)] * 3})
+    with pytest.raises(StageFailed, match="needs targets"):
+        evaluate(_first_features, unlabelled, "val", Metric("accuracy"))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("acuracy", "expected accuracy"), ("torchmetrics.Nothing", "no such class")],
+)
+def test_an_unknown_name_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(PipelineInvalid, match=reason):
+        Metric(name).check()

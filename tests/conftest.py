@@ -1,0 +1,76 @@
+"""Fixtures that several rooms share: the digits example, a small user project."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from compress.core.checkpoint import import_checkpoint
+from compress.core.data import DataReference, Splits
+from compress.core.eager import EagerModel
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+
+ROOT = Path(__file__).parents[1]
+DIGITS = ROOT / "examples" / "digits"
+
+MLP = """
+from torch import nn
+
+def mlp(hidden=16, classes=3):
+    return nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+"""
+
+
+@pytest.fixture(scope="session")
+def digits() -> Splits:
+    """Return scikit-learn's digits."""
+    return DataReference("data:digits", {}, DIGITS, 120).load()
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Return a folder with a user's module, `nets.py`."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "nets.py").write_text(MLP)
+    return folder
+
+
+@pytest.fixture
+def mlp(project: Path, tmp_path: Path) -> EagerModel:
+    """Return a small model of the user's, 4 features to 3 classes."""
+    signature = Signature(
+        inputs=(TensorSpec(name="x", shape=("batch", 4)),), outputs=(OutputSpec(name="logits"),)
+    )
+    return import_checkpoint(
+        tmp_path / "source", Recipe(factory="nets:mlp"), signature, checkpoint=None, folder=project
+    )
+
+
+@pytest.fixture
+def blobs() -> Splits:
+    """Return three separable clouds of points."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(240) % 3
+    x = torch.randn(240, 4, generator=generator) + 3 * torch.eye(4)[y]
+    parts = {"train": slice(0, 120), "val": slice(120, 180), "test": slice(180, 240)}
+    return Splits({name: TensorDataset(x[s], y[s]) for name, s in parts.items()}, batch_size=32)
+
+
+@pytest.fixture
+def fresh_process(tmp_path: Path) -> Callable[[str], str]:
+    """Return a function that runs Python code in a new process elsewhere and gives its output."""
+
+    def run(code: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    return run
