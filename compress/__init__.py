@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from compress.core.lazy import imported_on_use
 
 if TYPE_CHECKING:
     from compress.core.artifact import Artifact, Predictor
@@ -108,14 +109,4 @@ _HOMES = {
     "compress.training.stage": ("Train",),
 }
 
-
-def __getattr__(name: str) -> Any:
-    # Imported on first use: `compress --help` must answer without reading every stage.
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(home), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__ = imported_on_use(__name__, _HOMES)

@@ -6,6 +6,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from compress.core.errors import Unavailable
 from compress.distillation.stage import Distill
 from compress.pruning.stage import PruneChannels
 from compress.quantization.stage import QuantizeStatic
@@ -13,8 +14,6 @@ from compress.training.stage import Train
 from export.onnx import ExportOnnx
 from export.torchscript import ExportTorchScript
 from serve.stage import PackageTorchServe
-
-from compress.core.errors import Unavailable
 
 if TYPE_CHECKING:
     from compress.core.stage import Stage

@@ -18,23 +18,36 @@ if TYPE_CHECKING:
 
 def explain(error: ValidationError, source: Source, model: type[Settings]) -> str:
     """Return one line per problem: place, what was found, what was expected."""
-    return "\n".join(dict.fromkeys(_line(details, source, model) for details in error.errors()))
+    found = error.errors()
+    misspelt = {
+        (*e["loc"][:-1], closest(str(e["loc"][-1]), _known(e["loc"], source, model)))
+        for e in found
+        if e["type"] == "extra_forbidden"
+    }
+    # A key that is missing because it was misspelt is one mistake, not two.
+    causes = [e for e in found if e["type"] != "missing" or e["loc"] not in misspelt]
+    return "\n".join(dict.fromkeys(_line(details, source, model) for details in causes))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a suggestion, or the known words where none is close."""
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    found = closest(word, known)
+    return f"did you mean {found!r}?" if found else f"known: {', '.join(known)}"
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that is most like another, or None where none is close."""
+    return next(iter(difflib.get_close_matches(word, sorted(known), n=1)), None)
 
 
 def _line(details: ErrorDetails, source: Source, model: type[Settings]) -> str:
-    location, owner = _resolve(details["loc"], source.content, model)
+    location, _ = _resolve(details["loc"], source.content, model)
     where = f"{source.place(location)}: {_dotted(location, source.content)}"
     kind, found = details["type"], details["input"]
     if kind == "extra_forbidden":
-        fields = owner.model_fields if owner else {}
-        return f"{where}: unknown key; {did_you_mean(str(location[-1]), fields)}"
+        known = _known(details["loc"], source, model)
+        return f"{where}: unknown key; {did_you_mean(str(location[-1]), known)}"
     if kind == "missing":
         return f"{where}: is required and not there"
     if kind == "union_tag_invalid":
@@ -50,6 +63,12 @@ def _line(details: ErrorDetails, source: Source, model: type[Settings]) -> str:
     message = details["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     return f"{where}: {message}" + ("" if kind == "value_error" else f", found {_short(found)}")
+
+
+def _known(loc: tuple[str | int, ...], source: Source, model: type[Settings]) -> Iterable[str]:
+    """Return the keys that are known where an unknown one stands."""
+    _, owner = _resolve(loc, source.content, model)
+    return owner.model_fields if owner else ()
 
 
 def _resolve(

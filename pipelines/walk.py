@@ -234,6 +234,8 @@ def _guarded(name: str, make: Callable[[], Artifact]) -> Artifact:
     try:
         return make()
     except CompressError as error:
+        if str(error).startswith(f"{name}: "):
+            raise
         raise type(error)(f"{name}: {error}") from error
     except OSError as error:
         free = shutil.disk_usage(error.filename or ".").free >> 20 if error.errno == 28 else None

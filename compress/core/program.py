@@ -73,11 +73,20 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
     )
     with torch.no_grad():
         try:
-            if not _is_flat(module(*inputs)):
-                module, shapes = FlatOutputs(module).eval(), {"inputs": shapes}
-            return torch.export.export(module, inputs, dynamic_shapes=shapes)
+            flat = with_flat_outputs(module, inputs)
+            if flat is not module:
+                shapes = {"inputs": shapes}
+            return torch.export.export(flat, inputs, dynamic_shapes=shapes)
         except Exception as error:
             raise StageFailed(f"torch.export cannot trace the model: {_reason(error)}") from error
+
+
+def with_flat_outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> nn.Module:
+    """Return the module, wrapped where it gives anything but a tensor or a tuple of tensors."""
+    output = module(*inputs)
+    tensors: Sequence[object] = output if isinstance(output, tuple) else (output,)
+    flat = all(isinstance(t, torch.Tensor) for t in tensors)
+    return module if flat else FlatOutputs(module).eval()
 
 
 class FlatOutputs(nn.Module):
@@ -228,11 +237,6 @@ def _without_provenance(record: bytes) -> bytes:
                 i["arg"]["as_graph"]["graph"] for i in node["inputs"] if "as_graph" in i["arg"]
             ]
     return json.dumps(graph, separators=(",", ":")).encode()
-
-
-def _is_flat(output: object) -> bool:
-    tensors: Sequence[object] = output if isinstance(output, tuple) else (output,)
-    return all(isinstance(t, torch.Tensor) for t in tensors)
 
 
 def _reason(error: Exception) -> str:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from compress.core.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -70,7 +70,11 @@ class Signature(Settings):
         return tuple(dict.fromkeys(axes))
 
     def example(
-        self, batch: int = 2, seed: int = 0, device: str = "cpu"
+        self,
+        batch: int = 2,
+        seed: int = 0,
+        device: str = "cpu",
+        sizes: Mapping[str, int] | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Return seeded inputs: standard normal for floats, 0 or 1 for integers and masks.
 
@@ -78,14 +82,16 @@ class Signature(Settings):
             batch: size of the batch axis; other named axes get 8 elements.
             seed: seed of the generator.
             device: where the tensors live.
+            sizes: sizes of named axes, in place of the above.
         """
         import torch
 
         generator = torch.Generator().manual_seed(seed)
-        sizes = dict.fromkeys(self.dynamic_axes, 8) | {self.batch_axis or "": batch}
+        axes = dict.fromkeys(self.dynamic_axes, 8) | {self.batch_axis or "": batch}
+        axes |= sizes or {}
         tensors = []
         for spec in self.inputs:
-            dtype, shape = getattr(torch, spec.dtype), spec.sized(sizes)
+            dtype, shape = getattr(torch, spec.dtype), spec.sized(axes)
             if dtype.is_floating_point:
                 value = torch.randn(shape, generator=generator).to(dtype)
             else:

@@ -1,0 +1,204 @@
+"""The command as a user runs it: exit codes, one-line errors, JSON, interruption."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMPRESS = [sys.executable, "-c", "import cli; cli.main()"]
+
+NETS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3))
+
+def data():
+    x = torch.randn(240, 4, generator=torch.Generator().manual_seed(0))
+    y = x[:, :3].argmax(1)
+    return {"train": TensorDataset(x[:180], y[:180]), "val": TensorDataset(x[180:], y[180:])}
+"""
+
+FILE = """\
+version: 1
+model:
+  factory: nets:mlp
+  inputs: [{name: x, shape: [batch, 4]}]
+data: {factory: "nets:data"}
+stages:
+  - {stage: train, epochs: 2}
+  - {stage: export_onnx, gates: [{gate: parity, atol: 1e-4}]}
+"""
+
+
+def compress(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*COMPRESS, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Path:
+    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "small.yaml").write_text(FILE)
+    return tmp_path
+
+
+def test_help_and_version_import_no_torch(tmp_path: Path) -> None:
+    code = "import cli, sys\nassert 'torch' not in sys.modules and 'pydantic' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    assert "compress 0." in compress("--version", cwd=tmp_path).stdout
+    assert "run" in compress("--help", cwd=tmp_path).stdout
+
+
+def test_checking_a_bad_file_imports_no_torch(user: Path) -> None:
+    (user / "small.yaml").write_text(FILE.replace("epochs", "epoch"))
+    code = (
+        "import sys, cli\n"
+        "sys.argv = ['compress', 'check', 'small.yaml']\n"
+        "try:\n    cli.main()\n"
+        "except SystemExit as stop:\n    assert stop.code == 2\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=user, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "small.yaml:7" in done.stderr
+    assert "did you mean 'epochs'" in done.stderr
+
+
+def test_run_check_inspect_and_json(user: Path) -> None:
+    done = compress("run", "small.yaml", cwd=user)
+    assert done.returncode == 0, done.stderr
+    assert "train: running (not run before)" in done.stderr
+    assert "val accuracy" in done.stderr
+    assert "export_onnx" in done.stdout
+
+    again = compress("run", "small.yaml", "--json", cwd=user)
+    report = json.loads(again.stdout)
+    assert again.stderr == ""
+    assert [s["cached"] for s in report["stages"]] == [True, True]
+
+    dry = compress("run", "small.yaml", "--dry-run", "--force", cwd=user)
+    assert dry.stdout.splitlines()[0].startswith("source: runs")
+
+    artifact = user / "runs/small/artifacts/export_onnx"
+    assert "input x float32 ['batch', 4]" in compress("inspect", artifact, cwd=user).stdout
+    inspected = json.loads(compress("inspect", artifact, "--json", cwd=user).stdout)
+    assert inspected["kind"] == "onnx"
+    verified = compress("verify", artifact, cwd=user)
+    assert verified.returncode == 0, verified.stderr
+    assert "proven: " in verified.stdout
+
+    checked = compress("check", "small.yaml", cwd=user)
+    assert "valid (train → export_onnx)" in checked.stdout
+
+
+def test_a_tampered_artifact_is_refused(user: Path) -> None:
+    compress("run", "small.yaml", cwd=user)
+    model = user / "runs/small/artifacts/export_onnx/model.onnx"
+    model.chmod(0o644)
+    model.write_bytes(model.read_bytes() + b"x")
+    done = compress("verify", model.parent, cwd=user)
+    assert done.returncode == 2
+    assert "model.onnx is not the file that was sealed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "message"),
+    [
+        ("train", "trian", 2, "did you mean 'train'"),
+        ("parity, atol: 1e-4", "max_size, ratio: 1e-4", 3, "export_onnx: max_size"),
+        ("nets:mlp", "nets:mpl", 2, "has no callable 'mpl'"),
+        ("nets:mlp", "absent:mlp", 2, "No module named 'absent'"),
+        ("[batch, 4]", "[batch, 5]", 2, "does not take x [2, 5]"),
+        ("nets:data", "nets:mlp", 2, "expected {"),
+        ("small", "small", 2, "No such file"),
+        ("version: 1", "version: 1\ndevice: cuda:9", 4, "CUDA devices"),
+    ],
+)
+def test_each_refusal_is_one_line_with_its_exit_code(
+    user: Path, old: str, new: str, code: int, message: str
+) -> None:
+    name = "absent.yaml" if old == new else "small.yaml"
+    (user / "small.yaml").write_text(FILE.replace(old, new, 1))
+    done = compress("run", name, cwd=user)
+    assert done.returncode == code, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_shows_the_traceback(user: Path) -> None:
+    (user / "small.yaml").write_text(FILE.replace("nets:mlp", "absent:mlp"))
+    done = compress("check", "small.yaml", "--debug", cwd=user)
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+
+
+def test_a_refused_gate_shows_the_table_and_keeps_the_artifact(user: Path) -> None:
+    (user / "small.yaml").write_text(FILE.replace("parity, atol: 1e-4", "max_size, ratio: 1e-4"))
+    done = compress("run", "small.yaml", cwd=user)
+    assert done.returncode == 3
+    assert "✗ export_onnx" in done.stdout
+    assert (user / "runs/small/artifacts/export_onnx/model.onnx").exists()
+    assert "refused" in (user / "runs/small/report.json").read_text()
+
+
+def test_a_missing_java_stops_only_the_packaging(user: Path) -> None:
+    (user / "small.yaml").write_text(FILE + "  - {stage: package_torchserve}\n")
+    done = compress("run", "small.yaml", cwd=user, PATH="/nonexistent")
+    assert done.returncode == 4, done.stderr
+    assert "warning: package_torchserve will stop: java is not on the PATH" in done.stderr
+    assert "error: package_torchserve: " in done.stderr
+    artifacts = {p.name for p in (user / "runs/small/artifacts").iterdir()}
+    assert artifacts == {"source", "train", "export_onnx"}
+
+
+def test_control_c_in_training_resumes_to_the_same_weights(user: Path) -> None:
+    epochs = FILE.replace("epochs: 2", "epochs: 400")
+    (user / "small.yaml").write_text(epochs)
+    process = subprocess.Popen(
+        [*COMPRESS, "run", "small.yaml"], cwd=user, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    deadline = time.monotonic() + 60
+    for line in process.stderr:
+        if "epoch 5/400" in line or time.monotonic() > deadline:
+            break
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=30)
+    assert process.returncode == 130, rest
+    assert "run the same command again to resume" in rest
+
+    (user / "small.yaml").write_text(epochs)
+    resumed = compress("run", "small.yaml", cwd=user)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "epoch 1/400" not in resumed.stderr
+    weights = user / "runs/small/artifacts/train/weights.safetensors"
+    first = weights.read_bytes()
+    shutil.rmtree(user / "runs")
+    assert compress("run", "small.yaml", "--until", "train", cwd=user).returncode == 0
+    assert weights.read_bytes() == first
+
+
+def test_the_committed_schema_is_the_codes(tmp_path: Path) -> None:
+    printed = json.loads(compress("schema", cwd=tmp_path).stdout)
+    committed = json.loads((ROOT / "pipelines" / "pipeline.schema.json").read_text())
+    assert printed == committed, "run: compress schema > pipelines/pipeline.schema.json"

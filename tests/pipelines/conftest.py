@@ -1,0 +1,81 @@
+"""A small project of a user's: an MLP on separable clouds, trained, pruned and exported."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipelines.pipeline import Pipeline
+from pipelines.report import Report
+
+NETS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def mlp(hidden=32):
+    return nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 3))
+
+def data(shift=0.0):
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(240) % 3
+    x = torch.randn(240, 4, generator=generator) + 3 * torch.eye(4)[y] + shift
+    parts = {"train": slice(0, 120), "val": slice(120, 180), "test": slice(180, 240)}
+    return {name: TensorDataset(x[s], y[s]) for name, s in parts.items()}
+"""
+
+FILE = """\
+version: 1
+model:
+  factory: nets:mlp
+  inputs: [{name: x, shape: [batch, 4]}]
+data: {factory: "nets:data", arguments: {shift: 0.0}}
+stages:
+  - {stage: train, epochs: 3, batch_size: 24}
+  - stage: prune_channels
+    ratio: 0.4
+    gates: [{gate: max_drop, points: 90}]
+  - stage: export_onnx
+    gates: [{gate: parity, atol: 1e-4}]
+"""
+
+
+class Project:
+    """A folder with the user's files, and what running them said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file, self.out = folder, folder / "small.yaml", folder / "out"
+        self.said: list[str] = []
+
+    def edit(self, old: str, new: str) -> None:
+        """Change the pipeline file."""
+        text = self.file.read_text()
+        assert old in text
+        self.file.write_text(text.replace(old, new))
+
+    def run(self, **options) -> Report:
+        """Run the pipeline file as it is now."""
+        self.said.clear()
+        return Pipeline.from_yaml(self.file).run(self.out, announce=self.said.append, **options)
+
+    def ran(self) -> dict[str, str]:
+        """Return the stages that were run, and why."""
+        lines = [line.partition(": running (") for line in self.said]
+        return {name: why.removesuffix(")") for name, found, why in lines if found}
+
+
+@pytest.fixture(scope="session")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """Return a project that has been run once; tests must not change it."""
+    folder = tmp_path_factory.mktemp("walked")
+    (folder / "nets.py").write_text(NETS)
+    (folder / "small.yaml").write_text(FILE)
+    project = Project(folder)
+    project.run()
+    return project
+
+
+@pytest.fixture
+def project(walked: Project, tmp_path: Path) -> Project:
+    """Return a copy of the project that was run once, store included."""
+    return Project(Path(shutil.copytree(walked.folder, tmp_path / "user")))

@@ -1,0 +1,160 @@
+"""Every mistake a newcomer makes in pipeline.yaml is one clear line with its place."""
+
+from pathlib import Path
+
+import pytest
+
+from compress.core.errors import CompressError, PipelineInvalid
+from pipelines.pipeline import Pipeline
+from pipelines.plan import make_plan
+
+GOOD = """\
+version: 1
+model:
+  factory: nets:mlp
+  inputs: [{name: x, shape: [batch, 4]}]
+data: {factory: "nets:data"}
+stages:
+  - stage: train
+    epochs: 1
+  - stage: export_onnx
+    gates: [{gate: parity, atol: 1e-4}]
+"""
+
+MISTAKES = {
+    "misspelt stage": (
+        ("stage: export_onnx", "stage: exprt_onnx"),
+        r"p\.yaml:9: stages\[1\] \(exprt_onnx\): unknown stage 'exprt_onnx'; "
+        r"did you mean 'export_onnx'\?",
+    ),
+    "misspelt key of a stage": (
+        ("epochs: 1", "epoch: 1"),
+        r"p\.yaml:8: stages\[0\] \(train\)\.epoch: unknown key; did you mean 'epochs'\?",
+    ),
+    "misspelt key of a gate": (
+        ("atol:", "tol:"),
+        r"p\.yaml:10: stages\[1\] \(export_onnx\)\.gates\[0\] \(parity\)\.tol: "
+        r"unknown key; did you mean 'atol'\?",
+    ),
+    "misspelt gate": (("gate: parity", "gate: party"), r"did you mean 'parity'\?"),
+    "misspelt top-level key": (
+        ("stages:", "stagse:"),
+        r"p\.yaml:6: stagse: unknown key; did you mean 'stages'\?",
+    ),
+    "no stage key": (
+        ("stage: train\n    epochs: 1", "epochs: 1"),
+        r"stages\[0\]: has no key 'stage'",
+    ),
+    "a stage as a bare word": (
+        ("- stage: train\n    epochs: 1", "- train"),
+        r"p\.yaml:7: stages\[0\]",
+    ),
+    "wrong type": (("epochs: 1", "epochs: many"), r"p\.yaml:8: .*epochs: .*integer.*found 'many'"),
+    "out of range": (("epochs: 1", "epochs: -1"), r"p\.yaml:8: .*epochs: .*found -1"),
+    "unknown version": (("version: 1", "version: 7"), r"p\.yaml:1: version: .*found 7"),
+    "missing key": (("  factory: nets:mlp\n", ""), r"p\.yaml:2: model\.factory: is required"),
+    "factory without a colon": (("nets:mlp", "nets.mlp"), r"model\.factory: .*found 'nets\.mlp'"),
+    "key twice": (
+        ("    epochs: 1", "    epochs: 1\n    epochs: 2"),
+        r"p\.yaml:9: key 'epochs' stands twice; first on line 8",
+    ),
+    "not YAML": (("version: 1", "version: [1"), r"p\.yaml:\d+: not valid YAML"),
+    "unknown device": (("version: 1", "version: 1\ndevice: gpu"), r"p\.yaml:2: device: .*'gpu'"),
+    "wrong order": (
+        ("- stage: export_onnx", "- stage: package_torchserve\n  - stage: export_onnx"),
+        r"p\.yaml:9: stages\[1\] \(package_torchserve\): reads .*onnx.*'train' writes eager",
+    ),
+    "unknown input": (
+        ("stage: export_onnx", "stage: export_onnx\n    input: trian"),
+        r"p\.yaml:10: stages\[1\]\.input: no earlier stage is named 'trian'; did you mean 'train'",
+    ),
+    "unknown against": (
+        ("atol: 1e-4", "atol: 1e-4, against: later"),
+        r"gates\[0\]\.against: no earlier stage is named 'later'",
+    ),
+    "same name twice": (
+        ("stage: export_onnx", "stage: export_onnx\n    name: train"),
+        r"p\.yaml:9: stages\[1\]: the name 'train' is taken",
+    ),
+    "data missing": (
+        ('data: {factory: "nets:data"}\n', ""),
+        r"p\.yaml:6: stages\[0\] \(train\): needs data",
+    ),
+    "unknown metric": (
+        ("version: 1", "version: 1\nmetric: acuracy"),
+        r"p\.yaml:2: metric: metric 'acuracy' is unknown; expected accuracy",
+    ),
+    "unknown teacher": (
+        (
+            "stage: export_onnx",
+            "stage: distill\n    epochs: 1\n    teacher: nobody\n  - stage: export_onnx",
+        ),
+        r"p\.yaml:11: stages\[1\]\.teacher: no earlier stage is named 'nobody'",
+    ),
+}
+
+
+def _load(path: Path) -> None:
+    make_plan(Pipeline.from_yaml(path))
+
+
+def test_the_good_file_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(GOOD)
+    _load(tmp_path / "p.yaml")
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_with_its_place(tmp_path: Path, mistake: str) -> None:
+    (old, new), expected = MISTAKES[mistake]
+    assert old in GOOD
+    file = tmp_path / "p.yaml"
+    file.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(PipelineInvalid, match=expected) as error:
+        _load(file)
+    # "stages" itself missing follows from its misspelling, and is true as well.
+    allowed = 2 if mistake == "misspelt top-level key" else 1
+    assert len(str(error.value).splitlines()) <= allowed
+
+
+def test_two_mistakes_are_two_lines(tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text(GOOD.replace("epochs: 1", "epoch: 1").replace("atol:", "tol:"))
+    with pytest.raises(PipelineInvalid) as error:
+        _load(file)
+    text = str(error.value)
+    assert "did you mean 'epochs'" in text
+    assert "did you mean 'atol'" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [(None, "No such file"), ("", "found nothing"), ("- 1", "found a list"), (b"\xff\xfe", "text")],
+)
+def test_what_is_no_pipeline_file_is_said(tmp_path: Path, content, found: str) -> None:
+    file = tmp_path / "p.yaml"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        file.write_text(content)
+    with pytest.raises(PipelineInvalid, match=found):
+        Pipeline.from_yaml(file)
+
+
+def test_a_missing_library_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compress.core.errors import Unavailable
+    from compress.core.stage import Requirement
+    from export.onnx import ExportOnnx
+
+    gone = Requirement(what="no_such_library", install="pip install no-such-library")
+    monkeypatch.setattr(ExportOnnx, "requirements", (gone,))
+    (tmp_path / "p.yaml").write_text(GOOD)
+    with pytest.raises(Unavailable, match=r"p\.yaml:9: .*needs no_such_library.*pip install"):
+        _load(tmp_path / "p.yaml")
+
+
+def test_a_missing_device_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(GOOD.replace("version: 1", "version: 1\ndevice: cuda:7"))
+    with pytest.raises(CompressError, match=r"p\.yaml:2: device: 'cuda:7' asked for"):
+        _load(tmp_path / "p.yaml")

@@ -1,0 +1,201 @@
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+
+from compress.core.artifact import Artifact
+from compress.core.errors import GateRefused, PipelineInvalid, StageFailed
+from pipelines.pipeline import Pipeline
+from pipelines.report import Report
+from pipelines.run import foresee
+
+
+def _digests(out: Path) -> dict[str, str]:
+    return {p.name: Artifact.at(p).digest for p in (out / "artifacts").iterdir()}
+
+
+def test_a_run_leaves_report_lock_and_sealed_artifacts(walked) -> None:
+    report = Report.read(walked.out)
+    assert report.status == "passed"
+    assert [s.name for s in report.stages] == ["train", "prune_channels", "export_onnx"]
+    assert report.baseline_name == "train"
+    train, pruned, onnx = (s.measurements for s in report.stages)
+    assert pruned.parameters < train.parameters
+    assert pruned.macs < train.macs
+    assert train.metric.split == "val"
+    assert onnx.bytes == (walked.out / "artifacts/export_onnx/model.onnx").stat().st_size
+    assert all(v.passed for s in report.stages for v in s.verdicts)
+    assert set(report.test.values) == {"train", "export_onnx"}
+    lock = json.loads((walked.out / "lock.json").read_text())
+    assert lock["artifacts"] == _digests(walked.out)
+    assert "torch" in lock["versions"]
+    for path in (walked.out / "artifacts").iterdir():
+        Artifact.at(path).verify()
+
+
+def test_a_second_run_computes_nothing_and_changes_nothing(project) -> None:
+    before, report = _digests(project.out), Report.read(project.out)
+    second = project.run()
+    assert project.ran() == {}
+    assert all(s.cached for s in second.stages)
+    assert _digests(project.out) == before
+    assert [s.measurements for s in second.stages] == [s.measurements for s in report.stages]
+
+
+def test_equal_runs_give_byte_identical_artifacts(walked, project) -> None:
+    project.run(force=True)
+    assert set(project.ran()) == {"source", "train", "prune_channels", "export_onnx"}
+    assert _digests(project.out) == _digests(walked.out)
+
+
+def test_a_changed_setting_is_named_and_reruns_only_what_follows(project) -> None:
+    project.edit("ratio: 0.4", "ratio: 0.5")
+    project.run()
+    ran = project.ran()
+    assert ran["prune_channels"] == "settings.ratio 0.4 → 0.5"
+    assert set(ran) <= {"prune_channels", "export_onnx"}
+
+
+def test_changed_data_is_named(project) -> None:
+    project.edit("shift: 0.0", "shift: 0.5")
+    project.run()
+    assert project.ran()["train"].startswith("data ")
+    assert "source" not in project.ran()
+
+
+def test_changed_model_code_is_named(project) -> None:
+    nets = project.folder / "nets.py"
+    nets.write_text(nets.read_text().replace("hidden=32", "hidden=48"))
+    project.run()
+    assert project.ran()["source"].startswith("code ")
+    assert "train" in project.ran()
+
+
+def test_a_damaged_artifact_is_made_again(project) -> None:
+    victim = next((project.out / ".store").glob("*/artifact/model.onnx"))
+    victim.chmod(0o644)
+    victim.write_bytes(victim.read_bytes()[:-1] + b"x")
+    before = Report.read(project.out).stages[-1].artifact.digest
+    report = project.run()
+    assert project.ran() == {"export_onnx": "its artifact is gone or damaged"}
+    assert report.stages[-1].artifact.digest == before
+
+
+def test_a_refused_gate_fails_the_run_and_keeps_the_artifact(project) -> None:
+    project.edit("{gate: parity, atol: 1e-4}", "{gate: max_size, ratio: 0.001}")
+    seen: list[Report] = []
+    with pytest.raises(GateRefused, match=r"export_onnx: max_size.*artifact kept in") as error:
+        project.run(finished=seen.append)
+    report = Report.read(project.out)
+    assert seen[0].status == report.status == "refused"
+    assert report.error == str(error.value)
+    assert report.test is None, "a refused run must not touch the test split"
+    Artifact.at(project.out / "artifacts/export_onnx").verify()
+    assert project.ran() == {}, "a changed limit judges again without computing"
+
+    project.edit("ratio: 0.001", "ratio: 100")
+    assert project.run().status == "passed"
+    assert project.ran() == {}
+
+
+def test_a_refusal_stops_the_stages_after_it(project) -> None:
+    project.edit("points: 90", "points: -101")
+    with pytest.raises(GateRefused, match="prune_channels"):
+        project.run()
+    assert [s.name for s in Report.read(project.out).stages] == ["train", "prune_channels"]
+
+
+def test_until_from_and_force(project) -> None:
+    assert [s.name for s in project.run(until="prune_channels").stages] == [
+        "train",
+        "prune_channels",
+    ]
+    project.run(start="prune_channels")
+    assert project.ran() == {
+        "prune_channels": "asked to run again",
+        "export_onnx": "asked to run again",
+    }
+    with pytest.raises(PipelineInvalid, match=r"--until 'trian'.*did you mean 'train'"):
+        project.run(until="trian")
+
+
+def test_foreseeing_runs_nothing(project) -> None:
+    options = {"start": None, "until": None, "force": False}
+    pipeline = Pipeline.from_yaml(project.file)
+    assert set(foresee(pipeline, project.out, **options).values()) == {"cached"}
+    project.edit("epochs: 3", "epochs: 4")
+    foreseen = foresee(Pipeline.from_yaml(project.file), project.out, **options)
+    assert foreseen == {
+        "source": "cached",
+        "train": "runs (settings.epochs 3 → 4)",
+        "prune_channels": "runs (after train)",
+        "export_onnx": "runs (after prune_channels)",
+    }
+    elsewhere = project.folder / "elsewhere"
+    foresee(pipeline, elsewhere, **options)
+    assert not elsewhere.exists()
+
+
+def test_a_failed_stage_is_reported_and_never_cached(project) -> None:
+    project.edit("epochs: 3, batch_size: 24", "epochs: 3, batch_size: 24, learning_rate: 1e30")
+    for _ in range(2):
+        with pytest.raises(StageFailed, match="train: "):
+            project.run()
+        assert "train" in project.ran()
+        assert Report.read(project.out).status == "failed"
+
+
+def test_an_unwritable_out_is_said_at_once(project) -> None:
+    (project.folder / "file").write_text("")
+    project.out = project.folder / "file" / "out"
+    with pytest.raises(PipelineInvalid, match=r"cannot be written.*--out"):
+        project.run()
+
+
+def _run_with_small_files(project, answers) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
+    try:
+        project.run()
+    except StageFailed as error:
+        answers.put(str(error))
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(project) -> None:
+    shutil.rmtree(project.out)
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    child = context.Process(target=_run_with_small_files, args=(project, answers))
+    child.start()
+    message = answers.get(timeout=60)
+    child.join(60)
+    assert message.startswith("source: ")
+    assert "\n" not in message
+    assert not list(project.out.rglob("manifest.json"))
+    assert not list(project.out.rglob("*partial*"))
+    project.run()
+
+
+def test_a_second_run_waits_for_the_first(project) -> None:
+    import fcntl
+    import threading
+
+    lock = os.open(project.out / ".store" / "lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    release = threading.Timer(0.5, lambda: os.close(lock))
+    release.start()
+    assert project.run().status == "passed"
+    assert any("waiting for another run" in line for line in project.said)
+
+
+def test_outputs_survive_where_hard_links_do_not(project, monkeypatch) -> None:
+    def refuse(*_):
+        raise OSError("no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    shutil.rmtree(project.out / "artifacts")
+    project.run()
+    Artifact.at(project.out / "artifacts/export_onnx").verify()

@@ -1,0 +1,121 @@
+"""The house's own rules, and that what the documents show is true."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import compress
+import export
+import serve
+from compress.core.stage import Stage
+from pipelines.catalog import stages
+from pipelines.pipeline import Pipeline
+from pipelines.plan import make_plan
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+SHIPPED = [
+    ROOT / "cli.py",
+    *(f for d in ("compress", "export", "serve", "pipelines") for f in (ROOT / d).rglob("*.py")),
+]
+
+
+def test_public_names_are_pinned() -> None:
+    assert compress.__all__ == sorted(compress.__all__)
+    for package in (compress, export, serve):
+        assert all(getattr(package, name) is not None for name in package.__all__)
+    assert {stage.__name__ for stage in stages().values()} <= {
+        *compress.__all__,
+        *export.__all__,
+        *serve.__all__,
+    }
+
+
+def test_reading_a_pipeline_imports_no_heavy_library() -> None:
+    code = (
+        "import sys, pipelines.pipeline, pipelines.plan\n"
+        "print([m for m in ('torch', 'onnx', 'onnxruntime', 'ts', 'torchao') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda f: str(f.relative_to(ROOT)))
+def test_rooms_are_small(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= 300
+
+
+def _settings_without_text(stage: type[Stage]) -> list[str]:
+    return [name for name, f in stage.model_fields.items() if name != "stage" and not f.description]
+
+
+@pytest.mark.parametrize("stage", stages().values(), ids=lambda s: s.__name__)
+def test_every_setting_is_described(stage: type[Stage]) -> None:
+    assert stage.__doc__
+    assert _settings_without_text(stage) == []
+
+
+@pytest.mark.parametrize("file", ["pipelines/quickstart.yaml", "examples/custom/pipeline.yaml"])
+def test_the_shipped_pipelines_are_valid(file: str) -> None:
+    make_plan(Pipeline.from_yaml(ROOT / file))
+
+
+def test_the_readmes_pipeline_is_valid(tmp_path: Path) -> None:
+    (snippet,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "pipeline.yaml").write_text(snippet)
+    make_plan(Pipeline.from_yaml(tmp_path / "pipeline.yaml"))
+    assert len(snippet.splitlines()) <= 12
+
+
+def test_the_readmes_python_runs(tmp_path: Path) -> None:
+    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    preamble = (
+        "import sys, torch\nfrom pathlib import Path\n"
+        f"sys.path.insert(0, {str(ROOT / 'examples' / 'digits')!r})\n"
+        "from models import resnet20\n"
+        f"model, x, out = resnet20().eval(), torch.zeros(2, 1, 8, 8), Path({str(tmp_path)!r})\n"
+    )
+    file = tmp_path / "snippet.py"
+    file.write_text(preamble + snippet + "print(slim.parameters(), onnx.payload_path.exists())\n")
+    done = subprocess.run(
+        [sys.executable, file], capture_output=True, text=True, cwd=tmp_path, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    parameters, exists = done.stdout.split()[-2:]
+    assert int(parameters) < 0.45 * 1_084_010
+    assert exists == "True"
+
+
+def test_the_readme_lists_every_stage_and_gate() -> None:
+    listed = set(re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE))
+    schema = Pipeline.model_json_schema()
+    gates = {
+        d["properties"]["gate"]["const"]
+        for d in schema["$defs"].values()
+        if "gate" in d.get("properties", {})
+    }
+    assert listed == set(stages()) | gates
+
+
+def test_the_readmes_commands_are_the_makefiles() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert "compress run pipelines/quickstart.yaml" in makefile
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    for command in ("make demo", "make test"):
+        assert command in README
+        assert f"\n{command.split()[1]}:" in makefile
+
+
+def test_the_quickstart_holds_the_promised_gates() -> None:
+    content = yaml.safe_load((ROOT / "pipelines/quickstart.yaml").read_text())
+    gates = {s.get("name", s["stage"]): s.get("gates", []) for s in content["stages"]}
+    assert {"gate": "max_drop", "points": 1.0, "against": "train"} in gates["onnx"]
+    sizes = [g["ratio"] for g in gates["onnx"] if g["gate"] == "max_size"]
+    assert sizes
+    assert all(ratio <= 1 / 12 + 1e-4 for ratio in sizes)
+    speed = {g["batch"]: g["ratio"] for g in gates["onnx"] if g["gate"] == "min_speedup"}
+    assert speed == {1: 3.0, 32: 3.0}
