@@ -44,6 +44,12 @@ def test_reading_a_pipeline_imports_no_heavy_library() -> None:
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
+def test_only_cli_knows_typer_and_nobody_imports_cli() -> None:
+    for file in SHIPPED[1:]:
+        text = file.read_text()
+        assert not re.search(r"^\s*(import|from) (cli|typer)\b", text, re.MULTILINE), file
+
+
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda f: str(f.relative_to(ROOT)))
 def test_rooms_are_small(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= 300

@@ -180,6 +180,7 @@ class Stage(Settings, Generic[Reads, Writes]):
             StageFailed: the stage could not do its work.
         """
         artifact = self.run(model, context)
+        context.clear_work()
         refused = [v for v in self.judge(model, artifact, context) if not v.passed]
         if refused:
             raise GateRefused(

@@ -1,0 +1,142 @@
+"""The axis graph: which channels of which tensors can only be removed together.
+
+torch.export's ATen graph is executed on integer labels instead of numbers (see
+``compress.pruning.labels``). The idea of grouping coupled channels is that of Fang et al.,
+"DepGraph: Towards Any Structural Pruning" (2023); here the groups follow from the traced operators,
+so that no layer has to be annotated.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from compress.core.errors import StageFailed
+from compress.pruning import elementwise, layers, movement
+from compress.pruning.families import AxisGraph, solve
+from compress.pruning.labels import WILD, LabelBook, Labels, Weight
+from compress.pruning.operators import Call, Result, Rule, pin_all
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.export import ExportedProgram
+
+RULES: dict[str, Rule] = {**layers.RULES, **elementwise.RULES, **movement.RULES}
+
+
+def trace(module: nn.Module, inputs: Sequence[torch.Tensor]) -> AxisGraph:
+    """Return the axis graph of a module in eval mode.
+
+    Raises:
+        StageFailed: torch.export cannot trace the module.
+    """
+    book = LabelBook()
+    first_names, names = _names(module)
+    _walk(_export(module, inputs), first_names, book)
+    return solve(book, names)
+
+
+def _export(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedProgram:
+    with warnings.catch_warnings():
+        # torch 2.13 warns that recurrent layers keep a list of their weights.
+        warnings.filterwarnings("ignore", "The tensor attributes? self", UserWarning)
+        try:
+            return torch.export.export(module, tuple(inputs), strict=False)
+        except Exception as error:
+            first_line = str(error).partition("\n")[0]
+            raise StageFailed(
+                f"torch.export cannot trace {type(module).__name__}, so its channels cannot be "
+                f"followed: {type(error).__name__}: {first_line}"
+            ) from error
+
+
+def _names(module: nn.Module) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Return every tensor name → the tensor's first name → its name in each module it is held by.
+
+    Tied weights have one name in each of their modules; a module that is itself held under two
+    names gives its tensors two names, of which surgery needs only the first.
+    """
+    held: dict[int, list[str]] = {}
+    for prefix, owner in module.named_modules():
+        for short, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                held.setdefault(id(tensor), []).append(f"{prefix}.{short}".lstrip("."))
+    every_name = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    first_names = {name: held[id(tensor)][0] for name, tensor in every_name}
+    return first_names, {names[0]: tuple(names) for names in held.values()}
+
+
+def _walk(program: ExportedProgram, first_names: dict[str, str], book: LabelBook) -> None:
+    values: dict[fx.Node, Any] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = _placeholder(node, program, first_names, book)
+        elif node.op == "output":
+            for result in node.all_input_nodes:
+                if isinstance(values[result], torch.Tensor | Weight):
+                    book.pin(values[result], "it is an output of the model")
+        elif node.target is operator.getitem:
+            values[node] = values[node.args[0]][node.args[1]]
+        elif node.op == "call_function":
+            values[node] = _execute(_call(node, values), book)
+        else:
+            values[node] = None  # a subgraph, whose caller has no rule
+
+
+def _placeholder(
+    node: fx.Node, program: ExportedProgram, first_names: dict[str, str], book: LabelBook
+) -> Labels | Weight | None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    signature = program.graph_signature
+    held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    if node.name in held:
+        name = held[node.name]
+        is_constant = value.numel() == 1 or not value.is_floating_point()
+        return Weight(first_names.get(name, name), tuple(value.shape), is_constant)
+    is_features = node.name in signature.user_inputs and value.is_floating_point()
+    label = book.pinned("it is an input of the model") if is_features else WILD
+    return torch.tensor(label).expand(value.shape)
+
+
+def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Call:
+    given = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+    arguments = {str(i): value for i, value in enumerate(given[0])} | dict(given[1])
+    name = str(node.target)
+    if isinstance(node.target, torch._ops.OpOverload):
+        schema = node.target._schema
+        name = schema.name.partition("::")[2]
+        arguments = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        arguments |= dict(zip((a.name for a in schema.arguments), given[0], strict=False))
+        arguments |= given[1]
+    value = node.meta.get("val")
+    results = pytree.tree_leaves(value)
+    has_tensors = any(isinstance(result, torch.Tensor) for result in results)
+    return Call(
+        operator=name.rstrip("_"),
+        target=node.target,
+        arguments=arguments,
+        shapes=[tuple(getattr(result, "shape", ())) for result in results] if has_tensors else [],
+        gives_list=isinstance(value, list | tuple),
+    )
+
+
+def _execute(call: Call, book: LabelBook) -> Result | None:
+    if not call.shapes:
+        return None
+    rule = RULES.get(call.operator)
+    if rule is not None:
+        return rule(call, book)
+    if torch.Tag.pointwise in getattr(call.target, "tags", ()):
+        return elementwise.pointwise(call, book)
+    return pin_all(call, book, f"operator {call.operator!r} is not known")

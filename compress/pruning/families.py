@@ -1,0 +1,141 @@
+"""From equal labels to families of channels, and from removed channels to the indices that stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from compress.pruning.labels import LabelBook, Slot
+
+Kept = dict[str, dict[int, tuple[int, ...]]]
+"""Tensor name → axis → indices that stay, ascending."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Channels that are alike: each of them has entries in the same tensors along the same axes."""
+
+    slots: tuple[Slot, ...]
+    channels: tuple[int, ...]
+    """Class of each channel, in the order in which the first tensor holds them."""
+    producers: tuple[str, ...]
+    """Names of the modules that make the channels."""
+
+    @property
+    def name(self) -> str:
+        """The first module that makes the channels, or the first tensor that holds them."""
+        return next(filter(None, self.producers), self.slots[0][0])
+
+
+@dataclass(frozen=True)
+class AxisGraph:
+    """What can be cut out of a module, and what cannot and why."""
+
+    families: tuple[Family, ...]
+    classes: Mapping[Slot, torch.Tensor]
+    """Tensor and axis → the class of each index."""
+    pinned: Mapping[str, str]
+    """Module → why some or all of its channels stay."""
+    names: Mapping[str, tuple[str, ...]]
+    """Tensor → all names it is held under, its own first."""
+
+    @property
+    def class_count(self) -> int:
+        """How many classes there are, pinned ones included."""
+        return 1 + max((int(column.max()) for column in self.classes.values()), default=-1)
+
+    def entries(self, slot: Slot, *channels: int) -> int:
+        """Return how many indices of an axis channels take."""
+        return int(torch.isin(self.classes[slot], torch.tensor(channels)).sum())
+
+    def kept(self, removed: Iterable[int]) -> Kept:
+        """Return the indices that stay, for every tensor that loses some."""
+        leaving = torch.tensor(sorted(removed), dtype=torch.int64)
+        kept: Kept = {}
+        for (tensor, axis), classes in self.classes.items():
+            leaves = torch.isin(classes, leaving)
+            if leaves.any():
+                stays = tuple((~leaves).nonzero().flatten().tolist())
+                for name in self.names[tensor]:
+                    kept.setdefault(name, {})[axis] = stays
+        return kept
+
+
+def solve(book: LabelBook, names: Mapping[str, tuple[str, ...]]) -> AxisGraph:
+    """Return the axis graph that a book of labels describes.
+
+    Args:
+        book: the labels, after the whole graph was walked; some more may be pinned here.
+        names: tensor → all names it is held under.
+    """
+    for name in book.elements:
+        for slot, labels in book.axes.items():
+            if slot[0] == name:
+                reason = f"{name} is used both by a layer and element by element"
+                book.pin(labels, reason)
+                book.pin(book.elements[name], reason)
+    labels_to_class, reasons = book.solve()
+    classes = {slot: labels_to_class[labels] for slot, labels in book.axes.items()}
+    for name, labels in book.elements.items():
+        found = _axes_of(labels_to_class[labels])
+        classes |= {(name, axis): column for axis, column in found.items()}
+        held = {c for column in found.values() for c in column.tolist()}
+        for stray in set(labels_to_class[labels].flatten().tolist()) - held:
+            reasons.setdefault(stray, f"{name} holds it along no single axis")
+    families = _families(classes, set(reasons), book.produced)
+    return AxisGraph(families, classes, _pinned(classes, reasons, book.produced, families), names)
+
+
+def _axes_of(classes: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Return the axes along which a tensor's classes change and every slice is of one class."""
+    found = {}
+    for axis in range(classes.dim()):
+        slices = classes.movedim(axis, 0).reshape(classes.size(axis), -1)
+        if (slices == slices[:, :1]).all() and (slices[:, 0] != slices[0, 0]).any():
+            found[axis] = slices[:, 0].contiguous()
+    return found
+
+
+def _families(
+    classes: Mapping[Slot, torch.Tensor], pinned: set[int], produced: set[Slot]
+) -> tuple[Family, ...]:
+    slots_of: dict[int, list[Slot]] = {}
+    for slot, column in classes.items():
+        for channel in dict.fromkeys(column.tolist()):
+            slots_of.setdefault(channel, []).append(slot)
+    alike: dict[tuple[Slot, ...], list[int]] = {}
+    for channel, slots in slots_of.items():
+        if channel not in pinned:
+            alike.setdefault(tuple(slots), []).append(channel)
+    return tuple(
+        Family(slots, tuple(channels), _owners(slot for slot in slots if slot in produced))
+        for slots, channels in alike.items()
+        if len(channels) > 1
+    )
+
+
+def _pinned(
+    classes: Mapping[Slot, torch.Tensor],
+    reasons: Mapping[int, str],
+    produced: set[Slot],
+    families: tuple[Family, ...],
+) -> dict[str, str]:
+    """Return, for each module with channels that are in no family, why."""
+    free = {channel for family in families for channel in family.channels}
+    pinned: dict[str, str] = {}
+    for slot, column in classes.items():
+        if slot in produced:
+            for channel in dict.fromkeys(column.tolist()):
+                if channel not in free:
+                    reason = reasons.get(channel, "its channels can only leave all together")
+                    pinned.setdefault(_owners([slot])[0] or slot[0], reason)
+    return pinned
+
+
+def _owners(slots: Iterable[Slot]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.rpartition(".")[0] for name, _ in slots))

@@ -1,0 +1,163 @@
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.core.checkpoint import import_checkpoint
+from compress.core.data import Splits
+from compress.core.eager import EagerModel, run_in_eval
+from compress.core.errors import GateRefused, PipelineInvalid, StageFailed
+from compress.core.gates import MaxParameters
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.pruning.repair import reestimate_batch_norms_
+from compress.pruning.stage import PruneChannels
+from compress.training.settings import Training
+
+HERE = Path(__file__).parent
+DIGITS = Path(__file__).parents[3] / "examples" / "digits"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sealed(path: Path, factory: str, shape: tuple[int, ...], folder: Path) -> EagerModel:
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", *shape)),))
+    recipe = Recipe(factory=factory)
+    return import_checkpoint(path, recipe, signature, checkpoint=None, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def resnet20(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
+    root = tmp_path_factory.mktemp("resnet20") / "source"
+    return sealed(root, "models:resnet20", (1, 8, 8), DIGITS)
+
+
+@pytest.fixture(scope="module")
+def pruned(resnet20: EagerModel) -> EagerModel:
+    context = Context(root=resnet20.path.with_name("pruned"))
+    return PruneChannels(ratio=0.5)(resnet20, context)
+
+
+def test_half_the_channels_are_a_quarter_of_the_parameters(
+    resnet20: EagerModel, pruned: EagerModel
+) -> None:
+    assert pruned.parameters() / resnet20.parameters() == pytest.approx(0.25, abs=0.01)
+    assert pruned.macs() / resnet20.macs() == pytest.approx(0.25, abs=0.01)
+    assert pruned.payload_bytes < 0.27 * resnet20.payload_bytes
+    assert len(pruned.manifest.facts["families"]) == 12
+    assert pruned.manifest.facts["families"][1] == {
+        "modules": ["layers.0.conv1"],
+        "before": 32,
+        "after": 16,
+    }
+    assert pruned.manifest.facts["pinned"] == {"head": "it is an output of the model"}
+    assert pruned.manifest.lineage[-1].stage == "prune_channels"
+
+
+def test_a_fresh_process_answers_bit_identically(
+    pruned: EagerModel, fresh_process: Callable[[str], str]
+) -> None:
+    found = fresh_process(
+        "import torch; torch.set_num_threads(1)\n"
+        f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
+        "from compress.core.eager import EagerModel, run_in_eval\n"
+        f"model = EagerModel.at({str(pruned.path)!r})\n"
+        "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
+    )
+    expected = run_in_eval(pruned.load(), pruned.signature.example(seed=7))[0]
+    assert json.loads(found) == expected.tolist()
+
+
+def test_a_pruned_model_is_pruned_again(pruned: EagerModel, tmp_path: Path) -> None:
+    again = PruneChannels(ratio=0.5, round_to=4)(pruned, Context(root=tmp_path / "again"))
+    assert len(again.recipe.edits) == 2
+    assert again.load().layers[0].conv1.weight.shape == (8, 8, 3, 3)
+
+
+def test_the_input_is_not_touched(pruned: EagerModel, resnet20: EagerModel) -> None:
+    resnet20.verify()
+    assert resnet20.load().conv.out_channels == 32
+    assert pruned.load().conv.out_channels == 16
+
+
+def test_heads_are_written_into_the_recipe(tmp_path: Path) -> None:
+    source = sealed(tmp_path / "source", "pruning_linear_nets:Attention", (5, 16), HERE)
+    slim = PruneChannels(ratio=0.5)(source, Context(root=tmp_path / "slim"))
+    assert slim.recipe.edits[0].attributes == {"heads": 2, "key_heads": 2}
+    assert slim.load().heads == 2
+
+
+def test_finetuning_is_kept_where_it_helps(mlp: EagerModel, blobs: Splits, tmp_path: Path) -> None:
+    context = Context(root=tmp_path / "tuned", data=blobs)
+    cut = PruneChannels(ratio=0.5)(mlp, context.at(tmp_path / "cut"))
+    tuned = PruneChannels(ratio=0.5, finetune=Training(epochs=3, batch_size=16))(mlp, context)
+    assert tuned.parameters() == cut.parameters() < mlp.parameters()
+    assert context.score(tuned) > max(0.9, context.score(cut))
+    assert len(tuned.recipe.edits) == 1
+    assert len(tuned.manifest.facts["history"]) >= 3
+
+
+def test_finetuning_without_data_is_refused(mlp: EagerModel, tmp_path: Path) -> None:
+    stage = PruneChannels(ratio=0.5, finetune=Training(epochs=1))
+    assert stage.uses_data and not PruneChannels(ratio=0.5).uses_data
+    with pytest.raises(StageFailed, match="needs data"):
+        stage(mlp, Context(root=tmp_path / "tuned"))
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_statistics_are_averaged_anew(
+    resnet20: EagerModel, pruned: EagerModel, digits: Splits, tmp_path: Path
+) -> None:
+    stage = PruneChannels(ratio=0.5, calibration_samples=120)
+    repaired = stage(resnet20, Context(root=tmp_path / "repaired", data=digits))
+    before, after = pruned.load(), repaired.load()
+    assert torch.equal(before.conv.weight, after.conv.weight)
+    assert not torch.equal(before.bn.running_mean, after.bn.running_mean)
+    batch = next(digits.calibration(120, seed=0))
+    mean = after.conv(batch.inputs[0]).mean((0, 2, 3))
+    torch.testing.assert_close(after.bn.running_mean, mean)
+    assert after.bn.momentum == 0.1 and not after.bn.training
+
+
+def test_statistics_stay_without_usable_batches(resnet20: EagerModel, digits: Splits) -> None:
+    module = resnet20.load()
+    before = module.bn.running_mean.clone()
+    reestimate_batch_norms_(module, digits.batches("val", batch_size=1, limit=2))
+    assert torch.equal(module.bn.running_mean, before)
+
+
+def test_nothing_to_remove_says_why(tmp_path: Path) -> None:
+    source = sealed(tmp_path / "source", "pruning_linear_nets:Everything", (4,), HERE)
+    with pytest.raises(StageFailed, match=r"no channel can be removed \(only: it is an output"):
+        PruneChannels(ratio=0.5)(source, Context(root=tmp_path / "slim"))
+    assert not (tmp_path / "slim").exists()
+
+
+def test_a_misspelt_pattern_is_refused(mlp: EagerModel, tmp_path: Path) -> None:
+    with pytest.raises(PipelineInvalid, match=r"exclude: no module matches '5'; did you mean '0'"):
+        PruneChannels(ratio=0.5, exclude=("5",))(mlp, Context(root=tmp_path / "slim"))
+
+
+def test_a_gate_refuses_and_the_result_is_kept(mlp: EagerModel, tmp_path: Path) -> None:
+    stage = PruneChannels(ratio=0.5, gates=(MaxParameters(ratio=0.1),))
+    with pytest.raises(GateRefused, match="max_parameters"):
+        stage(mlp, Context(root=tmp_path / "slim"))
+    assert EagerModel.at(tmp_path / "slim").parameters() < mlp.parameters()
+
+
+def test_settings_are_read_without_torch(fresh_process: Callable[[str], str]) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
+        "from compress.pruning.stage import PruneChannels\n"
+        "PruneChannels(ratio=0.5); print('torch' in sys.modules)"
+    )
+    assert fresh_process(code) == "False"
