@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import time
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from pipelines.report import Report
 
 INTERRUPTED = 130
+SECONDS_BETWEEN_LINES = 3.0
+"""Between progress lines where there is no terminal to draw bars on."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -203,9 +206,8 @@ def verify(
     debug: Debug = False,
 ) -> None:
     """Prove that an artifact is what was sealed; a .mar is really served and asked."""
-    from serve.verify import verify as prove
-
     from pipelines import catalog  # noqa: F401 - importing it makes every kind known
+    from serve.verify import verify as prove
 
     proven = prove(artifact)
     if as_json:
@@ -264,13 +266,15 @@ def _progress(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
 
 
 def _plain_progress() -> Progress:
-    """Return a progress function that writes a line per tenth of a task, or per new note."""
-    last: dict[str, tuple[int, str]] = {}
+    """Return a progress function that writes a line per new note, or every few seconds."""
+    last_note: dict[str, str] = {}
+    last_time = time.monotonic()
 
     def progress(task: str, done: int, total: int, note: str = "") -> None:
-        state = (10 * done // max(total, 1), note)
-        if last.get(task) != state:
-            last[task] = state
+        nonlocal last_time
+        late = time.monotonic() - last_time > SECONDS_BETWEEN_LINES
+        if late or (note and last_note.get(task) != note):
+            last_note[task], last_time = note, time.monotonic()
             typer.echo(f"  {task} {done}/{total}{f': {note}' if note else ''}", err=True)
 
     return progress

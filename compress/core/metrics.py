@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from compress.core.artifact import Predictor
     from compress.core.data import Splits
+    from compress.core.stage import Progress
 
 BUILT_IN = ("accuracy", "loss", "fidelity")
 
@@ -52,7 +53,13 @@ class Metric:
         import torch.nn.functional as F
 
         if self.name in ("accuracy", "fidelity"):
-            return float((outputs.argmax(1) == targets).sum()) / targets.numel()
+            labels = outputs.argmax(1)
+            if labels.shape != targets.shape:
+                raise StageFailed(
+                    f"metric {self.name}: outputs of shape {tuple(outputs.shape)} give labels of "
+                    f"shape {tuple(labels.shape)}, and targets have {tuple(targets.shape)}"
+                )
+            return float((labels == targets).sum()) / targets.numel()
         if self.name == "loss":
             return float(F.cross_entropy(outputs.float(), targets))
         if self.name.startswith("torchmetrics."):
@@ -83,15 +90,19 @@ class Metric:
 
 
 def predict_split(
-    predict: Predictor, splits: Splits, split: str
+    predict: Predictor, splits: Splits, split: str, progress: Progress | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the first output for every sample of a split, and the targets where there are any."""
     import torch
 
     outputs, targets = [], []
+    done, total = 0, len(splits.split(split))  # type: ignore[arg-type]
     for batch in splits.batches(split):
         outputs.append(predict(*batch.inputs)[0].cpu())
         targets.append(batch.target)
+        done += len(batch)
+        if progress is not None:
+            progress(f"evaluate on {split}", done, total)
     known = [t for t in targets if t is not None]
     return torch.cat(outputs), torch.cat(known) if known else None
 
@@ -102,6 +113,7 @@ def evaluate(
     split: str,
     metric: Metric,
     reference: Predictor | None = None,
+    progress: Progress | None = None,
 ) -> float:
     """Return a predictor's metric on a split.
 
@@ -111,11 +123,12 @@ def evaluate(
         split: which split.
         metric: the metric.
         reference: for ``fidelity``, the model whose labels count as right.
+        progress: where to say how far it is.
 
     Raises:
         StageFailed: the split has no targets, there is no reference, or the value is not finite.
     """
-    outputs, targets = predict_split(predict, splits, split)
+    outputs, targets = predict_split(predict, splits, split, progress)
     if metric.name == "fidelity":
         if reference is None:
             raise StageFailed("metric fidelity needs a reference model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Protocol, TypeVar, get_args
 
@@ -105,11 +106,13 @@ class Context:
         from compress.core.metrics import evaluate
 
         data = self.need_data(f"metric {self.metric.name}")
-        with artifact.open(self.device, self.threads) as predict:
-            if self.metric.name != "fidelity":
-                return evaluate(predict, data, split, self.metric)
-            with self.named("source").open(self.device, self.threads) as reference:
-                return evaluate(predict, data, split, self.metric, reference)
+        with ExitStack() as opened:
+            predict = opened.enter_context(artifact.open(self.device, self.threads))
+            reference = None
+            if self.metric.name == "fidelity":
+                source = self.named("source")
+                reference = opened.enter_context(source.open(self.device, self.threads))
+            return evaluate(predict, data, split, self.metric, reference, self.progress)
 
     def compare_latency(self, before: Artifact, after: Artifact, batch: int) -> Comparison:
         """Measure two artifacts' latencies in turn, with equal threads."""

@@ -63,3 +63,16 @@ def test_what_cannot_be_measured_is_refused(blobs: Splits) -> None:
 def test_an_unknown_name_is_refused(name: str, reason: str) -> None:
     with pytest.raises(PipelineInvalid, match=reason):
         Metric(name).check()
+
+
+def test_targets_of_another_shape_are_refused(blobs: Splits) -> None:
+    one_hot = Splits({"val": [(torch.ones(4), torch.eye(3)[i % 3]) for i in range(6)]})
+    with pytest.raises(StageFailed, match=r"shape \(6,\), and targets have \(6, 3\)"):
+        evaluate(_first_features, one_hot, "val", Metric("accuracy"))
+
+
+def test_evaluation_says_how_far_it_is(blobs: Splits) -> None:
+    said: list[tuple[str, int, int]] = []
+    progress = lambda task, done, total, note="": said.append((task, done, total))  # noqa: E731
+    evaluate(_first_features, blobs, "val", Metric("accuracy"), progress=progress)
+    assert said == [("evaluate on val", 32, 60), ("evaluate on val", 60, 60)]
