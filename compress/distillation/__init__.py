@@ -1,0 +1,1 @@
+"""Distillation: a model learns from the answers of another."""

@@ -1,0 +1,35 @@
+"""The stage that trains a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from compress.core.eager import EagerModel
+from compress.core.stage import Stage
+from compress.training.settings import Training
+
+if TYPE_CHECKING:
+    from compress.core.stage import Context
+
+
+class Train(Stage[EagerModel, EagerModel], Training):
+    """Train a model's weights on labelled data."""
+
+    stage: Literal["train"] = "train"
+
+    needs_data: ClassVar[bool] = True
+
+    def run(self, model: EagerModel, context: Context) -> EagerModel:
+        """Train with cross-entropy and seal the kept weights.
+
+        Raises:
+            StageFailed: the data has no targets, the loss is not finite, or a process failed.
+        """
+        from compress.training.fit import fit
+        from compress.training.objective import CrossEntropy
+
+        objective = CrossEntropy(self.label_smoothing)
+        trained = fit(model, self, objective, context, self.title)
+        return model.derive(
+            context.root, trained.module, lineage=self.lineage(model), facts=trained.facts()
+        )

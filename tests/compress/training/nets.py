@@ -1,0 +1,69 @@
+"""What a user would bring: a small classifier with dropout, and data of several kinds."""
+
+import os
+import signal
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+
+class Classifier(nn.Module):
+    def __init__(self, dropout: float, classes: int, spare_head: bool) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(4, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(16, classes)
+        if spare_head:
+            self.spare = nn.Linear(16, 2)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.head(self.dropout(self.norm(self.hidden(features)).relu()))
+
+
+def classifier(
+    dropout: float = 0.3, classes: int = 3, spare_head: bool = False, frozen: bool = False
+) -> nn.Module:
+    return Classifier(dropout, classes, spare_head).requires_grad_(not frozen)
+
+
+def tensors(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 4, generator=generator)
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+
+
+def blobs(train: int = 96, labelled: bool = True, scale: float = 1.0) -> dict[str, Dataset]:
+    x, y = tensors(train, seed=0)
+    return {
+        "train": TensorDataset(x * scale, y) if labelled else TensorDataset(x),
+        "val": TensorDataset(*tensors(48, seed=1)),
+    }
+
+
+class Behaving(Dataset):
+    """Samples that do something before they are returned."""
+
+    def __init__(self, behaviour: str) -> None:
+        self.x, self.y = tensors(64, seed=0)
+        self.behaviour = behaviour
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.behaviour == "slow":
+            time.sleep(0.01)
+        elif self.behaviour == "raise" and index == 7:
+            raise ValueError("sample 7 cannot be read\nsecond line")
+        elif self.behaviour == "raise in a rank" and index == 7 and "RANK" in os.environ:
+            raise ValueError("sample 7 cannot be read here\nsecond line")
+        elif self.behaviour == "die in a rank" and index == 7 and "RANK" in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.x[index], self.y[index]
+
+
+def behaving(behaviour: str) -> dict[str, Dataset]:
+    return {"train": Behaving(behaviour), "val": TensorDataset(*tensors(48, seed=1))}

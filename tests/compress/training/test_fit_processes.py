@@ -1,0 +1,160 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.core.checkpoint import import_checkpoint
+from compress.core.data import DataReference, Splits
+from compress.core.errors import PipelineInvalid, StageFailed
+from compress.core.metrics import Metric
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.training.fit import fit
+from compress.training.objective import CrossEntropy
+from compress.training.settings import Training
+
+pytestmark = pytest.mark.multiprocess
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+TWO = {"processes": 2}
+
+
+def make_source(path, **arguments):
+    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
+    recipe = Recipe(factory="nets:classifier", arguments=arguments)
+    return import_checkpoint(path, recipe, signature, checkpoint=None, folder=HERE)
+
+
+def context(root, factory="blobs", metric="accuracy", progress=None, **arguments):
+    data = DataReference(f"nets:{factory}", arguments, HERE, 16).load()
+    more = {"progress": progress} if progress else {}
+    return Context(root=root, data=data, metric=Metric(metric), **more)
+
+
+def run(source, where, **settings):
+    training = Training(batch_size=16, parallel=TWO, **settings)
+    return fit(source, training, CrossEntropy(training.label_smoothing), where, "train")
+
+
+def program(root, behaviour="slow", epochs=5, **more):
+    return subprocess.Popen(
+        [sys.executable, HERE / "train_here.py", root, behaviour, str(epochs), "2"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **more,
+    )
+
+
+def group_is_gone(process):
+    for _ in range(100):
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_two_processes_train_one_model_and_leave_the_parent_as_it_was(tmp_path, capfd):
+    notes = []
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    environment = dict(os.environ)
+    source = make_source(tmp_path / "source", spare_head=True)
+    where = context(tmp_path / "a", progress=lambda *args: notes.append(args))
+    result = run(source, where, epochs=8)
+    assert [note[1] for note in notes] == list(range(9))
+    assert notes[-1][3].startswith("epoch 8/8 loss ")
+    assert result.history[-1].loss < 0.8 * result.history[0].loss
+    exact = context(tmp_path / "exact")
+    sealed = source.derive(tmp_path / "sealed", result.module)
+    assert exact.score(sealed) == result.kept.metric
+    assert capfd.readouterr() == ("", "")
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert dict(os.environ) == environment
+
+
+def test_the_first_error_is_told_in_its_own_words(tmp_path, capfd):
+    source = make_source(tmp_path / "source")
+    where = context(tmp_path / "a", "behaving", behaviour="raise in a rank")
+    with pytest.raises(
+        StageFailed, match=r"^train: rank [01]: ValueError: sample 7 cannot be read here$"
+    ):
+        run(source, where, epochs=2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_killed_rank_ends_the_training(tmp_path):
+    source = make_source(tmp_path / "source")
+    where = context(tmp_path / "a", "behaving", behaviour="die in a rank")
+    with pytest.raises(
+        StageFailed, match=r"^train: rank [01] was ended by SIGKILL; perhaps memory"
+    ):
+        run(source, where, epochs=2)
+
+
+@pytest.mark.slow
+def test_an_error_of_rank_0_alone_keeps_its_leaf(tmp_path):
+    source = make_source(tmp_path / "source")
+    with pytest.raises(PipelineInvalid, match=r"^train: cannot import 'no_such_metric'"):
+        run(source, context(tmp_path / "a", metric="no_such_metric:at_all"), epochs=2)
+
+
+def test_data_that_cannot_travel_are_refused(tmp_path):
+    class Local(torch.utils.data.TensorDataset):
+        pass
+
+    x, y = torch.randn(32, 4), torch.zeros(32, dtype=torch.int64)
+    data = Splits({"train": Local(x, y), "val": Local(x, y)})
+    source = make_source(tmp_path / "source")
+    with pytest.raises(StageFailed, match=r"cannot be sent to 2 processes .* data factory"):
+        run(source, Context(root=tmp_path / "a", data=data), epochs=1)
+
+
+@pytest.mark.slow
+def test_after_ctrl_c_nothing_runs_on_and_the_next_call_ends_bit_identical(tmp_path):
+    source = make_source(tmp_path / "source")
+    process = program(tmp_path)
+    for line in process.stdout:
+        if line.startswith("train 2 "):
+            os.killpg(process.pid, signal.SIGINT)
+            break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and out.endswith("interrupted\n") and err == ""
+    assert group_is_gone(process)
+    notes = []
+    where = context(
+        tmp_path / "train", "behaving", progress=lambda *args: notes.append(args), behaviour="slow"
+    )
+    resumed = run(source, where, epochs=5)
+    assert notes[0][1] >= 2 and notes[0][3].startswith("resumed after epoch")
+    whole = run(source, context(tmp_path / "whole", "behaving", behaviour="slow"), epochs=5)
+    assert whole.history == resumed.history
+    expected, got = whole.module.state_dict(), resumed.module.state_dict()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to_the_group", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_ends_every_process(tmp_path, number, to_the_group):
+    make_source(tmp_path / "source")
+    process = program(tmp_path, epochs=50)
+    for line in process.stdout:
+        if line.startswith("train 1 "):
+            (os.killpg if to_the_group else os.kill)(process.pid, number)
+            break
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert err == "" or number == signal.SIGKILL  # Python itself reports what a kill leaves behind
+    assert group_is_gone(process)

@@ -1,0 +1,50 @@
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from compress.core.eager import EagerModel
+from compress.training.settings import Training
+from compress.training.stage import Train
+
+
+def test_epochs_alone_is_enough():
+    training = Training(epochs=3)
+    assert (training.optimizer, training.schedule, training.keep) == ("sgd", "onecycle", "best")
+    assert training.peak_learning_rate == 0.1
+    assert Training(epochs=3, optimizer="adamw").peak_learning_rate == 2e-3
+    assert Training(epochs=3, weight_decay=0).decay == 0
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_sizes_that_do():
+    with pytest.raises(ValidationError, match="does not divide over 3 processes; use 63 or 66"):
+        Training(epochs=1, parallel={"processes": 3})
+
+
+def test_unknown_settings_and_strategies_are_refused():
+    with pytest.raises(ValidationError, match="epoch"):
+        Train(epoch=1)
+    with pytest.raises(ValidationError, match="strategy"):
+        Train(epochs=1, parallel={"strategy": "magic"})
+
+
+def test_the_stage_says_what_it_reads_and_its_settings_travel_without_it():
+    stage = Train(epochs=2, name="again", label_smoothing=0.1)
+    assert Train.reads() is EagerModel and Train.writes() is EagerModel
+    assert stage.title == "again" and stage.uses_data
+    assert stage.hyper_parameters() == Training(epochs=2, label_smoothing=0.1)
+    assert type(stage.hyper_parameters()) is Training
+
+
+def test_settings_are_documented_and_importing_the_stages_leaves_torch_alone():
+    for stage in (Train,):
+        undocumented = [n for n, f in stage.model_fields.items() if not f.description]
+        assert set(undocumented) <= {"stage"}
+    code = (
+        "import sys, compress.training.stage, compress.training.objective, "
+        "compress.distillation.stage; "
+        "sys.exit(str([m for m in ('torch', 'onnx', 'onnxruntime') if m in sys.modules]) "
+        "if 'torch' in sys.modules else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
