@@ -1,0 +1,1 @@
+"""Quantization: the same model computed in small integers."""

@@ -1,0 +1,20 @@
+"""Formats that a model is deployed in: each an artifact type and the stage that writes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compress.core.lazy import imported_on_use
+
+if TYPE_CHECKING:
+    from export.onnx import ExportOnnx, OnnxModel
+    from export.torchscript import ExportTorchScript, TorchScriptModel
+
+__all__ = ["ExportOnnx", "ExportTorchScript", "OnnxModel", "TorchScriptModel"]
+
+_HOMES = {
+    "export.onnx": ("ExportOnnx", "OnnxModel"),
+    "export.torchscript": ("ExportTorchScript", "TorchScriptModel"),
+}
+
+__getattr__ = imported_on_use(__name__, _HOMES)

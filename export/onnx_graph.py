@@ -1,0 +1,170 @@
+"""ONNX models as data: made small, and counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import count, product
+from math import prod
+from string import ascii_letters
+from typing import TYPE_CHECKING
+
+import onnx
+
+from compress.core.errors import ArtifactInvalid
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    Described = (
+        onnx.ModelProto | onnx.GraphProto | onnx.NodeProto | onnx.ValueInfoProto | onnx.TensorProto
+    )
+
+UNIT_STEPS = {"dilations": 1, "strides": 1, "pads": 0}
+"""Values that convolutions and poolings have where the attribute is left out."""
+
+
+def read(file: Path) -> onnx.ModelProto:
+    """Read a model.
+
+    Raises:
+        ArtifactInvalid: the file is not ONNX, or truncated.
+    """
+    try:
+        return onnx.load(file)
+    except Exception as error:  # protobuf's own, which has no types to name
+        raise ArtifactInvalid(f"{file}: not an ONNX file, or truncated") from error
+
+
+def shrink_(model: onnx.ModelProto) -> None:
+    """Drop what the runtime does not need, in place.
+
+    The exporter writes stack traces beside every operator, which would also make the file depend on
+    the folder it was made in; in a small model they and the names outweigh the weights.
+    """
+    _clear_provenance_(model)
+    for graph in _graphs(model.graph):
+        for node in graph.node:
+            _drop_default_attributes_(node, model.opset_import[0].version)
+    _shorten_names_(model.graph)
+
+
+def count_operators(model: onnx.ModelProto) -> dict[str, int]:
+    """Return how many operators of each type a model has."""
+    return dict(sorted(Counter(node.op_type for node in model.graph.node).items()))
+
+
+def count_weights(model: onnx.ModelProto) -> int:
+    """Count the elements of weights: float tensors, and integer ones that are dequantized.
+
+    Scales, zero points, shapes and scalars are not weights.
+    """
+    graph = model.graph
+    quantizing = [n for n in graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    parameters = {name for node in quantizing for name in node.input[1:]}
+    dequantized = {n.input[0] for n in quantizing if n.op_type == "DequantizeLinear"}
+    floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
+    return sum(
+        prod(tensor.dims)
+        for tensor in graph.initializer
+        if tensor.dims and tensor.name not in parameters
+        if tensor.data_type in floats or tensor.name in dequantized
+    )
+
+
+def count_macs(model: onnx.ModelProto) -> int | None:
+    """Count the multiply-accumulates of Conv, Gemm and MatMul for inputs of one sample.
+
+    None where the shapes cannot be inferred.
+    """
+    for value in model.graph.input:
+        for axis, size in enumerate(value.type.tensor_type.shape.dim):
+            if size.dim_param:
+                size.dim_value = 8 if axis else 1  # as in Signature.example
+    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in inferred.initializer}
+    for value in (*inferred.input, *inferred.value_info, *inferred.output):
+        shape = value.type.tensor_type.shape
+        shapes[value.name] = tuple(d.dim_value for d in shape.dim)
+    total = 0
+    for node in inferred.node:
+        if node.op_type in ("Conv", "Gemm", "MatMul"):
+            reduced = _reduced(node, shapes)
+            result = prod(shapes.get(node.output[0], (0,)))
+            if not reduced or not result:
+                return None
+            total += result * reduced
+    return total
+
+
+def _reduced(node: onnx.NodeProto, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return how many products are summed for one element of the result."""
+    left, right = (shapes.get(name, (0,)) for name in node.input[:2])
+    if node.op_type == "Conv":
+        return prod(right[1:])
+    transposed = any(a.name == "transA" and a.i for a in node.attribute)
+    return left[0] if transposed else left[-1]
+
+
+def _clear_provenance_(model: onnx.ModelProto) -> None:
+    _clear_(model)
+    for graph in _graphs(model.graph):
+        _clear_(graph)
+        del graph.value_info[:]  # the runtime infers them again
+        for part in (*graph.node, *graph.input, *graph.output, *graph.initializer):
+            _clear_(part)
+
+
+def _clear_(part: Described) -> None:
+    part.doc_string = ""
+    del part.metadata_props[:]
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield a graph and those inside its control flow."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _graphs(attribute.g)
+
+
+def _drop_default_attributes_(node: onnx.NodeProto, opset: int) -> None:
+    if node.domain:
+        return
+    defaults = {
+        k: v.default_value for k, v in onnx.defs.get_schema(node.op_type, opset).attributes.items()
+    }
+    kept = [
+        a
+        for a in node.attribute
+        if a.SerializeToString() != defaults[a.name].SerializeToString()
+        and set(a.ints) != {UNIT_STEPS.get(a.name)}
+    ]
+    del node.attribute[:]
+    node.attribute.extend(kept)
+
+
+def _shorten_names_(graph: onnx.GraphProto) -> None:
+    """Rename every value but the model's inputs and outputs: a, b, c … in order of appearance."""
+    kept = {value.name for value in (*graph.input, *graph.output)}
+    fresh = (name for name in _letters() if name not in kept)
+    names: dict[str, str] = {"": "", **{name: name for name in kept}}
+
+    def short(name: str) -> str:
+        if name not in names:
+            names[name] = next(fresh)
+        return names[name]
+
+    for part in _graphs(graph):
+        for node in part.node:
+            node.name = ""
+            node.input[:] = [short(name) for name in node.input]
+            node.output[:] = [short(name) for name in node.output]
+        for value in (*part.initializer, *part.input, *part.output):
+            value.name = short(value.name)
+
+
+def _letters() -> Iterator[str]:
+    for length in count(1):
+        yield from map("".join, product(ascii_letters, repeat=length))

@@ -1,0 +1,70 @@
+"""onnxruntime: a session as a predictor, and which kernels it chose."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx
+import onnxruntime
+import torch
+
+from compress.core.errors import ArtifactInvalid
+
+if TYPE_CHECKING:
+    from compress.core.artifact import Predictor
+
+ERRORS_ONLY = 3
+FLOAT_KERNELS = {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul"}
+INTEGER_KERNELS = {"QGemm", "QAttention", "ConvInteger", "MatMulInteger", "MatMulIntegerToFloat"}
+
+
+def session_predictor(file: Path, threads: int) -> Predictor:
+    """Return a predictor that runs an ONNX file on the CPU.
+
+    Raises:
+        ArtifactInvalid: onnxruntime cannot load the file.
+    """
+    session = _session(file, _options(threads))
+    names = [i.name for i in session.get_inputs()]
+
+    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        feed = {n: x.detach().cpu().numpy() for n, x in zip(names, inputs, strict=True)}
+        return tuple(torch.from_numpy(y) for y in session.run(None, feed))
+
+    return predict
+
+
+def count_kernels(file: Path) -> dict[str, dict[str, int]]:
+    """Return how many integer and float kernels onnxruntime runs the heavy operators with."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = _options(threads=1)
+        options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
+        _session(file, options)
+        optimized = onnx.load(options.optimized_model_filepath)
+    kernels = Counter(node.op_type for node in optimized.graph.node)
+    integer = {k for k in kernels if k in INTEGER_KERNELS or k.startswith("QLinear")}
+    return {
+        "integer_kernels": {k: kernels[k] for k in sorted(integer)},
+        "float_kernels": {k: kernels[k] for k in sorted(FLOAT_KERNELS & kernels.keys())},
+    }
+
+
+def _options(threads: int) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    # A waiting thread that spins takes the core from whatever is measured beside it.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = ERRORS_ONLY
+    return options
+
+
+def _session(file: Path, options: Any) -> Any:
+    try:
+        return onnxruntime.InferenceSession(str(file), options, ["CPUExecutionProvider"])
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ArtifactInvalid(f"{file}: onnxruntime cannot load it: {first_line}") from error

@@ -1,0 +1,117 @@
+"""Small real networks that the tests of quantization and export build by factory."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)
+    )
+
+
+class MobileNet(nn.Module):
+    """Depthwise and pointwise convolutions with relu6, max and average pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def layer(channels_in: int, channels_out: int, kernel: int, groups: int) -> nn.Module:
+            return nn.Sequential(
+                nn.Conv2d(
+                    channels_in, channels_out, kernel, padding="same", groups=groups, bias=False
+                ),
+                nn.BatchNorm2d(channels_out),
+                nn.ReLU6(),
+            )
+
+        self.stem = layer(1, 16, 3, 1)
+        self.depthwise = layer(16, 16, 3, 16)
+        self.pointwise = layer(16, 32, 1, 1)
+        self.head = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, 10))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(self.stem(image), 2)
+        x = F.avg_pool2d(self.pointwise(self.depthwise(x)), 2)
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+class TwoInputs(nn.Module):
+    """An image and its context; returns two tensors in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3, padding=1)
+        self.context = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, image: torch.Tensor, context: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = F.relu(self.conv(image)).mean((2, 3)) + F.relu(self.context(context))
+        return {"logits": self.head(x), "features": x}
+
+
+class Sequence(nn.Module):
+    """Layers over sequences of any length; integers in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.up = nn.Linear(16, 64)
+        self.down = nn.Linear(64, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class BakedBatch(nn.Module):
+    """Adds a constant that has one row for each of two samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + torch.ones(2, 4)
+
+
+class Unscriptable(nn.Module):
+    """Uses Python that TorchScript does not know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * next(iter((2.0,)))
+
+
+class BakedRows(nn.Module):
+    """Reads the batch size as a Python number while traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + torch.arange(int(x.shape[0]), dtype=x.dtype).reshape(-1, 1).expand(
+            int(x.shape[0]), 4
+        )
+
+
+class Diverging(nn.Module):
+    """Divides by zero in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) / (x - x))
+
+
+def unquantizable() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(4), nn.GELU())
+
+
+mobilenet, two_inputs, sequence = MobileNet, TwoInputs, Sequence
+baked_batch, baked_rows = BakedBatch, BakedRows
+diverging, unscriptable = Diverging, Unscriptable

@@ -1,0 +1,268 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from compress.core.artifact import Artifact
+from compress.core.data import Splits
+from compress.core.eager import EagerModel
+from compress.core.errors import GateRefused, PipelineInvalid, StageFailed
+from compress.core.gates import LabelAgreement, Parity
+from compress.core.graph import GraphModel
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from compress.quantization.stage import QuantizeStatic
+
+HERE = Path(__file__).parent
+DIGITS = Path(__file__).parents[3] / "examples" / "digits"
+IMAGE = Signature(
+    inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),),
+    outputs=(OutputSpec(name="logits"),),
+)
+ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+
+
+def source(
+    path: Path, factory: str, signature: Signature = IMAGE, folder: Path = HERE, **arguments: int
+) -> EagerModel:
+    torch.manual_seed(0)
+    recipe = Recipe(factory=factory, arguments=arguments)
+    module = recipe.build(folder)
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.BatchNorm2d):
+            torch.nn.init.uniform_(layer.running_mean, -0.5, 0.5)
+            torch.nn.init.uniform_(layer.weight, 0.5, 1.5)
+    return EagerModel.create(path, recipe, module.state_dict(), signature, folder=folder)
+
+
+def splits(*shapes: tuple[int, ...], samples: int = 64, batch_size: int = 32) -> Splits:
+    generator = torch.Generator().manual_seed(1)
+    xs = tuple(torch.randn(samples, *shape, generator=generator) for shape in shapes)
+    rows = [(tuple(x[i] for x in xs), torch.tensor(0)) for i in range(samples)]
+    return Splits({"train": rows, "val": rows}, batch_size)
+
+
+@pytest.fixture(scope="module")
+def resnet(tmp_path_factory: pytest.TempPathFactory, digits: Splits) -> tuple[EagerModel, Context]:
+    folder = tmp_path_factory.mktemp("resnet")
+    model = source(folder / "source", "models:resnet20", folder=DIGITS, width=8)
+    return model, Context(root=folder / "int8", data=digits)
+
+
+@pytest.fixture(scope="module")
+def quantized(resnet: tuple[EagerModel, Context]) -> GraphModel:
+    model, context = resnet
+    return QuantizeStatic(calibration_samples=256)(model, context)
+
+
+def test_every_layer_of_a_resnet_is_quantized(
+    resnet: tuple[EagerModel, Context], quantized: GraphModel
+) -> None:
+    assert quantized.manifest.facts == {
+        "quantized_operators": {"add": 9, "conv2d": 21, "linear": 1},
+        "float_modules": [],
+    }
+    model, _ = resnet
+    folded = 2 * sum(m.num_features for m in model.load().modules() if hasattr(m, "num_features"))
+    assert quantized.parameters() == model.parameters() - folded // 2
+    assert quantized.macs() == model.macs()
+
+
+def test_answers_stay_near_the_float_models(
+    resnet: tuple[EagerModel, Context], quantized: GraphModel
+) -> None:
+    model, context = resnet
+    assert LabelAgreement().value(model, quantized, context) >= 0.97
+
+
+def test_equal_runs_give_equal_bytes(
+    resnet: tuple[EagerModel, Context], quantized: GraphModel, tmp_path: Path
+) -> None:
+    model, context = resnet
+    again = QuantizeStatic(calibration_samples=256)(model, context.at(tmp_path / "again"))
+    assert again.digest == quantized.digest
+
+
+def test_another_seed_observes_other_samples(
+    resnet: tuple[EagerModel, Context], quantized: GraphModel, tmp_path: Path
+) -> None:
+    model, context = resnet
+    other = Context(root=tmp_path / "other", data=context.data, seed=1)
+    assert QuantizeStatic(calibration_samples=256)(model, other).digest != quantized.digest
+
+
+def test_a_fresh_process_answers_alike(
+    quantized: GraphModel, tmp_path: Path, fresh_process: Callable[[str], str]
+) -> None:
+    (image,) = IMAGE.example(3)
+    with quantized.open() as predict:
+        expected = predict(image)[0]
+    torch.save({"image": image, "expected": expected}, tmp_path / "answer.pt")
+    assert (
+        fresh_process(f"""
+import torch
+from compress.core.graph import GraphModel
+saved = torch.load({str(tmp_path / "answer.pt")!r})
+with GraphModel.at({str(quantized.path)!r}).open() as predict:
+    print(torch.equal(predict(saved["image"])[0], saved["expected"]))
+""")
+        == "True"
+    )
+
+
+@pytest.mark.parametrize("observer", ["minmax", "moving_average", "histogram"])
+def test_every_observer_keeps_the_answers(tmp_path: Path, observer: str) -> None:
+    model = source(tmp_path / "source", "networks:mobilenet")
+    context = Context(root=tmp_path / observer, data=splits((1, 8, 8)))
+    stage = QuantizeStatic.model_validate({"observer": observer, "calibration_samples": 64})
+    assert Parity(atol=0).value(model, stage(model, context), context) < 0.05
+
+
+def test_observers_differ(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:mlp")
+    context = Context(root=tmp_path / "int8", data=splits((1, 8, 8)))
+    digests = {
+        QuantizeStatic(observer=observer, calibration_samples=64)(
+            model, context
+        ).payload_path.read_bytes()
+        for observer in ("minmax", "moving_average", "histogram")
+    }
+    assert len(digests) == 3
+
+
+def test_excluded_modules_stay_float(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:mobilenet")
+    stage = QuantizeStatic(calibration_samples=32, exclude=("stem", "head.*"))
+    graph = stage(model, Context(root=tmp_path / "int8", data=splits((1, 8, 8))))
+    assert graph.manifest.facts["float_modules"] == ["head.1", "stem.0"]
+    assert graph.manifest.facts["quantized_operators"] == {"avg_pool2d": 1, "conv2d": 2}
+
+
+def test_an_exclude_that_names_nothing_is_refused(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:mobilenet")
+    stage = QuantizeStatic(calibration_samples=32, exclude=("pointwize",))
+    with pytest.raises(PipelineInvalid, match="'pointwize'; did you mean 'pointwise'"):
+        stage(model, Context(root=tmp_path / "int8", data=splits((1, 8, 8))))
+
+
+def test_two_inputs_and_dict_outputs(tmp_path: Path) -> None:
+    signature = Signature(
+        inputs=(
+            TensorSpec(name="image", shape=("batch", 1, 8, 8)),
+            TensorSpec(name="context", shape=("batch", 4)),
+        ),
+        outputs=(OutputSpec(name="logits"), OutputSpec(name="features")),
+    )
+    model = source(tmp_path / "source", "networks:two_inputs", signature)
+    context = Context(root=tmp_path / "int8", data=splits((1, 8, 8), (4,)))
+    graph = QuantizeStatic(calibration_samples=64)(model, context)
+    assert graph.manifest.facts["quantized_operators"] == {"conv2d": 1, "linear": 2}
+    assert Parity(atol=0).value(model, graph, context) < 0.05
+
+
+def test_sequences_keep_float_results(tmp_path: Path) -> None:
+    tokens = TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64")
+    signature = Signature(inputs=(tokens,))
+    model = source(tmp_path / "source", "networks:sequence", signature)
+    data = torch.randint(0, 50, (64, 8))
+    context = Context(
+        root=tmp_path / "int8", data=Splits({"train": TensorDataset(data, data[:, 0])})
+    )
+    graph = QuantizeStatic(calibration_samples=64)(model, context)
+    assert graph.manifest.facts == {
+        "quantized_operators": {"linear": 2},
+        "float_modules": ["embedding"],
+    }
+    with model.open() as expected, graph.open() as got:
+        longer = torch.randint(0, 50, (3, 20))
+        torch.testing.assert_close(got(longer)[0], expected(longer)[0], atol=0.05, rtol=0)
+
+
+def test_a_fixed_batch_is_calibrated_in_its_own_size(tmp_path: Path) -> None:
+    signature = Signature(inputs=(TensorSpec(name="image", shape=(4, 1, 8, 8)),))
+    model = source(tmp_path / "source", "networks:mlp", signature)
+    context = Context(root=tmp_path / "int8", data=splits((1, 8, 8)))
+    graph = QuantizeStatic(calibration_samples=32)(model, context)
+    assert graph.manifest.facts["quantized_operators"] == {"linear": 3}
+    with pytest.raises(StageFailed, match=r"30 and the model takes batches of 4"):
+        QuantizeStatic(calibration_samples=30)(model, context)
+
+
+def test_a_channel_of_zeros_keeps_its_bias(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    recipe = Recipe(factory="networks:mlp")
+    module = recipe.build(HERE)
+    with torch.no_grad():
+        module[5].weight[3] = 0
+        module[5].bias[3] = 7.5
+    model = EagerModel.create(tmp_path / "source", recipe, module.state_dict(), IMAGE, folder=HERE)
+    context = Context(root=tmp_path / "int8", data=splits((1, 8, 8)))
+    with QuantizeStatic(calibration_samples=64)(model, context).open() as predict:
+        assert predict(*IMAGE.example(2))[0][:, 3].tolist() == pytest.approx([7.5, 7.5], abs=1e-3)
+
+
+def test_too_few_samples_are_refused(resnet: tuple[EagerModel, Context], tmp_path: Path) -> None:
+    model, context = resnet
+    with pytest.raises(StageFailed, match="5000 calibration samples asked for"):
+        QuantizeStatic(calibration_samples=5000)(model, context.at(tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
+
+
+def test_no_data_is_refused(resnet: tuple[EagerModel, Context], tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match="calibration needs data"):
+        QuantizeStatic()(resnet[0], Context(root=tmp_path / "none"))
+
+
+def test_nothing_to_quantize_is_refused(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:unquantizable", ROWS)
+    with pytest.raises(StageFailed, match="no operator could be quantized"):
+        QuantizeStatic(calibration_samples=8)(
+            model, Context(root=tmp_path / "none", data=splits((4,)))
+        )
+
+
+def test_activations_that_are_not_finite_are_refused_by_place(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:diverging", ROWS)
+    context = Context(root=tmp_path / "none", data=splits((4,)))
+    with pytest.raises(StageFailed, match=r"calibration: div of .* is NaN or infinite"):
+        QuantizeStatic(calibration_samples=8)(model, context)
+
+
+def test_inputs_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:mlp")
+    data = Splits({"train": TensorDataset(torch.full((8, 1, 8, 8), float("nan")))})
+    with pytest.raises(StageFailed, match="input image is NaN or infinite"):
+        QuantizeStatic(calibration_samples=8, observer="histogram")(
+            model, Context(root=tmp_path / "none", data=data)
+        )
+
+
+def test_a_refusing_gate_keeps_the_artifact(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:mlp")
+    context = Context(root=tmp_path / "kept", data=splits((1, 8, 8)))
+    stage = QuantizeStatic(calibration_samples=64, gates=(Parity(atol=0),))
+    with pytest.raises(GateRefused, match=r"max \|difference\| <= 0"):
+        stage(model, context)
+    Artifact.at(tmp_path / "kept").verify()
+
+
+def test_progress_counts_samples(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def progress(task: str, done: int, total: int, note: str = "") -> None:
+        seen.append((done, total))
+
+    model = source(tmp_path / "source", "networks:mlp")
+    data = splits((1, 8, 8), samples=80)
+    QuantizeStatic(calibration_samples=80)(
+        model, Context(root=tmp_path / "int8", data=data, progress=progress)
+    )
+    assert seen == [(32, 80), (64, 80), (80, 80)]
+
+
+def test_settings_import_no_torch(fresh_process: Callable[[str], str]) -> None:
+    code = "import compress.quantization.stage, sys; print('torch' in sys.modules)"
+    assert fresh_process(code) == "False"

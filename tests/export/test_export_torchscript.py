@@ -1,0 +1,132 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.core.artifact import Artifact
+from compress.core.eager import EagerModel
+from compress.core.errors import ArtifactInvalid, GateRefused, StageFailed
+from compress.core.gates import Parity
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from export.torchscript import ExportTorchScript, TorchScriptModel
+
+ROOT = Path(__file__).parents[2]
+NETWORKS = ROOT / "tests" / "compress" / "quantization"
+DIGITS = ROOT / "examples" / "digits"
+IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
+ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+METHODS = ["trace", "script"]
+
+
+def source(
+    path: Path, factory: str, signature: Signature, folder: Path = NETWORKS, **arguments: int
+) -> EagerModel:
+    torch.manual_seed(0)
+    recipe = Recipe(factory=factory, arguments=arguments)
+    module = recipe.build(folder)
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.BatchNorm2d):
+            torch.nn.init.uniform_(layer.bias, -0.5, 0.5)
+    return EagerModel.create(path, recipe, module.state_dict(), signature, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def resnet(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
+    path = tmp_path_factory.mktemp("resnet") / "source"
+    return source(path, "models:resnet20", IMAGE, DIGITS, width=8)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_answers_and_counts_are_the_sources(
+    resnet: EagerModel, tmp_path: Path, method: str
+) -> None:
+    stage = ExportTorchScript.model_validate(
+        {"method": method, "gates": [{"gate": "parity", "atol": 1e-5}]}
+    )
+    artifact = stage(resnet, Context(root=tmp_path / "ts"))
+    assert artifact.macs() == resnet.macs()
+    normalised = sum(
+        m.num_features for m in resnet.load().modules() if isinstance(m, torch.nn.BatchNorm2d)
+    )
+    assert artifact.parameters() == resnet.parameters() - normalised  # folded into biases
+    with artifact.open() as predict:
+        for batch in (1, 3, 8):
+            assert predict(*IMAGE.example(batch))[0].shape == (batch, 10)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_equal_runs_give_equal_bytes(resnet: EagerModel, tmp_path: Path, method: str) -> None:
+    stage = ExportTorchScript.model_validate({"method": method})
+    first = stage(resnet, Context(root=tmp_path / "first"))
+    second = stage(resnet, Context(root=tmp_path / "second"))
+    assert first.digest == second.digest
+    assert b"models.py" not in first.payload_path.read_bytes()
+
+
+def test_a_fresh_process_answers_alike(
+    resnet: EagerModel, tmp_path: Path, fresh_process: Callable[[str], str]
+) -> None:
+    artifact = ExportTorchScript()(resnet, Context(root=tmp_path / "ts"))
+    (image,) = IMAGE.example(3)
+    with artifact.open() as predict:
+        torch.save({"image": image, "expected": predict(image)[0]}, tmp_path / "answer.pt")
+    assert (
+        fresh_process(f"""
+import torch
+from export import TorchScriptModel
+saved = torch.load({str(tmp_path / "answer.pt")!r})
+with TorchScriptModel.at({str(artifact.path)!r}).open() as predict:
+    print(torch.equal(predict(saved["image"])[0], saved["expected"]))
+""")
+        == "True"
+    )
+
+
+def test_two_inputs_and_dict_outputs(tmp_path: Path) -> None:
+    signature = Signature(
+        inputs=(
+            TensorSpec(name="image", shape=("batch", 1, 8, 8)),
+            TensorSpec(name="context", shape=("batch", 4)),
+        ),
+        outputs=(OutputSpec(name="logits"), OutputSpec(name="features")),
+    )
+    model = source(tmp_path / "source", "networks:two_inputs", signature)
+    stage = ExportTorchScript(gates=(Parity(atol=1e-5),))
+    with stage(model, Context(root=tmp_path / "ts")).open() as predict:
+        assert [t.shape for t in predict(*signature.example(3))] == [(3, 3), (3, 8)]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_baked_in_batch_is_refused_and_scripting_mends_it(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:baked_rows", ROWS)
+    with pytest.raises(StageFailed, match=r"axis 'batch' at size 1: .* baked in"):
+        ExportTorchScript()(model, Context(root=tmp_path / "ts"))
+    assert not (tmp_path / "ts").exists()
+    ExportTorchScript(method="script")(model, Context(root=tmp_path / "ts"))
+
+
+def test_what_cannot_be_scripted_is_refused(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:unscriptable", ROWS)
+    with pytest.raises(StageFailed, match=r"torch\.jit\.script cannot express .*method: trace"):
+        ExportTorchScript(method="script")(model, Context(root=tmp_path / "ts"))
+
+
+def test_a_refusing_gate_keeps_the_artifact(resnet: EagerModel, tmp_path: Path) -> None:
+    stage = ExportTorchScript(gates=(Parity(atol=0),))
+    with pytest.raises(GateRefused, match=r"max \|difference\| <= 0"):
+        stage(resnet, Context(root=tmp_path / "kept"))
+    Artifact.at(tmp_path / "kept").verify()
+
+
+def test_a_truncated_file_is_refused(resnet: EagerModel, tmp_path: Path) -> None:
+    artifact = ExportTorchScript()(resnet, Context(root=tmp_path / "ts"))
+    artifact.payload_path.chmod(0o644)
+    artifact.payload_path.write_bytes(artifact.payload_path.read_bytes()[:5000])
+    with (
+        pytest.raises(ArtifactInvalid, match=r"model\.ts: not TorchScript, or truncated"),
+        TorchScriptModel.at(artifact.path).open(),
+    ):
+        pass
