@@ -1,0 +1,24 @@
+"""From a validated export to an archive that TorchServe serves, and the proof that it does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compress.core.lazy import imported_on_use
+
+if TYPE_CHECKING:
+    from serve.archive import TorchServeArchive
+    from serve.client import Client
+    from serve.server import TorchServe
+    from serve.stage import PackageTorchServe
+
+__all__ = ["Client", "PackageTorchServe", "TorchServe", "TorchServeArchive"]
+
+_HOMES = {
+    "serve.archive": ("TorchServeArchive",),
+    "serve.client": ("Client",),
+    "serve.server": ("TorchServe",),
+    "serve.stage": ("PackageTorchServe",),
+}
+
+__getattr__ = imported_on_use(__name__, _HOMES)

@@ -1,0 +1,146 @@
+"""TorchServeArchive: a validated model, packed so that TorchServe answers with it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from compress.core.artifact import Artifact, FileDigest, Manifest, Predictor, Step
+from compress.core.errors import ArtifactInvalid
+from compress.core.files import sha256_of
+from compress.core.settings import Settings
+from compress.core.signature import Signature
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PROBE = "probe.npz"
+PROVENANCE = "provenance.json"
+
+
+class Packaged(Settings):
+    """The artifact inside an archive."""
+
+    kind: str
+    digest: str
+    """SHA-256 of its manifest."""
+    payload: str
+    """Name of its deployed file, and of the member that holds it."""
+    sha256: str
+    """SHA-256 of that file."""
+
+
+class Provenance(Settings):
+    """Where an archive's model comes from, carried inside the archive."""
+
+    version: Literal[1] = 1
+    signature: Signature
+    artifact: Packaged
+    lineage: tuple[Step, ...]
+    """The packaged artifact's lineage."""
+    members: dict[str, FileDigest]
+    """Every other member of the archive."""
+
+
+class TorchServeArchive(Artifact):
+    """A ``.mar`` with the model, our handler, and a probe that a worker replays before it answers.
+
+    ``open`` starts a real TorchServe on loopback and predicts over HTTP. While it is open or held,
+    further ``open`` calls on the same object share that server.
+    The model is served on the CPU, whichever device is asked for.
+    """
+
+    kind: ClassVar[str] = "torchserve"
+    payload: ClassVar[str] = "model.mar"
+
+    def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
+        """Use :meth:`at` instead."""
+        super().__init__(path, manifest, digest)
+        self._serving: dict[int, Predictor] = {}
+        self._holding: ExitStack | None = None
+
+    @contextmanager
+    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
+        """Serve the model, and give the server as a predictor.
+
+        Raises:
+            ArtifactInvalid: the ``.mar`` is not the file that was sealed; it is code, so it is
+                not started.
+            Unavailable: Java or TorchServe is missing.
+            StageFailed: no worker became ready.
+        """
+        if threads in self._serving:
+            yield self._serving[threads]
+        elif self._holding is not None:
+            yield self._holding.enter_context(self._served(threads))
+        else:
+            with self._served(threads) as predict:
+                yield predict
+
+    @contextmanager
+    def held(self, device: str = "cpu", threads: int = 1) -> Iterator[None]:
+        """Keep the server that the first :meth:`open` starts, if any, up until the end."""
+        if self._holding is not None:
+            yield
+            return
+        try:
+            with ExitStack() as self._holding:
+                yield
+        finally:
+            self._holding = None
+
+    @contextmanager
+    def _served(self, threads: int) -> Iterator[Predictor]:
+        from serve.client import Client, as_predictor
+        from serve.server import TorchServe
+
+        self.check_payload()
+        with (
+            TorchServe(self.payload_path, threads=threads) as server,
+            Client(
+                server.url,
+                server.model_name,
+                self.signature,
+                token=server.token,
+                max_rows=self.max_rows,
+            ) as client,
+        ):
+            self._serving[threads] = as_predictor(client)
+            try:
+                yield self._serving[threads]
+            finally:
+                del self._serving[threads]
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that one request may hold."""
+        return int(str(self.manifest.facts["max_rows"]))
+
+    def check_payload(self) -> None:
+        """Raise unless the ``.mar`` is the file that was sealed.
+
+        Raises:
+            ArtifactInvalid: it is missing or altered.
+        """
+        try:
+            found = sha256_of(self.payload_path)
+        except FileNotFoundError:
+            raise ArtifactInvalid(f"{self.path}: {self.payload} is missing") from None
+        if found != self.manifest.files[self.payload].sha256:
+            raise ArtifactInvalid(
+                f"{self.path}: {self.payload} is not the file that was sealed; "
+                "a .mar is code, so it is not started; package the model again"
+            )
+
+    def parameters(self) -> int | None:
+        """Return what the packaged artifact counted."""
+        return self._counted("parameters")
+
+    def macs(self) -> int | None:
+        """Return what the packaged artifact counted."""
+        return self._counted("macs")
+
+    def _counted(self, fact: str) -> int | None:
+        value = self.manifest.facts.get(fact)
+        return value if isinstance(value, int) else None

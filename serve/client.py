@@ -1,0 +1,139 @@
+"""A client for a served model: arrays in, arrays out, the same bits as in the process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import TYPE_CHECKING, Self
+from urllib.parse import quote, urlsplit
+
+from compress.core.errors import StageFailed
+from serve.handler import NPZ, from_npz, to_npz
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from compress.core.artifact import Predictor
+    from compress.core.signature import Signature
+    from serve.handler import Array
+
+REQUEST_BYTES = 4 * 1024**2
+"""Requests are split above this: TorchServe takes 6.5 MB unless told otherwise."""
+
+
+class Client:
+    """One kept-alive connection to a served model."""
+
+    def __init__(
+        self,
+        url: str,
+        model_name: str,
+        signature: Signature,
+        *,
+        token: str | None = None,
+        max_rows: int = 1,
+        timeout_seconds: float = 60.0,
+    ) -> None:
+        """Remember where the model is served; nothing is sent yet.
+
+        Args:
+            url: address of TorchServe's inference API, such as ``http://127.0.0.1:8080``.
+            model_name: the name under which it is served.
+            signature: the model's interface.
+            token: inference key, where TorchServe asks for one.
+            max_rows: rows that one request may hold.
+            timeout_seconds: how long one answer may take: TorchServe can lose a request that waits
+                in its batch window when a worker dies.
+        """
+        self.url = url
+        self.path = f"/predictions/{quote(model_name, safe='')}"
+        self.signature = signature
+        self.max_rows = max_rows
+        self.headers = {"Content-Type": NPZ, "Accept": f"{NPZ}, application/json"}
+        if token:
+            self.headers["Authorization"] = f"Bearer {token}"
+        place = urlsplit(url)
+        self._connection = http.client.HTTPConnection(
+            place.hostname or "", place.port, timeout=timeout_seconds
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def predict(self, inputs: Mapping[str, Array] | Sequence[Array]) -> tuple[Array, ...]:
+        """Return the outputs in the signature's order; too many rows go in several requests.
+
+        Args:
+            inputs: arrays by name, or in the signature's order.
+
+        Raises:
+            StageFailed: the server cannot be reached, or refused; with its own message.
+        """
+        import numpy as np
+
+        names = [spec.name for spec in self.signature.inputs]
+        named = dict(inputs) if hasattr(inputs, "keys") else dict(zip(names, inputs, strict=True))
+        parts = [self._request(part) for part in self._split(named)]
+        if len(parts) == 1:
+            return parts[0]
+        return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+
+    def _split(self, named: dict[str, Array]) -> list[dict[str, Array]]:
+        """Cut the batch axis into requests, where it is the first axis of every input."""
+        heads = {spec.shape[:1] for spec in self.signature.inputs}
+        if self.signature.batch_axis is None or len(heads) > 1:
+            return [named]
+        rows = len(next(iter(named.values())))
+        row_bytes = sum(array.nbytes for array in named.values()) // max(rows, 1)
+        step = max(1, min(self.max_rows, REQUEST_BYTES // max(row_bytes, 1)))
+        return [
+            {name: array[start : start + step] for name, array in named.items()}
+            for start in range(0, max(rows, 1), step)
+        ]
+
+    def _request(self, named: dict[str, Array]) -> tuple[Array, ...]:
+        status, body = self._post(to_npz(named))
+        if status != 200:
+            raise StageFailed(f"{self.url}{self.path}: HTTP {status}: {_message(body)}")
+        answer = from_npz(body)
+        return tuple(answer[output.name] for output in self.signature.outputs)
+
+    def _post(self, body: bytes) -> tuple[int, bytes]:
+        reused = self._connection.sock is not None
+        try:
+            self._connection.request("POST", self.path, body, self.headers)
+            response = self._connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            if reused and isinstance(error, ConnectionError | http.client.BadStatusLine):
+                return self._post(body)  # the server closed an idle connection
+            raise StageFailed(
+                f"{self.url}{self.path}: {type(error).__name__}: {error or 'no answer'}"
+            ) from error
+
+
+def as_predictor(client: Client) -> Predictor:
+    """Return a client as a function of tensors."""
+
+    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        import torch
+
+        outputs = client.predict([tensor.detach().cpu().numpy() for tensor in inputs])
+        return tuple(torch.from_numpy(output) for output in outputs)
+
+    return predict
+
+
+def _message(body: bytes) -> str:
+    """Return the server's own words: ours and TorchServe's errors are JSON with a message."""
+    text = body.decode(errors="replace")
+    try:
+        return str(json.loads(text)["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:300] or "no message"

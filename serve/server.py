@@ -1,0 +1,266 @@
+"""A real TorchServe on loopback for the duration of a ``with`` block, and nothing of it afterwards.
+
+Java is started directly: the ``torchserve`` launcher leaves the JVM behind on SIGTERM, returns 0
+when its port is taken, and keeps one pid file for the whole machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from compress.core.errors import StageFailed, Unavailable
+from serve.handler import THREADS_VARIABLE
+from serve.mar import model_name_of
+
+logger = logging.getLogger(__name__)
+
+JAVA_MISSING = "needs Java 17 (e.g. apt-get install openjdk-17-jre-headless)"
+TORCHSERVE_MISSING = "needs TorchServe: pip install 'compress-pipeline[serve]'"
+STOP_SECONDS = 15.0
+POLL_SECONDS = 0.1
+SHOWN_LINES = 15
+MAX_BYTES = 256 * 1024**2
+"""Largest request and response; a response above it would kill the worker."""
+GIVEN_UP = ("Retry worker:", "Load model failed", "Failed to load model", "BindException")
+"""What the server's log says when a worker did not become ready."""
+# The JVM must not outlive this process, however it ends (prctl 1 is PR_SET_PDEATHSIG, which exec
+# keeps). It follows the thread that started it: keep that thread alive while the server is used.
+DIE_WITH_PARENT = (
+    "import ctypes, os, sys; "
+    f"ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)}); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+LOGGING = """\
+<Configuration>
+  <Appenders>
+    <File name="server" fileName="{folder}/server.log"><PatternLayout pattern="%m%n"/></File>
+    <File name="model" fileName="{folder}/model.log"><PatternLayout pattern="%m%n"/></File>
+  </Appenders>
+  <Loggers>
+    <Logger name="MODEL_LOG" level="info" additivity="false"><AppenderRef ref="model"/></Logger>
+    <Logger name="MODEL_METRICS" level="off"/>
+    <Logger name="TS_METRICS" level="off"/>
+    <Logger name="ACCESS_LOG" level="off"/>
+    <Root level="info"><AppenderRef ref="server"/></Root>
+  </Loggers>
+</Configuration>
+"""
+
+
+class TorchServe:
+    """Serves one ``.mar``; entered, every worker is ready.
+
+    Example:
+        with TorchServe(Path("model.mar")) as server:
+            print(server.url, server.model_name, server.token)
+    """
+
+    def __init__(
+        self, mar: Path, *, threads: int | None = None, startup_seconds: float = 120.0
+    ) -> None:
+        """Remember what to serve; nothing is started yet.
+
+        Args:
+            mar: the archive. It is code: verify it before it is served.
+            threads: CPU threads of each worker's model; the archive's own setting by default.
+            startup_seconds: how long every worker may take to become ready.
+        """
+        self.mar = mar.resolve()
+        self.model_name = model_name_of(mar)
+        self.startup_seconds = startup_seconds
+        self.token = ""
+        """Key of the inference API."""
+        self.url = self._management_url = ""
+        self._environment = {} if threads is None else {THREADS_VARIABLE: str(threads)}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Start, and wait until every worker is ready.
+
+        Raises:
+            Unavailable: Java or TorchServe is missing.
+            StageFailed: a worker did not become ready; the message ends with the model's log.
+        """
+        java, packages = find_java(), find_torchserve()
+        started = time.monotonic()
+        with self._stack:
+            self.folder = Path(tempfile.mkdtemp(prefix="serve-", dir=short_folder()))
+            self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            self._start(java, packages)
+            self._wait_until_ready()
+            self._stack = self._stack.pop_all()
+        logger.info(
+            "%s is served at %s after %.1f s", self.mar, self.url, time.monotonic() - started
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _start(self, java: str, packages: Path) -> None:
+        folder, ports = self.folder, free_ports(5)
+        (folder / "tmp").mkdir()
+        (folder / "log4j2.xml").write_text(LOGGING.format(folder=folder))
+        (folder / "config.properties").write_text(configuration(self.mar, ports))
+        self.url, self._management_url = (f"http://127.0.0.1:{port}" for port in ports[:2])
+        command = [java, "-Xmx512m", f"-Dmodel_server_home={packages}"]
+        command += [f"-Djava.io.tmpdir={folder / 'tmp'}"]
+        command += [f"-Dlog4j.configurationFile=file://{folder / 'log4j2.xml'}"]
+        command += ["-cp", f"{packages / 'ts' / 'frontend'}/*", "org.pytorch.serve.ModelServer"]
+        command += ["--python", sys.executable, "-f", str(folder / "config.properties")]
+        command += ["-s", str(self.mar.parent), "-ncs"]
+        environment = os.environ | self._environment | {"TMPDIR": str(folder / "tmp")}
+        environment |= {"LOG_LOCATION": str(folder), "METRICS_LOCATION": str(folder)}
+        environment.pop("TS_CONFIG_FILE", None)  # it would override the arguments
+        with (folder / "output.log").open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-ISc", DIE_WITH_PARENT, *command],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a process group of its own; Ctrl-C ends it through us
+            )
+        self._stack.callback(stop, self._process)
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self.startup_seconds
+        while not self._is_ready():
+            if has_ended(self._process.pid):
+                raise StageFailed(self._failure("TorchServe ended while starting"))
+            log = self._read("server.log")
+            if any(words in log for words in GIVEN_UP):
+                raise StageFailed(self._failure("the model was not loaded"))
+            if time.monotonic() > deadline:
+                seconds = f"{self.startup_seconds:g} s"
+                raise StageFailed(self._failure(f"not every worker was ready after {seconds}"))
+            time.sleep(POLL_SECONDS)
+
+    def _is_ready(self) -> bool:
+        """Ask for every worker's state: ``/ping`` says Healthy of a server without a model."""
+        try:
+            keys = json.loads((self.folder / "key_file.json").read_text())
+            self.token = keys["inference"]["key"]
+            request = urllib.request.Request(
+                f"{self._management_url}/models/{self.model_name}",
+                headers={"Authorization": f"Bearer {keys['management']['key']}"},
+            )
+            with urllib.request.urlopen(request, timeout=10) as response:
+                (model,) = json.load(response)
+        except (OSError, ValueError, KeyError):
+            return False
+        states = [worker["status"] for worker in model["workers"]]
+        return len(states) >= max(1, model["minWorkers"]) and set(states) == {"READY"}
+
+    def _failure(self, what: str) -> str:
+        log = self._read("model.log") or self._read("server.log") or self._read("output.log")
+        last = "\n  ".join(log.strip().splitlines()[-SHOWN_LINES:])
+        return f"{self.mar}: {what}; the last lines of its log:\n  {last}"
+
+    def _read(self, name: str) -> str:
+        file = self.folder / name
+        return file.read_text(errors="replace") if file.is_file() else ""
+
+
+def find_java() -> str:
+    """Return the path of Java.
+
+    Raises:
+        Unavailable: it is not on the PATH.
+    """
+    java = shutil.which("java")
+    if java is None:
+        raise Unavailable(f"serving with TorchServe {JAVA_MISSING}")
+    return java
+
+
+def find_torchserve() -> Path:
+    """Return the directory in which TorchServe is installed.
+
+    Raises:
+        Unavailable: it is not installed.
+    """
+    spec = importlib.util.find_spec("ts")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(place) / "frontend").is_dir():
+            return Path(place).parent
+    raise Unavailable(f"serving {TORCHSERVE_MISSING}")
+
+
+def short_folder() -> str:
+    """Return a folder for temporary files whose path leaves room for a worker's socket.
+
+    The path of a Unix socket ends after 107 bytes.
+    """
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) < 70 else "/tmp"
+
+
+def configuration(mar: Path, ports: list[int]) -> str:
+    """Return ``config.properties``: loopback only, keys required, only the archive loaded."""
+    settings: dict[str, Any] = {
+        "inference_address": f"http://127.0.0.1:{ports[0]}",
+        "management_address": f"http://127.0.0.1:{ports[1]}",
+        "metrics_address": f"http://127.0.0.1:{ports[2]}",
+        "grpc_inference_address": "127.0.0.1",
+        "grpc_management_address": "127.0.0.1",
+        "grpc_inference_port": ports[3],
+        "grpc_management_port": ports[4],
+        "disable_token_authorization": "false",
+        "token_expiration_min": 525600,
+        "enable_model_api": "false",
+        "allowed_urls": "none://disabled",
+        "load_models": mar.name,
+        "decode_input_request": "false",
+        "max_request_size": MAX_BYTES,
+        "max_response_size": MAX_BYTES,
+        "number_of_gpu": 0,
+        "disable_system_metrics": "true",
+        "metrics_mode": "prometheus",
+        "install_py_dep_per_model": "false",
+    }
+    return "".join(f"{key}={value}\n" for key, value in settings.items())
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of loopback that nothing listens on now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a child has ended, without reaping it: its number stays its own."""
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, pid, options) is not None
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process and every process of its group, politely first."""
+    try:
+        process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        while not has_ended(process.pid) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+    finally:
+        # Not reaped yet, so the group's number cannot have become another's.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

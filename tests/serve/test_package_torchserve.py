@@ -1,0 +1,283 @@
+"""Packing: what is in a .mar, that it is the same every time, and what is refused."""
+
+import hashlib
+import json
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from compress.core.artifact import Artifact
+from compress.core.checkpoint import import_checkpoint
+from compress.core.data import Splits
+from compress.core.errors import ArtifactInvalid, GateRefused, StageFailed, Unavailable
+from compress.core.gates import MaxSize
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from export.onnx import ExportOnnx, OnnxModel
+from serve import handler
+from serve.archive import TorchServeArchive
+from serve.mar import check_member_name, read_mar, write_mar
+from serve.stage import PackageTorchServe
+from serve.verify import verify
+
+pytestmark = pytest.mark.torchserve
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> OnnxModel:
+    folder = tmp_path_factory.mktemp("exported")
+    (folder / "perceptron.py").write_text(
+        "from torch import nn\n\ndef mlp():\n"
+        "    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))\n"
+    )
+    signature = Signature(
+        inputs=(TensorSpec(name="x", shape=("batch", 4)),), outputs=(OutputSpec(name="logits"),)
+    )
+    recipe = Recipe(factory="perceptron:mlp")
+    source = import_checkpoint(folder / "source", recipe, signature, checkpoint=None, folder=folder)
+    return ExportOnnx().run(source, Context(root=folder / "onnx"))
+
+
+@pytest.fixture
+def model(exported: OnnxModel, tmp_path: Path) -> OnnxModel:
+    """Return a copy that a test may damage."""
+    return OnnxModel.at(shutil.copytree(exported.path, tmp_path / "onnx"))
+
+
+@pytest.fixture
+def archive(model: OnnxModel, blobs: Splits, tmp_path: Path) -> TorchServeArchive:
+    return PackageTorchServe().run(model, Context(root=tmp_path / "mar", data=blobs))
+
+
+def test_two_folders_give_the_same_bytes(
+    archive: TorchServeArchive, model: OnnxModel, blobs: Splits, tmp_path: Path
+) -> None:
+    moved = shutil.copytree(model.path, tmp_path / "elsewhere" / "model")
+    twin = PackageTorchServe().run(
+        Artifact.at(moved), Context(root=tmp_path / "b" / "twin", data=blobs)
+    )
+    assert twin.payload_path.read_bytes() == archive.payload_path.read_bytes()
+    assert twin.digest == archive.digest
+    renamed = PackageTorchServe(model_name="other").run(
+        model, Context(root=tmp_path / "renamed", data=blobs)
+    )
+    assert renamed.payload_path.read_bytes() != archive.payload_path.read_bytes()
+
+
+def test_torchserve_finds_what_it_reads(archive: TorchServeArchive, model: OnnxModel) -> None:
+    members = read_mar(archive.payload_path)
+    manifest = json.loads(members["MAR-INF/MANIFEST.json"])
+    # The keys that torch-model-archiver 0.12.0 writes.
+    assert sorted(manifest) == ["archiverVersion", "createdOn", "model", "runtime"]
+    assert manifest["runtime"] == "python"
+    assert manifest["model"]["modelName"] == "model"
+    for key in ("serializedFile", "handler", "configFile"):
+        assert manifest["model"][key] in members
+    assert members["model.onnx"] == model.payload_path.read_bytes()
+    assert members["handler.py"] == Path(handler.__file__).read_bytes()
+    with zipfile.ZipFile(archive.payload_path) as stored:
+        assert stored.testzip() is None
+        assert stored.namelist() == sorted(stored.namelist())
+        assert {entry.date_time[0] for entry in stored.infolist()} == {1980}
+
+
+def test_settings_reach_torchserve_as_numbers(
+    model: OnnxModel, blobs: Splits, tmp_path: Path
+) -> None:
+    stage = PackageTorchServe(workers=2, batch_size=8, max_batch_delay_ms=3, probe_atol=1e-5)
+    archive = stage.run(model, Context(root=tmp_path / "mar", data=blobs))
+    config = yaml.safe_load(read_mar(archive.payload_path)["model-config.yaml"])
+    assert (config["minWorkers"], config["maxWorkers"]) == (2, 2)
+    assert (config["batchSize"], config["maxBatchDelay"]) == (8, 3)
+    assert config["handler"]["probe_atol"] == 1e-5
+    assert config["handler"]["inputs"] == [{"name": "x", "shape": ["batch", 4], "dtype": "float32"}]
+
+
+def test_the_probe_holds_the_first_validation_samples_and_the_models_answers(
+    archive: TorchServeArchive, model: OnnxModel, blobs: Splits
+) -> None:
+    probe = handler.from_npz(read_mar(archive.payload_path)["probe.npz"])
+    first = next(iter(blobs.batches("val", batch_size=4))).inputs[0]
+    assert np.array_equal(probe["x"], first.numpy())
+    with model.open() as predict:
+        assert np.array_equal(probe["logits"], predict(first)[0].numpy())
+
+
+def test_the_manifest_says_where_it_comes_from(
+    archive: TorchServeArchive, model: OnnxModel
+) -> None:
+    assert archive.manifest.lineage[-1].inputs == {"input": model.digest}
+    assert archive.manifest.facts["packaged"] == {"kind": "onnx", "digest": model.digest}
+    assert archive.parameters() == model.parameters() == 131
+    assert archive.macs() == model.macs()
+    provenance = json.loads(read_mar(archive.payload_path)["provenance.json"])
+    assert provenance["artifact"]["digest"] == model.digest
+    assert str(model.path) not in json.dumps(provenance)
+
+
+def test_it_reads_back_in_a_fresh_process_without_torch(
+    archive: TorchServeArchive, fresh_process: Callable[[str], str]
+) -> None:
+    code = (
+        "import sys; from serve.stage import PackageTorchServe; "
+        "from compress.core.artifact import Artifact; "
+        f"print(Artifact.at({str(archive.path)!r}).digest, PackageTorchServe().gates[1].atol); "
+        "print({'torch', 'onnx', 'onnxruntime', 'ts'} & set(sys.modules))"
+    )
+    assert fresh_process(code) == f"{archive.digest} 0.0001\nset()"
+
+
+def test_without_java_nothing_is_written(
+    model: OnnxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Unavailable, match="needs Java 17"):
+        PackageTorchServe()(model, Context(root=tmp_path / "mar"))
+    assert not (tmp_path / "mar").exists()
+    assert [r.what for r in PackageTorchServe.requirements if r.missing()] == ["java"]
+
+
+def test_without_torchserve_nothing_is_written(
+    model: OnnxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(Unavailable, match=r"pip install 'compress-pipeline\[serve\]'"):
+        PackageTorchServe()(model, Context(root=tmp_path / "mar"))
+    assert not (tmp_path / "mar").exists()
+
+
+def test_a_damaged_model_is_not_packed(model: OnnxModel, tmp_path: Path) -> None:
+    model.payload_path.chmod(0o644)
+    model.payload_path.write_bytes(model.payload_path.read_bytes()[:-1])
+    with pytest.raises(ArtifactInvalid, match=r"model\.onnx is not the file that was sealed"):
+        PackageTorchServe().run(model, Context(root=tmp_path / "mar"))
+    assert not (tmp_path / "mar").exists()
+
+
+def test_bfloat16_is_refused(tmp_path: Path) -> None:
+    from serve.pack import _as_arrays
+
+    with pytest.raises(StageFailed, match="x is bfloat16"):
+        _as_arrays({"x": torch.zeros(1, dtype=torch.bfloat16)})
+
+
+def test_a_gate_refuses_and_names_what_was_kept(model: OnnxModel, tmp_path: Path) -> None:
+    stage = PackageTorchServe(gates=(MaxSize(ratio=0.5),))
+    with pytest.raises(GateRefused, match=r"max_size: .*kept in .*mar"):
+        stage(model, Context(root=tmp_path / "mar"))
+    assert TorchServeArchive.at(tmp_path / "mar").payload_bytes > model.payload_bytes
+
+
+def test_an_altered_mar_is_not_started(archive: TorchServeArchive) -> None:
+    members = read_mar(archive.payload_path)
+    archive.payload_path.chmod(0o644)
+    write_mar(archive.payload_path, members | {"handler.py": b"print('mine')\n"})
+    with (
+        pytest.raises(ArtifactInvalid, match="is code, so it is not started"),
+        archive.open(),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("../handler.py", "plain relative path"),
+        ("/etc/passwd", "plain relative path"),
+        ("a\\b", "plain relative path"),
+        ("a//b", "plain relative path"),
+        ("onnxruntime.py", "shadow"),
+        ("numpy/__init__.py", "shadow"),
+        ("torch.so", "shadow"),
+        ("json.pyc", "shadow"),
+    ],
+)
+def test_unsafe_member_names_are_refused(name: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactInvalid, match=words):
+        write_mar(tmp_path / "x.mar", {name: b""})
+    assert not (tmp_path / "x.mar").exists()
+    with zipfile.ZipFile(tmp_path / "y.mar", "w") as archive:
+        archive.writestr(name, b"")
+    with pytest.raises(ArtifactInvalid, match=words):
+        read_mar(tmp_path / "y.mar")
+
+
+def test_ordinary_member_names_are_taken() -> None:
+    for name in ("handler.py", "model.onnx", "MAR-INF/MANIFEST.json", "model.python"):
+        check_member_name(name)
+
+
+def altered(archive: TorchServeArchive, target: Path, **changes: bytes | None) -> Path:
+    members = {**read_mar(archive.payload_path)}
+    for key, content in changes.items():
+        name = {"handler": "handler.py", "model": "model.onnx", "probe": "probe.npz"}[key]
+        members.pop(name)
+        if content is not None:
+            members[name] = content
+    write_mar(target, members)
+    return target
+
+
+def test_an_altered_member_is_named(archive: TorchServeArchive, tmp_path: Path) -> None:
+    for key, words in (("model", "model.onnx is not"), ("handler", "handler.py is not")):
+        with pytest.raises(ArtifactInvalid, match=words):
+            verify(altered(archive, tmp_path / "a.mar", **{key: b"other"}))
+    with pytest.raises(ArtifactInvalid, match=r"probe\.npz is missing"):
+        verify(altered(archive, tmp_path / "b.mar", probe=None))
+    added = {**read_mar(archive.payload_path), "extra.txt": b""}
+    write_mar(tmp_path / "c.mar", added)
+    with pytest.raises(ArtifactInvalid, match=r"extra\.txt was added"):
+        verify(tmp_path / "c.mar")
+    (tmp_path / "d.mar").write_bytes(archive.payload_path.read_bytes()[:2000])
+    with pytest.raises(ArtifactInvalid, match=r"not a readable \.mar"):
+        verify(tmp_path / "d.mar")
+    folder = tmp_path / "artifact"
+    folder.mkdir()
+    (folder / "manifest.json").write_bytes((archive.path / "manifest.json").read_bytes())
+    altered(archive, folder / "model.mar", model=b"other")
+    with pytest.raises(ArtifactInvalid, match=r"model\.onnx is not the file that was packed"):
+        verify(folder)
+
+
+def test_other_artifacts_are_verified_by_their_hashes(model: OnnxModel) -> None:
+    lines = verify(model.path)
+    assert lines[0] == f"onnx artifact, digest {model.digest}"
+    assert any(line.startswith("model.onnx: ") for line in lines)
+    assert lines[-1].startswith("export_onnx read input ")
+
+
+def test_foreign_code_in_a_bare_mar_is_not_run(archive: TorchServeArchive, tmp_path: Path) -> None:
+    members = read_mar(archive.payload_path)
+    code = b"raise SystemExit('ran')\n"
+    provenance = json.loads(members["provenance.json"])
+    record = {"sha256": hashlib.sha256(code).hexdigest(), "bytes": len(code)}
+    provenance["members"]["handler.py"] = record
+    members |= {"handler.py": code, "provenance.json": json.dumps(provenance).encode()}
+    write_mar(tmp_path / "x.mar", members)
+    with pytest.raises(ArtifactInvalid, match=r"handler\.py is not the one that this version"):
+        verify(tmp_path / "x.mar")
+
+
+@pytest.mark.slow
+def test_a_bare_mar_is_verified(archive: TorchServeArchive) -> None:
+    lines = verify(archive.payload_path)
+    assert archive.manifest.files["model.mar"].sha256 in lines[0]
+    assert "largest difference" in lines[-1]
+
+
+@pytest.mark.slow
+def test_verifying_replays_the_probe_in_a_fresh_process(
+    archive: TorchServeArchive, fresh_process: Callable[[str], str]
+) -> None:
+    code = f"from serve.verify import verify; print(*verify({str(archive.path)!r}), sep='\\n')"
+    lines = fresh_process(code).splitlines()
+    assert lines[0] == f"torchserve artifact, digest {archive.digest}"
+    assert "6 members have safe names; 5 hash to what provenance.json records" in lines
+    assert lines[-1].startswith("TorchServe answered the recorded probe; largest difference")

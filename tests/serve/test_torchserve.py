@@ -1,0 +1,248 @@
+"""The real TorchServe: started, asked, damaged, and nothing of it left."""
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from compress.core.artifact import Artifact
+from compress.core.checkpoint import import_checkpoint
+from compress.core.data import DataReference
+from compress.core.errors import StageFailed
+from compress.core.gates import LabelAgreement, MaxLatency, Parity
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from export.onnx import ExportOnnx
+from export.torchscript import ExportTorchScript
+from serve.archive import TorchServeArchive
+from serve.client import Client
+from serve.handler import NPZ, from_npz, to_npz
+from serve.mar import read_mar, write_mar
+from serve.server import TorchServe
+from serve.stage import PackageTorchServe
+
+pytestmark = pytest.mark.torchserve
+
+ROOT = Path(__file__).parents[2]
+DIGITS = ROOT / "examples" / "digits"
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
+    data = DataReference("data:digits", {}, DIGITS, 120).load()
+    return Context(root=tmp_path_factory.mktemp("serve") / "source", data=data)
+
+
+@pytest.fixture(scope="module")
+def source(context: Context) -> Artifact:
+    signature = Signature(
+        inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),),
+        outputs=(OutputSpec(name="logits"),),
+    )
+    recipe = Recipe(factory="models:ResNet", arguments={"blocks": 1, "width": 4, "classes": 10})
+    return import_checkpoint(context.root, recipe, signature, checkpoint=None, folder=DIGITS)
+
+
+@pytest.fixture(scope="module")
+def exported(source: Any, context: Context) -> Artifact:
+    return ExportOnnx().run(source, context.at(context.root.with_name("onnx")))
+
+
+@pytest.fixture(scope="module")
+def archive(exported: Any, context: Context) -> TorchServeArchive:
+    """Requests are joined up to 8, and one may hold 50 rows."""
+    stage = PackageTorchServe(batch_size=8, max_batch_delay_ms=200, max_rows=50)
+    return stage.run(exported, context.at(context.root.with_name("mar")))
+
+
+@pytest.fixture(scope="module")
+def server(archive: TorchServeArchive) -> Iterator[TorchServe]:
+    with TorchServe(archive.payload_path) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: TorchServe, archive: TorchServeArchive) -> Iterator[Client]:
+    signature = archive.signature
+    with Client(
+        server.url, server.model_name, signature, token=server.token, max_rows=50
+    ) as connected:
+        yield connected
+
+
+def processes_in(folder: Path) -> list[psutil.Process]:
+    """Return the living processes, Java and workers, that were started for a server's folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        command = " ".join(process.info["cmdline"] or ())
+        if str(folder) in command and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def send(
+    server: TorchServe, body: bytes, headers: dict[str, str], wait: bool = True
+) -> tuple[int, bytes] | http.client.HTTPConnection:
+    place = server.url.removeprefix("http://")
+    connection = http.client.HTTPConnection(place, timeout=30)
+    connection.request("POST", "/predictions/model", body, headers)
+    return receive(connection) if wait else connection
+
+
+def receive(connection: http.client.HTTPConnection) -> tuple[int, bytes]:
+    response = connection.getresponse()
+    answer = response.status, response.read()
+    connection.close()
+    return answer
+
+
+def test_many_rows_are_split_and_answered_as_in_the_process(
+    client: Client, exported: Artifact
+) -> None:
+    images = torch.randn(120, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    with exported.open() as predict:
+        parts = torch.split(images, 50)
+        expected = np.concatenate([predict(part)[0].numpy() for part in parts])
+    (got,) = client.predict([images.numpy()])
+    assert got.dtype == np.float32 and np.array_equal(got, expected)
+    (by_name,) = client.predict({"image": images.numpy()})
+    assert np.array_equal(by_name, expected)
+
+
+def test_bad_requests_are_refused_one_by_one_in_a_joined_batch(
+    server: TorchServe, exported: Artifact
+) -> None:
+    token = {"Authorization": f"Bearer {server.token}"}
+    image = np.ones((1, 1, 8, 8), np.float32)
+    bad = [(b"[" * 100_000, "application/json"), (b"x", "text/plain"), (b"x", NPZ)]
+    good = [(to_npz({"image": image * i}), NPZ) for i in range(3)]
+    requests = [request for pair in zip(good, bad, strict=True) for request in pair]
+    waiting: Any = [
+        send(server, body, {**token, "Content-Type": kind, "Accept": NPZ}, wait=False)
+        for body, kind in requests
+    ]
+    answers = [receive(connection) for connection in waiting]
+    assert [status for status, _ in answers] == [200, 400, 200, 415, 200, 400]
+    assert all("message" in json.loads(body) for status, body in answers if status != 200)
+    with exported.open() as predict:
+        for i, (_, body) in enumerate(answers[::2]):
+            (expected,) = predict(torch.from_numpy(image * i))
+            assert np.allclose(from_npz(body)["logits"], expected.numpy(), atol=1e-5)
+
+
+def test_too_many_rows_and_a_missing_key_are_refused(server: TorchServe, client: Client) -> None:
+    client.max_rows = 51
+    with pytest.raises(StageFailed, match="HTTP 413: 51 rows, at most 50"):
+        client.predict([np.zeros((51, 1, 8, 8), np.float32)])
+    status, _ = send(server, b"", {"Content-Type": NPZ})
+    assert status == 400
+    client.headers["Authorization"] = "Bearer wrong"
+    with pytest.raises(StageFailed, match="HTTP 400"):
+        client.predict([np.zeros((1, 1, 8, 8), np.float32)])
+
+
+def test_everything_listens_on_loopback_alone(server: TorchServe) -> None:
+    (java,) = [p for p in processes_in(server.folder) if p.name() == "java"]
+    listening = [c.laddr.ip for c in java.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert listening and {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
+
+
+def test_a_client_says_that_nobody_answers() -> None:
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 2)),))
+    with (
+        Client("http://127.0.0.1:9", "model", signature, timeout_seconds=5) as lonely,
+        pytest.raises(StageFailed, match="9/predictions/model: ConnectionRefusedError"),
+    ):
+        lonely.predict([np.zeros((1, 2), np.float32)])
+
+
+def test_torchscript_passes_its_gates_through_one_server(
+    source: Any, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ExportTorchScript().run(source, context.at(context.root.with_name("ts")))
+    started: list[Path] = []
+    enter = TorchServe.__enter__
+
+    def counted(server: TorchServe) -> TorchServe:
+        enter(server)
+        started.append(server.folder)
+        return server
+
+    monkeypatch.setattr(TorchServe, "__enter__", counted)
+    gates = (LabelAgreement(), Parity(atol=1e-5), MaxLatency(p95_ms=1e-6))
+    stage = PackageTorchServe(gates=gates)
+    archive = stage.run(model, context.at(context.root.with_name("ts-mar")))
+    with archive.held():
+        assert not started  # a run that measures nothing starts nothing
+        verdicts = stage.judge(model, archive, context)
+        running = processes_in(started[0])
+        assert [p.environ()["HANDLER_THREADS"] for p in running] == ["1", "1"]
+        accuracy = context.score(archive)
+    assert [v.passed for v in verdicts] == [True, True, False]
+    assert verdicts[2].value is not None
+    assert accuracy == context.score(model)
+    assert len(started) == 1
+    assert not processes_in(started[0]) and not started[0].exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["payload", "probe"])
+def test_a_damaged_model_is_never_ready_and_leaves_nothing(
+    archive: TorchServeArchive, tmp_path: Path, damage: str
+) -> None:
+    members = read_mar(archive.payload_path)
+    probe = from_npz(members["probe.npz"])
+    probe["logits"] = probe["logits"] + 1
+    changes = {"payload": {"model.onnx": b"garbage"}, "probe": {"probe.npz": to_npz(probe)}}
+    words = {"payload": "Protobuf parsing failed", "probe": "does not answer the probe"}[damage]
+    write_mar(tmp_path / "x.mar", members | changes[damage])
+    server = TorchServe(tmp_path / "x.mar", startup_seconds=60)
+    with pytest.raises(StageFailed, match=f"(?s)the model was not loaded.*{words}"), server:
+        pass
+    assert not processes_in(server.folder) and not server.folder.exists()
+
+
+@pytest.mark.slow
+def test_an_exception_inside_leaves_nothing(archive: TorchServeArchive) -> None:
+    with pytest.raises(ZeroDivisionError), TorchServe(archive.payload_path) as server:
+        assert len(processes_in(server.folder)) == 2
+        raise ZeroDivisionError
+    assert not processes_in(server.folder) and not server.folder.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_leaves_no_process(archive: TorchServeArchive, number: int) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from serve.server import TorchServe\n"
+        f"with TorchServe(Path({str(archive.payload_path)!r})) as server:\n"
+        "    print(server.folder, flush=True); time.sleep(100)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        assert len(processes_in(folder)) == 2
+        os.kill(process.pid, number)
+        process.wait(60)
+    deadline = time.monotonic() + 30
+    while processes_in(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not processes_in(folder)
+    if number == signal.SIGINT:
+        assert not folder.exists()
+    shutil.rmtree(folder, ignore_errors=True)  # nobody is left to do it after SIGKILL
