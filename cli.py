@@ -267,14 +267,15 @@ def _progress(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
 
 def _plain_progress() -> Progress:
     """Return a progress function that writes a line per new note, or every few seconds."""
-    last_note: dict[str, str] = {}
-    last_time = time.monotonic()
+    shown: dict[str, tuple[float, str]] = {}
 
     def progress(task: str, done: int, total: int, note: str = "") -> None:
-        nonlocal last_time
-        late = time.monotonic() - last_time > SECONDS_BETWEEN_LINES
-        if late or (note and last_note.get(task) != note):
-            last_note[task], last_time = note, time.monotonic()
+        now = time.monotonic()
+        last_time, last_note = shown.setdefault(task, (now, ""))
+        if (note and note != last_note) or now - last_time > SECONDS_BETWEEN_LINES:
+            shown[task] = (now, note)
             typer.echo(f"  {task} {done}/{total}{f': {note}' if note else ''}", err=True)
+        if done >= total:
+            del shown[task]
 
     return progress
