@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -147,14 +145,8 @@ class Report(Settings):
 
     def write(self, out: Path) -> None:
         """Write report.json, report.html and lock.json."""
-        machine: dict[str, JsonValue] = {
-            "platform": platform.platform(),
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-        }
-        lock = json.dumps({**self.lock, "machine": machine}, indent=1, sort_keys=True)
-        write_atomically(out / "lock.json", lock + "\n")
-        write_atomically(out / "report.html", self.html(machine))
+        write_atomically(out / "lock.json", json.dumps(self.lock, indent=1, sort_keys=True) + "\n")
+        write_atomically(out / "report.html", self.html())
         write_atomically(out / "report.json", self.model_dump_json(indent=1) + "\n")
 
     @classmethod
@@ -171,7 +163,7 @@ class Report(Settings):
             raise ArtifactInvalid(f"{out}: holds no readable report ({error})") from None
         return cls.model_validate({**content, "lock": lock})
 
-    def html(self, machine: dict[str, JsonValue]) -> str:
+    def html(self) -> str:
         """Return the report as one self-contained page."""
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -184,7 +176,7 @@ class Report(Settings):
         )
         environment.filters |= {"bytes": readable_bytes, "count": readable_count}
         template = environment.get_template("report.html.jinja")
-        return template.render(report=self, lock=self.lock, machine=machine)
+        return template.render(report=self, lock=self.lock)
 
 
 def readable_bytes(value: int) -> str:
@@ -202,12 +194,3 @@ def readable_count(value: int | None) -> str:
         if value >= limit:
             return f"{value / limit:.3g} {unit}"
     return str(value)
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())

@@ -7,18 +7,11 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from contextlib import contextmanager
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import JsonValue, ValidationError
 
-import compress
-import export
-import serve
 from compress.core.artifact import Artifact, canonical_json
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.files import write_atomically
@@ -26,8 +19,7 @@ from compress.core.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-LIBRARIES = ("torch", "torchao", "onnx", "onnxscript", "onnxruntime", "numpy", "torchserve")
+    from pathlib import Path
 
 
 class Record(Settings):
@@ -140,28 +132,6 @@ def publish(artifact: Artifact, path: Path) -> None:
     shutil.copytree(artifact.path, partial, copy_function=_link)
     shutil.rmtree(path, ignore_errors=True)
     partial.rename(path)
-
-
-@cache
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that shape an artifact."""
-    found = {"python": ".".join(map(str, sys.version_info[:3])), "compress": _own_sources()}
-    for library in LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _own_sources() -> str:
-    """Return this toolkit's version and a hash of its source, so that no change goes unseen."""
-    digest = hashlib.sha256()
-    for package in (compress, export, serve):
-        root = Path(str(package.__file__)).parent
-        for file in sorted(root.rglob("*.py")):
-            digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
-    return f"{compress.__version__}+{digest.hexdigest()[:12]}"
 
 
 def _link(source: str, target: str) -> None:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from compress.core.errors import CompressError, GateRefused, StageFailed
 from compress.core.stage import Context, explain
 from pipelines.inputs import import_source, source_parts
+from pipelines.machine import machine, versions
 from pipelines.plan import SOURCE, Plan, PlannedStage
 from pipelines.report import ArtifactReport, Measurements, Report, StageReport, TestReport
-from pipelines.store import Entry, Record, Store, publish, versions
+from pipelines.store import Entry, Record, Store, publish
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,7 +133,8 @@ class Walk:
             stages=tuple(self.rows),
             test=self.tested,
             lock={
-                "versions": versions(),
+                "versions": dict(versions()),
+                "machine": dict(machine()),
                 "seed": self.pipeline.seed,
                 "data": self.fingerprint,
                 "artifacts": {name: a.digest for name, a in self.artifacts.items()},
@@ -214,10 +216,11 @@ class Walk:
     def _conditions(self) -> dict[str, Any]:
         return {
             "data": self.fingerprint,
-            "metric": [self.plan.metric.name, list(self.plan.metric.arguments)],
+            "metric": self.plan.metric.identity(),
             "threads": self.pipeline.threads,
             "device": self.pipeline.device,
             "seed": self.pipeline.seed,
+            "machine": machine(),
         }
 
     def _surroundings(self, uses_data: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,13 @@ from serve.mar import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest, model_name_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+ARTIFACT_MODULES = (
+    "compress.core.eager",
+    "compress.core.graph",
+    "export.onnx",
+    "export.torchscript",
+)
 
 
 def verify(path: Path | str) -> tuple[str, ...]:
@@ -172,6 +180,8 @@ def _replay(mar: Path, members: Mapping[str, bytes], origin: Provenance) -> str:
 
 def _know_every_kind() -> None:
     """Import the artifact types, so that a manifest's kind is recognised."""
+    for module in ARTIFACT_MODULES:
+        import_module(module)
 
 
 def _sha256(data: bytes) -> str:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from pydantic import JsonValue
 
     from compress.core.artifact import Predictor
     from compress.core.data import Splits
@@ -42,6 +43,15 @@ class Metric:
         if self.name.startswith("torchmetrics."):
             return bool(_torchmetrics_class(self.name).higher_is_better)
         return self.name != "loss"
+
+    def identity(self) -> list[JsonValue]:
+        """Return what decides a measured value, the user's own code included."""
+        code = ""
+        if ":" in self.name:
+            from compress.core.factory import local_sources, sources_digest
+
+            code = sources_digest(local_sources(self.name, self.folder))
+        return [self.name, dict(self.arguments), code]
 
     def drop_points(self, before: float, after: float) -> float:
         """Return how much worse ``after`` is, in hundredths; negative when it is better."""

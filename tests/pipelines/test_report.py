@@ -19,7 +19,7 @@ def test_the_page_is_self_contained_and_shows_every_figure(walked) -> None:
 def test_what_the_user_wrote_is_escaped(walked) -> None:
     report = Report.read(walked.out)
     nasty = report.model_copy(update={"status": "failed", "error": "<script>alert(1)</script>"})
-    page = nasty.html({})
+    page = nasty.html()
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
 

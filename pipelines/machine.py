@@ -1,0 +1,53 @@
+"""What a measurement was made on: versions and hardware."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import compress
+import export
+import serve
+
+LIBRARIES = ("torch", "torchao", "onnx", "onnxscript", "onnxruntime", "numpy", "torchserve")
+
+
+@cache
+def machine() -> dict[str, str | int | None]:
+    """Return the hardware that latencies depend on."""
+    return {"platform": platform.machine(), "processor": _processor(), "cores": os.cpu_count()}
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of this toolkit and of the libraries that shape an artifact."""
+    found = {"python": platform.python_version(), "compress": _own_sources()}
+    for library in LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _own_sources() -> str:
+    """Return this toolkit's version and a hash of its source, so that no change goes unseen."""
+    digest = hashlib.sha256()
+    for package in (compress, export, serve):
+        root = Path(str(package.__file__)).parent
+        for file in sorted(root.rglob("*.py")):
+            digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
+    return f"{compress.__version__}+{digest.hexdigest()[:12]}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
