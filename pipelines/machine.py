@@ -24,7 +24,7 @@ def machine() -> dict[str, str | int | None]:
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of this toolkit and of the libraries that shape an artifact."""
+    """Return the versions of Python, this toolkit and the libraries that shape an artifact."""
     found = {"python": platform.python_version(), "compress": _own_sources()}
     for library in LIBRARIES:
         try:
