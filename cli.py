@@ -230,12 +230,13 @@ def _show(report: Report, out: Path, as_json: bool) -> None:
         console = Console(width=160)
     console.print(stage_table(report))
     for line in gate_lines(report):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     if report.test:
         values = ", ".join(f"{name} {value:.4f}" for name, value in report.test.values.items())
         console.print(f"test {report.test.metric}: {values}", highlight=False)
     cached = sum(stage.cached for stage in report.stages)
-    console.print(f"{cached} of {len(report.stages)} stages cached; report: {out / 'report.html'}")
+    summary = f"{cached} of {len(report.stages)} stages cached; report: {out / 'report.html'}"
+    console.print(summary, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -6,6 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
+
 from compress.core.checkpoint import import_checkpoint
 from compress.core.data import DataReference, Splits
 from compress.core.errors import CompressError, PipelineInvalid
@@ -13,6 +15,7 @@ from compress.core.factory import local_sources, sources_digest
 from compress.core.files import sha256_of
 from compress.core.recipe import Recipe
 from compress.core.signature import Signature
+from pipelines.machine import version_of
 from pipelines.plan import SOURCE
 
 if TYPE_CHECKING:
@@ -29,8 +32,9 @@ def load_data(pipeline: Pipeline) -> Splits | None:
     if pipeline.data is None:
         return None
     spec = pipeline.data
+    names = tuple(tensor.name for tensor in pipeline.model.inputs)
     reference = DataReference(
-        spec.factory, dict(spec.arguments), pipeline.code_folder, spec.batch_size
+        spec.factory, dict(spec.arguments), pipeline.code_folder, spec.batch_size, names
     )
     try:
         return reference.load()
@@ -58,8 +62,9 @@ def import_source(pipeline: Pipeline, path: Path) -> EagerModel:
     outputs = {} if spec.outputs is None else {"outputs": spec.outputs}
     try:
         signature = Signature(inputs=spec.inputs, **outputs)
-    except ValueError as error:
-        raise PipelineInvalid(f"{pipeline.place('model', 'inputs')}: {error}") from None
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise PipelineInvalid(f"{pipeline.place('model', 'inputs')}: {message}") from None
     try:
         return import_checkpoint(
             path,
@@ -70,8 +75,8 @@ def import_source(pipeline: Pipeline, path: Path) -> EagerModel:
             seed=pipeline.seed,
         )
     except CompressError as error:
-        key = "checkpoint" if str(error).startswith("checkpoint") else "factory"
-        key = "inputs" if str(error).startswith("model.inputs") else key
+        found = (k for k in ("checkpoint", "model.inputs", "model.outputs") if k in str(error)[:20])
+        key = next(found, "factory").removeprefix("model.")
         raise type(error)(f"{pipeline.place('model', key)}: {error}") from error
 
 
@@ -83,5 +88,6 @@ def source_parts(pipeline: Pipeline) -> dict[str, object]:
         "stage": SOURCE,
         "settings": pipeline.model.model_dump(mode="json"),
         "code": sources_digest(sources),
+        "library": None if sources else version_of(pipeline.model.factory.partition(":")[0]),
         "checkpoint": sha256_of(checkpoint) if checkpoint and checkpoint.is_file() else None,
     }

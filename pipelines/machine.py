@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 
 import compress
@@ -32,6 +32,16 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def version_of(module_name: str) -> str | None:
+    """Return the version of the installed package that a module belongs to; None for our own."""
+    package = module_name.partition(".")[0]
+    if package in ("compress", "export", "serve"):
+        return None
+    for distribution in packages_distributions().get(package, ()):
+        return f"{distribution} {version(distribution)}"
+    return None
 
 
 def _own_sources() -> str:

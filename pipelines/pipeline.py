@@ -60,7 +60,9 @@ class MetricSpec(Settings):
     name: str
     """accuracy, loss, fidelity, torchmetrics.… or module:callable."""
     arguments: dict[str, JsonValue] = {}
-    """Keyword arguments of a torchmetrics class."""
+    """Keyword arguments of a torchmetrics class, or of the callable."""
+    higher_is_better: bool | None = None
+    """Direction of a metric that does not tell it itself."""
 
 
 class Pipeline(Settings):
@@ -134,6 +136,11 @@ class Pipeline(Settings):
             announce=announce or (lambda line: None),
             finished=finished or (lambda report: None),
         )
+
+    @property
+    def file(self) -> str:
+        """Path of the file that this was read from."""
+        return str(self._source.path) if self._source else "(a pipeline made in Python)"
 
     @property
     def folder(self) -> Path:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.core.eager import EagerModel
 from compress.core.errors import CompressError, PipelineInvalid, Unavailable
+from compress.core.gates import MaxDrop, MinMetric
 from compress.core.metrics import Metric
 from compress.core.stage import kinds_of
 from pipelines.problems import did_you_mean
@@ -75,6 +76,9 @@ def make_plan(pipeline: Pipeline, start: str | None = None, until: str | None = 
                 f"{option} {name!r}: no such stage; {did_you_mean(name, {p.name for p in planned})}"
             )
     _check_types(pipeline, planned)
+    order = [p.name for p in planned]
+    if start and until and order.index(start) > order.index(until):
+        raise PipelineInvalid(f"--from {start!r} comes after --until {until!r}; nothing would run")
     if until is not None:
         planned = planned[: next(p.index for p in planned if p.name == until) + 1]
     _check_needs(pipeline, planned)
@@ -137,8 +141,9 @@ def _check_types(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
 def _check_needs(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
     for p in planned:
         where = f"{pipeline.place('stages', p.index)} ({p.name})"
-        if p.stage.uses_data and pipeline.data is None:
+        if p.stage.needs_data and pipeline.data is None:
             raise PipelineInvalid(f"{where}: needs data, and the file has no `data:` section")
+        _check_gates(pipeline, p)
         for requirement in p.stage.requirements:
             if not requirement.program and requirement.missing():
                 raise Unavailable(
@@ -147,6 +152,17 @@ def _check_needs(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
                 )
     if pipeline.device != "cpu":
         _check_device(pipeline)
+
+
+def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
+    for i, gate in enumerate(planned.stage.gates):
+        where = pipeline.place("stages", planned.index, "gates", i)
+        if isinstance(gate, MaxDrop | MinMetric) and pipeline.data is None:
+            raise PipelineInvalid(
+                f"{where} ({gate.gate}): needs data, and the file has no `data:` section"
+            )
+        if isinstance(gate, MinMetric) and pipeline.metric.name == "loss":
+            raise PipelineInvalid(f"{where}: metric loss falls with quality; use max_drop")
 
 
 def _check_device(pipeline: Pipeline) -> None:
@@ -162,7 +178,12 @@ def _check_device(pipeline: Pipeline) -> None:
 
 def _metric(pipeline: Pipeline) -> Metric:
     spec = pipeline.metric
-    metric = Metric(spec.name, tuple(sorted(spec.arguments.items())), pipeline.code_folder)
+    metric = Metric(
+        spec.name,
+        tuple(sorted(spec.arguments.items())),
+        spec.higher_is_better,
+        pipeline.code_folder,
+    )
     try:
         metric.check()
     except CompressError as error:

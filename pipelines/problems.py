@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from compress.core.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
@@ -18,15 +18,32 @@ if TYPE_CHECKING:
 
 def explain(error: ValidationError, source: Source, model: type[Settings]) -> str:
     """Return one line per problem: place, what was found, what was expected."""
-    found = error.errors()
+    causes = _causes(error.errors(), source, model)
+    return "\n".join(_line(details, source, model) for details in causes)
+
+
+def _causes(
+    found: list[ErrorDetails], source: Source, model: type[Settings]
+) -> Iterator[ErrorDetails]:
+    """Yield the errors that do not merely follow from another one."""
     misspelt = {
         (*e["loc"][:-1], closest(str(e["loc"][-1]), _known(e["loc"], source, model)))
         for e in found
         if e["type"] == "extra_forbidden"
     }
-    # A key that is missing because it was misspelt is one mistake, not two.
-    causes = [e for e in found if e["type"] != "missing" or e["loc"] not in misspelt]
-    return "\n".join(dict.fromkeys(_line(details, source, model) for details in causes))
+    places: set[Location] = set()
+    for details in found:
+        loc = details["loc"]
+        place = _resolve(loc, source.content, model)[0]
+        # A misspelt key is missing too; a list whose only item is wrong counts as empty; every
+        # member of a union complains about the same value.
+        misspelling = details["type"] == "missing" and loc in misspelt
+        emptied = details["type"] == "too_short" and any(
+            len(e["loc"]) > len(loc) and e["loc"][: len(loc)] == loc for e in found
+        )
+        if not misspelling and not emptied and place not in places:
+            places.add(place)
+            yield details
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

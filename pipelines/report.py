@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from compress.core.stage import Context
 
 
+Status = Literal["passed", "refused", "failed", "interrupted"]
+
+
 class MetricReport(Settings):
     """A metric's value on a split."""
 
@@ -134,7 +137,7 @@ class Report(Settings):
 
     version: Literal[1] = 1
     pipeline: str
-    status: Literal["passed", "refused", "failed"]
+    status: Status
     error: str = ""
     baseline_name: str
     baseline: Measurements | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import CompressError, GateRefused
@@ -9,7 +10,7 @@ from compress.core.stage import silent
 from pipelines.inputs import load_data
 from pipelines.plan import SOURCE, Plan, make_plan
 from pipelines.store import Store
-from pipelines.walk import Walk
+from pipelines.walk import ASKED, Walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from compress.core.stage import Progress
     from pipelines.pipeline import Pipeline
-    from pipelines.report import Report
+    from pipelines.report import Report, Status
 
 
 def run(
@@ -48,8 +49,7 @@ def run(
 
     Raises:
         GateRefused: a gate refused; the report is written, and the artifact kept.
-        CompressError: the pipeline is invalid, or a stage failed; the report is written once
-            anything had been run.
+        CompressError: the pipeline is invalid, or a stage failed; the report says so.
     """
     plan = make_plan(pipeline, start, until)
     for warning in plan.warnings:
@@ -63,14 +63,15 @@ def run(
                 walk.step(planned, again=planned.index >= _first_again(plan, start, force))
             walk.test()
             report = walk.report("passed")
-        except CompressError as error:
-            if walk.artifacts:
-                report = walk.report(
-                    "refused" if isinstance(error, GateRefused) else "failed", str(error)
-                )
-                _finish(report, out, finished)
+        except BaseException as error:
+            report = walk.report(_status(error), str(error))
+            with suppress(OSError):  # on a full disk the error itself matters more
+                report.write(out)
+            if report.stages and isinstance(error, CompressError):
+                finished(report)
             raise
-        _finish(report, out, finished)
+        report.write(out)
+        finished(report)
     return report
 
 
@@ -92,7 +93,8 @@ def foresee(
         found = None if again else store.entry(parts).load()
         if found:
             walk.artifacts[name] = found[0]
-        foreseen[name] = "cached" if found else f"runs ({store.why(name, parts)})"
+        why = ASKED if again else store.why(name, parts)
+        foreseen[name] = "cached" if found else f"runs ({why})"
 
     look(SOURCE, walk.source_parts(), force)
     for planned in plan.stages:
@@ -112,6 +114,7 @@ def _first_again(plan: Plan, start: str | None, force: bool) -> int:
     return next((p.index for p in plan.stages if p.name == start), len(plan.stages))
 
 
-def _finish(report: Report, out: Path, finished: Callable[[Report], None]) -> None:
-    report.write(out)
-    finished(report)
+def _status(error: BaseException) -> Status:
+    if isinstance(error, GateRefused):
+        return "refused"
+    return "failed" if isinstance(error, Exception) else "interrupted"

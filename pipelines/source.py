@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Location = tuple[str | int, ...]
+DEEPEST = 30
+"""Levels of nesting that no sensible file reaches."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ def read(path: Path) -> Source:
 
 def _walk(node: yaml.Node, here: Location, lines: dict[Location, int], path: Path) -> None:
     lines.setdefault(here, node.start_mark.line + 1)
+    if len(here) > DEEPEST:
+        raise PipelineInvalid(
+            f"{path}:{node.start_mark.line + 1}: nested deeper than {DEEPEST} levels; an alias "
+            "must not contain itself"
+        )
     if isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
             _walk(child, (*here, index), lines, path)
@@ -71,6 +78,10 @@ def _walk(node: yaml.Node, here: Location, lines: dict[Location, int], path: Pat
         for key_node, child in node.value:
             location = (*here, str(key_node.value))
             line = key_node.start_mark.line + 1
+            if key_node.tag != "tag:yaml.org,2002:str":
+                raise PipelineInvalid(
+                    f"{path}:{line}: key {key_node.value!r} is not a word; put it in quotes"
+                )
             if location in lines:
                 raise PipelineInvalid(
                     f"{path}:{line}: key {key_node.value!r} stands twice; "

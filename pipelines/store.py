@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import JsonValue, ValidationError
 
-from compress.core.artifact import Artifact, canonical_json
+from compress.core.artifact import MANIFEST, Artifact, canonical_json, replace_artifact
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.files import write_atomically
 from compress.core.settings import Settings
@@ -130,8 +130,14 @@ def publish(artifact: Artifact, path: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(artifact.path, partial, copy_function=_link)
-    shutil.rmtree(path, ignore_errors=True)
-    partial.rename(path)
+    replace_artifact(partial, path)
+
+
+def unpublish(folder: Path) -> None:
+    """Remove what an earlier run published; the store keeps it, and other files stay."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (path / MANIFEST).is_file():
+            shutil.rmtree(path)
 
 
 def _link(source: str, target: str) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import functools
-import logging
 import shutil
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from compress.core.errors import CompressError, GateRefused, StageFailed
 from compress.core.stage import Context, explain
 from pipelines.inputs import import_source, source_parts
-from pipelines.machine import machine, versions
+from pipelines.machine import machine, version_of, versions
 from pipelines.plan import SOURCE, Plan, PlannedStage
 from pipelines.report import ArtifactReport, Measurements, Report, StageReport, TestReport
-from pipelines.store import Entry, Record, Store, publish
+from pipelines.store import Entry, Record, Store, publish, unpublish
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from compress.core.gates import Gate, Verdict
     from compress.core.stage import Progress
     from pipelines.pipeline import Pipeline
+    from pipelines.report import Status
 
-log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+ASKED = "asked to run again"
 
 
 @dataclass
@@ -46,14 +48,16 @@ class Walk:
     artifacts: dict[str, Artifact] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
     rows: list[StageReport] = field(default_factory=list)
-    scores: dict[tuple[str, str], float] = field(default_factory=dict)
+    scores: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    baseline: Measurements | None = None
     tested: TestReport | None = None
 
     def __post_init__(self) -> None:
         self.fingerprint = self.data.fingerprint() if self.data else None
 
     def import_model(self, again: bool) -> None:
-        """Bring in the model as it is."""
+        """Bring in the model as it is; what an earlier run published makes room."""
+        unpublish(self.out / "artifacts")
         self._obtain(
             SOURCE,
             self.source_parts(),
@@ -61,7 +65,7 @@ class Walk:
             again,
         )
         if self.plan.baseline == SOURCE:
-            self._measured(SOURCE)
+            self.baseline = self._measured(SOURCE)
 
     def step(self, planned: PlannedStage, again: bool) -> None:
         """Reuse or run one stage, then measure and judge it.
@@ -77,6 +81,8 @@ class Walk:
         with artifact.held(self.pipeline.device, self.pipeline.threads):
             verdicts = [self._judge(planned, gate) for gate in stage.gates]
             measurements = self._measured(planned.name)
+        if planned.name == self.plan.baseline:
+            self.baseline = measurements
         self.rows.append(
             StageReport(
                 name=planned.name,
@@ -107,32 +113,38 @@ class Walk:
             "stage": planned.stage.stage,
             "settings": planned.stage.own_settings(),
             "inputs": {name: self.artifacts[name].digest for name in planned.reads},
+            "library": version_of(type(planned.stage).__module__),
             **self._surroundings(planned.stage.uses_data),
         }
 
     def test(self) -> None:
-        """Touch the test split, once, for what came in and what is shipped."""
-        if self.data is None or "test" not in self.data.datasets:
+        """Touch the test split, once, for what came in and what is shipped.
+
+        A run that stops early leaves it alone.
+        """
+        complete = len(self.plan.stages) == len(self.pipeline.stages)
+        if self.data is None or "test" not in self.data.datasets or not complete:
             return
         question = {"metric on": "test", **self._conditions()}
         values: dict[str, float] = {}
         for name in dict.fromkeys((self.plan.baseline, *self.plan.leaves)):
             score = functools.partial(self._context(name).score, self.artifacts[name], "test")
-            values[name] = float(str(self.entries[name].answer(question, score)))
+            answer = self._guarded(name, self.entries[name].answer, question, score)
+            values[name] = float(str(answer))
         self.tested = TestReport(metric=self.plan.metric.name, values=values)
 
-    def report(self, status: Literal["passed", "refused", "failed"], error: str = "") -> Report:
+    def report(self, status: Status, error: str = "") -> Report:
         """Return what happened so far."""
-        baseline = self.plan.baseline
         return Report(
             pipeline=self.pipeline.name,
             status=status,
             error=error,
-            baseline_name=baseline,
-            baseline=self._measured(baseline) if baseline in self.artifacts else None,
+            baseline_name=self.plan.baseline,
+            baseline=self.baseline,
             stages=tuple(self.rows),
             test=self.tested,
             lock={
+                "file": self.pipeline.file,
                 "versions": dict(versions()),
                 "machine": dict(machine()),
                 "seed": self.pipeline.seed,
@@ -154,12 +166,12 @@ class Walk:
         found = None if again else entry.load()
         reason = ""
         if found is None:
-            reason = "asked to run again" if again else self.store.why(name, parts)
+            reason = ASKED if again else self.store.why(name, parts)
             self.announce(f"{name}: running ({reason})")
             entry.path.mkdir(parents=True, exist_ok=True)
             began = time.monotonic()
             context = self._context(name, entry.artifact_path)
-            artifact = _guarded(name, lambda: make(context))
+            artifact = self._guarded(name, make, context)
             record = Record(parts=parts, digest=artifact.digest, seconds=time.monotonic() - began)
             entry.commit(record)
             context.clear_work()
@@ -197,7 +209,7 @@ class Walk:
         def measure() -> JsonValue:
             return Measurements.of(artifact, baseline, self._context(name)).model_dump(mode="json")
 
-        answer = self.entries[name].answer(question, measure)
+        answer = self._guarded(name, self.entries[name].answer, question, measure)
         return Measurements.model_validate(answer)
 
     def _context(self, name: str, root: Path | None = None) -> Context:
@@ -224,27 +236,30 @@ class Walk:
         }
 
     def _surroundings(self, uses_data: bool) -> dict[str, Any]:
-        data = self.fingerprint if uses_data else None
-        return {"data": data, "seed": self.pipeline.seed, "versions": versions()}
+        # Training keeps the best epoch by the metric, so that decides the result as data does.
+        return {
+            "data": self.fingerprint if uses_data else None,
+            "metric": self.plan.metric.identity() if uses_data else None,
+            "seed": self.pipeline.seed,
+            "versions": versions(),
+        }
+
+    def _guarded(self, name: str, work: Callable[..., Result], *given: Any) -> Result:
+        """Do a stage's work, and turn whatever it raises into one line that names the stage."""
+        try:
+            return work(*given)
+        except CompressError as error:
+            if str(error).startswith(f"{name}: "):
+                raise
+            raise type(error)(f"{name}: {error}") from error
+        except OSError as error:
+            free = f"; {shutil.disk_usage(self.out).free >> 20} MiB are free in {self.out}"
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            raise StageFailed(f"{name}: {error}{free if full else ''}") from error
+        except Exception as error:
+            first_line = str(error).strip().partition("\n")[0]
+            raise StageFailed(f"{name}: {type(error).__name__}: {first_line}") from error
 
 
 class _Unmeasured(Exception):
     pass
-
-
-def _guarded(name: str, make: Callable[[], Artifact]) -> Artifact:
-    """Run a stage and turn whatever it raises into one line that names it."""
-    try:
-        return make()
-    except CompressError as error:
-        if str(error).startswith(f"{name}: "):
-            raise
-        raise type(error)(f"{name}: {error}") from error
-    except OSError as error:
-        free = shutil.disk_usage(error.filename or ".").free >> 20 if error.errno == 28 else None
-        room = f"; {free} MiB are free" if free is not None else ""
-        raise StageFailed(f"{name}: {error}{room}") from error
-    except Exception as error:
-        log.debug("stage failed", exc_info=True)
-        first_line = str(error).strip().partition("\n")[0]
-        raise StageFailed(f"{name}: {type(error).__name__}: {first_line}") from error

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import JsonValue, ValidationError
 
-from compress.core.errors import ArtifactInvalid
+from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.files import sha256_of, sync
 from compress.core.recipe import Recipe
 from compress.core.settings import Settings
@@ -113,6 +113,8 @@ class Artifact:
         if kind is None or not issubclass(kind, cls):
             expected = getattr(cls, "kind", " or ".join(sorted(Artifact._kinds)))
             raise ArtifactInvalid(f"{path}: is {manifest.kind!r}, expected {expected}")
+        if kind.payload not in manifest.files:
+            raise ArtifactInvalid(f"{path / MANIFEST}: files: {kind.payload} is not among them")
         return kind(path, manifest, hashlib.sha256(raw).hexdigest())
 
     @classmethod
@@ -129,8 +131,12 @@ class Artifact:
         """Give a temporary directory to write the files into; on success it becomes the artifact.
 
         ``facts`` may be filled while the directory is being written.
+
+        Raises:
+            PipelineInvalid: there is something else at the path.
         """
         facts = {} if facts is None else facts
+        _refuse_foreign(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
         shutil.rmtree(partial, ignore_errors=True)
@@ -147,9 +153,7 @@ class Artifact:
                 files=files,
             )
             _seal(partial, manifest)
-            if path.exists():
-                shutil.rmtree(path)
-            partial.rename(path)
+            replace_artifact(partial, path)
             sync(path.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -204,13 +208,33 @@ class Artifact:
         return None
 
 
+def replace_artifact(new: Path, path: Path) -> None:
+    """Rename a directory to its place, where at most an older artifact may be.
+
+    Raises:
+        PipelineInvalid: there is something else.
+    """
+    _refuse_foreign(path)
+    if path.exists():
+        shutil.rmtree(path)
+    new.rename(path)
+
+
+def _refuse_foreign(path: Path) -> None:
+    if path.exists() and not (path / MANIFEST).is_file() and any(path.iterdir()):
+        raise PipelineInvalid(
+            f"{path}: holds files that are no artifact, and would be lost; move them or choose "
+            "another directory"
+        )
+
+
 def canonical_json(value: Any) -> str:
     """Return JSON that is the same for equal values: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(f for f in folder.rglob("*") if f.is_file() and "__pycache__" not in f.parts)
+    return sorted(f for f in folder.rglob("*") if f.is_file())
 
 
 def _digest(file: Path) -> FileDigest:

@@ -8,6 +8,7 @@ from compress.core.eager import EagerModel, load_state_, name_outputs, run_in_ev
 from compress.core.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
+    from collections.abc import Container
     from pathlib import Path
 
     import torch
@@ -48,7 +49,8 @@ def import_checkpoint(
         torch.manual_seed(seed)
         module = recipe.build(folder)
     if checkpoint is not None:
-        load_state_(module, read_state_dict(checkpoint), f"checkpoint {checkpoint}")
+        state = without_wrappers(read_state_dict(checkpoint), module.state_dict())
+        load_state_(module, state, f"checkpoint {checkpoint}")
     inputs = signature.example()
     try:
         outputs = run_in_eval(module, inputs)
@@ -62,13 +64,30 @@ def import_checkpoint(
             f"model.inputs: {recipe.factory!r} does not take {shapes}: "
             f"{type(error).__name__}: {first_line}"
         ) from error
-    return EagerModel.create(
-        path, recipe, module.state_dict(), name_outputs(signature, len(outputs)), folder=folder
-    )
+    signature = name_outputs(signature, len(outputs))
+    model = EagerModel.create(path, recipe, module.state_dict(), signature, folder=folder)
+    _check_that_it_loads_again(model, inputs, outputs)
+    return model
+
+
+def _check_that_it_loads_again(
+    model: EagerModel, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]
+) -> None:
+    """Refuse a model whose answers depend on more than its code and its state dict."""
+    import torch
+
+    again = run_in_eval(model.load(), inputs)
+    if not all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(outputs, again, strict=True)
+    ):
+        raise ArtifactInvalid(
+            f"factory {model.recipe.factory!r}: loaded again with the same weights, the model "
+            "answers differently; it draws random numbers, or keeps state outside its state_dict"
+        )
 
 
 def read_state_dict(file: Path) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors, wrappers' prefixes removed.
+    """Return a checkpoint's tensors.
 
     ``.safetensors``, or ``.pt``/``.pth``/``.bin`` read with ``weights_only``: a pickle that would
     execute code is refused and never executed.
@@ -82,13 +101,22 @@ def read_state_dict(file: Path) -> dict[str, torch.Tensor]:
     for key in NESTED_UNDER:
         if isinstance(state.get(key), dict):
             state = state[key]
-    tensors = {k: v for k, v in state.items() if hasattr(v, "shape")}
+    tensors = {k: v for k, v in state.items() if isinstance(k, str) and hasattr(v, "shape")}
     if not tensors:
         raise ArtifactInvalid(f"checkpoint {file}: holds no tensors; expected a state_dict")
-    for prefix in PREFIXES:
-        if all(k.startswith(prefix) for k in tensors):
-            tensors = {k.removeprefix(prefix): v for k, v in tensors.items()}
     return tensors
+
+
+def without_wrappers(
+    state: dict[str, torch.Tensor], known: Container[str]
+) -> dict[str, torch.Tensor]:
+    """Return a state dict without the prefixes of DDP and torch.compile, unless they are known."""
+    while state and not any(key in known for key in state):
+        prefix = next((p for p in PREFIXES if all(key.startswith(p) for key in state)), None)
+        if prefix is None:
+            break
+        state = {key.removeprefix(prefix): value for key, value in state.items()}
+    return state
 
 
 def _read_safetensors(file: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from compress.core.errors import PipelineInvalid, StageFailed
 from compress.core.factory import local_sources, resolve, sources_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 SAMPLED_FOR_FINGERPRINT = 2048
@@ -45,6 +46,7 @@ class DataReference:
     arguments: dict[str, Any]
     folder: Path | None
     batch_size: int
+    input_names: tuple[str, ...] = ()
 
     def load(self) -> Splits:
         """Call the factory.
@@ -56,11 +58,11 @@ class DataReference:
             datasets = resolve(self.factory, self.folder)(**self.arguments)
         except PipelineInvalid:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PipelineInvalid(
                 f"data.factory {self.factory!r}: {type(error).__name__}: {error}"
             ) from error
-        return Splits(datasets, self.batch_size, source=self)
+        return Splits(datasets, self.batch_size, self.input_names, source=self)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Splits:
     datasets: Mapping[str, Dataset[Any]]
     batch_size: int = 128
     """Samples per batch in evaluation."""
+    input_names: tuple[str, ...] = ()
+    """Order in which the model takes the entries of a mapping; the mapping's own by default."""
     source: DataReference | None = field(default=None, compare=False)
     """How another process obtains the same splits; without it they are pickled."""
 
@@ -97,7 +101,7 @@ class Splits:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.source is not None:
             return DataReference.load, (self.source,)
-        return Splits, (dict(self.datasets), self.batch_size)
+        return Splits, (dict(self.datasets), self.batch_size, self.input_names)
 
     def split(self, name: str) -> Dataset[Any]:
         """Return one dataset.
@@ -122,7 +126,7 @@ class Splits:
         dataset = self.split(name)
         if limit is not None and limit < len(dataset):  # type: ignore[arg-type]
             dataset = Subset(dataset, range(limit))
-        yield from loader(dataset, batch_size or self.batch_size)
+        yield from loader(dataset, batch_size or self.batch_size, self.input_names)
 
     def calibration(self, samples: int, seed: int) -> Iterator[Batch]:
         """Yield a seeded random sample of ``calibration``, or of ``train`` where there is none.
@@ -139,14 +143,18 @@ class Splits:
                 "lower calibration_samples or bring more data"
             )
         order = torch.randperm(available, generator=torch.Generator().manual_seed(seed))
-        yield from loader(Subset(dataset, order[:samples].tolist()), self.batch_size)
+        chosen = Subset(dataset, order[:samples].tolist())
+        yield from loader(chosen, self.batch_size, self.input_names)
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 over the splits' contents and the source that makes them.
+        """Return a SHA-256 over the splits' contents, batches, and the source that makes them.
 
         Datasets that hold tensors are hashed whole, others by evenly spaced samples and length.
+
+        Raises:
+            PipelineInvalid: a sample cannot be read.
         """
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(f"batches of {self.batch_size}".encode())
         if self.source:
             digest.update(
                 repr((self.source.factory, sorted(self.source.arguments.items()))).encode()
@@ -156,42 +164,68 @@ class Splits:
         for name in sorted(self.datasets):
             dataset = self.datasets[name]
             digest.update(f"{name}:{len(dataset)}".encode())  # type: ignore[arg-type]
-            for tensor in _tensors_of(dataset):
-                _update(digest, tensor)
+            try:
+                for tensor in _tensors_of(dataset):
+                    _update(digest, tensor)
+            except Exception as error:
+                where = f"data.factory {self.source.factory!r}" if self.source else "the data"
+                raise PipelineInvalid(
+                    f"{where}: a sample of split {name!r} cannot be read: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
         return digest.hexdigest()
 
 
 def loader(
     dataset: Dataset[Any],
     batch_size: int,
+    input_names: Sequence[str] = (),
     *,
     generator: torch.Generator | None = None,
     sampler: Any = None,
 ) -> DataLoader[Batch]:
     """Return a loader of :class:`Batch`, in order unless a sampler is given."""
     return DataLoader(
-        dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate, generator=generator
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        collate_fn=partial(collate, input_names=input_names),
+        generator=generator,
     )
 
 
-def collate(samples: list[Any]) -> Batch:
+def collate(samples: list[Any], input_names: Sequence[str] = ()) -> Batch:
     """Stack samples into a batch.
 
+    Args:
+        samples: samples of any accepted form.
+        input_names: order of a mapping's entries; the first sample's own by default.
+
     Raises:
-        PipelineInvalid: a sample has none of the accepted forms.
+        PipelineInvalid: a sample has none of the accepted forms, or lacks an entry.
     """
-    pairs = [_adapt(sample) for sample in samples]
+    if isinstance(samples[0], Mapping) and not input_names:
+        input_names = [key for key in samples[0] if key != "labels"]
+    pairs = [_adapt(sample, input_names) for sample in samples]
     inputs = tuple(torch.stack(column) for column in zip(*(x for x, _ in pairs), strict=True))
     targets = [y for _, y in pairs if y is not None]
     return Batch(inputs, torch.stack(targets) if targets else None)
 
 
-def _adapt(sample: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+def _adapt(
+    sample: Any, input_names: Sequence[str] = ()
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     """Return a sample's inputs and target."""
     target = None
     if isinstance(sample, Mapping):
         target = sample.get("labels")
-        inputs: Any = tuple(v for k, v in sample.items() if k != "labels")
+        names = input_names or [key for key in sample if key != "labels"]
+        if set(names) != {key for key in sample if key != "labels"}:
+            raise PipelineInvalid(
+                f"a sample has the entries {', '.join(map(repr, sample))}, expected "
+                f'{", ".join(map(repr, names))} and "labels"; name them as model.inputs does'
+            )
+        inputs: Any = tuple(sample[key] for key in names)
     elif isinstance(sample, tuple | list) and len(sample) == 2:
         inputs, target = sample
     elif isinstance(sample, torch.Tensor):
@@ -225,11 +259,7 @@ def _tensors_of(dataset: Dataset[Any]) -> Iterator[torch.Tensor]:
 
 def _update(digest: Any, tensor: torch.Tensor) -> None:
     digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-    digest.update(
-        tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        if tensor.numel() and tensor.dim()
-        else str(tensor).encode()
-    )
+    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _describe(value: Any) -> str:

@@ -173,7 +173,10 @@ class EagerModel(Artifact):
 
 @contextmanager
 def predicting(module: Any, device: str, threads: int) -> Iterator[Predictor]:
-    """Give a torch callable as a predictor that runs on a number of threads."""
+    """Give a torch callable as a predictor that runs on a number of threads.
+
+    A call returns when its outputs are there, on a CUDA device too.
+    """
     import torch
 
     previous = torch.get_num_threads()
@@ -181,7 +184,10 @@ def predicting(module: Any, device: str, threads: int) -> Iterator[Predictor]:
 
     def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.inference_mode():
-            return flatten_outputs(module(*(x.to(device) for x in inputs)))
+            outputs = flatten_outputs(module(*(x.to(device) for x in inputs)))
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        return outputs
 
     try:
         yield predict
@@ -214,15 +220,16 @@ def flatten_outputs(output: Any) -> tuple[torch.Tensor, ...]:
 def run_in_eval(
     module: torch.nn.Module, inputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Run a module in eval mode without gradients, and put it back into the mode it was in."""
+    """Run a module in eval mode without gradients, and put each part back into its own mode."""
     import torch
 
-    was_training = module.training
+    modes = {part: part.training for part in module.modules()}
     try:
         with torch.inference_mode():
             return flatten_outputs(module.eval()(*inputs))
     finally:
-        module.train(was_training)
+        for part, training in modes.items():
+            part.training = training
 
 
 def name_outputs(signature: Signature, count: int) -> Signature:

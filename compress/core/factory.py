@@ -1,7 +1,8 @@
 """References to the user's own code: ``module:callable``, looked up beside a file first.
 
 The code that a reference needs is found by reading its import statements, so that it can be hashed
-into cache keys and copied into artifacts, which then load again wherever they are carried.
+into cache keys and copied into artifacts, which then load again wherever they are carried. Files
+that the code opens at run time are not seen.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import importlib
 import importlib.util
 import sys
 import sysconfig
-from importlib.machinery import PathFinder
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +23,8 @@ from pydantic import Field
 from compress.core.errors import PipelineInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from types import CodeType
 
 Reference = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 """``module:callable``; looked up beside the pipeline file first, then as installed."""
@@ -29,6 +32,8 @@ Reference = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 _INSTALLED = tuple(
     Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "purelib", "platlib")
 )
+_OURS = ("cli", "compress", "export", "serve", "pipelines")
+"""Never the user's, even where the user's code lies beside them."""
 
 
 def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:
@@ -42,10 +47,9 @@ def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:
         PipelineInvalid: the module cannot be imported or has no such callable.
     """
     module_name, _, attribute = reference.partition(":")
-    sources = local_sources(reference, folder)
     try:
-        module = _import(module_name, folder, sources)
-    except Exception as error:
+        module = _import(module_name, folder, local_sources(reference, folder))
+    except (Exception, SystemExit) as error:
         where = f" (looked in {folder}, then among installed packages)" if folder else ""
         raise PipelineInvalid(
             f"cannot import {module_name!r} for {reference!r}{where}: "
@@ -77,10 +81,10 @@ def local_sources(reference: str, folder: Path | None = None) -> dict[str, Path]
     while queue:
         name = queue.pop()
         for part in _with_parents(name):
-            path = _find(part, root)
+            path = None if part.partition(".")[0] in _OURS else _find(part, root)
             if path is None:
                 continue
-            key = path.relative_to(root.resolve()).as_posix()
+            key = path.relative_to(root.absolute()).as_posix()
             if key not in found:
                 found[key] = path
                 queue += _imported_names(path, part)
@@ -95,40 +99,81 @@ def sources_digest(sources: dict[str, Path]) -> str:
     return digest.hexdigest()
 
 
+class _FromSource(SourceFileLoader):
+    """Compiles a file as it is now: cached bytecode may be an older one, or a planted one."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+class _UserModules(MetaPathFinder):
+    """Finds modules in the folder of the reference that was resolved last.
+
+    It stays in place after the import, so that a factory may import more when it is called.
+    """
+
+    folder: Path | None = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: object = None
+    ) -> ModuleSpec | None:
+        if self.folder is None or fullname.partition(".")[0] in _OURS:
+            return None
+        if path is not None and not any(Path(p).is_relative_to(self.folder) for p in path):
+            return None
+        file = _find(fullname, self.folder)
+        if file is not None:
+            places = [str(file.parent)] if file.name == "__init__.py" else None
+            loader = _FromSource(fullname, str(file))
+            return importlib.util.spec_from_file_location(
+                fullname, file, loader=loader, submodule_search_locations=places
+            )
+        namespace = self.folder.joinpath(*fullname.split("."))
+        if not namespace.is_dir() or not any(namespace.rglob("*.py")):
+            return None
+        spec = ModuleSpec(fullname, None, is_package=True)
+        spec.submodule_search_locations = [str(namespace)]
+        return spec
+
+
+_finder = _UserModules()
 _loaded: dict[str, str] = {}
 """Digest of the sources that each of the user's modules was last imported from."""
 
 
 def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> Any:
     digest = sources_digest(sources)
+    if folder is not None and sources:
+        _finder.folder = folder.absolute()
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
     loaded = sys.modules.get(module_name)
     if loaded is not None and _loaded.get(module_name, digest if not folder else "") == digest:
         return loaded
     # A module of the same name from another folder (each artifact carries its own copy), or from
     # before an edit, gives way; objects made from it live on.
     for key in sources:
-        sys.modules.pop(key.removesuffix(".py").removesuffix("/__init__").replace("/", "."), None)
-    search = [str(folder.resolve())] if folder is not None and sources else []
-    sys.path[:0] = search
-    try:
-        importlib.invalidate_caches()
-        module = importlib.import_module(module_name)
-    finally:
-        for path in search:
-            sys.path.remove(path)
+        parts = key.removesuffix(".py").removesuffix("/__init__").split("/")
+        for name in _with_parents(".".join(parts)):
+            sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+    module = importlib.import_module(module_name)
     _loaded[module_name] = digest
     return module
 
 
 def _find(module_name: str, root: Path) -> Path | None:
-    search = [str(root.resolve())]
+    """Return the source file of a module below a folder; a folder alone is a namespace."""
+    place = root.absolute()
     path: Path | None = None
     for part in module_name.split("."):
-        spec = PathFinder.find_spec(part, search)
-        if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        spec = PathFinder.find_spec(part, [str(place)])
+        origin = spec.origin if spec else None
+        path = Path(origin) if origin and origin.endswith(".py") else None
+        if spec is None or (path is None and origin is not None):
             return None
-        path = Path(spec.origin).resolve()
-        search = list(spec.submodule_search_locations or [])
+        place = place / part
     return path
 
 
@@ -139,8 +184,8 @@ def _origin_root(module_name: str) -> Path | None:
         return None
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return None
-    path = Path(spec.origin).resolve()
-    if any(path.is_relative_to(place) for place in _INSTALLED):
+    path = Path(spec.origin).absolute()
+    if any(path.resolve().is_relative_to(place) for place in _INSTALLED):
         return None
     return path.parent.parent if path.name == "__init__.py" else path.parent
 

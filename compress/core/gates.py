@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from compress.core.artifact import Artifact
     from compress.core.stage import Context
 
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Verdict(Settings):
@@ -88,11 +88,14 @@ class Gate(Settings):
             raise
         except CompressError as error:
             return self.verdict(None, str(error))
+        except Exception as error:  # noqa: BLE001 - a model or metric of the user's may raise any
+            return self.verdict(None, f"{type(error).__name__}: {error}")
 
     def verdict(self, value: float | None, reason: str = "") -> Verdict:
         """Hold a measured value against the limit; None and NaN never pass."""
-        if value is None or math.isnan(value):
-            passed = False
+        if value is None or not math.isfinite(value):
+            value, passed = None, False
+            reason = reason or "the measured value is not finite"
         else:
             passed = value >= self.limit if self.at_least else value <= self.limit
         return Verdict(
@@ -110,7 +113,7 @@ class Parity(Gate):
     """Outputs differ by at most `atol` in any element, on `val` (seeded inputs without data)."""
 
     gate: Literal["parity"] = "parity"
-    atol: Annotated[float, Field(ge=0)]
+    atol: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     """Largest absolute difference allowed."""
 
     limit_field: ClassVar[str] = "atol"
@@ -120,6 +123,8 @@ class Parity(Gate):
         """Return the largest absolute difference."""
         worst = 0.0
         for expected, got in _paired_outputs(before, after, context):
+            if len(expected) != len(got):
+                raise StageFailed(f"{len(expected)} outputs against {len(got)}")
             for a, b in zip(expected, got, strict=True):
                 if a.shape != b.shape:
                     raise StageFailed(f"outputs have shapes {tuple(a.shape)} and {tuple(b.shape)}")
@@ -143,10 +148,12 @@ class LabelAgreement(Gate):
 
     def value(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the fraction of equal labels."""
+        from compress.core.metrics import labels_of
+
         equal = total = 0
         for expected, got in _paired_outputs(before, after, context):
-            labels = expected[0].argmax(1)
-            equal += int((labels == got[0].argmax(1)).sum())
+            labels = labels_of(expected[0])
+            equal += int((labels == labels_of(got[0])).sum())
             total += labels.numel()
         return equal / total
 
@@ -155,7 +162,7 @@ class MaxDrop(Gate):
     """The metric on `val` gets worse by at most `points` hundredths."""
 
     gate: Literal["max_drop"] = "max_drop"
-    points: float
+    points: Annotated[float, Field(allow_inf_nan=False)]
     """Largest loss allowed, in hundredths of the metric (percentage points for accuracy)."""
 
     limit_field: ClassVar[str] = "points"
@@ -171,7 +178,7 @@ class MinMetric(Gate):
     """The metric on `val` reaches a value."""
 
     gate: Literal["min_metric"] = "min_metric"
-    at: float
+    at: Annotated[float, Field(allow_inf_nan=False)]
     """The value to reach, in the metric's own unit (0.975 for an accuracy of 97.5 %)."""
 
     limit_field: ClassVar[str] = "at"
@@ -248,6 +255,7 @@ class MaxLatency(Gate):
 
     limit_field: ClassVar[str] = "p95_ms"
     words: ClassVar[str] = "p95 at batch {batch} <= {p95_ms:g} ms"
+    compares: ClassVar[bool] = False
 
     def value(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the p95 latency in milliseconds."""

@@ -46,12 +46,6 @@ class Comparison:
         return self.before.p50 / self.after.p50
 
 
-def latency(predict: Predictor, inputs: Sequence[torch.Tensor]) -> Latency:
-    """Measure one model's latency for one batch."""
-    (times,) = _rounds([predict], inputs)
-    return _latency(times, len(inputs[0]))
-
-
 def compare_latency(
     before: Predictor, after: Predictor, inputs: Sequence[torch.Tensor]
 ) -> Comparison:
@@ -68,10 +62,10 @@ def compare_latency(
 
 
 def count_macs(module: Any, inputs: Sequence[torch.Tensor]) -> int:
-    """Count the multiply-accumulates of one forward pass (convolutions, products, attention)."""
+    """Count the multiply-accumulates (convolutions, products, attention) for one sample."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(*inputs)
-    return int(counter.get_total_flops()) // 2
+    return int(counter.get_total_flops()) // 2 // len(inputs[0])
 
 
 def count_graph_weights(program: torch.export.ExportedProgram) -> int:

@@ -33,16 +33,30 @@ class Metric:
 
     name: str = "accuracy"
     arguments: tuple[tuple[str, Any], ...] = ()
-    """Keyword arguments of a torchmetrics class."""
+    """Keyword arguments of a torchmetrics class or of the callable."""
+    direction: bool | None = None
+    """Whether higher is better, where the metric itself does not tell."""
     folder: Path | None = None
     """Where the module of ``module:callable`` lies."""
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether a larger value is the better one."""
-        if self.name.startswith("torchmetrics."):
-            return bool(_torchmetrics_class(self.name).higher_is_better)
-        return self.name != "loss"
+        """Whether a larger value is the better one.
+
+        Raises:
+            PipelineInvalid: neither the metric nor the user tells.
+        """
+        known = self.direction
+        if self.name in BUILT_IN:
+            known = self.name != "loss"
+        elif known is None and self.name.startswith("torchmetrics."):
+            known = self._torchmetric().higher_is_better
+        if known is None:
+            raise PipelineInvalid(
+                f"metric {self.name!r} does not tell its direction; write "
+                f"metric: {{name: {self.name!r}, higher_is_better: true}} (or false)"
+            )
+        return bool(known)
 
     def identity(self) -> list[JsonValue]:
         """Return what decides a measured value, the user's own code included."""
@@ -51,52 +65,92 @@ class Metric:
             from compress.core.factory import local_sources, sources_digest
 
             code = sources_digest(local_sources(self.name, self.folder))
-        return [self.name, dict(self.arguments), code]
+        return [self.name, dict(self.arguments), self.direction, code]
 
     def drop_points(self, before: float, after: float) -> float:
         """Return how much worse ``after`` is, in hundredths; negative when it is better."""
         return 100 * (before - after if self.higher_is_better else after - before)
 
     def score(self, outputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """Return the value for a whole split's first outputs and its targets."""
+        """Return the value for a whole split's first outputs and its targets.
+
+        Raises:
+            StageFailed: the outputs are not finite or of another shape than the metric needs.
+        """
         import torch
         import torch.nn.functional as F
 
+        if not bool(torch.isfinite(outputs).all()):
+            raise StageFailed(f"metric {self.name}: the model's outputs are not all finite")
         if self.name in ("accuracy", "fidelity"):
-            labels = outputs.argmax(1)
-            if labels.shape != targets.shape:
-                raise StageFailed(
-                    f"metric {self.name}: outputs of shape {tuple(outputs.shape)} give labels of "
-                    f"shape {tuple(labels.shape)}, and targets have {tuple(targets.shape)}"
-                )
-            return float((labels == targets).sum()) / targets.numel()
+            return _share_of_right_labels(self.name, labels_of(outputs), targets)
         if self.name == "loss":
             return float(F.cross_entropy(outputs.float(), targets))
         if self.name.startswith("torchmetrics."):
-            metric = _torchmetrics_class(self.name)(**dict(self.arguments))
+            metric = self._torchmetric()
             metric.update(outputs, targets)
             return float(metric.compute())
         from compress.core.factory import resolve
 
         function: Callable[..., Any] = resolve(self.name, self.folder)
         with torch.inference_mode():
-            return float(function(outputs, targets))
+            return float(function(outputs, targets, **dict(self.arguments)))
 
     def check(self) -> None:
-        """Raise if the name means nothing, without evaluating."""
+        """Refuse a name, arguments or a direction that mean nothing, without evaluating.
+
+        Raises:
+            PipelineInvalid: the metric cannot be used as it is written.
+            Unavailable: torchmetrics is not installed.
+        """
         if self.name in BUILT_IN:
+            if self.arguments or self.direction is not None:
+                raise PipelineInvalid(f"metric {self.name!r} takes no settings")
             return
-        if self.name.startswith("torchmetrics."):
-            _torchmetrics_class(self.name)
-        elif ":" in self.name:
+        if ":" in self.name:
             from compress.core.factory import resolve
 
             resolve(self.name, self.folder)
-        else:
+        elif not self.name.startswith("torchmetrics."):
             raise PipelineInvalid(
                 f"metric {self.name!r} is unknown; expected {', '.join(BUILT_IN)}, "
                 "torchmetrics.… or module:callable"
             )
+        _ = self.higher_is_better
+
+    def _torchmetric(self) -> Any:
+        made = _torchmetrics_class(self.name)
+        try:
+            return made(**dict(self.arguments))
+        except Exception as error:
+            raise PipelineInvalid(
+                f"metric {self.name!r} with arguments {dict(self.arguments)}: {error}"
+            ) from error
+
+
+def labels_of(outputs: torch.Tensor) -> torch.Tensor:
+    """Return the class with the largest output for each sample.
+
+    Raises:
+        StageFailed: the outputs have no axis of at least two classes, or are not finite.
+    """
+    if outputs.dim() < 2 or outputs.shape[1] < 2:
+        raise StageFailed(
+            f"outputs of shape {tuple(outputs.shape)} hold no classes to choose from; labels need "
+            "at least two outputs a sample"
+        )
+    if not bool(outputs.isfinite().all()):
+        raise StageFailed("the model's outputs are not all finite")
+    return outputs.argmax(1)
+
+
+def _share_of_right_labels(name: str, labels: torch.Tensor, targets: torch.Tensor) -> float:
+    if labels.shape != targets.shape:
+        raise StageFailed(
+            f"metric {name}: labels have shape {tuple(labels.shape)} and targets "
+            f"{tuple(targets.shape)}"
+        )
+    return float((labels == targets).sum()) / targets.numel()
 
 
 def predict_split(
@@ -142,7 +196,7 @@ def evaluate(
     if metric.name == "fidelity":
         if reference is None:
             raise StageFailed("metric fidelity needs a reference model")
-        targets = predict_split(reference, splits, split)[0].argmax(1)
+        targets = labels_of(predict_split(reference, splits, split)[0])
     if targets is None:
         raise StageFailed(f"metric {metric.name} needs targets and split {split!r} has none")
     value = metric.score(outputs, targets)

@@ -57,7 +57,7 @@ class Recipe(Settings):
         factory: Any = resolve(self.factory, folder)
         try:
             module = factory(**self.arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ArtifactInvalid(
                 f"factory {self.factory!r} with arguments {self.arguments}: "
                 f"{type(error).__name__}: {error}"

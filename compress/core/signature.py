@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from compress.core.settings import Settings
 
@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 Dtype = Literal[
     "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"
 ]
-Dimension = Annotated[int, Field(gt=0)] | Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+
+
+def _dimension(value: int | str) -> int | str:
+    if value.isidentifier() if isinstance(value, str) else value > 0:
+        return value
+    raise ValueError(f"a dimension is a size above 0 or a name such as batch, found {value!r}")
+
+
+Dimension = Annotated[int | str, AfterValidator(_dimension)]
 
 
 class TensorSpec(Settings):

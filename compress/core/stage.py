@@ -60,8 +60,8 @@ class Context:
     earlier: Mapping[str, Artifact] = field(default_factory=dict)
     """Artifacts by stage name, for `against` and `teacher`; `source` is the model as it came in."""
     progress: Progress = silent
-    scores: dict[tuple[str, str], float] = field(default_factory=dict, compare=False)
-    """Metrics measured so far, by artifact digest and split: none is evaluated twice."""
+    scores: dict[tuple[Any, ...], float] = field(default_factory=dict, compare=False)
+    """Metrics measured so far, so that none is evaluated twice."""
 
     @property
     def work(self) -> Path:
@@ -97,7 +97,7 @@ class Context:
 
     def score(self, artifact: Artifact, split: str = "val") -> float:
         """Return an artifact's metric on a split."""
-        known = (artifact.digest, split)
+        known = (artifact.digest, split, self.metric, id(self.data), self.device)
         if known not in self.scores:
             self.scores[known] = self._evaluate(artifact, split)
         return self.scores[known]
@@ -119,6 +119,10 @@ class Context:
         from compress.core.measure import compare_latency
 
         inputs = before.signature.example(batch, self.seed)
+        if len(inputs[0]) != batch:
+            raise StageFailed(
+                f"batch {batch} cannot be measured: the model's batch is fixed at {len(inputs[0])}"
+            )
         with (
             before.open(self.device, self.threads) as slow,
             after.open(self.device, self.threads) as fast,
@@ -168,8 +172,6 @@ class Stage(Settings, Generic[Reads, Writes]):
     """Rules that the result must satisfy."""
 
     requirements: ClassVar[tuple[Requirement, ...]] = ()
-    needs_data: ClassVar[bool] = False
-    """Whether the stage cannot run without the data section."""
 
     def run(self, model: Reads, context: Context) -> Writes:
         """Do the work and seal the result at ``context.root``."""
@@ -207,8 +209,13 @@ class Stage(Settings, Generic[Reads, Writes]):
         return self.name or self.stage
 
     @property
+    def needs_data(self) -> bool:
+        """Whether the stage cannot run without data."""
+        return False
+
+    @property
     def uses_data(self) -> bool:
-        """Whether the result depends on the data."""
+        """Whether the result depends on the data, where there is any."""
         return self.needs_data
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -28,7 +28,10 @@ class Distill(Stage[EagerModel, EagerModel], Training):
     hard_weight: Annotated[float, Field(ge=0)] = 0.1
     """Weight of the labels; 0 leaves them out, and data without labels has no such term."""
 
-    needs_data: ClassVar[bool] = True
+    @property
+    def needs_data(self) -> bool:
+        """Always."""
+        return True
 
     @property
     def also_reads(self) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class PruneChannels(Stage[EagerModel, EagerModel]):
     """How the smaller model is trained; it stays as it was cut unless an epoch is better."""
 
     @property
-    def uses_data(self) -> bool:
+    def needs_data(self) -> bool:
         """Whether there is fine-tuning or averaging to do."""
         return self.finetune is not None or self.calibration_samples > 0
 
@@ -61,7 +61,7 @@ class PruneChannels(Stage[EagerModel, EagerModel]):
             StageFailed: the model cannot be traced, nothing can be removed, or there is no data
                 for what follows the cut.
         """
-        if self.uses_data:
+        if self.needs_data:
             context.need_data(f"{self.title} with finetune or calibration_samples")
         module = model.load()
         cut = self._plan(module, model, context)

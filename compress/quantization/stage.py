@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -40,7 +40,10 @@ class QuantizeStatic(Stage[EagerModel, GraphModel]):
     exclude: tuple[str, ...] = ()
     """Names of modules left in float; `*` and `?` stand for any characters."""
 
-    needs_data: ClassVar[bool] = True
+    @property
+    def needs_data(self) -> bool:
+        """Always."""
+        return True
 
     def run(self, model: EagerModel, context: Context) -> GraphModel:
         """Calibrate, round, and seal the integer graph."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from compress.core.eager import EagerModel
 from compress.core.stage import Stage
@@ -17,7 +17,10 @@ class Train(Stage[EagerModel, EagerModel], Training):
 
     stage: Literal["train"] = "train"
 
-    needs_data: ClassVar[bool] = True
+    @property
+    def needs_data(self) -> bool:
+        """Always."""
+        return True
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
         """Train with cross-entropy and seal the kept weights.

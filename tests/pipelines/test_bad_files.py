@@ -84,6 +84,20 @@ MISTAKES = {
         ("version: 1", "version: 1\nmetric: acuracy"),
         r"p\.yaml:2: metric: metric 'acuracy' is unknown; expected accuracy",
     ),
+    "key that is no word": (
+        ("version: 1", "version: 1\n1: one"),
+        r"p\.yaml:2: key '1' is not a word",
+    ),
+    "alias in itself": (("version: 1", "version: &a [*a]"), r"p\.yaml:1: nested deeper"),
+    "only input wrong": (
+        ("inputs: [{name: x, shape: [batch, 4]}]", "inputs: [{name: x, shape: [batch, 0]}]"),
+        r"p\.yaml:4: model\.inputs\[0\]\.shape\[1\]: a dimension is a size above 0 or a name",
+    ),
+    "infinite limit": (("atol: 1e-4", "atol: .inf"), r"atol: .*finite"),
+    "metric without direction": (
+        ("version: 1", "version: 1\nmetric: torchmetrics.Accuracy"),
+        r"p\.yaml:2: metric: ",
+    ),
     "unknown teacher": (
         (
             "stage: export_onnx",
@@ -158,3 +172,19 @@ def test_a_missing_device_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text(GOOD.replace("version: 1", "version: 1\ndevice: cuda:7"))
     with pytest.raises(CompressError, match=r"p\.yaml:2: device: 'cuda:7' asked for"):
         _load(tmp_path / "p.yaml")
+
+
+def test_a_gate_without_its_data_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    text = GOOD.replace('data: {factory: "nets:data"}\n', "")
+    text = text.replace("  - stage: train\n    epochs: 1\n", "")
+    text = text.replace("{gate: parity, atol: 1e-4}", "{gate: max_drop, points: 1}")
+    (tmp_path / "p.yaml").write_text(text)
+    with pytest.raises(PipelineInvalid, match=r"p\.yaml:7: .*\(max_drop\): needs data"):
+        _load(tmp_path / "p.yaml")
+
+
+def test_packaging_needs_no_data(tmp_path: Path) -> None:
+    text = GOOD.replace('data: {factory: "nets:data"}\n', "")
+    text = text.replace("  - stage: train\n    epochs: 1\n", "")
+    (tmp_path / "p.yaml").write_text(text + "  - stage: package_torchserve\n")
+    _load(tmp_path / "p.yaml")

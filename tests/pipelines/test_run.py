@@ -109,6 +109,55 @@ def test_a_refusal_stops_the_stages_after_it(project) -> None:
     assert [s.name for s in Report.read(project.out).stages] == ["train", "prune_channels"]
 
 
+def test_a_changed_metric_trains_again_for_it_decides_which_epoch_is_kept(project) -> None:
+    project.edit("version: 1", "version: 1\nmetric: loss")
+    project.run()
+    assert project.ran()["train"].startswith("metric ")
+
+
+def test_another_machine_measures_again(project, monkeypatch) -> None:
+    import pipelines.walk
+
+    before = Report.read(project.out).stages[0].measurements.latency_ms
+    other = {"platform": "x", "processor": "another", "cores": 64}
+    monkeypatch.setattr(pipelines.walk, "machine", lambda: other)
+    report = project.run()
+    assert project.ran() == {}
+    assert report.stages[0].measurements.latency_ms != before
+
+
+def test_whatever_the_users_metric_raises_fails_the_run_and_the_report_says_so(project) -> None:
+    (project.folder / "mine.py").write_text("def score(outputs, targets):\n    return 1 / 0\n")
+    project.edit("version: 1", "version: 1\nmetric: {name: 'mine:score', higher_is_better: true}")
+    with pytest.raises(StageFailed, match=r"train: ZeroDivisionError"):
+        project.run()
+    assert Report.read(project.out).status == "failed"
+
+
+def test_what_is_published_is_this_runs(project) -> None:
+    precious = project.out / "artifacts" / "mine.txt"
+    precious.write_text("kept")
+    project.edit("points: 90", "points: -101")
+    with pytest.raises(GateRefused):
+        project.run()
+    published = {p.name for p in (project.out / "artifacts").iterdir()}
+    assert published == {"source", "train", "prune_channels", "mine.txt"}
+
+
+def test_a_users_folder_in_the_place_of_an_artifact_is_left_alone(project) -> None:
+    shutil.rmtree(project.out)
+    precious = project.out / "artifacts" / "train" / "precious.txt"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("years of work")
+    with pytest.raises(PipelineInvalid, match="would be lost"):
+        project.run()
+    assert precious.read_text() == "years of work"
+
+
+def test_an_early_stop_leaves_the_test_split_alone(project) -> None:
+    assert project.run(until="prune_channels").test is None
+
+
 def test_until_from_and_force(project) -> None:
     assert [s.name for s in project.run(until="prune_channels").stages] == [
         "train",
@@ -121,6 +170,8 @@ def test_until_from_and_force(project) -> None:
     }
     with pytest.raises(PipelineInvalid, match=r"--until 'trian'.*did you mean 'train'"):
         project.run(until="trian")
+    with pytest.raises(PipelineInvalid, match="nothing would run"):
+        project.run(start="export_onnx", until="train")
 
 
 def test_foreseeing_runs_nothing(project) -> None:

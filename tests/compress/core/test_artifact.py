@@ -1,10 +1,12 @@
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from compress.core.artifact import Artifact
 from compress.core.eager import EagerModel
-from compress.core.errors import ArtifactInvalid
+from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.graph import GraphModel
 
 
@@ -66,4 +68,35 @@ def test_an_unreadable_manifest_names_the_key(mlp: EagerModel) -> None:
     manifest = mlp.path / "manifest.json"
     _edit(manifest, manifest.read_bytes().replace(b'"version": 1', b'"version": 2'))
     with pytest.raises(ArtifactInvalid, match="version"):
+        Artifact.at(mlp.path)
+
+
+def test_other_files_are_never_overwritten(mlp: EagerModel, tmp_path: Path) -> None:
+    precious = tmp_path / "mine" / "precious.txt"
+    precious.parent.mkdir()
+    precious.write_text("years of work")
+    with pytest.raises(PipelineInvalid, match="would be lost"):
+        mlp.derive(precious.parent, mlp.load())
+    assert precious.read_text() == "years of work"
+
+
+def test_planted_bytecode_is_named_and_never_run(mlp: EagerModel, tmp_path: Path) -> None:
+    import py_compile
+
+    evil, ran = tmp_path / "evil.py", tmp_path / "ran"
+    evil.write_text(f"open({str(ran)!r}, 'w').close()\nfrom torch import nn\nmlp = nn.Linear\n")
+    cached = mlp.path / "code" / "__pycache__" / f"nets.{sys.implementation.cache_tag}.pyc"
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(evil), cfile=str(cached), invalidation_mode=mode)
+    mlp.load()
+    assert not ran.exists()
+    with pytest.raises(ArtifactInvalid, match=r"__pycache__.* was added"):
+        mlp.verify()
+
+
+def test_a_manifest_without_payload_is_no_artifact(mlp: EagerModel) -> None:
+    manifest = mlp.path / "manifest.json"
+    content = json.loads(manifest.read_text())
+    _edit(manifest, json.dumps({**content, "files": {}}).encode())
+    with pytest.raises(ArtifactInvalid, match=r"weights\.safetensors is not among them"):
         Artifact.at(mlp.path)

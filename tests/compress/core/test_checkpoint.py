@@ -34,6 +34,7 @@ def _import(tmp_path: Path, project: Path, checkpoint: Path) -> nn.Module:
         lambda s: {"state_dict": s, "epoch": 3},
         lambda s: {"model": {f"module.{k}": v for k, v in s.items()}},
         lambda s: {f"_orig_mod.{k}": v for k, v in s.items()},
+        lambda s: {f"_orig_mod.module.{k}": v for k, v in s.items()},
     ],
 )
 def test_reads_the_usual_wrappings(tmp_path: Path, project: Path, wrap) -> None:
@@ -99,4 +100,34 @@ def test_a_wrong_input_shape_is_named(tmp_path: Path, project: Path) -> None:
     with pytest.raises(ArtifactInvalid, match=r"does not take x \[2, 5\] float32"):
         import_checkpoint(
             tmp_path / "in", Recipe(factory="nets:mlp"), signature, checkpoint=None, folder=project
+        )
+
+
+def test_a_model_that_answers_differently_when_loaded_again_is_refused(
+    tmp_path: Path, project: Path
+) -> None:
+    (project / "drawn.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Drawn(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(4, 3)\n"
+        "        self.register_buffer('noise', torch.randn(3), persistent=False)\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x) + self.noise\n"
+    )
+    with pytest.raises(ArtifactInvalid, match="answers differently"):
+        import_checkpoint(
+            tmp_path / "in",
+            Recipe(factory="drawn:Drawn"),
+            SIGNATURE,
+            checkpoint=None,
+            folder=project,
+        )
+
+
+def test_a_factory_that_exits_is_an_error(tmp_path: Path, project: Path) -> None:
+    (project / "leaves.py").write_text("import sys\ndef f():\n    sys.exit(0)\n")
+    with pytest.raises(ArtifactInvalid, match="SystemExit: 0"):
+        import_checkpoint(
+            tmp_path / "in", Recipe(factory="leaves:f"), SIGNATURE, checkpoint=None, folder=project
         )

@@ -101,3 +101,30 @@ def test_a_failing_factory_is_one_line(tmp_path) -> None:
     (tmp_path / "bad.py").write_text("def data():\n    raise KeyError('nope')\n")
     with pytest.raises(PipelineInvalid, match=r"data\.factory 'bad:data': KeyError: 'nope'"):
         DataReference("bad:data", {}, tmp_path, 8).load()
+
+
+def test_a_mapping_is_read_in_the_models_order() -> None:
+    ids, mask = torch.arange(3), torch.ones(3)
+    swapped = [{"mask": mask, "ids": ids, "labels": Y}, {"ids": ids, "mask": mask, "labels": Y}]
+    batch = collate(swapped, ("ids", "mask"))
+    assert torch.equal(batch.inputs[0], torch.stack([ids, ids]))
+    assert torch.equal(collate(swapped).inputs[0], torch.stack([mask, mask]))
+    with pytest.raises(PipelineInvalid, match="'ids', 'mask'"):
+        collate([{"ids": ids, "labels": Y}], ("ids", "mask"))
+
+
+def test_the_fingerprint_sees_the_last_digit_and_the_batch_size() -> None:
+    def fingerprint(target: float, batch_size: int = 8) -> str:
+        samples = Listed([(torch.ones(2), torch.tensor(target))])
+        return Splits({"train": samples}, batch_size).fingerprint()
+
+    assert len({fingerprint(1.23456), fingerprint(1.23459), fingerprint(1.23456, 9)}) == 3
+
+
+def test_a_dataset_that_raises_is_one_line() -> None:
+    class Broken(Listed):
+        def __getitem__(self, index: int):
+            raise KeyError("gone")
+
+    with pytest.raises(PipelineInvalid, match="split 'val' cannot be read: KeyError: 'gone'"):
+        Splits({"val": Broken([1])}).fingerprint()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from compress.core.checkpoint import import_checkpoint
-from compress.core.eager import EagerModel, flatten_outputs
+from compress.core.eager import EagerModel, flatten_outputs, run_in_eval
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.recipe import KeepIndices, Recipe
 from compress.core.signature import Signature, TensorSpec
@@ -117,3 +117,10 @@ def test_more_outputs_than_names_is_refused(project: Path, tmp_path: Path) -> No
     free = Signature.model_validate(inputs)
     model = import_checkpoint(tmp_path / "b", Recipe(factory="two:Two"), free, **arguments)
     assert [o.name for o in model.signature.outputs] == ["output_0", "output_1"]
+
+
+def test_running_a_module_leaves_every_part_in_its_mode() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
+    module[1].eval()
+    run_in_eval(module, (torch.ones(2, 4),))
+    assert [part.training for part in module.modules()] == [True, True, False]

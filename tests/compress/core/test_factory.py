@@ -54,8 +54,49 @@ def test_two_folders_with_a_module_of_the_same_name(tmp_path: Path) -> None:
 def test_an_edited_module_is_read_again(tmp_path: Path) -> None:
     folder = _write(tmp_path, edited="def f(): return 1\n")
     assert resolve("edited:f", folder)() == 1
-    (folder / "edited.py").write_text("def f(): return 12345\n")
-    assert resolve("edited:f", folder)() == 12345
+    (folder / "edited.py").write_text("def f(): return 2\n")
+    assert resolve("edited:f", folder)() == 2, "neither size nor second of the file differ"
+
+
+def test_a_folder_without_init_is_a_package(tmp_path: Path) -> None:
+    folder = _write(tmp_path, pkg__nets="from parts.blocks import k\ndef f(): return k\n")
+    _write(tmp_path, parts__blocks="k = 1\n")
+    assert sorted(local_sources("pkg.nets:f", folder)) == ["parts/blocks.py", "pkg/nets.py"]
+    assert resolve("pkg.nets:f", folder)() == 1
+    (folder / "parts/blocks.py").write_text("k = 2\n")
+    assert resolve("pkg.nets:f", folder)() == 2
+
+
+def test_a_factory_may_import_when_it_is_called(tmp_path: Path) -> None:
+    folder = _write(
+        tmp_path, lazy="def f():\n    import later\n    return later.x\n", later="x = 3"
+    )
+    assert resolve("lazy:f", folder)() == 3
+    assert sorted(local_sources("lazy:f", folder)) == ["later.py", "lazy.py"]
+
+
+def test_a_symlinked_module_keeps_its_name(tmp_path: Path) -> None:
+    _write(tmp_path / "real", target="def f(): return 4\n")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "linked.py").symlink_to(tmp_path / "real" / "target.py")
+    assert list(local_sources("linked:f", tmp_path / "here")) == ["linked.py"]
+    assert resolve("linked:f", tmp_path / "here")() == 4
+
+
+def test_our_own_packages_are_never_the_users(tmp_path: Path) -> None:
+    from compress.core.errors import StageFailed
+
+    folder = _write(tmp_path, mine="from compress.core.errors import StageFailed as f\n")
+    (tmp_path / "compress").mkdir(exist_ok=True)
+    (tmp_path / "compress" / "__init__.py").write_text("")
+    assert list(local_sources("mine:f", folder)) == ["mine.py"]
+    assert resolve("mine:f", folder) is StageFailed
+
+
+def test_a_module_that_exits_is_an_error(tmp_path: Path) -> None:
+    folder = _write(tmp_path, leaves="import sys\nsys.exit(0)\n")
+    with pytest.raises(PipelineInvalid, match="SystemExit: 0"):
+        resolve("leaves:f", folder)
 
 
 def test_an_installed_factory_has_no_sources_to_carry() -> None:

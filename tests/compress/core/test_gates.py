@@ -20,6 +20,7 @@ from compress.core.gates import (
 )
 from compress.core.metrics import Metric
 from compress.core.recipe import KeepIndices
+from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context, Stage
 
 
@@ -166,3 +167,30 @@ def test_a_tightened_limit_asks_the_same_question() -> None:
     assert MinSpeedup(ratio=1, batch=1).measurement_key() != (
         MinSpeedup(ratio=1, batch=2).measurement_key()
     )
+
+
+def test_a_fixed_batch_is_not_passed_off_as_another(mlp, context, tmp_path) -> None:
+    fixed = Signature(inputs=(TensorSpec(name="x", shape=(4, 4)),))
+    folder = mlp.code
+    model = EagerModel.create(
+        tmp_path / "fixed", mlp.recipe, mlp.load().state_dict(), fixed, folder=folder
+    )
+    verdict = MinSpeedup(ratio=0.1, batch=32).judge(model, model, context)
+    assert not verdict.passed
+    assert "fixed at 4" in verdict.reason
+    assert model.macs() == mlp.macs()
+
+
+def test_what_a_gate_meets_fails_the_gate_and_nothing_else(trained, context) -> None:
+    class Falling(MaxSize):
+        def value(self, before, after, context) -> float:
+            raise ZeroDivisionError("by the user's metric")
+
+    verdict = Falling(ratio=1).judge(trained, trained, context)
+    assert not verdict.passed
+    assert verdict.reason == "ZeroDivisionError: by the user's metric"
+
+
+def test_scores_of_another_metric_are_not_mixed_up(trained, context) -> None:
+    accuracy = context.score(trained)
+    assert replace(context, metric=Metric("loss")).score(trained) != accuracy

@@ -43,13 +43,16 @@ def test_the_users_own_metric(blobs: Splits, tmp_path) -> None:
     (tmp_path / "mine.py").write_text(
         "def misses(outputs, targets):\n    return (outputs.argmax(1) != targets).float().mean()\n"
     )
-    misses = evaluate(_first_features, blobs, "val", Metric("mine:misses", folder=tmp_path))
+    metric = Metric("mine:misses", direction=False, folder=tmp_path)
+    metric.check()
+    misses = evaluate(_first_features, blobs, "val", metric)
+    assert not metric.higher_is_better
     right = evaluate(_first_features, blobs, "val", Metric("accuracy"))
     assert misses == pytest.approx(1 - right)
 
 
 def test_what_cannot_be_measured_is_refused(blobs: Splits) -> None:
-    with pytest.raises(StageFailed, match="is nan"):
+    with pytest.raises(StageFailed, match="not all finite"):
         evaluate(lambda x: (x[:, :3] * float("nan"),), blobs, "val", Metric("loss"))
     unlabelled = Splits({"val": [torch.ones(4)] * 3})
     with pytest.raises(StageFailed, match="needs targets"):
@@ -67,7 +70,7 @@ def test_an_unknown_name_is_refused(name: str, reason: str) -> None:
 
 def test_targets_of_another_shape_are_refused(blobs: Splits) -> None:
     one_hot = Splits({"val": [(torch.ones(4), torch.eye(3)[i % 3]) for i in range(6)]})
-    with pytest.raises(StageFailed, match=r"shape \(6,\), and targets have \(6, 3\)"):
+    with pytest.raises(StageFailed, match=r"labels have shape \(6,\) and targets \(6, 3\)"):
         evaluate(_first_features, one_hot, "val", Metric("accuracy"))
 
 
@@ -76,3 +79,36 @@ def test_evaluation_says_how_far_it_is(blobs: Splits) -> None:
     progress = lambda task, done, total, note="": said.append((task, done, total))  # noqa: E731
     evaluate(_first_features, blobs, "val", Metric("accuracy"), progress=progress)
     assert said == [("evaluate on val", 32, 60), ("evaluate on val", 60, 60)]
+
+
+def test_a_metric_that_does_not_tell_its_direction_must_be_told(tmp_path) -> None:
+    (tmp_path / "mine.py").write_text("def error(outputs, targets):\n    return 0.0\n")
+    for metric in (
+        Metric("mine:error", folder=tmp_path),
+        Metric("torchmetrics.ConfusionMatrix", (("num_classes", 3), ("task", "multiclass"))),
+    ):
+        with pytest.raises(PipelineInvalid, match="higher_is_better"):
+            metric.check()
+    wrapped = Metric("torchmetrics.Accuracy", (("num_classes", 3), ("task", "multiclass")))
+    assert wrapped.higher_is_better
+    assert wrapped.drop_points(0.9, 0.8) == pytest.approx(10)
+
+
+def test_arguments_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(PipelineInvalid, match="takes no settings"):
+        Metric("accuracy", (("task", "x"),)).check()
+    with pytest.raises(PipelineInvalid, match="num_clases"):
+        Metric("torchmetrics.classification.MulticlassF1Score", (("num_clases", 3),)).check()
+
+
+def test_the_code_of_the_users_metric_is_part_of_its_identity(tmp_path) -> None:
+    (tmp_path / "mine.py").write_text("def score(outputs, targets):\n    return 0.0\n")
+    metric = Metric("mine:score", direction=True, folder=tmp_path)
+    before = metric.identity()
+    (tmp_path / "mine.py").write_text("def score(outputs, targets):\n    return 1.0\n")
+    assert metric.identity() != before
+
+
+def test_one_logit_has_no_labels(blobs: Splits) -> None:
+    with pytest.raises(StageFailed, match="no classes to choose from"):
+        evaluate(lambda x: (x[:, :1],), blobs, "val", Metric("accuracy"))
