@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from compress.core.eager import EagerModel, load_state_, name_outputs, run_in_eval
+from compress.core.eager import EagerModel, name_outputs, run_in_eval
 from compress.core.errors import ArtifactInvalid
+from compress.core.weights import load_state_
 
 if TYPE_CHECKING:
     from collections.abc import Container

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+import atexit
+import shutil
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.factory import local_sources
 from compress.core.recipe import KeepIndices, Recipe
 from compress.core.signature import Signature
+from compress.core.weights import load_state_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -93,17 +95,19 @@ class EagerModel(Artifact):
             signature = Signature.of(example_inputs)
         inputs = tuple(example_inputs or signature.example())
         recipe = Recipe(factory=factory, arguments=arguments or {})
-        path = root or Path(tempfile.mkdtemp(prefix="compress-")) / "source"
+        path = root or _temporary_folder() / "source"
         twin = recipe.build()
         load_state_(twin, module.state_dict(), f"factory {factory!r}")
-        expected, rebuilt = run_in_eval(module, inputs), run_in_eval(twin, inputs)
+        expected = run_in_eval(module, inputs)
+        signature = name_outputs(signature, len(expected))
+        model = cls.create(path, recipe, module.state_dict(), signature)
+        rebuilt = run_in_eval(model.load(), inputs)
         if not all(torch.equal(a, b) for a, b in zip(expected, rebuilt, strict=True)):
             raise ArtifactInvalid(
                 f"factory {factory!r} builds a module with the same weights and other outputs; "
                 "pass the arguments that the module was built with"
             )
-        signature = name_outputs(signature, len(expected))
-        return cls.create(path, recipe, module.state_dict(), signature)
+        return model
 
     @property
     def recipe(self) -> Recipe:
@@ -130,7 +134,8 @@ class EagerModel(Artifact):
         try:
             load_model(module, self.payload_path, strict=True)
         except RuntimeError as error:
-            raise ArtifactInvalid(f"{self.payload_path}: {error}") from error
+            told = " ".join(str(error).split())
+            raise ArtifactInvalid(f"{self.payload_path}: {told}") from error
         return module.eval().to(device)
 
     def derive(
@@ -249,32 +254,11 @@ def name_outputs(signature: Signature, count: int) -> Signature:
     return signature.model_copy(update={"outputs": outputs})
 
 
-def load_state_(module: torch.nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
-    """Copy a state dict into a module, in place, refusing any difference.
-
-    Raises:
-        ArtifactInvalid: a tensor is missing, unexpected or of another shape; the message names it.
-    """
-    own = module.state_dict()
-    missing = [k for k in own if k not in state]
-    unexpected = [k for k in state if k not in own]
-    shapes = [
-        f"{k}: {tuple(state[k].shape)} instead of {tuple(own[k].shape)}"
-        for k in own
-        if k in state and state[k].shape != own[k].shape
-    ]
-    problems = [
-        f"{label} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-        for label, names in (("missing", missing), ("unexpected", unexpected), ("shape of", shapes))
-        if names
-    ]
-    if problems:
-        built_by = inspect.getmodule(type(module))
-        place = f"{getattr(built_by, '__name__', '')}.{type(module).__name__}"
-        raise ArtifactInvalid(
-            f"{source} does not hold the weights of {place}: {'; '.join(problems)}"
-        )
-    module.load_state_dict(dict(state), strict=True)
+def _temporary_folder() -> Path:
+    """Return a folder that goes when this process ends."""
+    folder = tempfile.mkdtemp(prefix="compress-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _save_state(state: Mapping[str, torch.Tensor], file: Path) -> None:

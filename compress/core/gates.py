@@ -281,8 +281,8 @@ def _paired_outputs(
 ) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
     """Yield both models' outputs for the same batches, on the CPU."""
     with (
-        before.open(context.device, context.threads) as expected,
-        after.open(context.device, context.threads) as got,
+        context.opened(before) as expected,
+        context.opened(after) as got,
     ):
         for inputs in context.comparison_inputs(before.signature):
             yield (

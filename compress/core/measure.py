@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from compress.core.settings import Settings
@@ -63,8 +64,18 @@ def compare_latency(
 
 def count_macs(module: Any, inputs: Sequence[torch.Tensor]) -> int:
     """Count the multiply-accumulates (convolutions, products, attention) for one sample."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        module(*inputs)
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    # The counter does not see fused attention: run it as the products it is made of.
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with (
+            FlopCounterMode(display=False) as counter,
+            sdpa_kernel(SDPBackend.MATH),
+            torch.no_grad(),
+        ):
+            module(*inputs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
     return int(counter.get_total_flops()) // 2 // len(inputs[0])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Protocol, TypeVar, get_args
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from compress.core.artifact import Predictor
     from compress.core.data import Splits
     from compress.core.measure import Comparison
     from compress.core.signature import Signature
@@ -106,13 +107,20 @@ class Context:
         from compress.core.metrics import evaluate
 
         data = self.need_data(f"metric {self.metric.name}")
-        with ExitStack() as opened:
-            predict = opened.enter_context(artifact.open(self.device, self.threads))
+        with ExitStack() as stack:
+            predict = stack.enter_context(self.opened(artifact))
             reference = None
             if self.metric.name == "fidelity":
-                source = self.named("source")
-                reference = opened.enter_context(source.open(self.device, self.threads))
+                reference = stack.enter_context(self.opened(self.named("source")))
             return evaluate(predict, data, split, self.metric, reference, self.progress)
+
+    @contextmanager
+    def opened(self, artifact: Artifact) -> Iterator[Predictor]:
+        """Give an artifact as a predictor that takes any number of samples."""
+        from compress.core.batching import any_batch
+
+        with artifact.open(self.device, self.threads) as predict:
+            yield any_batch(predict, artifact.signature)
 
     def compare_latency(self, before: Artifact, after: Artifact, batch: int) -> Comparison:
         """Measure two artifacts' latencies in turn, with equal threads."""

@@ -194,3 +194,15 @@ def test_what_a_gate_meets_fails_the_gate_and_nothing_else(trained, context) -> 
 def test_scores_of_another_metric_are_not_mixed_up(trained, context) -> None:
     accuracy = context.score(trained)
     assert replace(context, metric=Metric("loss")).score(trained) != accuracy
+
+
+def test_a_fixed_batch_is_judged_on_every_sample(trained, shifted, context, tmp_path) -> None:
+    fixed = Signature(inputs=(TensorSpec(name="x", shape=(7, 4)),))
+    pair = [
+        EagerModel.create(
+            tmp_path / f"fixed{i}", m.recipe, m.load().state_dict(), fixed, folder=m.code
+        )
+        for i, m in enumerate((trained, shifted))
+    ]
+    assert context.score(pair[0]) == context.score(trained)
+    assert Parity(atol=1).judge(*pair, context).value == pytest.approx(0.5)

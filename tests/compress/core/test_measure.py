@@ -1,0 +1,35 @@
+import torch
+from torch import nn
+
+from compress.core.measure import compare_latency, count_macs
+
+
+def test_macs_are_those_of_the_textbook() -> None:
+    conv = nn.Conv2d(3, 8, 3, padding=1)
+    assert count_macs(conv, (torch.zeros(1, 3, 5, 5),)) == 8 * 3 * 9 * 25
+    assert count_macs(nn.Linear(4, 6), (torch.zeros(10, 4),)) == 24, "for one sample"
+
+
+def test_the_fused_encoder_layer_is_counted() -> None:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
+    tokens = 5
+    products = tokens * (4 * 16 * 16 + 2 * 16 * 32) + 2 * tokens * tokens * 16
+    assert count_macs(layer, (torch.zeros(1, tokens, 16),)) == products
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_two_models_are_asked_in_turn() -> None:
+    asked: list[str] = []
+
+    def predictor(name: str):
+        def predict(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            asked.append(name)
+            return (x,)
+
+        return predict
+
+    compared = compare_latency(predictor("a"), predictor("b"), (torch.zeros(3, 1),))
+    assert asked[:4] == ["a", "b", "a", "b"]
+    assert asked.count("a") == asked.count("b")
+    assert compared.before.batch == 3
+    assert 0 < compared.after.p50 <= compared.after.p95
