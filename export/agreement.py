@@ -24,6 +24,10 @@ FLOAT_ERROR = 1e-3
 ROUNDED_ERROR = 0.1
 """The same with integer activations, where one unit in the last place of a float flips a rounding;
 a gate states what accuracy is needed, this only tells a right graph from a wrong one."""
+BAKED_IN = (
+    ", and is right at the sizes it was made with, so the axis is baked in; compute it from the "
+    "input's shape in the model's code"
+)
 
 
 def check_agreement(
@@ -41,13 +45,18 @@ def check_agreement(
         StageFailed: an axis is baked in, or the answers differ; the message names the axis.
     """
     limit = ROUNDED_ERROR if rounded else FLOAT_ERROR
+    example = signature.example()
     if not signature.dynamic_axes:
-        inputs = signature.example()
-        _compare(expected(*inputs), _answer(got, inputs, "the declared sizes"), "", limit)
+        problem = _problem(got, example, expected(*example), limit)
+        if problem:
+            raise StageFailed(problem)
     for axis in signature.dynamic_axes:
         for size, inputs, outputs in _variations(expected, signature, axis):
-            place = f"axis {axis!r} at size {size}"
-            _compare(outputs, _answer(got, inputs, place), place, limit)
+            problem = _problem(got, inputs, outputs, limit)
+            if problem:
+                baked_in = _problem(got, example, expected(*example), limit) is None
+                advice = BAKED_IN if baked_in else ""
+                raise StageFailed(f"axis {axis!r} at size {size}: {problem}{advice}")
 
 
 def _variations(
@@ -61,7 +70,7 @@ def _variations(
         try:
             outputs = expected(*inputs)
         except Exception as error:  # noqa: BLE001 - whatever the user's own code raises
-            refusal = f"size {size}: {_first_line(error)}"
+            refusal = f"size {size}: {_one_line(error)}"
             continue
         taken += 1
         yield size, inputs, outputs
@@ -72,33 +81,28 @@ def _variations(
         )
 
 
-def _answer(got: Predictor, inputs: Sequence[torch.Tensor], place: str) -> Outputs:
+def _problem(
+    got: Predictor, inputs: Sequence[torch.Tensor], expected: Outputs, limit: float
+) -> str | None:
+    """Return how the exported model's answer to one input is wrong, or None."""
     try:
-        return got(*inputs)
-    except Exception as error:
-        raise StageFailed(
-            f"{place}: the exported model fails where the source answers, so the axis is baked in "
-            f"({_first_line(error)}); compute it from the input's shape in the model's code"
-        ) from error
-
-
-def _compare(expected: Outputs, got: Outputs, place: str, limit: float) -> None:
-    at = f"{place}: " if place else ""
-    shapes, expected_shapes = ([tuple(t.shape) for t in ts] for ts in (got, expected))
+        answers = got(*inputs)
+    except Exception as error:  # noqa: BLE001 - each runtime raises its own
+        return f"the exported model fails where the source answers ({_one_line(error)})"
+    shapes, expected_shapes = ([tuple(t.shape) for t in ts] for ts in (answers, expected))
     if shapes != expected_shapes:
-        raise StageFailed(
-            f"{at}the exported model returns shapes {shapes} and the source {expected_shapes}, so "
-            "the axis is baked in; compute it from the input's shape in the model's code"
-        )
-    for a, b in zip(expected, got, strict=True):
+        return f"the exported model returns shapes {shapes} and the source {expected_shapes}"
+    for a, b in zip(expected, answers, strict=True):
         norm = torch.linalg.vector_norm(a.double())
-        error = torch.linalg.vector_norm(b.double() - a.double()) / norm.clamp_min(1e-9)
-        if not error <= limit:  # also true of NaN
-            raise StageFailed(
-                f"{at}the exported model's answers differ from the source's by {error:.2g} of "
-                f"their norm, expected at most {limit:g}"
+        relative = torch.linalg.vector_norm(b.double() - a.double()) / norm.clamp_min(1e-9)
+        if not relative <= limit:  # also true of NaN
+            return (
+                f"the exported model's answers differ from the source's by {relative:.2g} of their "
+                f"norm, expected at most {limit:g}"
             )
+    return None
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1] if "TorchScript interpreter" in lines[0] else lines[0]

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+UNFUSED = {"Conv", "FusedConv", "Gemm", "FusedGemm"}
+"""Float kernels that a fully quantized model has none of; those of products may be meant."""
+
 
 class OnnxModel(Artifact):
     """An ONNX file, answered by onnxruntime on the CPU."""
@@ -79,4 +82,6 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
                     expected, exported, model.signature, rounded=isinstance(model, GraphModel)
                 )
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
+        if isinstance(model, GraphModel) and (unfused := UNFUSED & facts["float_kernels"].keys()):
+            logger.warning("%s: quantized, yet computed in floats: %s", self.title, sorted(unfused))
         return OnnxModel.at(context.root)

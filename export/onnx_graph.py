@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 UNIT_STEPS = {"dilations": 1, "strides": 1, "pads": 0}
 """Values that convolutions and poolings have where the attribute is left out."""
+RECURRENT = {"LSTM", "GRU", "RNN"}
+COUNTED = {"Conv", "ConvTranspose", "Gemm", "MatMul", *RECURRENT}
+UNCOUNTED = {"Attention", "DeformConv", "Einsum", "If", "Loop", "Scan"}
+"""Operators that multiply, or may, in ways that are not counted."""
 
 
 def read(file: Path) -> onnx.ModelProto:
@@ -73,35 +77,55 @@ def count_weights(model: onnx.ModelProto) -> int:
 
 
 def count_macs(model: onnx.ModelProto) -> int | None:
-    """Count the multiply-accumulates of Conv, Gemm and MatMul for inputs of one sample.
+    """Count the multiply-accumulates of convolutions, products and recurrent layers for one sample.
 
-    None where the shapes cannot be inferred.
+    None where the shapes cannot be inferred, or an operator's products cannot be counted.
     """
-    for value in model.graph.input:
+    sized = onnx.ModelProto()
+    sized.CopyFrom(model)
+    for value in sized.graph.input:
         for axis, size in enumerate(value.type.tensor_type.shape.dim):
             if size.dim_param:
                 size.dim_value = 8 if axis else 1  # as in Signature.example
-    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    inferred = onnx.shape_inference.infer_shapes(sized, data_prop=True).graph
     shapes = {tensor.name: tuple(tensor.dims) for tensor in inferred.initializer}
     for value in (*inferred.input, *inferred.value_info, *inferred.output):
         shape = value.type.tensor_type.shape
         shapes[value.name] = tuple(d.dim_value for d in shape.dim)
-    total = 0
+    total: int = 0
     for node in inferred.node:
-        if node.op_type in ("Conv", "Gemm", "MatMul"):
-            reduced = _reduced(node, shapes)
-            result = prod(shapes.get(node.output[0], (0,)))
-            if not reduced or not result:
-                return None
-            total += result * reduced
-    return total
+        macs = _macs(node, shapes)
+        if macs is None:
+            return None
+        total += macs
+    batch: int = prod(shapes[inferred.input[0].name][:1])
+    return total // batch
 
 
-def _reduced(node: onnx.NodeProto, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return how many products are summed for one element of the result."""
+def _macs(node: onnx.NodeProto, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+    """Count the products of one operator; None where that is not known."""
+    if node.op_type in UNCOUNTED:
+        return None
+    if node.op_type not in COUNTED:
+        return 0
     left, right = (shapes.get(name, (0,)) for name in node.input[:2])
+    if node.op_type in RECURRENT:
+        # Sequence and batch come first in either layout; each step reads both weights once.
+        steps, recurrent = prod(left[:2]), shapes.get(node.input[2], (0,))
+        macs = steps * (prod(right) + prod(recurrent)) if prod(recurrent) and prod(right) else 0
+    elif node.op_type == "ConvTranspose":
+        macs = prod(left) * prod(right[1:])
+    else:
+        macs = prod(shapes.get(node.output[0], (0,))) * _reduced(node, left, right)
+    return macs or None
+
+
+def _reduced(node: onnx.NodeProto, left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    """Return how many products are summed for one element of the result."""
     if node.op_type == "Conv":
         return prod(right[1:])
+    if node.op_type == "MatMul":
+        return left[-1] or right[-2:][0]  # one of them may not have been inferred
     transposed = any(a.name == "transA" and a.i for a in node.attribute)
     return left[0] if transposed else left[-1]
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import onnx
 import torch
 
 from compress.core.errors import StageFailed
+from compress.core.program import dynamic_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
     from compress.core.signature import Signature
 
+TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
 
 def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> onnx.ModelProto:
     """Translate a program; inputs, outputs and axes bear the signature's names.
@@ -27,11 +31,6 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
     Raises:
         StageFailed: an operator has no ONNX form, or the operator set is not available.
     """
-    sizes = {name: torch.export.Dim(name) for name in signature.dynamic_axes}
-    shapes: Any = tuple(
-        {axis: sizes[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} or None
-        for spec in signature.inputs
-    )
     try:
         with _quiet():
             exported = torch.onnx.export(
@@ -39,15 +38,12 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
                 dynamo=True,
                 input_names=[spec.name for spec in signature.inputs],
                 output_names=[spec.name for spec in signature.outputs],
-                dynamic_shapes=shapes,
+                dynamic_shapes=dynamic_shapes(signature),
                 opset_version=opset,
                 verbose=False,
             )
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise StageFailed(
-            f"the model has no ONNX form: {type(error).__name__}: {first_line}"
-        ) from error
+        raise StageFailed(f"the model has no ONNX form: {innermost_reason(error)}") from error
     if exported is None:
         raise StageFailed("torch.onnx.export gave nothing back, expected a model")
     model: onnx.ModelProto = exported.model_proto
@@ -66,8 +62,17 @@ def write(model: onnx.ModelProto, file: Path) -> None:
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise StageFailed(f"the exported graph is not valid ONNX: {error}") from error
+        told = " ".join(str(error).split())
+        raise StageFailed(f"the exported graph is not valid ONNX: {told}") from error
     file.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def innermost_reason(error: BaseException) -> str:
+    """Return in one line what started a chain of errors; the outer ones tell how to report it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {TERMINAL_ESCAPE.sub('', first_line)}"
 
 
 @contextmanager

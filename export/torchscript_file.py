@@ -23,7 +23,8 @@ MANGLED = re.compile(rb"___torch_mangle_\d+")
 """How TorchScript tells two classes of one name apart: by a number that counts up per process."""
 TEXT = (".py", ".pkl")
 SOURCE_LOCATIONS = ".debug_pkl"
-WRITTEN_ANYWAY = ("version", "byteorder", ".data/serialization_id")
+VERSIONS = ("version", ".data/version")
+WRITTEN_ANYWAY = (*VERSIONS, "byteorder", ".data/serialization_id")
 
 
 def freeze(
@@ -73,6 +74,8 @@ def save(module: torch.jit.ScriptModule, file: Path) -> None:
 
     with file.open("wb") as stream:
         writer = torch._C.PyTorchFileWriter(stream)
+        # An older version would have the operators read with the meaning they had then.
+        writer.set_min_version(_version(reader))
         for name in reader.get_all_records():
             if name.endswith(SOURCE_LOCATIONS) or name in WRITTEN_ANYWAY:
                 continue
@@ -82,6 +85,12 @@ def save(module: torch.jit.ScriptModule, file: Path) -> None:
                 record = MANGLED.sub(renumber, record)
             writer.write_record(name, record, len(record))
         writer.write_end_of_file()
+
+
+def _version(reader: torch._C.PyTorchFileReader) -> int:
+    """Return the version of TorchScript's operators that an archive was written for."""
+    name = next(n for n in reader.get_all_records() if n in VERSIONS)
+    return int(reader.get_record(name))
 
 
 def load(file: Path, device: str = "cpu") -> Any:

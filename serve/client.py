@@ -72,16 +72,25 @@ class Client:
             inputs: arrays by name, or in the signature's order.
 
         Raises:
-            StageFailed: the server cannot be reached, or refused; with its own message.
+            StageFailed: the server cannot be reached, or refused; with its own message. Or there
+                are too many rows, and an output has them on another axis than the first.
         """
         import numpy as np
 
         names = [spec.name for spec in self.signature.inputs]
         named = dict(inputs) if hasattr(inputs, "keys") else dict(zip(names, inputs, strict=True))
-        parts = [self._request(part) for part in self._split(named)]
-        if len(parts) == 1:
-            return parts[0]
-        return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+        first, *rest = self._split(named)
+        answer, can_be_joined = self._request(first)
+        if not rest:
+            return answer
+        if not can_be_joined:
+            raise StageFailed(
+                f"{self.url}{self.path}: too many rows for one request, and the answers of several "
+                "cannot be joined, because the rows do not lie on axis 0 of every output; raise "
+                "max_rows or send fewer rows"
+            )
+        answers = [answer, *(self._request(part)[0] for part in rest)]
+        return tuple(np.concatenate(column) for column in zip(*answers, strict=True))
 
     def _split(self, named: dict[str, Array]) -> list[dict[str, Array]]:
         """Cut the batch axis into requests, where it is the first axis of every input."""
@@ -96,19 +105,21 @@ class Client:
             for start in range(0, max(rows, 1), step)
         ]
 
-    def _request(self, named: dict[str, Array]) -> tuple[Array, ...]:
-        status, body = self._post(to_npz(named))
-        if status != 200:
-            raise StageFailed(f"{self.url}{self.path}: HTTP {status}: {_message(body)}")
+    def _request(self, named: dict[str, Array]) -> tuple[tuple[Array, ...], bool]:
+        """Return the outputs, and whether they may be joined to those for other rows."""
+        response, body = self._post(to_npz(named))
+        if response.status != 200:
+            raise StageFailed(f"{self.url}{self.path}: HTTP {response.status}: {_message(body)}")
         answer = from_npz(body)
-        return tuple(answer[output.name] for output in self.signature.outputs)
+        outputs = tuple(answer[output.name] for output in self.signature.outputs)
+        return outputs, response.headers.get("X-Batch-Axis") == "0"
 
-    def _post(self, body: bytes) -> tuple[int, bytes]:
+    def _post(self, body: bytes) -> tuple[http.client.HTTPResponse, bytes]:
         reused = self._connection.sock is not None
         try:
             self._connection.request("POST", self.path, body, self.headers)
             response = self._connection.getresponse()
-            return response.status, response.read()
+            return response, response.read()
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
             if reused and isinstance(error, ConnectionError | http.client.BadStatusLine):
@@ -134,6 +145,7 @@ def _message(body: bytes) -> str:
     """Return the server's own words: ours and TorchServe's errors are JSON with a message."""
     text = body.decode(errors="replace")
     try:
-        return str(json.loads(text)["message"])
+        text = str(json.loads(text)["message"])
     except (ValueError, KeyError, TypeError):
-        return text[:300] or "no message"
+        text = text[:300]
+    return " ".join(text.split()) or "no message"

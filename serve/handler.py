@@ -11,7 +11,8 @@ Requests (Content-Type decides, nothing is guessed from the bytes):
     application/json          [...] for a single input, or {"inputs": {"name": [...], ...}}
 
 Answers (Accept decides): ``application/x-npz``, lossless; ``application/octet-stream`` for a single
-output, with X-Shape and X-Dtype; else JSON, ``{"outputs": {"name": [...], ...}}``.
+output, with X-Shape and X-Dtype; else JSON, ``{"outputs": {"name": [...], ...}}``. X-Batch-Axis: 0
+says that every output has its rows there, so that more of them may be sent in several requests.
 """
 
 from __future__ import annotations
@@ -65,10 +66,7 @@ class PackagedModel:
         expected = [probe[name] for name in self.outputs]
         # float: PyYAML reads 1e-05 as a string.
         replay(self.run, given, expected, float(settings["probe_atol"]))
-        # Requests may be joined where axis 0 of every tensor is one dynamic batch.
-        axes = {next(iter(spec["shape"]), 0) for spec in self.inputs}
-        rows = {array.shape[:1] for array in probe.values()}
-        self.joins_rows = len(axes) == len(rows) == 1 and isinstance(axes.pop(), str)
+        self.joins_rows = bool(settings["joins_rows"])
 
     def handle(self, data: list[dict[str, Any]], context: Context) -> list[str | bytes]:
         """Answer a batch of requests, each with its own status; what can be joined runs at once."""
@@ -116,6 +114,8 @@ class PackagedModel:
             body, own_headers = encode(named, str(headers.get("accept", "")).lower())
         except Exception as error:  # noqa: BLE001
             return refuse(context, i, error, status=500)
+        if self.joins_rows:
+            own_headers["X-Batch-Axis"] = "0"
         for key, value in own_headers.items():
             context.set_response_header(i, key, value)
         return body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,12 @@ from serve.archive import PROBE, PROVENANCE, Packaged, Provenance
 from serve.mar import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
+    from compress.core.artifact import Predictor
+    from compress.core.signature import Signature
     from compress.core.stage import Context
     from serve.stage import PackageTorchServe
 
@@ -26,24 +29,34 @@ STARTUP_SECONDS = 120
 JOB_QUEUE_SIZE = 100
 
 
+@dataclass(frozen=True)
+class Probe:
+    """What a model answered while it was packed."""
+
+    npz: bytes
+    """A few inputs, and the answers."""
+    joins_rows: bool
+    """Whether rows may be joined to others: axis 0 of every tensor is one dynamic batch."""
+
+
 def members_of(
-    model: Artifact, settings: PackageTorchServe, probe: bytes
+    model: Artifact, settings: PackageTorchServe, probe: Probe
 ) -> dict[str, bytes | Path]:
     """Return the members of an archive by name: bytes, or the file that holds them."""
     import yaml
 
-    config = yaml.safe_dump(model_config(model, settings), sort_keys=True)
+    config = yaml.safe_dump(model_config(model, settings, probe.joins_rows), sort_keys=True)
     members: dict[str, bytes | Path] = {
         MAR_MANIFEST: mar_manifest(settings.model_name, model.payload),
         HANDLER: Path(handler.__file__).read_bytes(),
         CONFIG: config.encode(),
-        PROBE: probe,
+        PROBE: probe.npz,
         model.payload: model.payload_path,
     }
     return members | {PROVENANCE: provenance(model, members).encode()}
 
 
-def model_config(model: Artifact, settings: PackageTorchServe) -> dict[str, Any]:
+def model_config(model: Artifact, settings: PackageTorchServe, joins_rows: bool) -> dict[str, Any]:
     """Return what TorchServe and our handler read at load."""
     signature = model.signature
     return {
@@ -59,6 +72,7 @@ def model_config(model: Artifact, settings: PackageTorchServe) -> dict[str, Any]
             "kind": model.kind,
             "threads": settings.threads,
             "max_rows": settings.max_rows,
+            "joins_rows": joins_rows,
             "probe_atol": settings.probe_atol,
             "inputs": [spec.model_dump(mode="json") for spec in signature.inputs],
             "outputs": [output.name for output in signature.outputs],
@@ -66,8 +80,8 @@ def model_config(model: Artifact, settings: PackageTorchServe) -> dict[str, Any]
     }
 
 
-def record_probe(model: Artifact, context: Context, max_rows: int) -> bytes:
-    """Return a few inputs and the model's own answers, as an npz.
+def record_probe(model: Artifact, context: Context, max_rows: int) -> Probe:
+    """Return a few inputs and the model's own answers.
 
     Raises:
         StageFailed: a tensor has an element type that numpy does not know.
@@ -83,8 +97,35 @@ def record_probe(model: Artifact, context: Context, max_rows: int) -> bytes:
         inputs = signature.example(batch=rows, seed=context.seed)
     with model.open("cpu", context.threads) as predict:
         outputs = predict(*inputs)
+        joins_rows = rows_stay_first(predict, signature, inputs, outputs)
     names = [*(spec.name for spec in signature.inputs), *(o.name for o in signature.outputs)]
-    return handler.to_npz(_as_arrays(dict(zip(names, (*inputs, *outputs), strict=True))))
+    named = dict(zip(names, (*inputs, *outputs), strict=True))
+    return Probe(handler.to_npz(_as_arrays(named)), joins_rows)
+
+
+def rows_stay_first(
+    predict: Predictor,
+    signature: Signature,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+) -> bool:
+    """Return whether axis 0 of every output counts the same rows as axis 0 of every input.
+
+    The model is asked for another number of rows: an axis of one size could be any other axis, like
+    the layers of a recurrent state.
+    """
+    heads = {next(iter(spec.shape), None) for spec in signature.inputs}
+    if heads != {signature.batch_axis} or heads == {None}:
+        return False
+    rows = len(inputs[0])
+    other = rows - 1 or 2
+    places = [i % rows for i in range(other)]
+    try:
+        others = predict(*(tensor[places] for tensor in inputs))
+    except Exception:  # noqa: BLE001 - a model may refuse other sizes in any way
+        return False
+    found = {(tuple(a.shape[:1]), tuple(b.shape[:1])) for a, b in zip(outputs, others, strict=True)}
+    return found == {((rows,), (other,))}
 
 
 def provenance(model: Artifact, members: Mapping[str, bytes | Path]) -> str:

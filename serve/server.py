@@ -19,7 +19,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,7 +33,7 @@ JAVA_MISSING = "needs Java 17 (e.g. apt-get install openjdk-17-jre-headless)"
 TORCHSERVE_MISSING = "needs TorchServe: pip install 'compress-pipeline[serve]'"
 STOP_SECONDS = 15.0
 POLL_SECONDS = 0.1
-SHOWN_LINES = 15
+SHOWN_CHARACTERS = 300
 MAX_BYTES = 256 * 1024**2
 """Largest request and response; a response above it would kill the worker."""
 GIVEN_UP = ("Retry worker:", "Load model failed", "Failed to load model", "BindException")
@@ -94,7 +94,7 @@ class TorchServe:
 
         Raises:
             Unavailable: Java or TorchServe is missing.
-            StageFailed: a worker did not become ready; the message ends with the model's log.
+            StageFailed: a worker did not become ready; the message ends as the model's log does.
         """
         java, packages = find_java(), find_torchserve()
         started = time.monotonic()
@@ -170,8 +170,8 @@ class TorchServe:
 
     def _failure(self, what: str) -> str:
         log = self._read("model.log") or self._read("server.log") or self._read("output.log")
-        last = "\n  ".join(log.strip().splitlines()[-SHOWN_LINES:])
-        return f"{self.mar}: {what}; the last lines of its log:\n  {last}"
+        shown = last_lines(log.replace(f"{self.folder}/", ""))  # that folder is about to go
+        return f"{self.mar}: {what}; its log ends: {shown}"
 
     def _read(self, name: str) -> str:
         file = self.folder / name
@@ -247,6 +247,22 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
+def last_lines(log: str) -> str:
+    """Return the end of a log in one line: the last line, and those before it that have room.
+
+    A traceback's frames are left out: they would hide what was raised before.
+    """
+    shown = ""
+    for line in reversed(log.splitlines()):
+        if not line.strip() or line[0].isspace() or line.startswith("Traceback "):
+            continue
+        joined = f"{line} | {shown}" if shown else line[:SHOWN_CHARACTERS]
+        if len(joined) > SHOWN_CHARACTERS:
+            break
+        shown = joined
+    return shown or "nothing"
+
+
 def has_ended(pid: int) -> bool:
     """Return whether a child has ended, without reaping it: its number stays its own."""
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -256,11 +272,13 @@ def has_ended(pid: int) -> bool:
 def stop(process: subprocess.Popen[bytes]) -> None:
     """End a process and every process of its group, politely first."""
     try:
-        process.terminate()
+        # Not Popen.terminate, which reaps: the number, and the group's, must not become another's.
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + STOP_SECONDS
         while not has_ended(process.pid) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
     finally:
-        # Not reaped yet, so the group's number cannot have become another's.
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()

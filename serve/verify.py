@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from compress.core.files import sha256_of
 from serve import handler
 from serve.archive import PROBE, PROVENANCE, Provenance, TorchServeArchive
 from serve.mar import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest, model_name_of, read_mar
+from serve.pack import digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,8 +30,8 @@ ARTIFACT_MODULES = (
 def verify(path: Path | str) -> tuple[str, ...]:
     """Return what was proven of an artifact's directory, or of a bare ``.mar``, in plain lines.
 
-    A bare ``.mar`` vouches for itself alone: compare its SHA-256 with the one you were given. Its
-    code is run only if it is the handler that this version ships.
+    A bare ``.mar`` vouches for itself alone: compare its SHA-256 with the one you were given. An
+    archive is started only if its code is the handler that this version ships.
 
     Raises:
         ArtifactInvalid: a file or member does not match; the message names it.
@@ -65,6 +65,7 @@ def _prove_archive(artifact: TorchServeArchive) -> tuple[str, ...]:
     members = read_mar(mar)
     origin = check_members(members, str(mar))  # first: it names the member
     lines = _prove_files(artifact)
+    check_code(members, origin, mar)
     packaged = artifact.manifest.lineage[-1].inputs.get("input")
     if packaged != origin.artifact.digest or origin.lineage != artifact.manifest.lineage[:-1]:
         raise ArtifactInvalid(
@@ -77,16 +78,7 @@ def _prove_archive(artifact: TorchServeArchive) -> tuple[str, ...]:
 def _prove_bare(mar: Path) -> tuple[str, ...]:
     members = read_mar(mar)
     origin = check_members(members, str(mar))
-    ours = {
-        HANDLER: Path(handler.__file__).read_bytes(),
-        MAR_MANIFEST: mar_manifest(model_name_of(mar), origin.artifact.payload),
-    }
-    for name, expected in ours.items():
-        if members.get(name) != expected:
-            raise ArtifactInvalid(
-                f"{mar}: member {name} is not the one that this version writes, so nothing in it "
-                "is run; verify the artifact directory that the .mar came from"
-            )
+    check_code(members, origin, mar)
     return (
         f"{mar.name}: sha256 {sha256_of(mar)}; compare it with the one you were given",
         *_member_lines(members, origin),
@@ -112,17 +104,37 @@ def check_members(members: Mapping[str, bytes], where: str) -> Provenance:
             raise ArtifactInvalid(f"{where}: member {name} is missing")
         if name not in recorded:
             raise ArtifactInvalid(f"{where}: member {name} was added after packing")
-        if name != PROVENANCE and _sha256(members[name]) != origin.members[name].sha256:
+        if name != PROVENANCE and digest_of(members[name]) != origin.members[name]:
             raise ArtifactInvalid(f"{where}: member {name} is not the file that was packed")
     for needed in (HANDLER, CONFIG, PROBE, origin.artifact.payload):
         if needed not in members:
             raise ArtifactInvalid(f"{where}: member {needed} is missing")
-    if _sha256(members[origin.artifact.payload]) != origin.artifact.sha256:
+    if digest_of(members[origin.artifact.payload]).sha256 != origin.artifact.sha256:
         raise ArtifactInvalid(
             f"{where}: member {origin.artifact.payload} is not the payload of the artifact that "
             f"{PROVENANCE} names"
         )
     return origin
+
+
+def check_code(members: Mapping[str, bytes], origin: Provenance, mar: Path) -> None:
+    """Raise unless the code in an archive is this version's own, and is what will be run.
+
+    Hashes do not tell: whoever writes a handler can record its hash too.
+
+    Raises:
+        ArtifactInvalid: the handler, or the manifest that names it, is another one.
+    """
+    ours = {
+        HANDLER: Path(handler.__file__).read_bytes(),
+        MAR_MANIFEST: mar_manifest(model_name_of(mar), origin.artifact.payload),
+    }
+    for name, expected in ours.items():
+        if members.get(name) != expected:
+            raise ArtifactInvalid(
+                f"{mar}: member {name} is not the one that this version writes, so nothing in it "
+                "is run; verify it with the version that packed it, or package the model again"
+            )
 
 
 def lineage_lines(artifact: Artifact) -> list[str]:
@@ -182,7 +194,3 @@ def _know_every_kind() -> None:
     """Import the artifact types, so that a manifest's kind is recognised."""
     for module in ARTIFACT_MODULES:
         import_module(module)
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

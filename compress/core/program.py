@@ -12,6 +12,7 @@ import ast
 import io
 import json
 import re
+import warnings
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from torch.export import ExportedProgram
+    from torch.export import Dim, ExportedProgram
 
     from compress.core.signature import Signature
 
@@ -66,12 +67,10 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
         StageFailed: the module cannot be traced, or its code fixes the size of a named axis.
     """
     inputs = signature.example()
-    sizes = {name: torch.export.Dim(name) for name in signature.dynamic_axes}
-    shapes: Any = tuple(
-        {axis: sizes[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} or None
-        for spec in signature.inputs
-    )
-    with torch.no_grad():
+    shapes: Any = dynamic_shapes(signature)
+    with torch.no_grad(), warnings.catch_warnings():
+        # LSTM and GRU keep a second list of their own weights, which tracing swaps and restores.
+        warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")
         try:
             flat = with_flat_outputs(module, inputs)
             if flat is not module:
@@ -79,6 +78,15 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
             return torch.export.export(flat, inputs, dynamic_shapes=shapes)
         except Exception as error:
             raise StageFailed(f"torch.export cannot trace the model: {_reason(error)}") from error
+
+
+def dynamic_shapes(signature: Signature) -> tuple[dict[int, Dim] | None, ...]:
+    """Return the named axes of each input, in the form that torch.export and its kin take."""
+    sizes = {name: torch.export.Dim(name) for name in signature.dynamic_axes}
+    return tuple(
+        {axis: sizes[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} or None
+        for spec in signature.inputs
+    )
 
 
 def with_flat_outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> nn.Module:
@@ -249,6 +257,19 @@ def _reason(error: Exception) -> str:
         return (
             f"axis {axis!r} is baked in: the model's code fixes it to {size}; compute it from "
             f"the input's shape, or declare the number {size} instead of the name in model.inputs"
+        )
+    limited = re.search(
+        r"Not all values of (\w+) = (\S+) in the specified range satisfy the generated guard (.+)",
+        text,
+    )
+    if limited:
+        axis, expression, guard = limited.groups()
+        # torch never tries sizes 0 and 1, so this bound is its own and not the model's.
+        limits = guard.rstrip(".").replace(expression, axis).removeprefix(f"2 <= {axis} and ")
+        return (
+            f"axis {axis!r} is declared dynamic and the model's code takes only some sizes, those "
+            f"where {limits}; lift this limit, or declare a number instead of the name in "
+            "model.inputs"
         )
     return f"{type(error).__name__}: {_first_sentence(error)}"
 

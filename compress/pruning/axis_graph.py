@@ -43,7 +43,8 @@ def trace(module: nn.Module, inputs: Sequence[torch.Tensor]) -> AxisGraph:
 
 
 def _export(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedProgram:
-    with warnings.catch_warnings():
+    # With gradients torch.export refuses in-place operators on views.
+    with warnings.catch_warnings(), torch.no_grad():
         # torch 2.13 warns that recurrent layers keep a list of their weights.
         warnings.filterwarnings("ignore", "The tensor attributes? self", UserWarning)
         try:
@@ -128,7 +129,14 @@ def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Call:
         arguments=arguments,
         shapes=[tuple(getattr(result, "shape", ())) for result in results] if has_tensors else [],
         gives_list=isinstance(value, list | tuple),
+        module=_module(node),
     )
+
+
+def _module(node: fx.Node) -> str:
+    """Return the name of the module that an operator was called in."""
+    stack = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    return str(stack[-1]).partition("@")[0] if stack else ""  # name@1 is its second call
 
 
 def _execute(call: Call, book: LabelBook) -> Result | None:

@@ -23,13 +23,30 @@ class Family:
     slots: tuple[Slot, ...]
     channels: tuple[int, ...]
     """Class of each channel, in the order in which the first tensor holds them."""
-    producers: tuple[str, ...]
-    """Names of the modules that make the channels."""
+    made_by: tuple[Slot, ...]
+    """Those of the slots along which a layer makes the channels."""
+    read_by: tuple[Slot, ...]
+    """Those along which the next layers read them."""
+
+    @property
+    def producers(self) -> tuple[str, ...]:
+        """Modules that make the channels; the outermost one's name is empty."""
+        return _owners(self.made_by)
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """Modules whose own channels these are: they make, normalise, scale or shift them."""
+        return _owners(slot for slot in self.slots if slot not in self.read_by)
+
+    @property
+    def makers(self) -> tuple[str, ...]:
+        """What makes the channels, by name: modules, or the outermost module's own weights."""
+        return tuple(dict.fromkeys(_name(slot) for slot in self.made_by))
 
     @property
     def name(self) -> str:
-        """The first module that makes the channels, or the first tensor that holds them."""
-        return next(filter(None, self.producers), self.slots[0][0])
+        """The first maker of the channels, or the first tensor that holds them."""
+        return next(iter(self.makers), self.slots[0][0])
 
 
 @dataclass(frozen=True)
@@ -87,8 +104,9 @@ def solve(book: LabelBook, names: Mapping[str, tuple[str, ...]]) -> AxisGraph:
         held = {c for column in found.values() for c in column.tolist()}
         for stray in set(labels_to_class[labels].flatten().tolist()) - held:
             reasons.setdefault(stray, f"{name} holds it along no single axis")
-    families = _families(classes, set(reasons), book.produced)
-    return AxisGraph(families, classes, _pinned(classes, reasons, book.produced, families), names)
+    families = _families(classes, set(reasons), book)
+    pinned = _pinned(classes, reasons, book.produced, families)
+    return AxisGraph(families, classes, {**book.left_alone, **pinned}, names)
 
 
 def _axes_of(classes: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -102,7 +120,7 @@ def _axes_of(classes: torch.Tensor) -> dict[int, torch.Tensor]:
 
 
 def _families(
-    classes: Mapping[Slot, torch.Tensor], pinned: set[int], produced: set[Slot]
+    classes: Mapping[Slot, torch.Tensor], pinned: set[int], book: LabelBook
 ) -> tuple[Family, ...]:
     slots_of: dict[int, list[Slot]] = {}
     for slot, column in classes.items():
@@ -113,7 +131,12 @@ def _families(
         if channel not in pinned:
             alike.setdefault(tuple(slots), []).append(channel)
     return tuple(
-        Family(slots, tuple(channels), _owners(slot for slot in slots if slot in produced))
+        Family(
+            slots,
+            tuple(channels),
+            made_by=tuple(slot for slot in slots if slot in book.produced),
+            read_by=tuple(slot for slot in slots if slot in book.consumed - book.produced),
+        )
         for slots, channels in alike.items()
         if len(channels) > 1
     )
@@ -133,9 +156,14 @@ def _pinned(
             for channel in dict.fromkeys(column.tolist()):
                 if channel not in free:
                     reason = reasons.get(channel, "its channels can only leave all together")
-                    pinned.setdefault(_owners([slot])[0] or slot[0], reason)
+                    pinned.setdefault(_name(slot), reason)
     return pinned
 
 
 def _owners(slots: Iterable[Slot]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.rpartition(".")[0] for name, _ in slots))
+
+
+def _name(slot: Slot) -> str:
+    """Return the module that holds a tensor, or the tensor where that is the outermost module."""
+    return slot[0].rpartition(".")[0] or slot[0]

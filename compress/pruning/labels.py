@@ -47,6 +47,10 @@ class LabelBook:
         """Labels of the weights that are used element by element, like a learned scale."""
         self.produced: set[Slot] = set()
         """The axes along which a layer makes its channels."""
+        self.consumed: set[Slot] = set()
+        """The axes along which a layer reads channels."""
+        self.left_alone: dict[str, str] = {}
+        """Layer that is not followed, so that its channels stay → why."""
         self._count = 0
         self._edges: list[torch.Tensor] = []
         self._reasons: dict[str, int] = {}
@@ -90,6 +94,7 @@ class LabelBook:
         """Remember that a layer reads channels: labels, channel axis first, go with its columns."""
         constant = self.pinned("it reads constants or integers")
         labels = torch.where(labels == WILD, constant, labels)
+        self.consumed.add((weight.name, axis))
         columns = self.axis(weight, axis)
         self.equate(labels, columns.view(-1, *[1] * (labels.dim() - 1)))
 

@@ -6,14 +6,16 @@ import torch
 
 from compress.pruning.elementwise import join
 from compress.pruning.labels import LabelBook, Labels, Weight, channels_first
-from compress.pruning.operators import Call, Result, Rule, pin_all
+from compress.pruning.operators import Call, Result, Rule, leave_alone, pin_all
+
+COMPUTED = "its weight is computed from others, as weight_norm and other parametrizations do"
 
 
 def convolution(call: Call, book: LabelBook) -> Result:
     """Read the weight's second axis and make its first; a depthwise one passes channels on."""
     weight = call["weight"]
     if not isinstance(weight, Weight):
-        return pin_all(call, book, "its convolution's weight is computed")
+        return leave_alone(call, book, COMPUTED)
     axis = len(call.shape) - len(weight.shape) + 1
     input_CX = channels_first(book.of(call["input"]), axis)
     output_O = book.rows(weight, 0)
@@ -31,8 +33,10 @@ def convolution(call: Call, book: LabelBook) -> Result:
 def transposed_convolution(call: Call, book: LabelBook) -> Result:
     """Read the weight's first axis and make its second."""
     weight = call["weight"]
-    if not isinstance(weight, Weight) or call["groups"] > 1:
-        return pin_all(call, book, "a transposed convolution in groups")
+    if not isinstance(weight, Weight):
+        return leave_alone(call, book, COMPUTED)
+    if call["groups"] > 1:
+        return leave_alone(call, book, "a transposed convolution in groups")
     axis = len(call.shape) - len(weight.shape) + 1
     book.consume(weight, 0, channels_first(book.of(call["input"]), axis))
     output_O = book.rows(weight, 1)
@@ -103,7 +107,7 @@ def embedding(call: Call, book: LabelBook) -> Result:
     """Make the weight's second axis."""
     weight = call["weight"]
     if not isinstance(weight, Weight):
-        return pin_all(call, book, "its embedding's weight is computed")
+        return leave_alone(call, book, COMPUTED)
     return book.rows(weight, 1).expand(call.shape)
 
 
@@ -112,15 +116,15 @@ def recurrent(call: Call, book: LabelBook) -> Result:
     parameters = call.get("params")
     state = call.get("hx")
     if parameters is None or call["bidirectional"]:
-        return pin_all(call, book, f"{call.operator} packed or in two directions")
+        return leave_alone(call, book, f"{call.operator} packed or in two directions")
     if len(parameters) % call["num_layers"] or not all(isinstance(p, Weight) for p in parameters):
-        return pin_all(call, book, f"{call.operator} with computed weights")
+        return leave_alone(call, book, COMPUTED)
     per_layer = len(parameters) // call["num_layers"]
     labels, hidden = book.of(call["input"]), []
     for first in range(0, len(parameters), per_layer):
         input_weight, hidden_weight, *biases = parameters[first : first + per_layer]
         if any(len(bias.shape) != 1 for bias in biases):
-            return pin_all(call, book, f"{call.operator} with a projection")
+            return leave_alone(call, book, f"{call.operator} with a projection")
         book.consume(input_weight, 1, channels_first(labels, -1))
         hidden_H = book.axis(hidden_weight, 1)
         for weight in (input_weight, hidden_weight, *biases):
@@ -143,7 +147,7 @@ def _project(
     axes: tuple[int, int],
 ) -> Result:
     if not isinstance(weight, Weight):
-        return pin_all(call, book, "its linear layer's weight is computed")
+        return leave_alone(call, book, COMPUTED)
     output_axis, input_axis = axes
     book.consume(weight, input_axis, channels_first(book.of(features), -1))
     output_O = book.rows(weight, output_axis)

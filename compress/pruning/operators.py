@@ -30,6 +30,8 @@ class Call:
     """Shapes of the results."""
     gives_list: bool
     """Whether it returns several tensors, or a list of them."""
+    module: str
+    """The module that calls it; empty for the outermost one."""
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -56,6 +58,13 @@ class Call:
 
 
 Rule: TypeAlias = Callable[[Call, LabelBook], Result]
+
+
+def leave_alone(call: Call, book: LabelBook, reason: str) -> Result:
+    """Pin all that a layer reads and makes, and remember that the layer stays as it is."""
+    weights = (tensor.name for tensor in call.tensors if isinstance(tensor, Weight))
+    book.left_alone.setdefault(call.module or next(weights, call.operator), reason)
+    return pin_all(call, book, reason)
 
 
 def pin_all(call: Call, book: LabelBook, reason: str) -> Result:

@@ -73,7 +73,8 @@ def plan_cut(
         ratio: fraction of each family's channels to remove.
         importance: how channels are ranked.
         round_to: channels kept are a multiple of this, or of a smaller one in narrow families.
-        exclude: patterns of module names whose channels stay.
+        exclude: patterns of module names whose channels stay: those that a layer makes, and those
+            that a normalisation or scale is applied to.
         seed: seed of random importance.
 
     Raises:
@@ -90,7 +91,7 @@ def plan_cut(
         scores = channel_importance(family, graph, parameters, importance, generator)
         keep = channels_kept(len(scores), entries_of(family, graph), ratio, round_to)
         removed = [family.channels[i] for i in scores.argsort(stable=True)[: len(scores) - keep]]
-        held_by = [excluded[name] for name in family.producers if name in excluded]
+        held_by = [excluded[name] for name in family.holders if name in excluded]
         if held_by:
             pinned[family.name] = f"excluded by {held_by[0]!r}"
         elif not removed:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from compress.core.errors import StageFailed
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -20,6 +22,9 @@ def reestimate_batch_norms_(
     """Average BatchNorm statistics anew over batches, in place, and leave the module in eval mode.
 
     Removed channels shift the statistics of all that follow (Li et al., "EagleEye", 2020).
+
+    Raises:
+        StageFailed: the module does not take the batches.
     """
     norms = [
         layer
@@ -37,8 +42,21 @@ def reestimate_batch_norms_(
         norm.momentum = None  # a plain average over all batches
         norm.train()
     for batch in usable:
-        module(*batch.to(device).inputs)
+        _run(module, batch.to(device))
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
         norm.eval()
     module.cpu()
+
+
+def _run(module: nn.Module, batch: Batch) -> None:
+    try:
+        module(*batch.inputs)
+    except Exception as error:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in batch.inputs)
+        first_line = str(error).partition("\n")[0]
+        raise StageFailed(
+            f"averaging BatchNorm statistics: the model does not take the calibration samples, a "
+            f"batch of shape {shapes}: {type(error).__name__}: {first_line}; the data must give "
+            "what model.inputs declares"
+        ) from error

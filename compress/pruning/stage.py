@@ -120,7 +120,7 @@ def _facts(cut: ChannelCut) -> dict[str, JsonValue]:
     """Return what was cut and what was not, and why."""
     return {
         "families": [
-            {"modules": list(f.family.producers), "before": f.before, "after": f.after}
+            {"modules": list(f.family.makers), "before": f.before, "after": f.after}
             for f in cut.families
         ],
         "pinned": dict(cut.pinned),

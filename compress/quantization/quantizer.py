@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch.fx import GraphModule, Node
 
+from compress.core.program import FlatOutputs
 from compress.quantization.pt2e import (
     Q_ANNOTATION_KEY,
     DerivedQuantizationSpec,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from compress.quantization.scheme import IntegerFormat, Observer, Scheme
 
 
+FLAT_OUTPUTS = f"{FlatOutputs.__module__}.{FlatOutputs.__qualname__}"
 aten = torch.ops.aten
 CONVOLUTIONS = {
     aten.conv1d.default,
@@ -43,35 +45,30 @@ CONVOLUTIONS = {
     aten.conv3d.padding,
 }
 LINEAR = aten.linear.default
-ADDITIONS = {aten.add.Tensor, aten.add_.Tensor}
+ADDITION = aten.add.Tensor
 CLAMPS = {
     aten.relu.default,
-    aten.relu_.default,
     aten.relu6.default,
     aten.hardtanh.default,
-    aten.hardtanh_.default,
     aten.clamp.default,
-    aten.clamp_.default,
 }
 """Activations that onnxruntime folds into the clipping of the QuantizeLinear that follows."""
 MOVES = {
     aten.max_pool1d.default,
     aten.max_pool2d.default,
-    aten.flatten.using_ints,
     aten.view.default,
-    aten.reshape.default,
+    aten._unsafe_view.default,
     aten.permute.default,
     aten.transpose.int,
     aten.squeeze.dim,
     aten.squeeze.dims,
     aten.unsqueeze.default,
-    aten.contiguous.default,
-    aten.dropout.default,
+    aten.clone.default,
 }
 """Operators that only move or pick values: their result keeps the scale of what they read."""
 AVERAGE_POOL = aten.avg_pool2d.default
-SMALLEST_SCALE = 2.0**-16
-"""Keeps bias / (input scale * weight scale) within the 32 bits that onnxruntime gives it."""
+SMALLEST_SCALE = 2.0**-60
+"""Keeps the product of two scales, which both runtimes hold in a float32, a normal number."""
 OBSERVERS = {
     "minmax": MinMaxObserver,
     "moving_average": MovingAverageMinMaxObserver,
@@ -106,7 +103,7 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
                 continue
             if node.target in CONVOLUTIONS or node.target is LINEAR:
                 self._annotate_weighted(node)
-            elif node.target in ADDITIONS:
+            elif node.target is ADDITION:
                 self._annotate_addition(node)
             elif node.target in MOVES or node.target is AVERAGE_POOL:
                 self._annotate_unary(node)
@@ -153,10 +150,18 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
 
 
 def module_names(node: Node) -> list[str]:
-    """Return the dotted names of the modules that a node lies in, outermost first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    names = (path.removeprefix("module.") for path, _ in stack.values())
+    """Return the dotted names of the user's modules that a node lies in, outermost first."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    names = [path for path, _ in stack]
+    if _wrapped(node):
+        names = [name.removeprefix("module").removeprefix(".") for name in names]
     return [n for n in names if n]
+
+
+def _wrapped(node: Node) -> bool:
+    """Whether the user's module is the child ``module`` of one that flattens its outputs."""
+    stack = (node.meta.get("nn_module_stack") or {}).values()
+    return any(kind == FLAT_OUTPUTS for _, kind in stack)
 
 
 def _spec(numbers: IntegerFormat, observer: type) -> QuantizationSpec:
@@ -235,8 +240,9 @@ def _has_integers(value: object) -> bool:
 def _float_modules(model: GraphModule) -> list[str]:
     """Return the modules of weights (two axes and more) that no quantized operator reads."""
     tensors = dict(model.named_parameters())
+    prefix = "module." if any(_wrapped(node) for node in model.graph.nodes) else ""
     names = {
-        str(node.target).removeprefix("module.").rpartition(".")[0]
+        str(node.target).removeprefix(prefix).rpartition(".")[0]
         for node in model.graph.nodes
         if node.op == "get_attr" and node.target in tensors and tensors[node.target].dim() > 1
         if not any(Q_ANNOTATION_KEY in reader.meta for reader in node.users)

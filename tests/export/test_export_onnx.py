@@ -19,6 +19,8 @@ from compress.core.stage import Context
 from compress.quantization.stage import QuantizeStatic
 from export.agreement import check_agreement
 from export.onnx import ExportOnnx, OnnxModel
+from export.onnx_graph import count_macs
+from export.onnx_lowering import write
 
 ROOT = Path(__file__).parents[2]
 NETWORKS = ROOT / "tests" / "compress" / "quantization"
@@ -254,6 +256,87 @@ def test_a_lowering_that_fixes_an_axis_is_caught() -> None:
         check_agreement(right, fixed_shape, ROWS)
     with pytest.raises(StageFailed, match=r"axis 'batch' at size 3: .* answers differ"):
         check_agreement(right, fixed_values, ROWS)
+
+
+def test_only_what_is_right_elsewhere_is_called_baked_in() -> None:
+    def right(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x * 2,)
+
+    def broken(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        raise RuntimeError("never works\nmore")
+
+    def of_two(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.view(2, 4) * 2,)
+
+    with pytest.raises(StageFailed, match=r"size 1: .* answers \(never works\)$"):
+        check_agreement(right, broken, ROWS)
+    with pytest.raises(StageFailed, match=r"size 1: .*, so the axis is baked in"):
+        check_agreement(right, of_two, ROWS)
+
+
+def test_rounded_models_may_differ_a_little() -> None:
+    def right(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x,)
+
+    def by(error: float) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+        return lambda x: (x * (1 + error),)
+
+    check_agreement(right, by(0.05), ROWS, rounded=True)
+    with pytest.raises(StageFailed, match=r"differ .* by 0\.05 .*at most 0\.001"):
+        check_agreement(right, by(0.05), ROWS)
+    with pytest.raises(StageFailed, match=r"differ .* by 0\.2 .*at most 0\.1"):
+        check_agreement(right, by(0.2), ROWS, rounded=True)
+
+
+@pytest.mark.parametrize("batch", ["batch", 3])
+def test_macs_of_recurrent_and_transposed_layers_are_of_one_sample(
+    tmp_path: Path, batch: str | int
+) -> None:
+    signature = Signature(inputs=(TensorSpec(name="x", shape=(batch, 4, 8)),))
+    model = source(tmp_path / "source", "networks:recurrent", signature)
+    artifact = ExportOnnx()(model, Context(root=tmp_path / "onnx"))
+    transposed, recurrent, head = 8 * 4 * 6 * 2, 16 * 4 * 5 * (6 + 5), 16 * 5 * 3
+    assert artifact.macs() == transposed + recurrent + head
+
+
+def graph_of(operator: str, left: tuple[int, int], right: tuple[int, int]) -> onnx.ModelProto:
+    node = onnx.parser.parse_node(operator)
+    result = onnx.helper.make_tensor_value_info("c", onnx.TensorProto.FLOAT, [6, 5])
+    values = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+        for name, shape in (("a", left), ("b", right))
+    ]
+    return onnx.helper.make_model(onnx.helper.make_graph([node], "g", values, [result]))
+
+
+def test_macs_follow_the_transposition_and_are_none_where_unknown() -> None:
+    assert count_macs(graph_of("c = Gemm <transA = 1> (a, b)", (2, 6), (2, 5))) == 6 * 5 * 2 // 2
+    einsum = graph_of('c = Einsum <equation = "ij,jk->ik"> (a, b)', (6, 2), (2, 5))
+    assert count_macs(einsum) is None
+
+
+def test_what_is_not_valid_is_told_in_one_line(tmp_path: Path) -> None:
+    unknown = graph_of("c = Unknown(a, b)", (6, 2), (2, 5))
+    with pytest.raises(StageFailed, match=r"not valid ONNX: .*Unknown") as caught:
+        write(unknown, tmp_path / "model.onnx")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_operator_without_an_onnx_form_is_named(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:eigenvalues", ROWS)
+    with pytest.raises(StageFailed, match=r"no ONNX form: .*linalg_eig") as caught:
+        ExportOnnx()(model, Context(root=tmp_path / "onnx"))
+    assert "step 3/3" not in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_layer_left_in_floats_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = source(tmp_path / "source", "networks:mlp")
+    context = Context(root=tmp_path / "int8", data=rows(torch.randn(32, 1, 8, 8)))
+    graph = QuantizeStatic(calibration_samples=32, exclude=("1",))(model, context)
+    artifact = ExportOnnx()(graph, context.at(tmp_path / "onnx"))
+    assert artifact.manifest.facts["float_kernels"] == {"Gemm": 1}
+    assert "quantized, yet computed in floats: ['Gemm']" in caplog.text
 
 
 def test_settings_import_neither_torch_nor_onnx(fresh_process: Callable[[str], str]) -> None:

@@ -11,7 +11,9 @@ from compress.core.gates import Parity
 from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
+from export.agreement import check_agreement
 from export.torchscript import ExportTorchScript, TorchScriptModel
+from export.torchscript_file import _quiet
 
 ROOT = Path(__file__).parents[2]
 NETWORKS = ROOT / "tests" / "compress" / "quantization"
@@ -106,6 +108,28 @@ def test_a_baked_in_batch_is_refused_and_scripting_mends_it(tmp_path: Path) -> N
         ExportTorchScript()(model, Context(root=tmp_path / "ts"))
     assert not (tmp_path / "ts").exists()
     ExportTorchScript(method="script")(model, Context(root=tmp_path / "ts"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_operators_keep_their_meaning(tmp_path: Path, method: str) -> None:
+    model = source(tmp_path / "source", "networks:halves", ROWS)
+    stage = ExportTorchScript.model_validate({"method": method})
+    with stage(model, Context(root=tmp_path / "ts")).open() as predict:
+        assert predict(torch.arange(4.0)[None])[0].tolist() == [[0, 0.5, 1, 1.5]]
+
+
+def test_an_interpreters_error_is_told_by_its_last_line() -> None:
+    class OfTwo(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.view(2, 4)
+
+    def source_answers(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x,)
+
+    with _quiet():
+        traced = torch.jit.trace(OfTwo(), torch.ones(2, 4))
+    with pytest.raises(StageFailed, match=r"\(RuntimeError: shape .* is invalid .*baked in"):
+        check_agreement(source_answers, lambda x: (traced(x),), ROWS)
 
 
 def test_what_cannot_be_scripted_is_refused(tmp_path: Path) -> None:

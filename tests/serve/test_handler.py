@@ -58,7 +58,12 @@ def write_torchscript(folder: Path) -> None:
 
 
 def unpack(
-    folder: Path, kind: str, payload: str, inputs: list[dict[str, Any]], probe: dict[str, Any]
+    folder: Path,
+    kind: str,
+    payload: str,
+    inputs: list[dict[str, Any]],
+    probe: dict[str, Any],
+    joins_rows: bool = True,
 ) -> None:
     """Lay out what TorchServe finds after unpacking a .mar."""
     names = {spec["name"] for spec in inputs}
@@ -66,6 +71,7 @@ def unpack(
         "kind": kind,
         "threads": 1,
         "max_rows": 8,
+        "joins_rows": joins_rows,
         "probe_atol": 1e-5,
         "inputs": inputs,
         "outputs": [name for name in probe if name not in names],
@@ -295,15 +301,29 @@ def test_requests_of_equal_shape_run_together_and_one_models_error_hurts_one(loo
     assert from_npz(last.body)["value"].tolist() == [[7, 8]]
 
 
-def test_a_fixed_batch_is_never_joined(tmp_path: Path, load: Any) -> None:
+def test_joined_requests_of_different_row_counts_get_their_own_rows(lookup: Any) -> None:
+    counts = (3, 1, 2)
+    sent = [np.arange(2 * count).reshape(count, 2) + i for i, count in enumerate(counts)]
+    answers = ask(lookup, *(npz(ids=ids, mask=np.ones(ids.shape, bool)) for ids in sent))
+    for ids, answer in zip(sent, answers, strict=True):
+        assert np.array_equal(from_npz(answer.body)["next"], ids + 1)
+        assert answer.headers["X-Batch-Axis"] == "0"
+
+
+def test_what_cannot_be_joined_is_asked_one_by_one(tmp_path: Path, load: Any) -> None:
     write_onnx(tmp_path)
     x = np.ones((2, 3), np.float32)
     fixed = [{"name": "x", "shape": [2, 3], "dtype": "float32"}]
-    unpack(tmp_path, "onnx", "model.onnx", fixed, {"x": x, "y": x})
+    unpack(tmp_path, "onnx", "model.onnx", fixed, {"x": x, "y": x}, joins_rows=False)
     service = load(tmp_path)
-    assert not service._entry_point.__self__.joins_rows
+    model = service._entry_point.__self__
+    calls: list[tuple[int, ...]] = []
+    run = model.run
+    model.run = lambda arrays: (calls.append(arrays[0].shape), run(arrays))[1]
     answers = ask(service, npz(x=x), npz(x=x * 2), npz(x=x[:1]))
     assert [a.status for a in answers] == [200, 200, 400]
+    assert calls == [(2, 3), (2, 3)]
+    assert "X-Batch-Axis" not in answers[0].headers
 
 
 @pytest.mark.parametrize("wrong", ["values", "type"])

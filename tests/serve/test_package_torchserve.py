@@ -21,9 +21,11 @@ from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from export.onnx import ExportOnnx, OnnxModel
+from export.torchscript import ExportTorchScript
 from serve import handler
 from serve.archive import TorchServeArchive
-from serve.mar import check_member_name, read_mar, write_mar
+from serve.mar import check_member_name, mar_manifest, read_mar, write_mar
+from serve.pack import rows_stay_first
 from serve.stage import PackageTorchServe
 from serve.verify import verify
 
@@ -97,6 +99,7 @@ def test_settings_reach_torchserve_as_numbers(
     assert (config["minWorkers"], config["maxWorkers"]) == (2, 2)
     assert (config["batchSize"], config["maxBatchDelay"]) == (8, 3)
     assert config["handler"]["probe_atol"] == 1e-5
+    assert config["handler"]["joins_rows"] is True
     assert config["handler"]["inputs"] == [{"name": "x", "shape": ["batch", 4], "dtype": "float32"}]
 
 
@@ -108,6 +111,63 @@ def test_the_probe_holds_the_first_validation_samples_and_the_models_answers(
     assert np.array_equal(probe["x"], first.numpy())
     with model.open() as predict:
         assert np.array_equal(probe["logits"], predict(first)[0].numpy())
+
+
+STACKED = """
+from torch import nn
+
+class Stacked(nn.Module):
+    # The state as torch's recurrent layers give it: layers first, rows second.
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layer = nn.Linear(3, 5)
+        self.layers = layers
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y, y[:, -1].expand(self.layers, -1, -1)
+"""
+
+
+@pytest.mark.parametrize(("layers", "rows"), [(1, 1), (4, 4), (2, 4)])
+def test_rows_are_not_joined_where_an_output_has_them_on_another_axis(
+    tmp_path: Path, layers: int, rows: int
+) -> None:
+    (tmp_path / "stacked.py").write_text(STACKED)
+    signature = Signature(
+        inputs=(TensorSpec(name="x", shape=("batch", 6, 3)),),
+        outputs=(OutputSpec(name="y"), OutputSpec(name="state")),
+    )
+    recipe = Recipe(factory="stacked:Stacked", arguments={"layers": layers})
+    source = import_checkpoint(
+        tmp_path / "source", recipe, signature, checkpoint=None, folder=tmp_path
+    )
+    model = ExportTorchScript().run(source, Context(root=tmp_path / "ts"))
+    archive = PackageTorchServe(max_rows=rows).run(model, Context(root=tmp_path / "mar"))
+    members = read_mar(archive.payload_path)
+    assert handler.from_npz(members["probe.npz"])["state"].shape == (layers, rows, 5)
+    assert yaml.safe_load(members["model-config.yaml"])["handler"]["joins_rows"] is False
+
+
+def test_rows_are_joined_only_where_the_batch_is_dynamic_and_any_size_is_taken() -> None:
+    def twice(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (inputs[0] * 2,)
+
+    def at_least_two(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        assert len(inputs[0]) > 1
+        return twice(*inputs)
+
+    def signature(*shapes: tuple[int | str, ...]) -> Signature:
+        specs = [{"name": f"x{i}", "shape": shape} for i, shape in enumerate(shapes)]
+        return Signature.model_validate({"inputs": specs})
+
+    x = (torch.ones(2, 3),)
+    dynamic = signature(("batch", 3))
+    assert rows_stay_first(twice, dynamic, x, twice(*x))
+    assert not rows_stay_first(at_least_two, dynamic, x, twice(*x))
+    assert not rows_stay_first(twice, signature((2, 3)), x, twice(*x))
+    assert not rows_stay_first(twice, signature(("batch", 3), ("other", 3)), (*x, *x), twice(*x))
 
 
 def test_the_manifest_says_where_it_comes_from(
@@ -253,16 +313,33 @@ def test_other_artifacts_are_verified_by_their_hashes(model: OnnxModel) -> None:
     assert lines[-1].startswith("export_onnx read input ")
 
 
-def test_foreign_code_in_a_bare_mar_is_not_run(archive: TorchServeArchive, tmp_path: Path) -> None:
+FOREIGN = {
+    "handler.py": b"raise SystemExit('ran')\n",
+    "MAR-INF/MANIFEST.json": mar_manifest("model", "other.onnx"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_code_is_not_run_however_consistent_its_hashes(
+    archive: TorchServeArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def digest_of(data: bytes) -> dict[str, str | int]:
+        return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+
+    monkeypatch.setattr("serve.server.TorchServe.__enter__", lambda server: pytest.fail("started"))
     members = read_mar(archive.payload_path)
-    code = b"raise SystemExit('ran')\n"
     provenance = json.loads(members["provenance.json"])
-    record = {"sha256": hashlib.sha256(code).hexdigest(), "bytes": len(code)}
-    provenance["members"]["handler.py"] = record
-    members |= {"handler.py": code, "provenance.json": json.dumps(provenance).encode()}
-    write_mar(tmp_path / "x.mar", members)
-    with pytest.raises(ArtifactInvalid, match=r"handler\.py is not the one that this version"):
-        verify(tmp_path / "x.mar")
+    provenance["members"][name] = digest_of(FOREIGN[name])
+    members |= {name: FOREIGN[name], "provenance.json": json.dumps(provenance).encode()}
+    folder = tmp_path / "artifact"
+    folder.mkdir()
+    write_mar(folder / "model.mar", members)
+    manifest = json.loads((archive.path / "manifest.json").read_text())
+    manifest["files"]["model.mar"] = digest_of((folder / "model.mar").read_bytes())
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    for path in (folder / "model.mar", folder):
+        with pytest.raises(ArtifactInvalid, match=f"{name} is not the one that this version"):
+            verify(path)
 
 
 @pytest.mark.slow

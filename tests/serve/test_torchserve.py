@@ -31,7 +31,7 @@ from serve.archive import TorchServeArchive
 from serve.client import Client
 from serve.handler import NPZ, from_npz, to_npz
 from serve.mar import read_mar, write_mar
-from serve.server import TorchServe
+from serve.server import TorchServe, has_ended, last_lines, stop
 from serve.stage import PackageTorchServe
 
 pytestmark = pytest.mark.torchserve
@@ -198,6 +198,61 @@ def test_torchscript_passes_its_gates_through_one_server(
     assert not processes_in(started[0]) and not started[0].exists()
 
 
+def test_a_server_that_ends_by_itself_says_its_last_words(
+    archive: TorchServeArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    java = tmp_path / "java"
+    java.write_text("#!/bin/sh\necho starting >&2\necho no memory >&2\nexit 3\n")
+    java.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    server = TorchServe(archive.payload_path)
+    ended = r"TorchServe ended while starting; its log ends: starting \| no memory$"
+    with pytest.raises(StageFailed, match=ended), server:
+        pass
+    assert not server.folder.exists()
+
+
+def test_the_end_of_a_log_is_one_short_line() -> None:
+    assert last_lines("") == "nothing"
+    assert last_lines("a\n\nTraceback (most recent call last):\n  File\nE: b  c\n") == "a | E: b  c"
+    assert last_lines("first\n" + "x" * 1000) == "x" * 300
+    assert last_lines("\n".join("abcdefghi" for _ in range(99))).count("abcdefghi") == 25
+
+
+def test_a_process_that_is_gone_is_stopped_again_in_silence() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""], start_new_session=True) as process:
+        while not has_ended(process.pid):
+            time.sleep(0.01)
+        stop(process)
+        assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_state_with_its_rows_on_the_second_axis_is_not_joined_from_parts(tmp_path: Path) -> None:
+    signature = Signature(
+        inputs=(TensorSpec(name="x", shape=("batch", 6, 3)),),
+        outputs=(OutputSpec(name="y"), OutputSpec(name="state")),
+    )
+    (tmp_path / "recurrent.py").write_text(
+        "from torch import nn\n\nclass Recurrent(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        y = super().forward(x)\n        return y, y[:, -1].unsqueeze(0)\n"
+    )
+    recipe = Recipe(factory="recurrent:Recurrent", arguments={"in_features": 3, "out_features": 5})
+    source = import_checkpoint(
+        tmp_path / "source", recipe, signature, checkpoint=None, folder=tmp_path
+    )
+    model = ExportTorchScript().run(source, Context(root=tmp_path / "ts"))
+    stage = PackageTorchServe(max_rows=4, batch_size=8, max_batch_delay_ms=200)
+    archive = stage.run(model, Context(root=tmp_path / "mar"))
+    x = torch.randn(8, 6, 3)
+    with archive.open() as served, model.open() as predict:
+        for got, expected in zip(served(x[:4]), predict(x[:4]), strict=True):
+            torch.testing.assert_close(got, expected)
+        with pytest.raises(StageFailed, match="not lie on axis 0 of every output; raise max_rows"):
+            served(x)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["payload", "probe"])
 def test_a_damaged_model_is_never_ready_and_leaves_nothing(
@@ -210,8 +265,9 @@ def test_a_damaged_model_is_never_ready_and_leaves_nothing(
     words = {"payload": "Protobuf parsing failed", "probe": "does not answer the probe"}[damage]
     write_mar(tmp_path / "x.mar", members | changes[damage])
     server = TorchServe(tmp_path / "x.mar", startup_seconds=60)
-    with pytest.raises(StageFailed, match=f"(?s)the model was not loaded.*{words}"), server:
+    with pytest.raises(StageFailed, match=f"the model was not loaded.*{words}") as caught, server:
         pass
+    assert "\n" not in str(caught.value) and str(server.folder) not in str(caught.value)
     assert not processes_in(server.folder) and not server.folder.exists()
 
 

@@ -99,6 +99,18 @@ def test_a_fixed_batch_is_refused_by_name() -> None:
         export_program(Fixed(), ROWS)
 
 
+class AtMostFour(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 4:
+            raise ValueError("four at most")
+        return x * 2
+
+
+def test_a_limited_batch_is_refused_with_its_limits() -> None:
+    with pytest.raises(StageFailed, match=r"axis 'batch' .* only some sizes.* where batch <= 4;"):
+        export_program(AtMostFour(), ROWS)
+
+
 @pytest.mark.parametrize("kept", [0, 100, 0.5, 0.999])
 def test_a_truncated_file_is_refused(tmp_path: Path, kept: float) -> None:
     graph = sealed(tmp_path / "g", net())

@@ -210,3 +210,80 @@ class Transposed(nn.Module):
         x = F.relu(self.encoder(x)) @ self.encoder.weight
         x = self.norm(torch.addmm(self.bias, x, self.weight))
         return self.head(F.relu(self.hidden(x)))
+
+
+class InPlaceOnAView(nn.Module):
+    """An in-place operator on a part of the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 32)
+        self.second = nn.Linear(32, 16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        y.chunk(2, -1)[0].relu_()
+        return self.head(F.relu(self.second(y)))
+
+
+class Computed(nn.Module):
+    """Layers whose weights are made anew at every call, and one in two directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 16))
+        self.both_ways = nn.LSTM(16, 8, bidirectional=True, batch_first=True)
+        self.plain = nn.Linear(16, 16)
+        self.weight = nn.Parameter(torch.randn(16, 16))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, _ = self.both_ways(F.relu(self.normed(x)))
+        return self.head(F.linear(F.relu(self.plain(y)), self.weight.tanh()))
+
+
+class Outer(nn.Module):
+    """A product of every channel of one layer with every channel of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(4, 8)
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((self.first(x)[:, :, None] * self.second(x)[:, None]).flatten(1))
+
+
+class Disagreeing(nn.Module):
+    """Two layers that may be cut one at a time: the answer changes when both are narrower."""
+
+    def __init__(self, width: int = 32, change: float = 1.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.second = nn.Linear(4, width)
+        self.first_head = nn.Linear(width, 3)
+        self.second_head = nn.Linear(width, 3)
+        self.full, self.change = 2 * width, change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = F.relu(self.first(x)), F.relu(self.second(x))
+        both = 4 * max(first.shape[1], second.shape[1]) <= self.full
+        return (self.first_head(first) + self.second_head(second)) * (1 + self.change * both)
+
+
+class FloatAlone(nn.Module):
+    """Insists on float32, and answers a little otherwise when it is narrower."""
+
+    def __init__(self, change: float) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 512)
+        self.head = nn.Linear(512, 3)
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.float32:
+            raise TypeError("float32 alone")
+        y = self.first(x).cos()
+        return self.head(y) * (1 + self.change * (y.shape[1] < 512))

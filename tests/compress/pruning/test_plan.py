@@ -60,9 +60,16 @@ CUT = {
     "unknown_operator": (linear_nets.UnknownOperator, VECTOR, {"second": (16, 8)}),
     "hidden_width": (linear_nets.HiddenWidth, VECTOR, {"second": (16, 8)}),
     "multi_head": (linear_nets.MultiHead, (5, 16), {"layer.linear1": (32, 16)}),
+    "in_place_on_a_view": (linear_nets.InPlaceOnAView, VECTOR, {"second": (16, 8)}),
+    "computed": (linear_nets.Computed, (5, 4), {}),
+    "outer": (linear_nets.Outer, VECTOR, {}),
+    "disagreeing": (linear_nets.Disagreeing, VECTOR, {"first": (32, 16)}),
 }
 
 PINNED = {
+    "in_place_on_a_view": ("first", "otherwise than its masked twin"),
+    "outer": ("first", "it is stretched over other channels"),
+    "disagreeing": ("second", "together with other cuts, the smaller model answers otherwise"),
     "unknown_operator": ("first", "operator 'linalg_pinv' is not known"),
     "hidden_width": ("first", "otherwise than its masked twin"),
     "multi_head": ("layer.self_attn", "the smaller model fails"),
@@ -126,6 +133,28 @@ def test_every_wrong_cut_is_refused() -> None:
     cut = plan_cut(built(linear_nets.SplitByNumber), (torch.randn(2, 4),), ratio=0.5)
     assert not cut.families
     assert "masked twin" in cut.pinned["first"]
+
+
+@pytest.mark.parametrize(("change", "is_proven"), [(0.0, True), (1e-3, False)])
+def test_a_module_that_insists_on_float32_is_proven_in_it(change: float, is_proven: bool) -> None:
+    module = built(lambda: linear_nets.FloatAlone(change))
+    cut = plan_cut(module, (torch.randn(2, 4),), ratio=0.5)
+    assert bool(cut.families) == is_proven
+    if not is_proven:
+        assert "masked twin (by 1.0e-03)" in cut.pinned["first"]
+
+
+def test_layers_that_are_not_followed_say_why() -> None:
+    pinned = plan_cut(built(linear_nets.Computed), (torch.randn(2, 5, 4),), ratio=0.5).pinned
+    assert "its weight is computed from others" in pinned["normed"]
+    assert pinned["both_ways"] == "lstm packed or in two directions"
+    assert "its weight is computed from others" in pinned["linear"]
+
+
+def test_weights_of_the_outermost_module_go_by_their_own_names() -> None:
+    (family,) = plan_cut(built(nets.Raw), (torch.randn(2, 1, 8, 8),), ratio=0.5).families
+    assert family.family.makers == ("kernel",)
+    assert family.family.producers == ("",)
 
 
 def test_the_number_of_heads_goes_with_the_cut() -> None:
@@ -209,6 +238,11 @@ def test_least_important_channels_leave() -> None:
     for importance in ("l1", "l2"):
         cut = plan_cut(module, (torch.randn(2, 4),), ratio=0.5, importance=importance)
         assert cut.kept["0.weight"][0] == tuple(range(1, 32, 2))
+    with torch.no_grad():  # what reads the channels counts as much as what makes them
+        module[2].weight[:, ::2] *= 1e6
+    for importance in ("l1", "l2"):
+        cut = plan_cut(module, (torch.randn(2, 4),), ratio=0.5, importance=importance)
+        assert cut.kept["0.weight"][0] == tuple(range(0, 32, 2))
     random_ones = [
         plan_cut(module, (torch.randn(2, 4),), ratio=0.5, importance="random", seed=seed).kept
         for seed in (1, 1, 2)
@@ -221,6 +255,13 @@ def test_excluded_modules_keep_their_channels() -> None:
     cut = plan_cut(module, (torch.randn(2, 1, 8, 8),), ratio=0.5, exclude=("growth*",))
     assert [f.family.name for f in cut.families] == ["stem"]
     assert cut.pinned["growth1"] == "excluded by 'growth*'"
+
+
+def test_an_excluded_normalisation_keeps_its_channels() -> None:
+    module = built(nets.Separable)
+    cut = plan_cut(module, (torch.randn(2, 1, 8, 8),), ratio=0.5, exclude=("norm",))
+    assert [f.family.name for f in cut.families] == ["squeeze", "pointwise"]
+    assert cut.pinned["stem"] == "excluded by 'norm'"
 
 
 def test_a_pattern_reaches_what_lies_inside() -> None:

@@ -135,6 +135,32 @@ def test_statistics_stay_without_usable_batches(resnet20: EagerModel, digits: Sp
     assert torch.equal(module.bn.running_mean, before)
 
 
+def test_data_that_do_not_fit_are_refused_in_one_line(
+    resnet20: EagerModel, blobs: Splits, tmp_path: Path
+) -> None:
+    stage = PruneChannels(ratio=0.5, calibration_samples=32)
+    refused = r"does not take the calibration samples, a batch of shape \(32, 4\): RuntimeError: .*"
+    with pytest.raises(StageFailed, match=refused) as caught:
+        stage(resnet20, Context(root=tmp_path / "slim", data=blobs))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "slim").exists()
+
+
+def test_random_channels_follow_the_seed(mlp: EagerModel, tmp_path: Path) -> None:
+    stage = PruneChannels(ratio=0.5, importance="random")
+    kept = [
+        stage(mlp, Context(root=tmp_path / str(i), seed=seed)).recipe.edits[0].kept
+        for i, seed in enumerate((1, 1, 2))
+    ]
+    assert kept[0] == kept[1] != kept[2]
+
+
+def test_facts_name_the_weights_of_the_outermost_module(tmp_path: Path) -> None:
+    source = sealed(tmp_path / "source", "pruning_nets:Raw", (1, 8, 8), HERE)
+    slim = PruneChannels(ratio=0.5)(source, Context(root=tmp_path / "slim"))
+    assert slim.manifest.facts["families"] == [{"modules": ["kernel"], "before": 16, "after": 8}]
+
+
 def test_nothing_to_remove_says_why(tmp_path: Path) -> None:
     source = sealed(tmp_path / "source", "pruning_linear_nets:Everything", (4,), HERE)
     with pytest.raises(StageFailed, match=r"no channel can be removed \(only: it is an output"):

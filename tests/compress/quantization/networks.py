@@ -108,10 +108,96 @@ class Diverging(nn.Module):
         return self.second(self.first(x) / (x - x))
 
 
+class Aliases(nn.Module):
+    """Writes in place into tensors that views of them are read through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 16, 3, padding=1)
+        self.side = nn.Conv2d(16, 8, 1)
+        self.tail = nn.Conv2d(16, 16, 1)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = self.stem(image)
+        first, second = x.chunk(2, 1)
+        first.relu_()
+        second += self.side(x)
+        x = self.tail(x)
+        rows = x.view(-1, 16, 64)
+        x.relu_()
+        return self.head(rows.mean(2))
+
+
+class Branches(nn.Module):
+    """A relu and an addition both read one convolution; the addition subtracts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 8, 3, padding=1)
+        self.tail = nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = self.stem(image)
+        y = F.max_pool2d(self.tail(F.relu(x)), 3, 1, 1)
+        return self.head(torch.add(x, y, alpha=-3).mean((2, 3)))
+
+
+class OwnModule(nn.Module):
+    """Has a submodule named ``module``; returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.head(self.module(x))}
+
+
+class OwnModuleFlat(OwnModule):
+    """The same, returning a tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.module(x))
+
+
+class Halves(nn.Module):
+    """Divides integers truly, which old TorchScript truncated."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.div(x.long(), 2)
+
+
+class Recurrent(nn.Module):
+    """A transposed convolution, an LSTM and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose1d(4, 6, 2, stride=2)
+        self.lstm = nn.LSTM(6, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states, _ = self.lstm(self.up(x).transpose(1, 2))
+        return self.head(states)
+
+
+class Eigenvalues(nn.Module):
+    """Computes what ONNX has no operator for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.eigvals(x[:, :, None] * x[:, None]).real
+
+
 def unquantizable() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(4), nn.GELU())
 
 
 mobilenet, two_inputs, sequence = MobileNet, TwoInputs, Sequence
 baked_batch, baked_rows = BakedBatch, BakedRows
+aliases, branches = Aliases, Branches
+own_module, own_module_flat = OwnModule, OwnModuleFlat
+halves, recurrent, eigenvalues = Halves, Recurrent, Eigenvalues
 diverging, unscriptable = Diverging, Unscriptable

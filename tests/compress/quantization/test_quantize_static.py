@@ -204,6 +204,99 @@ def test_a_channel_of_zeros_keeps_its_bias(tmp_path: Path) -> None:
         assert predict(*IMAGE.example(2))[0][:, 3].tolist() == pytest.approx([7.5, 7.5], abs=1e-3)
 
 
+@pytest.mark.parametrize("factory", ["networks:aliases", "networks:branches"])
+def test_writing_into_views_and_branches_keeps_the_answers(tmp_path: Path, factory: str) -> None:
+    model = source(tmp_path / "source", factory)
+    context = Context(root=tmp_path / "int8", data=splits((1, 8, 8)))
+    graph = QuantizeStatic(calibration_samples=64)(model, context)
+    assert Parity(atol=0).value(model, graph, context) < 0.03
+
+
+def scaled(path: Path, weight: float, bias: float) -> EagerModel:
+    """Return a layer with weights of a scale, the bias of its first unit given and the rest 0."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(4, 4)
+    state = {"weight": module.weight.detach() * weight, "bias": torch.tensor([bias, 0, 0, 0])}
+    recipe = Recipe(factory="torch.nn:Linear", arguments={"in_features": 4, "out_features": 4})
+    return EagerModel.create(path, recipe, state, ROWS)
+
+
+def scaled_rows(scale: float) -> Splits:
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1)) * scale
+    return Splits({"train": TensorDataset(x, x[:, 0]), "val": TensorDataset(x, x[:, 0])})
+
+
+@pytest.mark.parametrize("observer", ["minmax", "moving_average", "histogram"])
+@pytest.mark.parametrize(("inputs", "weights"), [(1e-5, 1.0), (1.0, 1e-4), (1e-5, 1e-4), (1e5, 1)])
+def test_small_and_large_ranges_keep_their_8_bits(
+    tmp_path: Path, observer: str, inputs: float, weights: float
+) -> None:
+    model = scaled(tmp_path / "source", weights, bias=0)
+    context = Context(root=tmp_path / "int8", data=scaled_rows(inputs))
+    stage = QuantizeStatic.model_validate({"observer": observer, "calibration_samples": 64})
+    error = Parity(atol=0).value(model, stage(model, context), context)
+    assert error < 0.03 * inputs * weights
+
+
+def test_a_bias_far_above_its_products_is_kept(tmp_path: Path) -> None:
+    model = scaled(tmp_path / "source", 1e-6, bias=5)
+    context = Context(root=tmp_path / "int8", data=scaled_rows(1e-3))
+    with QuantizeStatic(calibration_samples=64)(model, context).open() as predict:
+        answers = predict(torch.randn(8, 4) * 1e-3)[0]
+    assert answers[:, 0].tolist() == pytest.approx([5] * 8, rel=1e-6)
+    assert 1e-10 < float(answers[:, 1].abs().max()) < 1e-8  # other units keep their steps
+
+
+def test_a_range_that_vanishes_is_refused(tmp_path: Path) -> None:
+    model = scaled(tmp_path / "source", 1, bias=0)
+    context = Context(root=tmp_path / "none", data=scaled_rows(1e-25))
+    with pytest.raises(StageFailed, match=r"calibration: .* at most, too small for 8 bits"):
+        QuantizeStatic(calibration_samples=64)(model, context)
+
+
+def test_only_what_fuses_is_annotated(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:branches")
+    context = Context(root=tmp_path / "int8", data=splits((1, 8, 8)))
+    graph = QuantizeStatic(calibration_samples=64)(model, context)
+    # The addition multiplies by alpha, which no integer kernel does.
+    assert graph.manifest.facts["quantized_operators"] == {"conv2d": 2, "linear": 1}
+    nodes = {n.name: n for n in graph.program().graph.nodes}
+    for name in ("conv2d", "conv2d_1"):  # the first has two readers, so its relu is not fused
+        assert all("quantize_per_tensor" in str(r.target) for r in nodes[name].users)
+    pool = nodes["max_pool2d"]
+    (after,) = pool.users
+    assert pool.args[0].args[1:3] == after.args[1:3], "a move keeps the scale and zero point"
+
+
+@pytest.mark.parametrize("factory", ["networks:own_module", "networks:own_module_flat"])
+def test_a_users_submodule_may_be_called_module(tmp_path: Path, factory: str) -> None:
+    model = source(tmp_path / "source", factory, ROWS)
+    stage = QuantizeStatic(calibration_samples=32, exclude=("module",))
+    graph = stage(model, Context(root=tmp_path / "int8", data=splits((4,))))
+    assert graph.manifest.facts == {
+        "quantized_operators": {"linear": 1},
+        "float_modules": ["module.0"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("shapes", "found"),
+    [
+        (((3,),), r"float32 \[32, 3\]"),
+        (((4, 1),), r"float32 \[32, 4, 1\]"),
+        (((4,), (4,)), r"float32 \[32, 4\] and float32 \[32, 4\]"),
+    ],
+)
+def test_data_that_does_not_fit_is_refused_by_shape(
+    tmp_path: Path, shapes: tuple[tuple[int, ...], ...], found: str
+) -> None:
+    model = source(tmp_path / "source", "networks:own_module", ROWS)
+    with pytest.raises(StageFailed, match=rf"data is {found}, expected float32 \[batch, 4\]"):
+        QuantizeStatic(calibration_samples=32)(
+            model, Context(root=tmp_path / "none", data=splits(*shapes))
+        )
+
+
 def test_too_few_samples_are_refused(resnet: tuple[EagerModel, Context], tmp_path: Path) -> None:
     model, context = resnet
     with pytest.raises(StageFailed, match="5000 calibration samples asked for"):
