@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import logging
 import os
 import sys
-import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
 from compress import __version__
 from compress.core.errors import CompressError, StageFailed
+from pipelines import interruption
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from compress.core.stage import Progress
     from pipelines.report import Report
 
-INTERRUPTED = 130
-SECONDS_BETWEEN_LINES = 3.0
-"""Between progress lines where there is no terminal to draw bars on."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,9 +37,22 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
+_answers: ContextVar[TextIO] = ContextVar("_answers")
+"""Standard output, while `--json` keeps everything else away from it."""
+
+
 def main() -> None:
     """Entry point of the `compress` command."""
-    app()
+    interruption.listen()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a lesser encoding must not end a run
+    try:
+        app()
+    except SystemExit as end:
+        raise SystemExit(interruption.exit_code() or end.code) from None
+    finally:
+        interruption.ignore()
 
 
 def _command(function: Callable[..., None]) -> Callable[..., None]:
@@ -51,32 +62,69 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
     def wrapped(*args: Any, debug: bool = False, **kwargs: Any) -> None:
         logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR, format="%(message)s")
         try:
-            function(*args, debug=debug, **kwargs)
-        except CompressError as error:
-            _fail(error, error.exit_code, debug)
-        except KeyboardInterrupt:
-            typer.echo("interrupted; run the same command again to resume", err=True)
-            raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(1) from None
+            with _only_json() if kwargs.get("as_json") else nullcontext():
+                function(*args, debug=debug, **kwargs)
         except typer.Exit:
             raise
-        except Exception as error:  # noqa: BLE001 - a newcomer gets one line, not a traceback
-            if debug or isinstance(error, OSError):
-                _fail(error, StageFailed.exit_code, debug)
-            internal = f"internal error, {type(error).__name__}: {error} (--debug shows where)"
-            _fail(StageFailed(internal), StageFailed.exit_code, debug)
+        except BaseException as error:  # noqa: BLE001 - a newcomer gets one line, not a traceback
+            _end(error, debug)
 
     return wrapped
 
 
-def _fail(error: Exception, code: int, debug: bool) -> None:
+def _end(error: BaseException, debug: bool) -> NoReturn:
     if debug:
         traceback.print_exception(error)
-    for line in str(error).splitlines():
-        typer.secho(f"error: {line}", fg="red", err=True)
+    if interruption.exit_code() or isinstance(error, KeyboardInterrupt):
+        typer.echo("interrupted; run the same command again to resume", err=True)
+        raise typer.Exit(interruption.exit_code() or 130) from None
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+    if not isinstance(error, Exception):
+        raise error
+    code, message = StageFailed.exit_code, str(error)
+    if isinstance(error, CompressError):
+        code = error.exit_code
+    elif not isinstance(error, OSError):
+        message = f"internal error, {type(error).__name__}: {error} (--debug shows where)"
+    for line in _problems(message):
+        _warn(f"error: {line}", "red")
     raise typer.Exit(code) from None
+
+
+def _problems(message: str) -> list[str]:
+    """Return a line per problem of a file; any other message is one line, whatever it holds."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    file = message.partition(":")[0]
+    if all(line.startswith(f"{file}:") for line in lines):
+        return lines
+    return [" ".join(lines)]
+
+
+def _warn(line: str, colour: str) -> None:
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    typer.echo(line if plain else typer.style(line, fg=colour), err=True)
+
+
+@contextmanager
+def _only_json() -> Iterator[None]:
+    """Keep standard output for the answer: what user code writes there goes to standard error."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        token = _answers.set(answers)
+        os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(answers.fileno(), 1)
+            _answers.reset(token)
+
+
+def _answer(content: object) -> None:
+    """Write JSON where `--json` promised it."""
+    typer.echo(json.dumps(content, indent=1), file=_answers.get())
 
 
 def _version(wanted: bool) -> None:
@@ -110,7 +158,7 @@ def run(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Walk a pipeline, and write report.json, report.html and the artifacts."""
+    """Walk a pipeline; write the report and the artifacts."""
     from pipelines.pipeline import Pipeline
 
     pipeline = Pipeline.from_yaml(file)
@@ -120,11 +168,13 @@ def run(
 
         foreseen = foresee(pipeline, directory, start=start, until=until, force=force)
         if as_json:
-            typer.echo(json.dumps(foreseen, indent=1))
+            _answer(foreseen)
         for name, what in () if as_json else foreseen.items():
             typer.echo(f"{name}: {what}")
         return
-    with _progress(quiet=as_json) as (progress, announce):
+    from pipelines.progress import shown
+
+    with shown(quiet=as_json) as (progress, announce):
         pipeline.run(
             directory,
             start=start,
@@ -139,7 +189,7 @@ def run(
 @app.command()
 @_command
 def check(file: PipelineFile, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Refuse everything that can be refused without running anything."""
+    """Refuse what can be refused without running a stage."""
     from pipelines.pipeline import Pipeline
     from pipelines.plan import make_plan
 
@@ -151,10 +201,10 @@ def check(file: PipelineFile, as_json: AsJson = False, debug: Debug = False) -> 
     load_data(pipeline)
     stages = [{"name": p.name, "stage": p.stage.stage, "input": p.input} for p in plan.stages]
     if as_json:
-        typer.echo(json.dumps({"valid": True, "stages": stages, "warnings": plan.warnings}))
+        _answer({"valid": True, "stages": stages, "warnings": plan.warnings})
         return
     for warning in plan.warnings:
-        typer.secho(f"warning: {warning}", fg="yellow", err=True)
+        _warn(f"warning: {warning}", "yellow")
     road = " → ".join(p.name for p in plan.stages)
     typer.echo(f"{file}: valid ({road})")
 
@@ -181,7 +231,7 @@ def inspect(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = Fals
     found = Artifact.at(artifact)
     manifest = found.manifest.model_dump(mode="json")
     if as_json:
-        typer.echo(json.dumps({"digest": found.digest, **manifest}, indent=1))
+        _answer({"digest": found.digest, **manifest})
         return
     typer.echo(f"{found.kind} artifact, digest {found.digest}")
     for label in ("inputs", "outputs"):
@@ -205,13 +255,13 @@ def verify(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Prove that an artifact is what was sealed; a .mar is really served and asked."""
+    """Prove an artifact is what was sealed; serve a .mar."""
     from pipelines import catalog  # noqa: F401 - importing it makes every kind known
     from serve.verify import verify as prove
 
     proven = prove(artifact)
     if as_json:
-        typer.echo(json.dumps({"artifact": str(artifact), "proven": list(proven)}, indent=1))
+        _answer({"artifact": str(artifact), "proven": list(proven)})
         return
     for line in proven:
         typer.echo(f"proven: {line}")
@@ -219,64 +269,24 @@ def verify(
 
 def _show(report: Report, out: Path, as_json: bool) -> None:
     if as_json:
-        typer.echo(report.model_dump_json(indent=1))
+        _answer(report.model_dump(mode="json"))
         return
     from rich.console import Console
 
     from pipelines.table import gate_lines, stage_table
 
+    if not report.stages and report.failed_stage and report.failed_stage.name == "source":
+        return  # nothing to show beside the error
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
-    console.print(stage_table(report))
+    console.print(stage_table(report, console))
     for line in gate_lines(report):
         console.print(line, highlight=False, soft_wrap=True)
     if report.test:
         values = ", ".join(f"{name} {value:.4f}" for name, value in report.test.values.items())
-        console.print(f"test {report.test.metric}: {values}", highlight=False)
+        console.print(f"test {report.test.metric}: {values}", highlight=False, soft_wrap=True)
     cached = sum(stage.cached for stage in report.stages)
-    summary = f"{cached} of {len(report.stages)} stages cached; report: {out / 'report.html'}"
+    counted = f"{cached} of {len(report.stages)} stages cached; "
+    summary = f"{'' if report.failed_stage else counted}report: {out / 'report.html'}"
     console.print(summary, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
-    """Give a progress function and an announcer: bars on a terminal, plain lines elsewhere."""
-    if quiet:
-        yield (lambda task, done, total, note="": None), (lambda line: None)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _plain_progress(), lambda line: typer.echo(line, err=True)
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}")
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
-
-        def progress(task: str, done: int, total: int, note: str = "") -> None:
-            if task not in tasks:
-                tasks[task] = bars.add_task(task, total=total, note=note)
-            bars.update(tasks[task], completed=done, total=total, note=note)
-            if done >= total:
-                bars.remove_task(tasks.pop(task))
-
-        yield progress, lambda line: bars.console.print(line, highlight=False, markup=False)
-
-
-def _plain_progress() -> Progress:
-    """Return a progress function that writes a line per new note, or every few seconds."""
-    shown: dict[str, tuple[float, str]] = {}
-
-    def progress(task: str, done: int, total: int, note: str = "") -> None:
-        now = time.monotonic()
-        last_time, last_note = shown.setdefault(task, (now, ""))
-        if (note and note != last_note) or now - last_time > SECONDS_BETWEEN_LINES:
-            shown[task] = (now, note)
-            typer.echo(f"  {task} {done}/{total}{f': {note}' if note else ''}", err=True)
-        if done >= total:
-            del shown[task]
-
-    return progress

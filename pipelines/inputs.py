@@ -39,7 +39,8 @@ def load_data(pipeline: Pipeline) -> Splits | None:
     try:
         return reference.load()
     except PipelineInvalid as error:
-        raise PipelineInvalid(f"{pipeline.place('data', 'factory')}: {error}") from error
+        message = str(error).removeprefix(f"data.factory {spec.factory!r}: ")
+        raise PipelineInvalid(f"{pipeline.place('data', 'factory')}: {message}") from error
 
 
 def check_model(pipeline: Pipeline) -> None:
@@ -77,7 +78,8 @@ def import_source(pipeline: Pipeline, path: Path) -> EagerModel:
     except CompressError as error:
         found = (k for k in ("checkpoint", "model.inputs", "model.outputs") if k in str(error)[:20])
         key = next(found, "factory").removeprefix("model.")
-        raise type(error)(f"{pipeline.place('model', key)}: {error}") from error
+        message = str(error).removeprefix(f"model.{key}: ")
+        raise type(error)(f"{pipeline.place('model', key)}: {message}") from error
 
 
 def source_parts(pipeline: Pipeline) -> dict[str, object]:

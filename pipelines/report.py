@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -109,17 +110,29 @@ class StageReport(Settings):
     """Why it had to run; empty when it was cached."""
     seconds: float
     """How long the stage took when it was run."""
+    judged_seconds: float = 0.0
+    """How long gates and measurements took in this run; 0 when they were known."""
     artifact: ArtifactReport
     measurements: Measurements
     verdicts: tuple[Verdict, ...]
 
     def line(self) -> str:
         """Return the stage in one line."""
-        how = "cached" if self.cached else f"done in {self.seconds:.1f} s"
+        how = "cached" if self.cached else f"made in {self.seconds:.1f} s"
+        if self.judged_seconds:
+            how += f", judged in {self.judged_seconds:.1f} s"
         metric = self.measurements.metric
         shown = f", {metric.name} {metric.value:.4f}" if metric else ""
         gates = f", {sum(v.passed for v in self.verdicts)}/{len(self.verdicts)} gates passed"
         return f"{self.name}: {how}{shown}{gates if self.verdicts else ''}"
+
+
+class FailureReport(Settings):
+    """The stage at which a run failed or was interrupted, before it had anything to show."""
+
+    name: str
+    stage: str
+    error: str
 
 
 class TestReport(Settings):
@@ -142,6 +155,7 @@ class Report(Settings):
     baseline_name: str
     baseline: Measurements | None
     stages: tuple[StageReport, ...]
+    failed_stage: FailureReport | None = None
     test: TestReport | None = None
     lock: dict[str, JsonValue] = Field(exclude=True)
     """What is needed to run it again."""
@@ -178,8 +192,34 @@ class Report(Settings):
             lstrip_blocks=True,
         )
         environment.filters |= {"bytes": readable_bytes, "count": readable_count}
+        environment.globals["rule_in_words"] = rule_in_words
         template = environment.get_template("report.html.jinja")
         return template.render(report=self, lock=self.lock)
+
+
+def rule_in_words(verdict: Verdict, metric: str) -> str:
+    """Return a gate's rule for people, with the metric's name."""
+    limit = verdict.limit
+    points = f"{limit:g} point{'' if limit == 1 else 's'}"
+    words = {
+        "min_metric": f"{metric} >= {limit:g}",
+        "max_drop": f"loses at most {points} of {metric}",
+        "parity": f"outputs differ by at most {limit:g}",
+        "label_agreement": f"at least {100 * limit:g} % of the labels are equal",
+        "max_size": f"the file has at most {100 * limit:.4g} % of the bytes",
+        "max_parameters": f"at most {100 * limit:g} % of the weights are left",
+    }
+    if verdict.gate == "max_drop" and metric == "loss":
+        return f"loss rises by at most {limit / 100:g}"
+    return words.get(verdict.gate, verdict.rule)
+
+
+def how_to_run(file: str, out: Path) -> str:
+    """Return the command that makes a report again, wherever it is given."""
+    path = Path(file)
+    if not path.is_file():
+        return file
+    return shlex.join(["compress", "run", str(path.resolve()), "--out", str(out.resolve())])
 
 
 def readable_bytes(value: int) -> str:

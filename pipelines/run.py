@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import CompressError, GateRefused
 from compress.core.stage import silent
+from pipelines import interruption
+from pipelines.disk import said_plainly
 from pipelines.inputs import load_data
 from pipelines.plan import SOURCE, Plan, make_plan
 from pipelines.store import Store
@@ -58,19 +60,20 @@ def run(
     with Store.locked(out / ".store", announce) as store:
         walk = Walk(pipeline, plan, out, store, data, progress, announce)
         try:
-            walk.import_model(force)
-            for planned in plan.stages:
-                walk.step(planned, again=planned.index >= _first_again(plan, start, force))
-            walk.test()
-            report = walk.report("passed")
+            with said_plainly(out):
+                walk.import_model(force)
+                for planned in plan.stages:
+                    walk.step(planned, again=planned.index >= _first_again(plan, start, force))
+                walk.test()
+                report = walk.report("passed")
+                report.write(out)
         except BaseException as error:
-            report = walk.report(_status(error), str(error))
+            report = walk.report(_status(error), str(error) or "interrupted")
             with suppress(OSError):  # on a full disk the error itself matters more
                 report.write(out)
-            if report.stages and isinstance(error, CompressError):
+            if report.status != "interrupted" and isinstance(error, CompressError):
                 finished(report)
             raise
-        report.write(out)
         finished(report)
     return report
 
@@ -115,6 +118,6 @@ def _first_again(plan: Plan, start: str | None, force: bool) -> int:
 
 
 def _status(error: BaseException) -> Status:
-    if isinstance(error, GateRefused):
-        return "refused"
-    return "failed" if isinstance(error, Exception) else "interrupted"
+    if interruption.exit_code() or not isinstance(error, Exception):
+        return "interrupted"
+    return "refused" if isinstance(error, GateRefused) else "failed"

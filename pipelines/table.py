@@ -4,57 +4,115 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich import box
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from pipelines.plan import SOURCE
-from pipelines.report import readable_bytes, readable_count
+from pipelines.report import readable_bytes, readable_count, rule_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pipelines.report import Measurements, Report
+    from rich.console import Console
 
-COLUMNS = ("size", "smaller", "params", "MACs", "p50 ms", "p95 ms", "faster", "gates", "")
+    from pipelines.report import Measurements, Report, StageReport
+
+COLUMNS = (
+    "metric",
+    "size",
+    "smaller",
+    "params",
+    "MACs",
+    "p50 ms",
+    "p95 ms",
+    "faster",
+    "gates",
+    "made + judged",
+)
+DISPENSABLE = ("made + judged", "p95 ms", "MACs", "params", "p50 ms")
+"""Left out in this order where the terminal is narrow."""
 
 
-def stage_table(report: Report) -> Table:
-    """Return one row per stage; ratios are against the baseline, latency is at batch 1."""
-    metric = report.baseline.metric if report.baseline else None
-    title = f"{report.pipeline}: {report.status} (ratios against {report.baseline_name})"
-    table = Table(title=title, title_justify="left")
-    table.add_column("stage", no_wrap=True)
-    for column in (f"{metric.name} (val)" if metric else "metric", *COLUMNS):
-        table.add_column(column, justify="right", no_wrap=True)
-    if report.baseline and report.baseline_name == SOURCE:
-        table.add_row(SOURCE, *_cells(report.baseline), "–", "")
-    for stage in report.stages:
-        passed, total = sum(v.passed for v in stage.verdicts), len(stage.verdicts)
-        style = "green" if passed == total else "bold red"
-        gates = Text(f"{passed}/{total}", style=style) if total else Text("–")
-        how = "cached" if stage.cached else f"{stage.seconds:.1f} s"
-        table.add_row(stage.name, *_cells(stage.measurements), gates, how)
-    return table
+def stage_table(report: Report, console: Console) -> Table:
+    """Return one row per stage, with as many columns as fit whole.
+
+    Ratios are against the baseline, latency is at batch 1.
+    """
+    for left_out in range(len(DISPENSABLE) + 1):
+        shown = [c for c in COLUMNS if c not in DISPENSABLE[:left_out]]
+        table = _table(report, shown)
+        if Measurement.get(console, console.options.update(width=1000), table).maximum <= (
+            console.width
+        ):
+            return table
+    return _table(report, shown, tight=True)
 
 
 def gate_lines(report: Report) -> Iterator[Text]:
-    """Yield one line per verdict."""
+    """Yield one line per verdict, and one for a stage that failed."""
+    metric = _metric(report)
     for stage in report.stages:
         for v in stage.verdicts:
             found = v.reason or f"{v.value:.5g}"
             mark, style = ("✓", "green") if v.passed else ("✗", "bold red")
             against = f" against {v.against}" if v.against else ""
-            yield Text(f"{mark} {stage.name}: {v.rule}{against}: {found}", style=style)
+            rule = rule_in_words(v, metric)
+            yield Text(f"{mark} {stage.name}: {rule}{against}: {found}", style=style)
+    if report.failed_stage:
+        yield Text(f"✗ {report.failed_stage.error}", style="bold red")
 
 
-def _cells(m: Measurements) -> tuple[str, ...]:
-    return (
-        f"{m.metric.value:.4f}" if m.metric else "–",
-        readable_bytes(m.bytes),
-        f"{m.bytes_ratio:.2f}×",
-        readable_count(m.parameters),
-        readable_count(m.macs),
-        f"{m.latency_ms.p50:.3f}",
-        f"{m.latency_ms.p95:.3f}",
-        f"{m.speedup:.2f}×",
+def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
+    title = f"{report.pipeline}: {report.status} (ratios against {report.baseline_name})"
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=None if tight else box.HEAVY_HEAD,
+        pad_edge=not tight,
     )
+    table.add_column("stage", overflow="fold")
+    for column in shown:
+        name = (
+            f"{_metric(report)}{chr(10) if tight else ' '}(val)" if column == "metric" else column
+        )
+        table.add_column(name, justify="right", no_wrap=True)
+    if report.baseline and report.baseline_name == SOURCE:
+        cells = _cells(report.baseline)
+        table.add_row(SOURCE, *(cells.get(column, "–") for column in shown))
+    for stage in report.stages:
+        cells = {**_cells(stage.measurements), **_judgement(stage)}
+        table.add_row(stage.name, *(cells[column] for column in shown))
+    if report.failed_stage:
+        failed = Text(f"✗ {report.status}", style="bold red")
+        table.add_row(report.failed_stage.name, failed, *("–" for _ in shown[1:]))
+    return table
+
+
+def _metric(report: Report) -> str:
+    measured = (m.metric for m in (report.baseline, *(s.measurements for s in report.stages)) if m)
+    return next((m.name for m in measured if m), "metric")
+
+
+def _judgement(stage: StageReport) -> dict[str, str | Text]:
+    passed, total = sum(v.passed for v in stage.verdicts), len(stage.verdicts)
+    style = "green" if passed == total else "bold red"
+    seconds = f"{stage.seconds:.1f} + {stage.judged_seconds:.1f} s"
+    return {
+        "gates": Text(f"{passed}/{total}", style=style) if total else "–",
+        "made + judged": "cached" if stage.cached else seconds,
+    }
+
+
+def _cells(m: Measurements) -> dict[str, str | Text]:
+    return {
+        "metric": f"{m.metric.value:.4f}" if m.metric else "–",
+        "size": readable_bytes(m.bytes),
+        "smaller": f"{m.bytes_ratio:.2f}×",
+        "params": readable_count(m.parameters),
+        "MACs": readable_count(m.macs),
+        "p50 ms": f"{m.latency_ms.p50:.3f}",
+        "p95 ms": f"{m.latency_ms.p95:.3f}",
+        "faster": f"{m.speedup:.2f}×",
+    }

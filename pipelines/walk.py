@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import errno
 import functools
-import shutil
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from compress.core.errors import CompressError, GateRefused, StageFailed
 from compress.core.stage import Context, explain
+from pipelines.disk import explained
 from pipelines.inputs import import_source, source_parts
 from pipelines.machine import machine, version_of, versions
 from pipelines.plan import SOURCE, Plan, PlannedStage
-from pipelines.report import ArtifactReport, Measurements, Report, StageReport, TestReport
+from pipelines.report import (
+    ArtifactReport,
+    FailureReport,
+    Measurements,
+    Report,
+    StageReport,
+    TestReport,
+    how_to_run,
+)
 from pipelines.store import Entry, Record, Store, publish, unpublish
 
 if TYPE_CHECKING:
@@ -51,12 +58,17 @@ class Walk:
     scores: dict[tuple[Any, ...], float] = field(default_factory=dict)
     baseline: Measurements | None = None
     tested: TestReport | None = None
+    at: str = ""
+    """The stage that is being walked; empty between stages."""
+    judging_seconds: float = 0.0
+    """Spent on measuring, since the stage began to be judged."""
 
     def __post_init__(self) -> None:
         self.fingerprint = self.data.fingerprint() if self.data else None
 
     def import_model(self, again: bool) -> None:
         """Bring in the model as it is; what an earlier run published makes room."""
+        self.at = SOURCE
         unpublish(self.out / "artifacts")
         self._obtain(
             SOURCE,
@@ -66,6 +78,7 @@ class Walk:
         )
         if self.plan.baseline == SOURCE:
             self.baseline = self._measured(SOURCE)
+        self.at = ""
 
     def step(self, planned: PlannedStage, again: bool) -> None:
         """Reuse or run one stage, then measure and judge it.
@@ -74,6 +87,7 @@ class Walk:
             GateRefused: a gate refused.
         """
         stage, model = planned.stage, self.artifacts[planned.input]
+        self.at, self.judging_seconds = planned.name, 0.0
         cached, reason, seconds = self._obtain(
             planned.name, self.parts(planned), lambda context: stage.run(model, context), again
         )
@@ -90,11 +104,13 @@ class Walk:
                 cached=cached,
                 reason=reason,
                 seconds=seconds,
+                judged_seconds=self.judging_seconds,
                 artifact=ArtifactReport.of(artifact, f"artifacts/{planned.name}"),
                 measurements=measurements,
                 verdicts=tuple(verdicts),
             )
         )
+        self.at = ""
         self.announce(self.rows[-1].line())
         refused = [v for v in verdicts if not v.passed]
         if refused:
@@ -139,12 +155,14 @@ class Walk:
             pipeline=self.pipeline.name,
             status=status,
             error=error,
+            failed_stage=self._failure(error) if self.at else None,
             baseline_name=self.plan.baseline,
             baseline=self.baseline,
             stages=tuple(self.rows),
             test=self.tested,
             lock={
                 "file": self.pipeline.file,
+                "command": how_to_run(self.pipeline.file, self.out),
                 "versions": dict(versions()),
                 "machine": dict(machine()),
                 "seed": self.pipeline.seed,
@@ -153,6 +171,22 @@ class Walk:
                 "settings": self.pipeline.model_dump(mode="json", by_alias=True),
             },
         )
+
+    def _failure(self, error: str) -> FailureReport:
+        stages = {p.name: p.stage.stage for p in self.plan.stages}
+        return FailureReport(name=self.at, stage=stages.get(self.at, SOURCE), error=error)
+
+    def _ask(self, name: str, question: dict[str, Any], measure: Callable[[], JsonValue]) -> Any:
+        """Return what was measured before, or measure, counting the seconds."""
+
+        def timed() -> JsonValue:
+            began = time.monotonic()
+            try:
+                return measure()
+            finally:
+                self.judging_seconds += time.monotonic() - began
+
+        return self.entries[name].answer(question, timed)
 
     def _obtain(
         self,
@@ -196,7 +230,7 @@ class Walk:
             return verdict.value
 
         try:
-            value = self.entries[planned.name].answer(question, measure)
+            value = self._ask(planned.name, question, measure)
             verdict = gate.verdict(float(str(value)))
         except _Unmeasured:
             verdict = failed[0]
@@ -209,7 +243,7 @@ class Walk:
         def measure() -> JsonValue:
             return Measurements.of(artifact, baseline, self._context(name)).model_dump(mode="json")
 
-        answer = self._guarded(name, self.entries[name].answer, question, measure)
+        answer = self._guarded(name, self._ask, name, question, measure)
         return Measurements.model_validate(answer)
 
     def _context(self, name: str, root: Path | None = None) -> Context:
@@ -253,9 +287,8 @@ class Walk:
                 raise
             raise type(error)(f"{name}: {error}") from error
         except OSError as error:
-            free = f"; {shutil.disk_usage(self.out).free >> 20} MiB are free in {self.out}"
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            raise StageFailed(f"{name}: {error}{free if full else ''}") from error
+            known = explained(error, self.out)
+            raise type(known)(f"{name}: {known}") from error
         except Exception as error:
             first_line = str(error).strip().partition("\n")[0]
             raise StageFailed(f"{name}: {type(error).__name__}: {first_line}") from error

@@ -121,7 +121,8 @@ class Metric:
     def _torchmetric(self) -> Any:
         made = _torchmetrics_class(self.name)
         try:
-            return made(**dict(self.arguments))
+            # In a training of several processes rank 0 evaluates alone and must not wait.
+            return made(**dict(self.arguments), sync_on_compute=False)
         except Exception as error:
             raise PipelineInvalid(
                 f"metric {self.name!r} with arguments {dict(self.arguments)}: {error}"

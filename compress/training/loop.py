@@ -102,7 +102,9 @@ def train_epoch_(
     steps = steps_per_epoch(samples, training.batch_size)
     total = 0.0
     module.train()
-    batches = loader(dataset, training.batch_size // strategy.ranks, sampler=share)
+    batches = loader(
+        dataset, training.batch_size // strategy.ranks, job.data.input_names, sampler=share
+    )
     for index, batch in enumerate(batches):
         step = (number - 1) * steps + index
         rate = learning_rate(training, step, training.epochs * steps)

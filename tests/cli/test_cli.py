@@ -1,7 +1,10 @@
 """The command as a user runs it: exit codes, one-line errors, JSON, interruption."""
 
+import contextlib
 import json
 import os
+import pty
+import shlex
 import shutil
 import signal
 import subprocess
@@ -47,6 +50,7 @@ def compress(*arguments: str | Path, cwd: Path, **environment: str) -> subproces
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
+        errors="replace",
         timeout=120,
     )
 
@@ -196,6 +200,143 @@ def test_control_c_in_training_resumes_to_the_same_weights(user: Path) -> None:
     shutil.rmtree(user / "runs")
     assert compress("run", "small.yaml", "--until", "train", cwd=user).returncode == 0
     assert weights.read_bytes() == first
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_in_training_is_an_interruption(
+    user: Path, number: signal.Signals, code: int
+) -> None:
+    (user / "small.yaml").write_text(FILE.replace("epochs: 2", "epochs: 4000"))
+    process = subprocess.Popen(
+        [*COMPRESS, "run", "small.yaml"], cwd=user, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "epoch 2/4000" in line:
+            break
+    process.send_signal(number)
+    _, rest = process.communicate(timeout=30)
+    assert process.returncode == code, rest
+    assert rest.splitlines()[-1] == "interrupted; run the same command again to resume"
+    assert "Traceback" not in rest
+    report = json.loads((user / "runs/small/report.json").read_text())
+    assert report["status"] == "interrupted"
+    assert report["failed_stage"]["name"] == "train"
+
+
+@pytest.mark.parametrize("disguise", ["ImportError('half a module')", "RecursionError()"])
+def test_an_interruption_in_an_import_is_one_whatever_it_turns_into(
+    user: Path, disguise: str
+) -> None:
+    disturbed = (
+        "import os, signal\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        f"except KeyboardInterrupt:\n    raise {disguise} from None\n"
+    )
+    (user / "nets.py").write_text(disturbed + NETS)
+    done = compress("run", "small.yaml", cwd=user)
+    assert done.returncode == 130
+    assert done.stderr == "interrupted; run the same command again to resume\n"
+
+
+def test_what_user_code_writes_never_gets_between_the_json(user: Path) -> None:
+    noise = "import os\nprint('from print')\nos.system('echo from a program')\n"
+    (user / "nets.py").write_text(noise + NETS)
+    checked = compress("check", "small.yaml", "--json", cwd=user)
+    assert json.loads(checked.stdout)["valid"] is True
+    assert "from print" in checked.stderr
+    assert "from a program" in checked.stderr
+    (user / "nets.py").write_text(noise + NETS.replace("nn.Sequential", "nn.Sequentia"))
+    assert compress("run", "small.yaml", "--json", cwd=user).returncode == 2
+
+
+def test_a_failure_says_which_stage_failed(user: Path) -> None:
+    diverging = FILE.replace("epochs: 2", "epochs: 2, learning_rate: 1.0e+30")
+    (user / "small.yaml").write_text(diverging)
+    done = compress("run", "small.yaml", cwd=user)
+    assert done.returncode == 1
+    assert "✗ failed" in done.stdout
+    assert "stages cached" not in done.stdout
+    printed = json.loads(compress("run", "small.yaml", "--json", cwd=user).stdout)
+    assert printed["failed_stage"]["name"] == "train"
+
+
+def test_an_error_of_several_lines_is_said_in_one(user: Path) -> None:
+    raising = "def data():\n    raise ValueError('first\\nsecond\\n\\nthird')\n"
+    (user / "nets.py").write_text(NETS + raising)
+    done = compress("run", "small.yaml", cwd=user)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "first second third" in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["latin1", "ascii"])
+def test_a_lesser_encoding_stops_nothing(user: Path, encoding: str) -> None:
+    done = compress("run", "small.yaml", cwd=user, PYTHONIOENCODING=encoding)
+    assert done.returncode == 0, done.stderr
+
+
+def _on_a_terminal(*arguments: str, cwd: Path, **environment: str) -> str:
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [*COMPRESS, *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdout=slave,
+        stderr=slave,
+    )
+    os.close(slave)
+    said = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while chunk := os.read(master, 4096):
+            said += chunk
+    os.close(master)
+    process.wait(60)
+    return said.decode()
+
+
+def test_colours_and_bars_are_left_out_where_they_are_not_wanted(user: Path) -> None:
+    assert "\x1b[" in _on_a_terminal("check", "absent.yaml", cwd=user, TERM="xterm", NO_COLOR="")
+    for unwanted in ({"TERM": "xterm", "NO_COLOR": "1"}, {"TERM": "dumb", "NO_COLOR": ""}):
+        said = _on_a_terminal("check", "absent.yaml", cwd=user, **unwanted)
+        assert "error: absent.yaml" in said
+        assert "\x1b" not in said
+    said = _on_a_terminal("run", "small.yaml", cwd=user, TERM="dumb", NO_COLOR="")
+    assert "epoch 2/2" in said
+    assert "\x1b" not in said
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback(user: Path) -> None:
+    command = shlex.join([*COMPRESS, "run", "small.yaml"])
+    done = subprocess.run(
+        f"{{ {command}; echo $? > code; }} 2>&1 | head -1",
+        shell=True,
+        cwd=user,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert len(done.stdout.splitlines()) == 1
+    assert done.stderr == ""
+    assert (user / "code").read_text().strip() in ("0", "1")
+    assert json.loads((user / "runs/small/report.json").read_text())["status"] == "passed"
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_store_on_a_rerun_is_one_line(user: Path) -> None:
+    compress("run", "small.yaml", cwd=user)
+    for folder in (user / "runs/small", user / "runs/small/artifacts"):
+        folder.chmod(0o555)
+    done = compress("run", "small.yaml", cwd=user)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "--out" in done.stderr
+
+
+def test_help_cuts_no_description_off(tmp_path: Path) -> None:
+    commands = compress("--help", cwd=tmp_path, COLUMNS="80").stdout.partition("Commands:")[2]
+    assert "verify" in commands
+    assert "..." not in commands
 
 
 def test_the_committed_schema_is_the_codes(tmp_path: Path) -> None:

@@ -29,6 +29,11 @@ def classifier(
     return Classifier(dropout, classes, spare_head).requires_grad_(not frozen)
 
 
+def plain() -> nn.Module:
+    """Return a network whose answer for a sample does not depend on the batch around it."""
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
 def tensors(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, 4, generator=generator)

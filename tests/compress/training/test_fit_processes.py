@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,35 @@ def group_is_gone(process):
             return True
         time.sleep(0.1)
     return False
+
+
+def test_two_processes_reach_the_weights_of_one(tmp_path):
+    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
+    source = import_checkpoint(
+        tmp_path / "source", Recipe(factory="nets:plain"), signature, checkpoint=None, folder=HERE
+    )
+    settings = {"epochs": 2, "batch_size": 16, "keep": "last"}
+    results = [
+        fit(
+            source,
+            Training(**settings, parallel={"processes": processes}),
+            CrossEntropy(0.1),
+            context(tmp_path / str(processes)),
+            "train",
+        )
+        for processes in (1, 2)
+    ]
+    one, two = (result.module.state_dict() for result in results)
+    assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
+    assert results[0].history[-1].loss == pytest.approx(results[1].history[-1].loss, abs=1e-5)
+
+
+def test_a_torchmetrics_metric_does_not_wait_for_the_other_processes(tmp_path):
+    where = context(tmp_path / "a")
+    metric = Metric("torchmetrics.classification.MulticlassAccuracy", (("num_classes", 3),))
+    where = replace(where, metric=metric)
+    result = run(make_source(tmp_path / "source"), where, epochs=1)
+    assert result.history[-1].metric is not None
 
 
 def test_two_processes_train_one_model_and_leave_the_parent_as_it_was(tmp_path, capfd):

@@ -1,0 +1,52 @@
+"""Signals that ask the command to stop: each surfaces once, and is never mistaken for a failure."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_received: list[int] = []
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked the command to stop; `with` blocks clean up on its way out."""
+
+
+def listen() -> None:
+    """Raise :class:`Stopped` on Ctrl-C, SIGTERM and SIGHUP, unless the parent had them ignored."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _stop)
+
+
+def ignore() -> None:
+    """Ignore the signals from here on: the work is done, and Python is about to end."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def exit_code() -> int | None:
+    """Return the shell's code for the first signal, or None where there was none.
+
+    An import that is interrupted may turn the exception into another one, so that any error after
+    a signal counts as an interruption.
+    """
+    return 128 + _received[0] if _received else None
+
+
+def insist() -> None:
+    """Raise :class:`Stopped` again where a library swallowed it."""
+    if _received:
+        raise Stopped
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    # A terminal that closes sends SIGHUP and more: only a second Ctrl-C may disturb the clean-up.
+    if not _received or number == signal.SIGINT:
+        _received.append(number)
+        raise Stopped

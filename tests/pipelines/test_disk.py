@@ -1,0 +1,30 @@
+import errno
+from pathlib import Path
+
+import pytest
+
+from compress.core.errors import PipelineInvalid, StageFailed
+from pipelines.disk import said_plainly
+from pipelines.report import Report
+
+
+def test_a_full_disk_is_said_with_path_and_remedy(tmp_path: Path) -> None:
+    expected = r"a\.json: No space left on device; \d+ MiB are free .* make room"
+    with pytest.raises(StageFailed, match=expected), said_plainly(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "a.json"))
+
+
+def test_a_forbidden_out_is_a_wrong_argument(tmp_path: Path) -> None:
+    with pytest.raises(PipelineInvalid, match=r"cannot be written .*--out"), said_plainly(tmp_path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "report.json"))
+    with pytest.raises(StageFailed, match="Permission denied"), said_plainly(tmp_path / "out"):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "elsewhere"))
+
+
+def test_a_report_that_cannot_be_written_on_a_rerun_is_one_line(project, monkeypatch) -> None:
+    def full(self: Report, out: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(out / "report.json"))
+
+    monkeypatch.setattr(Report, "write", full)
+    with pytest.raises(StageFailed, match=r"report\.json: No space left on device; \d+ MiB"):
+        project.run()
