@@ -104,7 +104,7 @@ def _rank(luggage: bytes, folder: str) -> None:
     place, rank = Path(folder), int(os.environ["RANK"])
     try:
         job: Job = pickle.loads(luggage)
-        strategy = DataParallel()
+        strategy = DataParallel(job.training.parallel)
         train(job, strategy, partial(append_epoch, place))
         strategy.leave()
     except Exception as error:

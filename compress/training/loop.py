@@ -68,13 +68,17 @@ def train(job: Job, strategy: Strategy, tell: Callable[[Epoch], None]) -> None:
         state = _resume_(job, module, optimizer) or _begin(job, module, strategy)
         loss = job.objective.prepare(job.device)
         wrapped = strategy.wrap(module)
+        if state.trained_epochs:
+            strategy.recall(job.folder, state.trained_epochs)
         for number in range(state.trained_epochs + 1, job.training.epochs + 1):
             with seeded(derive_seed(job.seed, number, strategy.rank), job.device):
                 mean_loss = strategy.mean(
                     train_epoch_(wrapped, optimizer, loss, job, number, strategy)
                 )
+            sent_bytes = strategy.sent_bytes(_steps(job))
+            strategy.remember(job.folder, number)
             if strategy.rank == 0:
-                epoch = _close(job, state, module, number, mean_loss)
+                epoch = _close(job, state, module, number, mean_loss, sent_bytes)
                 state.optimizer = optimizer.state_dict()
                 write_state(job.folder, state)
                 tell(epoch)
@@ -164,11 +168,28 @@ def _resume_(job: Job, module: torch.nn.Module, optimizer: torch.optim.Optimizer
     return state
 
 
-def _close(job: Job, state: State, module: torch.nn.Module, number: int, loss: float) -> Epoch:
+def _steps(job: Job) -> int:
+    return steps_per_epoch(len(job.data.split("train")), job.training.batch_size)  # type: ignore[arg-type]
+
+
+def _close(
+    job: Job,
+    state: State,
+    module: torch.nn.Module,
+    number: int,
+    loss: float,
+    sent_bytes: int | None,
+) -> Epoch:
     """Evaluate an epoch and enter it into the state."""
-    steps = steps_per_epoch(len(job.data.split("train")), job.training.batch_size)  # type: ignore[arg-type]
+    steps = _steps(job)
     rate = learning_rate(job.training, number * steps - 1, job.training.epochs * steps)
-    epoch = Epoch(epoch=number, loss=loss, metric=score(job, module), learning_rate=rate)
+    epoch = Epoch(
+        epoch=number,
+        loss=loss,
+        metric=score(job, module),
+        learning_rate=rate,
+        sent_bytes=sent_bytes,
+    )
     state.history.append(epoch)
     state.weights = copy_of(module.state_dict())
     if job.training.keep == "last" or is_better(epoch, state.kept, job.metric):

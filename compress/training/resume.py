@@ -34,6 +34,8 @@ class Epoch(Settings):
     """The metric on `val` after the epoch; None without a `val` split."""
     learning_rate: float | None
     """Learning rate of the epoch's last step; None for epoch 0."""
+    sent_bytes: int | None = None
+    """Gradients that each process sends in a step; None where there is one process."""
 
 
 @dataclass

@@ -21,6 +21,14 @@ class Parallel(Settings):
     """`ddp`: every process holds the whole model and its share of each batch."""
     processes: Annotated[int, Field(gt=0)] = 1
     """Number of processes on this machine; 1 trains in the calling process."""
+    communication: Literal["none", "fp16", "bf16", "powersgd", "topk", "int8"] = "none"
+    """How gradients are compressed on their way between processes: not at all (`none`), to 16 bits
+    (`fp16`, `bf16`), to int8 (`int8`), to two thin matrices (`powersgd`), or to their largest
+    entries (`topk`). The last three add to each gradient what was lost of the one before it."""
+    powersgd_rank: Annotated[int, Field(gt=0)] = 4
+    """Columns of the matrices of `powersgd`."""
+    topk_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Share of each gradient's entries that `topk` sends."""
 
 
 class Training(Settings):

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -46,9 +47,11 @@ def blobs(train: int = 96, labelled: bool = True, scale: float = 1.0) -> dict[st
 class Behaving(Dataset):
     """Samples that do something before they are returned."""
 
-    def __init__(self, behaviour: str) -> None:
+    def __init__(self, behaviour: str, trace: str) -> None:
         self.x, self.y = tensors(64, seed=0)
         self.behaviour = behaviour
+        self.trace = Path(trace)
+        self.readings = 0
 
     def __len__(self) -> int:
         return len(self.x)
@@ -62,8 +65,13 @@ class Behaving(Dataset):
             raise ValueError("sample 7 cannot be read here\nsecond line")
         elif self.behaviour == "die in a rank" and index == 7 and "RANK" in os.environ:
             os.kill(os.getpid(), signal.SIGKILL)
+        elif self.behaviour.startswith("die once") and index == 7 and "RANK" in os.environ:
+            self.readings += 1
+            if self.readings == 3 and not self.trace.exists():
+                self.trace.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
         return self.x[index], self.y[index]
 
 
-def behaving(behaviour: str) -> dict[str, Dataset]:
-    return {"train": Behaving(behaviour), "val": TensorDataset(*tensors(48, seed=1))}
+def behaving(behaviour: str, trace: str = "") -> dict[str, Dataset]:
+    return {"train": Behaving(behaviour, trace), "val": TensorDataset(*tensors(48, seed=1))}
