@@ -6,11 +6,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compress.core.checkpoint import import_checkpoint
+from compress.core.checkpoint import checkpoint_digest, import_checkpoint
 from compress.core.data import DataReference, Splits
 from compress.core.errors import CompressError, PipelineInvalid
 from compress.core.factory import local_sources, sources_digest
-from compress.core.files import sha256_of
 from compress.core.recipe import Recipe
 from compress.core.signature import Signature
 from pipelines.plan import SOURCE
@@ -83,5 +82,5 @@ def source_parts(pipeline: Pipeline) -> dict[str, object]:
         "stage": SOURCE,
         "settings": pipeline.model.model_dump(mode="json"),
         "code": sources_digest(sources),
-        "checkpoint": sha256_of(checkpoint) if checkpoint and checkpoint.is_file() else None,
+        "checkpoint": checkpoint_digest(checkpoint) if checkpoint else None,
     }

@@ -36,7 +36,8 @@ class ModelSpec(Settings):
     arguments: dict[str, JsonValue] = {}
     """Keyword arguments of the factory."""
     checkpoint: str | None = None
-    """Weights (.safetensors, .pt, .pth), relative to this file; without it the factory's own."""
+    """Weights, relative to this file: .safetensors (or the .index.json of several), .pt, .pth, or a
+    directory of torch.distributed.checkpoint; without it the factory's own."""
     inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
     """Input tensors in the order in which forward takes them."""
     outputs: tuple[OutputSpec, ...] | None = None
@@ -147,7 +148,7 @@ class Pipeline(Settings):
 
     @property
     def checkpoint(self) -> Path | None:
-        """The checkpoint file, or None."""
+        """The checkpoint file or directory, or None."""
         return self.folder / self.model.checkpoint if self.model.checkpoint else None
 
     def place(self, *location: str | int) -> str:

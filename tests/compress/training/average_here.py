@@ -66,6 +66,7 @@ def main(rank: int, folder: Path) -> None:
     dist.barrier()
     record = {name: steps(name, rank, folder) for name in SETTINGS}
     torch.save(record, folder / f"rank-{rank}.pt")
+    dist.barrier()
     dist.destroy_process_group()
 
 
