@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-BYTES_AT_ONCE = 64 * 2**20
+BYTES_AT_ONCE = 16 * 2**20
 """Bytes read from disk before they are copied into the module; a larger tensor goes alone."""
 
 
