@@ -29,7 +29,7 @@ def load_data(pipeline: Pipeline) -> Splits | None:
         return None
     spec = pipeline.data
     reference = DataReference(
-        spec.factory, dict(spec.arguments), pipeline.code_folder, spec.batch_size
+        spec.factory, dict(spec.arguments), pipeline.code_folder, spec.batch_size, spec.loader
     )
     try:
         return reference.load()

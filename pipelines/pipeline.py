@@ -11,6 +11,7 @@ from pydantic import Field, JsonValue, PrivateAttr, ValidationError, field_valid
 
 from compress.core.errors import PipelineInvalid
 from compress.core.factory import Reference
+from compress.core.loading import Loading
 from compress.core.settings import Settings
 from compress.core.signature import OutputSpec, TensorSpec
 from pipelines.catalog import stages
@@ -53,6 +54,8 @@ class DataSpec(Settings):
     """Keyword arguments of the factory."""
     batch_size: Annotated[int, Field(gt=0)] = 128
     """Samples per batch in evaluation and calibration."""
+    loader: Loading = Loading()
+    """How samples are read and put together into batches."""
 
 
 class MetricSpec(Settings):

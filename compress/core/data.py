@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
 
+from compress.core.batch import Batch, adapt, collate, describe
 from compress.core.errors import PipelineInvalid, StageFailed
 from compress.core.factory import local_sources, resolve, sources_digest
+from compress.core.loading import Loading
+from compress.core.reading import Reader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from torch.utils.data import Dataset
+
+__all__ = ["Batch", "DataReference", "Splits", "collate"]
 
 SAMPLED_FOR_FINGERPRINT = 2048
 """Samples hashed at most of a dataset that does not hold its tensors in memory."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Model inputs in the signature's order, and what is to be predicted (None: unlabelled)."""
-
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor | None
-
-    def __len__(self) -> int:
-        return len(self.inputs[0])
-
-    def to(self, device: str) -> Batch:
-        """Return the batch on a device."""
-        moved = tuple(x.to(device, non_blocking=True) for x in self.inputs)
-        return Batch(moved, None if self.target is None else self.target.to(device))
 
 
 @dataclass(frozen=True)
@@ -45,6 +36,7 @@ class DataReference:
     arguments: dict[str, Any]
     folder: Path | None
     batch_size: int
+    loading: Loading = field(default_factory=Loading)
 
     def load(self) -> Splits:
         """Call the factory.
@@ -60,7 +52,7 @@ class DataReference:
             raise PipelineInvalid(
                 f"data.factory {self.factory!r}: {type(error).__name__}: {error}"
             ) from error
-        return Splits(datasets, self.batch_size, source=self)
+        return Splits(datasets, self.batch_size, self.loading, source=self)
 
 
 @dataclass(frozen=True)
@@ -75,20 +67,26 @@ class Splits:
     datasets: Mapping[str, Dataset[Any]]
     batch_size: int = 128
     """Samples per batch in evaluation."""
+    loading: Loading = field(default_factory=Loading)
+    """How samples are read."""
     source: DataReference | None = field(default=None, compare=False)
     """How another process obtains the same splits; without it they are pickled."""
+    _kept: list[dict[str, Reader]] = field(default_factory=list, compare=False, repr=False)
+    """Readers by split whose workers are kept, for each :meth:`keeping_workers` that is open."""
+    _lengths: dict[str, list[int]] = field(default_factory=dict, compare=False, repr=False)
+    """Lengths by split, once they are known."""
 
     def __post_init__(self) -> None:
         where = f"data.factory {self.source.factory!r}" if self.source else "the data"
         if not isinstance(self.datasets, Mapping) or not self.datasets:
             raise PipelineInvalid(
-                f"{where} returned {_describe(self.datasets)}, "
+                f"{where} returned {describe(self.datasets)}, "
                 'expected {"train": Dataset, "val": Dataset, …}'
             )
         for name, dataset in self.datasets.items():
             if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
                 raise PipelineInvalid(
-                    f"{where}: split {name!r} is {_describe(dataset)}, "
+                    f"{where}: split {name!r} is {describe(dataset)}, "
                     "expected a Dataset with a length"
                 )
             if len(dataset) == 0:
@@ -97,7 +95,7 @@ class Splits:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.source is not None:
             return DataReference.load, (self.source,)
-        return Splits, (dict(self.datasets), self.batch_size)
+        return Splits, (dict(self.datasets), self.batch_size, self.loading)
 
     def split(self, name: str) -> Dataset[Any]:
         """Return one dataset.
@@ -119,10 +117,59 @@ class Splits:
             batch_size: samples per batch; the splits' own by default.
             limit: stop after this many samples.
         """
-        dataset = self.split(name)
-        if limit is not None and limit < len(dataset):  # type: ignore[arg-type]
-            dataset = Subset(dataset, range(limit))
-        yield from loader(dataset, batch_size or self.batch_size)
+        samples = len(self.split(name))  # type: ignore[arg-type]
+        count = samples if limit is None else min(limit, samples)
+        yield from self.read(name, range(count), batch_size or self.batch_size)
+
+    def read(
+        self, name: str, order: Sequence[int], batch_size: int, seed: int = 0
+    ) -> Iterator[Batch]:
+        """Yield a split's samples in an order, in batches.
+
+        Args:
+            name: the split.
+            order: indices of samples.
+            batch_size: samples per batch.
+            seed: decides what is drawn at random while samples are read.
+        """
+        yield from self._reader(name).read(order, batch_size, seed)
+
+    @contextmanager
+    def keeping_workers(self) -> Iterator[None]:
+        """Let the workers that read live on until the end of a block."""
+        self._kept.append({})
+        try:
+            yield
+        finally:
+            self._kept.pop()
+
+    def lengths(self, name: str) -> list[int] | None:
+        """Return the length of each sample, where training is to put batches together by it.
+
+        Raises:
+            PipelineInvalid: a sample is no mapping with the input that `bucket_by` names.
+        """
+        key = self.loading.bucket_by
+        if key is None:
+            return None
+        if name in self._lengths:
+            return self._lengths[name]
+        dataset: Any = self.split(name)
+        try:
+            self._lengths[name] = [len(dataset[index][key]) for index in range(len(dataset))]
+            return self._lengths[name]
+        except (KeyError, IndexError, TypeError) as error:
+            raise PipelineInvalid(
+                f"data.loader.bucket_by: samples of split {name!r} have no {key!r} with a length"
+            ) from error
+
+    def _reader(self, name: str) -> Reader:
+        if not self._kept:
+            return Reader(self.split(name), self.loading, keeps_workers=False)
+        readers = self._kept[-1]
+        if name not in readers:
+            readers[name] = Reader(self.split(name), self.loading, keeps_workers=True)
+        return readers[name]
 
     def calibration(self, samples: int, seed: int) -> Iterator[Batch]:
         """Yield a seeded random sample of ``calibration``, or of ``train`` where there is none.
@@ -139,7 +186,7 @@ class Splits:
                 "lower calibration_samples or bring more data"
             )
         order = torch.randperm(available, generator=torch.Generator().manual_seed(seed))
-        yield from loader(Subset(dataset, order[:samples].tolist()), self.batch_size)
+        yield from self.read(name, order[:samples].tolist(), self.batch_size)
 
     def fingerprint(self) -> str:
         """Return a SHA-256 over the splits' contents and the source that makes them.
@@ -147,6 +194,8 @@ class Splits:
         Datasets that hold tensors are hashed whole, others by evenly spaced samples and length.
         """
         digest = hashlib.sha256()
+        if self.loading.bucket_by or self.loading.pad_values:
+            digest.update(f"{self.loading.bucket_by} {self.loading.pad_values}".encode())
         if self.source:
             digest.update(
                 repr((self.source.factory, sorted(self.source.arguments.items()))).encode()
@@ -161,55 +210,6 @@ class Splits:
         return digest.hexdigest()
 
 
-def loader(
-    dataset: Dataset[Any],
-    batch_size: int,
-    *,
-    generator: torch.Generator | None = None,
-    sampler: Any = None,
-) -> DataLoader[Batch]:
-    """Return a loader of :class:`Batch`, in order unless a sampler is given."""
-    return DataLoader(
-        dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate, generator=generator
-    )
-
-
-def collate(samples: list[Any]) -> Batch:
-    """Stack samples into a batch.
-
-    Raises:
-        PipelineInvalid: a sample has none of the accepted forms.
-    """
-    pairs = [_adapt(sample) for sample in samples]
-    inputs = tuple(torch.stack(column) for column in zip(*(x for x, _ in pairs), strict=True))
-    targets = [y for _, y in pairs if y is not None]
-    return Batch(inputs, torch.stack(targets) if targets else None)
-
-
-def _adapt(sample: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """Return a sample's inputs and target."""
-    target = None
-    if isinstance(sample, Mapping):
-        target = sample.get("labels")
-        inputs: Any = tuple(v for k, v in sample.items() if k != "labels")
-    elif isinstance(sample, tuple | list) and len(sample) == 2:
-        inputs, target = sample
-    elif isinstance(sample, torch.Tensor):
-        inputs = sample
-    elif isinstance(sample, tuple | list) and len(sample) == 1:
-        inputs = sample[0]
-    else:
-        raise PipelineInvalid(
-            f"a sample is {_describe(sample)}, expected (x, y), ((x1, x2), y) "
-            'or a mapping of tensors with "labels"'
-        )
-    columns = inputs if isinstance(inputs, tuple | list) else (inputs,)
-    return (
-        tuple(torch.as_tensor(x) for x in columns),
-        None if target is None else torch.as_tensor(target),
-    )
-
-
 def _tensors_of(dataset: Dataset[Any]) -> Iterator[torch.Tensor]:
     held = getattr(dataset, "tensors", None)
     if isinstance(held, tuple | list) and all(isinstance(t, torch.Tensor) for t in held):
@@ -217,7 +217,7 @@ def _tensors_of(dataset: Dataset[Any]) -> Iterator[torch.Tensor]:
         return
     count = len(dataset)  # type: ignore[arg-type]
     for index in range(0, count, -(-count // SAMPLED_FOR_FINGERPRINT)):
-        inputs, target = _adapt(dataset[index])
+        inputs, target = adapt(dataset[index])
         yield from inputs
         if target is not None:
             yield target
@@ -230,7 +230,3 @@ def _update(digest: Any, tensor: torch.Tensor) -> None:
         if tensor.numel() and tensor.dim()
         else str(tensor).encode()
     )
-
-
-def _describe(value: Any) -> str:
-    return "nothing (None)" if value is None else f"a {type(value).__name__}"

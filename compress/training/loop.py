@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.core.artifact import Artifact
-from compress.core.data import loader
 from compress.core.eager import EagerModel, flatten_outputs, predicting
 from compress.core.errors import StageFailed
 from compress.core.metrics import evaluate
@@ -62,7 +61,7 @@ def train(job: Job, strategy: Strategy, tell: Callable[[Epoch], None]) -> None:
     Raises:
         StageFailed: the loss is not finite, or there is nothing to train or to evaluate.
     """
-    with cpu_threads(job.threads):
+    with cpu_threads(job.threads), job.data.keeping_workers():
         module = EagerModel.at(job.start).load(job.device)
         optimizer = build_optimizer(module, job.training)
         state = _resume_(job, module, optimizer) or _begin(job, module, strategy)
@@ -101,12 +100,19 @@ def train_epoch_(
     training, dataset = job.training, job.data.split("train")
     samples = len(dataset)  # type: ignore[arg-type]  # Splits admits datasets with a length only
     share = share_of_epoch(
-        samples, training.batch_size, job.seed, number, strategy.rank, strategy.ranks
+        samples,
+        training.batch_size,
+        job.seed,
+        number,
+        strategy.rank,
+        strategy.ranks,
+        job.data.lengths("train"),
     )
     steps = steps_per_epoch(samples, training.batch_size)
     total = 0.0
     module.train()
-    batches = loader(dataset, training.batch_size // strategy.ranks, sampler=share)
+    part, seed = training.batch_size // strategy.ranks, derive_seed(job.seed, number, strategy.rank)
+    batches = job.data.read("train", share, part, seed)
     for index, batch in enumerate(batches):
         step = (number - 1) * steps + index
         rate = learning_rate(training, step, training.epochs * steps)
