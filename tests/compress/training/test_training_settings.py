@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from compress.core.eager import EagerModel
-from compress.training.settings import Training
+from compress.training.settings import DEFAULT_LEARNING_RATE, Training
 from compress.training.stage import Train
 
 
@@ -20,6 +20,23 @@ def test_epochs_alone_is_enough():
 def test_a_batch_that_does_not_divide_is_refused_with_the_sizes_that_do():
     with pytest.raises(ValidationError, match="does not divide over 3 processes; use 63 or 66"):
         Training(epochs=1, parallel={"processes": 3})
+
+
+def test_parts_of_a_step_must_divide_it():
+    with pytest.raises(ValidationError, match="over 2 processes in 3 parts each; use 60 or 66"):
+        Training(epochs=1, accumulate=3, parallel={"processes": 2})
+
+
+def test_an_optimizer_is_named_as_in_torch_and_a_near_miss_is_helped():
+    import torch
+
+    assert Training(epochs=1, optimizer="AdamW").optimizer == "adamw"
+    with pytest.raises(ValidationError, match="unknown optimizer 'adamww'; did you mean 'adamw'"):
+        Training(epochs=1, optimizer="adamww")
+    unusable = {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
+    found = {n: getattr(torch.optim, n) for n in torch.optim.__all__ if n not in unusable}
+    classes = {name.lower() for name, value in found.items() if isinstance(value, type)}
+    assert set(DEFAULT_LEARNING_RATE) == classes
 
 
 def test_unknown_settings_and_strategies_are_refused():
