@@ -181,7 +181,8 @@ def _teller(job: Job, context: Context, task: str) -> Callable[[Epoch], None]:
 
 def _run(job: Job, tell: Callable[[Epoch], None]) -> None:
     """Train in this process or in several."""
-    if job.training.parallel.ranks == 1:
+    parallel = job.training.parallel
+    if parallel.ranks == 1 and parallel.sharding_mode is None:
         train(job, Alone(), tell)
     else:
         train_on_ranks(job, tell)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.core.eager import flatten_outputs
+from compress.training.activations import checkpoint_activations_
 from compress.training.average import Average
 from compress.training.clipping import clip_norm_
 from compress.training.optimizer import set_learning_rate_
@@ -52,6 +53,7 @@ class Learner:
         device: str,
     ) -> Learner:
         """Return a learner before its first step; the strategy may shard the module in place."""
+        checkpoint_activations_(module, training)
         wrapped = strategy.wrap(module, training)
         optimizer = strategy.optimizer(module, training)
         kind = torch.device(device).type

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 START_DIVISOR = 25
 """The peak over the first learning rate of `onecycle`."""
 
+FUSED_SHARDED = ("adam", "adamw")
+"""Optimizers whose fused variant knows sharded tensors (in torch 2.13, not SGD's or Adagrad's)."""
+
 
 def build_optimizer(module: torch.nn.Module, training: Training) -> torch.optim.Optimizer:
     """Return the optimizer; biases and norms, which are vectors, are not decayed.
@@ -61,7 +64,8 @@ def optimizer_arguments(training: Training) -> dict[str, Any]:
     arguments: dict[str, Any] = {"lr": training.peak_learning_rate}
     if training.optimizer == "sgd":
         arguments |= {"momentum": training.momentum, "nesterov": training.nesterov}
-    if "fused" in inspect.signature(optimizer_class(training)).parameters:
+    fuses = "fused" in inspect.signature(optimizer_class(training)).parameters
+    if fuses and (training.parallel.sharding_mode is None or training.optimizer in FUSED_SHARDED):
         arguments["fused"] = True
     return arguments | training.optimizer_arguments
 

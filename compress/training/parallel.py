@@ -148,7 +148,7 @@ class DataParallel(Alone):
         self.parallel = parallel
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
-        self.exchanged = False
+        self.begins_step = True
 
     def wrap(self, module: nn.Module, training: Training) -> nn.Module:
         """Return the module that averages gradients and sends rank 0's buffers to the others."""
@@ -164,10 +164,11 @@ class DataParallel(Alone):
 
     @contextmanager
     def micro_step(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
-        """Exchange gradients in the last part of a step only."""
-        # A static graph is learnt in the very first backward, which asserts that it exchanges.
-        exchange = last or (self.parallel.static_graph and not self.exchanged)
-        self.exchanged = self.exchanged or exchange
+        """Exchange gradients in the last part of a step; with a static graph also in the first."""
+        # A static graph is learnt in the very first backward, which asserts that it exchanges. The
+        # first part of each step does, or a resumed training would add up in another order.
+        exchange = last or (self.parallel.static_graph and self.begins_step)
+        self.begins_step = last
         with nullcontext() if exchange else wrapped.no_sync():  # type: ignore[operator]  # a DistributedDataParallel
             yield
 
@@ -204,4 +205,12 @@ def process_group(device: str) -> Iterator[None]:
 
 def strategy_of(parallel: Parallel) -> Strategy:
     """Return the strategy that the settings name, in a process group that has been joined."""
+    if parallel.sharding_mode is not None:
+        from compress.training.sharding import Sharded
+
+        return Sharded(parallel)
+    if parallel.strategy == "zero1":
+        from compress.training.zero import ZeroOne
+
+        return ZeroOne(parallel)
     return DataParallel(parallel)

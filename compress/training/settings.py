@@ -31,20 +31,55 @@ DEFAULT_LEARNING_RATE = {
 DEFAULT_WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05}
 DEFAULT_WARMUP = {"onecycle": 0.3}
 PLATEAU_EPOCHS = 3
+ZERO = {"zero2": "shard_grad_op", "zero3": "full_shard"}
 
 
 class Parallel(Settings):
     """How training is spread over processes."""
 
-    strategy: Literal["ddp", "dp"] = "ddp"
-    """`ddp`: every process holds the whole model and its share of each batch. `dp`: accepted for
-    DataParallel's sake, and run as one process."""
+    strategy: Literal["ddp", "fsdp", "zero1", "zero2", "zero3", "dp"] = "ddp"
+    """`ddp`: every process holds the whole model and its share of each batch. `fsdp`: weights,
+    gradients and optimizer state are sharded. `zero1`: `ddp` with sharded optimizer state. `zero2`
+    and `zero3`: `fsdp` with `shard_grad_op` and `full_shard`. `dp`: accepted for DataParallel's
+    sake, and run as one process."""
     processes: Count = 1
     """Number of processes on this machine; 1 trains in the calling process."""
     bucket_mebibytes: Positive = 25.0
     """Gradients that `ddp` sends at once."""
     static_graph: bool = False
-    """Whether each step of `ddp` uses the same weights, which spares looking for unused ones."""
+    """Whether each step of `ddp` uses the same weights, which spares looking for unused ones. With
+    more than two processes a resumed training may then differ in the last bit."""
+
+    sharding: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"] = "full_shard"
+    """What `fsdp` shards: everything; all but the weights between forward and backward; nothing;
+    everything within groups of processes, between which gradients are averaged."""
+    shard_processes: Count | None = None
+    """Processes of a group in `hybrid_shard`; by default half of all."""
+    wrap: tuple[str, ...] | Count = 1_000_000
+    """What `fsdp` gathers at once: class names of blocks, or their least number of weights."""
+    cpu_offload: bool = False
+    """Whether `fsdp` keeps weights and optimizer state in main memory."""
+
+    @model_validator(mode="after")
+    def _groups_divide(self) -> Self:
+        group = self.shard_processes
+        if self.sharding_mode != "hybrid_shard" and group:
+            raise ValueError("shard_processes is for strategy: fsdp with sharding: hybrid_shard")
+        if self.sharding_mode == "hybrid_shard" and self.processes % (
+            group or max(1, self.processes // 2)
+        ):
+            raise ValueError(
+                f"hybrid_shard: groups of {group or self.processes // 2} do not divide "
+                f"{self.processes} processes; set shard_processes to a divisor"
+            )
+        if self.strategy in ZERO and "sharding" in self.model_fields_set:
+            raise ValueError(f"{self.strategy} says what is sharded; leave out sharding")
+        return self
+
+    @property
+    def sharding_mode(self) -> str | None:
+        """What is sharded by FSDP; None for the strategies that keep the model whole."""
+        return self.sharding if self.strategy == "fsdp" else ZERO.get(self.strategy)
 
     @property
     def ranks(self) -> int:
@@ -65,6 +100,10 @@ class Training(Settings):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Arithmetic of forward and backward passes; weights stay fp32. `fp16`, with a scaled loss, is
     for CUDA alone."""
+    activation_checkpointing: Literal["none", "full"] | Count = "none"
+    """Blocks that forget their activations and compute them again: all, or every n-th."""
+    activation_blocks: tuple[str, ...] = ()
+    """Class names of those blocks; by default the repeated ones of the model are found."""
     optimizer: Literal[
         "adadelta",
         "adafactor",

@@ -65,3 +65,34 @@ def test_settings_are_documented_and_importing_the_stages_leaves_torch_alone():
         "if 'torch' in sys.modules else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"strategy": "fsdp", "shard_processes": 2}, "shard_processes is for .* hybrid_shard"),
+        ({"strategy": "zero2", "sharding": "no_shard"}, "zero2 says what is sharded"),
+        (
+            {"strategy": "fsdp", "sharding": "hybrid_shard", "processes": 4, "shard_processes": 3},
+            "groups of 3 do not divide 4 processes",
+        ),
+    ],
+)
+def test_sharding_that_cannot_be_is_refused(parallel, message):
+    with pytest.raises(ValidationError, match=message):
+        Training(epochs=1, parallel=parallel)
+
+
+def test_names_of_sharding_mean_what_they_say():
+    modes = {
+        strategy: Training(epochs=1, parallel={"strategy": strategy}).parallel.sharding_mode
+        for strategy in ("ddp", "fsdp", "zero1", "zero2", "zero3", "dp")
+    }
+    assert modes == {
+        "ddp": None,
+        "fsdp": "full_shard",
+        "zero1": None,
+        "zero2": "shard_grad_op",
+        "zero3": "full_shard",
+        "dp": None,
+    }
