@@ -74,6 +74,7 @@ class Metric:
             return float(F.cross_entropy(outputs.float(), targets))
         if self.name.startswith("torchmetrics."):
             metric = _torchmetrics_class(self.name)(**dict(self.arguments))
+            metric.sync_on_compute = False  # one rank has all outputs; it would wait for the others
             metric.update(outputs, targets)
             return float(metric.compute())
         from compress.core.factory import resolve

@@ -77,3 +77,39 @@ class Behaving(Dataset):
 
 def behaving(behaviour: str, trace: str = "") -> dict[str, Dataset]:
     return {"train": Behaving(behaviour, trace), "val": TensorDataset(*tensors(48, seed=1))}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Blocks(nn.Module):
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        x = self.stem(features)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def blocks(depth: int = 3, width: int = 8) -> nn.Module:
+    return Blocks(depth, width)
+
+
+def uneven(train: int = 80, val: int = 37) -> dict[str, Dataset]:
+    return {
+        "train": TensorDataset(*tensors(train, seed=0)),
+        "val": TensorDataset(*tensors(val, seed=1)),
+    }

@@ -126,6 +126,13 @@ def test_options_out_of_range_are_refused() -> None:
             Parallel(**wrong)
 
 
+def test_settings_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ValidationError, match="int8 is for strategy: ddp or zero1, found fsdp"):
+        Parallel(strategy="fsdp", communication="int8")
+    with pytest.raises(ValidationError, match="topk remembers gradients"):
+        Training(epochs=1, precision="fp16", parallel={"communication": "topk"})
+
+
 def train_small(root: Path, communication: str, *, dies: bool = False) -> Fit:
     signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
     recipe = Recipe(factory="nets:classifier")
