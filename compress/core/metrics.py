@@ -73,8 +73,9 @@ class Metric:
         if self.name == "loss":
             return float(F.cross_entropy(outputs.float(), targets))
         if self.name.startswith("torchmetrics."):
-            metric = _torchmetrics_class(self.name)(**dict(self.arguments))
-            metric.sync_on_compute = False  # one rank has all outputs; it would wait for the others
+            # One rank of a training has all outputs; synchronising, it would wait for the others.
+            arguments = {**dict(self.arguments), "sync_on_compute": False}
+            metric = _torchmetrics_class(self.name)(**arguments)
             metric.update(outputs, targets)
             return float(metric.compute())
         from compress.core.factory import resolve
