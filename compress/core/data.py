@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
 
+from compress.core.batch import Batch, adapt, collate, describe
 from compress.core.errors import PipelineInvalid, StageFailed
 from compress.core.factory import local_sources, resolve, sources_digest
+from compress.core.loading import Loading
+from compress.core.reading import Reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from torch.utils.data import Dataset
+
+__all__ = ["Batch", "DataReference", "Splits", "collate"]
+
 SAMPLED_FOR_FINGERPRINT = 2048
 """Samples hashed at most of a dataset that does not hold its tensors in memory."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Model inputs in the signature's order, and what is to be predicted (None: unlabelled)."""
-
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor | None
-
-    def __len__(self) -> int:
-        return len(self.inputs[0])
-
-    def to(self, device: str) -> Batch:
-        """Return the batch on a device."""
-        moved = tuple(x.to(device, non_blocking=True) for x in self.inputs)
-        return Batch(moved, None if self.target is None else self.target.to(device))
 
 
 @dataclass(frozen=True)
@@ -46,6 +36,7 @@ class DataReference:
     arguments: dict[str, Any]
     folder: Path | None
     batch_size: int
+    loading: Loading = field(default_factory=Loading)
     input_names: tuple[str, ...] = ()
 
     def load(self) -> Splits:
@@ -62,7 +53,7 @@ class DataReference:
             raise PipelineInvalid(
                 f"data.factory {self.factory!r}: {type(error).__name__}: {error}"
             ) from error
-        return Splits(datasets, self.batch_size, self.input_names, source=self)
+        return Splits(datasets, self.batch_size, self.loading, self.input_names, source=self)
 
 
 @dataclass(frozen=True)
@@ -77,22 +68,28 @@ class Splits:
     datasets: Mapping[str, Dataset[Any]]
     batch_size: int = 128
     """Samples per batch in evaluation."""
+    loading: Loading = field(default_factory=Loading)
+    """How samples are read."""
     input_names: tuple[str, ...] = ()
     """Order in which the model takes the entries of a mapping; the mapping's own by default."""
     source: DataReference | None = field(default=None, compare=False)
     """How another process obtains the same splits; without it they are pickled."""
+    _kept: list[dict[str, Reader]] = field(default_factory=list, compare=False, repr=False)
+    """Readers by split whose workers are kept, for each :meth:`keeping_workers` that is open."""
+    _lengths: dict[str, list[int]] = field(default_factory=dict, compare=False, repr=False)
+    """Lengths by split, once they are known."""
 
     def __post_init__(self) -> None:
         where = f"data.factory {self.source.factory!r}" if self.source else "the data"
         if not isinstance(self.datasets, Mapping) or not self.datasets:
             raise PipelineInvalid(
-                f"{where} returned {_describe(self.datasets)}, "
+                f"{where} returned {describe(self.datasets)}, "
                 'expected {"train": Dataset, "val": Dataset, …}'
             )
         for name, dataset in self.datasets.items():
             if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
                 raise PipelineInvalid(
-                    f"{where}: split {name!r} is {_describe(dataset)}, "
+                    f"{where}: split {name!r} is {describe(dataset)}, "
                     "expected a Dataset with a length"
                 )
             if len(dataset) == 0:
@@ -101,7 +98,7 @@ class Splits:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.source is not None:
             return DataReference.load, (self.source,)
-        return Splits, (dict(self.datasets), self.batch_size, self.input_names)
+        return Splits, (dict(self.datasets), self.batch_size, self.loading, self.input_names)
 
     def split(self, name: str) -> Dataset[Any]:
         """Return one dataset.
@@ -123,10 +120,61 @@ class Splits:
             batch_size: samples per batch; the splits' own by default.
             limit: stop after this many samples.
         """
-        dataset = self.split(name)
-        if limit is not None and limit < len(dataset):  # type: ignore[arg-type]
-            dataset = Subset(dataset, range(limit))
-        yield from loader(dataset, batch_size or self.batch_size, self.input_names)
+        samples = len(self.split(name))  # type: ignore[arg-type]
+        count = samples if limit is None else min(limit, samples)
+        yield from self.read(name, range(count), batch_size or self.batch_size)
+
+    def read(
+        self, name: str, order: Sequence[int], batch_size: int, seed: int = 0
+    ) -> Iterator[Batch]:
+        """Yield a split's samples in an order, in batches.
+
+        Args:
+            name: the split.
+            order: indices of samples.
+            batch_size: samples per batch.
+            seed: decides what is drawn at random while samples are read.
+        """
+        yield from self._reader(name).read(order, batch_size, seed)
+
+    @contextmanager
+    def keeping_workers(self) -> Iterator[None]:
+        """Let the workers that read live on until the end of a block."""
+        self._kept.append({})
+        try:
+            yield
+        finally:
+            self._kept.pop()
+
+    def lengths(self, name: str) -> list[int] | None:
+        """Return the length of each sample, where training is to put batches together by it.
+
+        Raises:
+            PipelineInvalid: a sample is no mapping with the input that `bucket_by` names.
+        """
+        key = self.loading.bucket_by
+        if key is None:
+            return None
+        if name in self._lengths:
+            return self._lengths[name]
+        dataset: Any = self.split(name)
+        try:
+            self._lengths[name] = [len(dataset[index][key]) for index in range(len(dataset))]
+            return self._lengths[name]
+        except (KeyError, IndexError, TypeError) as error:
+            raise PipelineInvalid(
+                f"data.loader.bucket_by: samples of split {name!r} have no {key!r} with a length"
+            ) from error
+
+    def _reader(self, name: str) -> Reader:
+        if not self._kept:
+            return Reader(self.split(name), self.loading, self.input_names, keeps_workers=False)
+        readers = self._kept[-1]
+        if name not in readers:
+            readers[name] = Reader(
+                self.split(name), self.loading, self.input_names, keeps_workers=True
+            )
+        return readers[name]
 
     def calibration(self, samples: int, seed: int) -> Iterator[Batch]:
         """Yield a seeded random sample of ``calibration``, or of ``train`` where there is none.
@@ -143,8 +191,7 @@ class Splits:
                 "lower calibration_samples or bring more data"
             )
         order = torch.randperm(available, generator=torch.Generator().manual_seed(seed))
-        chosen = Subset(dataset, order[:samples].tolist())
-        yield from loader(chosen, self.batch_size, self.input_names)
+        yield from self.read(name, order[:samples].tolist(), self.batch_size)
 
     def fingerprint(self) -> str:
         """Return a SHA-256 over the splits' contents, batches, and the source that makes them.
@@ -155,6 +202,8 @@ class Splits:
             PipelineInvalid: a sample cannot be read.
         """
         digest = hashlib.sha256(f"batches of {self.batch_size}".encode())
+        if self.loading.bucket_by or self.loading.pad_values:
+            digest.update(f"{self.loading.bucket_by} {self.loading.pad_values}".encode())
         if self.source:
             digest.update(
                 repr((self.source.factory, sorted(self.source.arguments.items()))).encode()
@@ -176,74 +225,6 @@ class Splits:
         return digest.hexdigest()
 
 
-def loader(
-    dataset: Dataset[Any],
-    batch_size: int,
-    input_names: Sequence[str] = (),
-    *,
-    generator: torch.Generator | None = None,
-    sampler: Any = None,
-) -> DataLoader[Batch]:
-    """Return a loader of :class:`Batch`, in order unless a sampler is given."""
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        collate_fn=partial(collate, input_names=input_names),
-        generator=generator,
-    )
-
-
-def collate(samples: list[Any], input_names: Sequence[str] = ()) -> Batch:
-    """Stack samples into a batch.
-
-    Args:
-        samples: samples of any accepted form.
-        input_names: order of a mapping's entries; the first sample's own by default.
-
-    Raises:
-        PipelineInvalid: a sample has none of the accepted forms, or lacks an entry.
-    """
-    if isinstance(samples[0], Mapping) and not input_names:
-        input_names = [key for key in samples[0] if key != "labels"]
-    pairs = [_adapt(sample, input_names) for sample in samples]
-    inputs = tuple(torch.stack(column) for column in zip(*(x for x, _ in pairs), strict=True))
-    targets = [y for _, y in pairs if y is not None]
-    return Batch(inputs, torch.stack(targets) if targets else None)
-
-
-def _adapt(
-    sample: Any, input_names: Sequence[str] = ()
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """Return a sample's inputs and target."""
-    target = None
-    if isinstance(sample, Mapping):
-        target = sample.get("labels")
-        names = input_names or [key for key in sample if key != "labels"]
-        if set(names) != {key for key in sample if key != "labels"}:
-            raise PipelineInvalid(
-                f"a sample has the entries {', '.join(map(repr, sample))}, expected "
-                f'{", ".join(map(repr, names))} and "labels"; name them as model.inputs does'
-            )
-        inputs: Any = tuple(sample[key] for key in names)
-    elif isinstance(sample, tuple | list) and len(sample) == 2:
-        inputs, target = sample
-    elif isinstance(sample, torch.Tensor):
-        inputs = sample
-    elif isinstance(sample, tuple | list) and len(sample) == 1:
-        inputs = sample[0]
-    else:
-        raise PipelineInvalid(
-            f"a sample is {_describe(sample)}, expected (x, y), ((x1, x2), y) "
-            'or a mapping of tensors with "labels"'
-        )
-    columns = inputs if isinstance(inputs, tuple | list) else (inputs,)
-    return (
-        tuple(torch.as_tensor(x) for x in columns),
-        None if target is None else torch.as_tensor(target),
-    )
-
-
 def _tensors_of(dataset: Dataset[Any]) -> Iterator[torch.Tensor]:
     held = getattr(dataset, "tensors", None)
     if isinstance(held, tuple | list) and all(isinstance(t, torch.Tensor) for t in held):
@@ -251,7 +232,7 @@ def _tensors_of(dataset: Dataset[Any]) -> Iterator[torch.Tensor]:
         return
     count = len(dataset)  # type: ignore[arg-type]
     for index in range(0, count, -(-count // SAMPLED_FOR_FINGERPRINT)):
-        inputs, target = _adapt(dataset[index])
+        inputs, target = adapt(dataset[index])
         yield from inputs
         if target is not None:
             yield target
@@ -260,7 +241,3 @@ def _tensors_of(dataset: Dataset[Any]) -> Iterator[torch.Tensor]:
 def _update(digest: Any, tensor: torch.Tensor) -> None:
     digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
     digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _describe(value: Any) -> str:
-    return "nothing (None)" if value is None else f"a {type(value).__name__}"

@@ -88,6 +88,8 @@ class Metric:
             return float(F.cross_entropy(outputs.float(), targets))
         if self.name.startswith("torchmetrics."):
             metric = self._torchmetric()
+            # One rank of a training has all outputs; synchronising, it would wait for the others.
+            metric.sync_on_compute = False
             metric.update(outputs, targets)
             return float(metric.compute())
         from compress.core.factory import resolve

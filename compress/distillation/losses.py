@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from compress.training.objective import cross_entropy
+
 
 def soft_cross_entropy(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float
@@ -30,6 +32,7 @@ def distillation_loss(
     soft_weight: float,
     hard_weight: float,
     label_smoothing: float = 0.0,
+    class_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of the teacher's term and the labels' term.
 
@@ -41,9 +44,10 @@ def distillation_loss(
         soft_weight: weight of the teacher's term.
         hard_weight: weight of the labels' term.
         label_smoothing: share of the target spread over all classes.
+        class_weights: weight of each class in the labels' term.
     """
     loss = soft_weight * soft_cross_entropy(student_logits, teacher_logits, temperature)
     if target is None or hard_weight == 0:
         return loss
-    hard = F.cross_entropy(student_logits, target, label_smoothing=label_smoothing)
+    hard = cross_entropy(student_logits, target, class_weights, label_smoothing)
     return loss + hard_weight * hard

@@ -28,10 +28,12 @@ class FromTeacher:
     soft_weight: float
     hard_weight: float
     label_smoothing: float
+    class_weights: tuple[float, ...] | None = None
 
     def prepare(self, device: str) -> LossFunction:
         """Load the teacher and return the loss function."""
         teacher = EagerModel.at(self.teacher).load(device).requires_grad_(False)
+        weights = torch.tensor(self.class_weights, device=device) if self.class_weights else None
 
         def loss(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
             with torch.no_grad():
@@ -49,6 +51,7 @@ class FromTeacher:
                 soft_weight=self.soft_weight,
                 hard_weight=self.hard_weight,
                 label_smoothing=self.label_smoothing,
+                class_weights=weights,
             )
 
         return loss

@@ -55,6 +55,7 @@ class Distill(Stage[EagerModel, EagerModel], Training):
             soft_weight=self.soft_weight,
             hard_weight=self.hard_weight,
             label_smoothing=self.label_smoothing,
+            class_weights=self.class_weights,
         )
         learnt = fit(model, self, objective, context, self.title, accept_start=True)
         lineage = self.lineage(model, teacher=teacher)

@@ -111,7 +111,7 @@ class PruneChannels(Stage[EagerModel, EagerModel]):
         from compress.training.fit import fit
         from compress.training.objective import CrossEntropy
 
-        objective = CrossEntropy(training.label_smoothing)
+        objective = CrossEntropy(training.label_smoothing, training.class_weights)
         fitted = fit(start, training, objective, context, self.title, accept_start=True)
         return fitted.module, fitted.facts()
 

@@ -15,6 +15,7 @@ from compress.training.failure import one_line
 from compress.training.launch import train_on_ranks
 from compress.training.loop import Job, train
 from compress.training.parallel import Alone
+from compress.training.progress import is_over
 from compress.training.resume import Epoch, read_state
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from compress.core.stage import Context
     from compress.training.objective import Objective
     from compress.training.settings import Training
+
+AGAINST_DP = (
+    "DataParallel's threads share one interpreter and copy the model in each step; "
+    "strategy: ddp with processes: n is faster, and gives the same weights"
+)
 
 log = logging.getLogger(__name__)
 
@@ -76,32 +82,42 @@ def fit(
     """
     training = training.hyper_parameters()
     data = context.need_data(task)
-    _check(training, data, task)
+    _check(training, data, context.device, task)
     with _told_as_one_line(task):
         job = _job(start, training, objective, context, data, accept_start)
-        done = _resume_at(job, task)
+        history = _history(job, task)
+        done = sum(1 for epoch in history if epoch.epoch > 0)
         context.progress(task, done, training.epochs, f"resumed after epoch {done}" if done else "")
-        if done < training.epochs:
+        if not is_over(training, history, job.metric):
             _run(job, _teller(job, context, task))
     state = read_state(job.folder)
     if state is None or state.kept is None:
         raise StageFailed(f"{task}: {job.folder} holds no finished epoch")
     module = start.load()
     module.load_state_dict(state.kept_weights)
-    log.info("%s: %d epochs, kept epoch %d", task, training.epochs, state.kept.epoch)
+    log.info("%s: %d epochs, kept epoch %d", task, state.trained_epochs, state.kept.epoch)
     return Fit(module, tuple(state.history), state.kept)
 
 
-def _check(training: Training, data: Splits, task: str) -> None:
+def _check(training: Training, data: Splits, device: str, task: str) -> None:
     """Refuse what cannot be trained, before any process is started."""
-    samples, processes = len(data.split("train")), training.parallel.processes  # type: ignore[arg-type]  # Splits admits sized datasets only
+    samples, processes = len(data.split("train")), training.parallel.ranks  # type: ignore[arg-type]  # Splits admits sized datasets only
     if samples < processes:
         raise StageFailed(
             f"{task}: split 'train' has {samples} samples for {processes} processes; "
             "lower parallel.processes or bring more data"
         )
-    if training.keep == "best" and "val" not in data.datasets:
-        raise StageFailed(f"{task}: keep: best needs a split 'val'; add one or set keep: last")
+    if training.needs_val and "val" not in data.datasets:
+        raise StageFailed(
+            f"{task}: {training.needs_val} needs a split 'val'; add one"
+            f"{' or set keep: last' if training.keep == 'best' else ' or change the setting'}"
+        )
+    if training.precision == "fp16" and not device.startswith("cuda"):
+        raise StageFailed(
+            f"{task}: precision: fp16 needs a CUDA device and this is {device}; use bf16 or fp32"
+        )
+    if training.parallel.strategy == "dp":
+        log.warning("%s: strategy dp runs as one process: %s", task, AGAINST_DP)
 
 
 def _job(
@@ -135,20 +151,20 @@ def _job(
         metric=context.metric,
         reference=reference.path.absolute() if reference else None,
         device=context.device,
-        threads=max(1, (os.cpu_count() or 1) // training.parallel.processes),
+        threads=max(1, (os.cpu_count() or 1) // training.parallel.ranks),
         seed=context.seed,
         folder=folder.absolute(),
         accept_start=accept_start,
     )
 
 
-def _resume_at(job: Job, task: str) -> int:
-    """Return the number of epochs that an earlier, interrupted run has trained."""
+def _history(job: Job, task: str) -> list[Epoch]:
+    """Return the epochs that an earlier, interrupted run has entered."""
     earlier = read_state(job.folder)
     if earlier is None:
-        return 0
+        return []
     log.info("%s: resumed after epoch %d", task, earlier.trained_epochs)
-    return earlier.trained_epochs
+    return earlier.history
 
 
 def _teller(job: Job, context: Context, task: str) -> Callable[[Epoch], None]:
@@ -165,7 +181,8 @@ def _teller(job: Job, context: Context, task: str) -> Callable[[Epoch], None]:
 
 def _run(job: Job, tell: Callable[[Epoch], None]) -> None:
     """Train in this process or in several."""
-    if job.training.parallel.processes == 1:
+    parallel = job.training.parallel
+    if parallel.ranks == 1 and parallel.sharding_mode is None:
         train(job, Alone(), tell)
     else:
         train_on_ranks(job, tell)

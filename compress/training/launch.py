@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from compress.core.errors import StageFailed
+from compress.core.errors import StageFailed, Unavailable
 from compress.training.failure import (
     forget_failure,
     is_lost_peer,
@@ -27,7 +28,7 @@ from compress.training.failure import (
 )
 from compress.training.journal import append_epoch, following
 from compress.training.loop import Job, train
-from compress.training.parallel import DataParallel
+from compress.training.parallel import process_group, strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,7 +83,7 @@ def _config(job: Job) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=job.training.parallel.processes,
+        nproc_per_node=job.training.parallel.ranks,
         run_id=job.folder.name,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
@@ -104,9 +105,9 @@ def _rank(luggage: bytes, folder: str) -> None:
     place, rank = Path(folder), int(os.environ["RANK"])
     try:
         job: Job = pickle.loads(luggage)
-        strategy = DataParallel()
-        train(job, strategy, partial(append_epoch, place))
-        strategy.leave()
+        job = replace(job, device=_own_device(job.device))
+        with process_group(job.device):
+            train(job, strategy_of(job.training.parallel), partial(append_epoch, place))
     except Exception as error:
         if is_lost_peer(error):
             time.sleep(SECONDS_FOR_THE_CULPRIT)  # the agent ends this rank, and names the other one
@@ -114,12 +115,32 @@ def _rank(luggage: bytes, folder: str) -> None:
         raise
 
 
+def _own_device(device: str) -> str:
+    """Return this rank's device: one CUDA device for each, in order.
+
+    Raises:
+        Unavailable: there are fewer devices than ranks.
+    """
+    if not device.startswith("cuda"):
+        return device
+    import torch
+
+    own, found = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if own >= found:
+        raise Unavailable(
+            f"{os.environ['LOCAL_WORLD_SIZE']} processes want a CUDA device each and there are "
+            f"{found}; lower parallel.processes"
+        )
+    torch.cuda.set_device(own)
+    return f"cuda:{own}"
+
+
 def _pickled(job: Job) -> bytes:
     try:
         return pickle.dumps(job)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise StageFailed(
-            f"the data cannot be sent to {job.training.parallel.processes} processes ({error}); "
+            f"the data cannot be sent to {job.training.parallel.ranks} processes ({error}); "
             "name it by a data factory, or set parallel.processes to 1"
         ) from error
 

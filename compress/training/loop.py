@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 
-from compress.core.artifact import Artifact
-from compress.core.data import loader
-from compress.core.eager import EagerModel, flatten_outputs, predicting
+from compress.core.eager import EagerModel
 from compress.core.errors import StageFailed
-from compress.core.metrics import evaluate
-from compress.training.optimizer import build_optimizer, learning_rate, set_learning_rate_
+from compress.training.learner import Learner
+from compress.training.optimizer import learning_rate
+from compress.training.progress import is_better, is_over, plateaus
 from compress.training.randomness import derive_seed, seeded, share_of_epoch, steps_per_epoch
-from compress.training.resume import Epoch, State, copy_of, read_state, write_state
+from compress.training.resume import Epoch, State, read_state, write_state
+from compress.training.validation import score
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from compress.core.data import Splits
+    from compress.core.data import Batch, Splits
     from compress.core.metrics import Metric
-    from compress.training.objective import LossFunction, Objective
+    from compress.training.objective import Objective
     from compress.training.parallel import Strategy
     from compress.training.settings import Training
 
@@ -62,78 +63,45 @@ def train(job: Job, strategy: Strategy, tell: Callable[[Epoch], None]) -> None:
     Raises:
         StageFailed: the loss is not finite, or there is nothing to train or to evaluate.
     """
-    with cpu_threads(job.threads):
+    with cpu_threads(job.threads), job.data.keeping_workers():
         module = EagerModel.at(job.start).load(job.device)
-        optimizer = build_optimizer(module, job.training)
-        state = _resume_(job, module, optimizer) or _begin(job, module, strategy)
         loss = job.objective.prepare(job.device)
-        wrapped = strategy.wrap(module)
-        for number in range(state.trained_epochs + 1, job.training.epochs + 1):
+        learner = Learner.of(module, loss, job.training, strategy, job.device)
+        state = _resumed(job, learner) or _begun(job, learner)
+        while not is_over(job.training, state.history, job.metric):
+            number = state.trained_epochs + 1
             with seeded(derive_seed(job.seed, number, strategy.rank), job.device):
-                mean_loss = strategy.mean(
-                    train_epoch_(wrapped, optimizer, loss, job, number, strategy)
-                )
+                mean_loss, rate = train_epoch(learner, job, state)
+            strategy.remember(job.folder, number)
+            epoch = _close(job, state, learner, number, mean_loss, rate)
             if strategy.rank == 0:
-                epoch = _close(job, state, module, number, mean_loss)
-                state.optimizer = optimizer.state_dict()
                 write_state(job.folder, state)
                 tell(epoch)
             strategy.wait()
 
 
-def train_epoch_(
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: LossFunction,
-    job: Job,
-    number: int,
-    strategy: Strategy,
-) -> float:
-    """Train for one epoch, in place, and return this rank's mean loss.
+def train_epoch(learner: Learner, job: Job, state: State) -> tuple[float, float]:
+    """Train for one epoch, and return the mean loss over all ranks and the last learning rate.
 
     Raises:
-        StageFailed: the loss is not finite.
+        StageFailed: the loss is not finite, in one step or, where steps are left out, in all.
     """
-    training, dataset = job.training, job.data.split("train")
-    samples = len(dataset)  # type: ignore[arg-type]  # Splits admits datasets with a length only
-    share = share_of_epoch(
-        samples, training.batch_size, job.seed, number, strategy.rank, strategy.ranks
-    )
-    steps = steps_per_epoch(samples, training.batch_size)
-    total = 0.0
-    module.train()
-    batches = loader(dataset, training.batch_size // strategy.ranks, sampler=share)
-    for index, batch in enumerate(batches):
+    training, strategy, number = job.training, learner.strategy, state.trained_epochs + 1
+    fallen = plateaus(state.history, job.metric, training.epochs_per_fall)
+    steps = _steps_per_epoch(job)
+    values, rate = [], 0.0
+    learner.wrapped.train()
+    for index, batches in enumerate(_steps(job, strategy, number)):
         step = (number - 1) * steps + index
-        rate = learning_rate(training, step, training.epochs * steps)
-        set_learning_rate_(optimizer, rate)
-        moved = batch.to(job.device)
-        mean = loss(flatten_outputs(module(*moved.inputs)), moved)
-        value = mean.item()
-        if not math.isfinite(value):
-            raise StageFailed(
-                f"the loss is {value} in epoch {number}, step {index + 1}, at learning rate "
-                f"{rate:.3g}; lower learning_rate or set clip_norm"
-            )
-        optimizer.zero_grad()
-        torch.autograd.backward(mean)
-        if training.clip_norm:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), training.clip_norm)
-        optimizer.step()
-        total += value
-    return total / steps
-
-
-def score(job: Job, module: torch.nn.Module) -> float | None:
-    """Return the module's metric on every sample of `val`, or None without that split."""
-    if "val" not in job.data.datasets:
-        return None
-    threads = torch.get_num_threads()
-    reference = (
-        Artifact.at(job.reference).open(job.device, threads) if job.reference else nullcontext()
-    )
-    with predicting(module.eval(), job.device, threads) as predict, reference as expected:
-        return evaluate(predict, job.data, "val", job.metric, expected)
+        rate = learning_rate(training, step, training.epochs * steps, fallen)
+        value = learner.step(batches, rate, step)
+        if math.isfinite(value):
+            values.append(value)
+        elif training.on_nan == "stop":
+            raise StageFailed(_not_finite(job, value, number, index + 1, rate))
+    if not values:
+        raise StageFailed(f"the loss was not finite in any step of epoch {number}")
+    return strategy.total([sum(values) / len(values)])[0] / strategy.ranks, rate
 
 
 @contextmanager
@@ -147,41 +115,71 @@ def cpu_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(previous)
 
 
-def _begin(job: Job, module: torch.nn.Module, strategy: Strategy) -> State:
+def _steps(job: Job, strategy: Strategy, number: int) -> Iterator[list[Batch]]:
+    """Yield the batches of each step of an epoch on this rank."""
+    training, dataset = job.training, job.data.split("train")
+    share = share_of_epoch(
+        len(dataset),  # type: ignore[arg-type]  # Splits admits datasets with a length only
+        training.batch_size,
+        job.seed,
+        number,
+        strategy.rank,
+        strategy.ranks,
+        job.data.lengths("train"),
+    )
+    part = training.batch_size // strategy.ranks // training.accumulate
+    seed = derive_seed(job.seed, number, strategy.rank)
+    yield from _grouped(job.data.read("train", share, part, seed), training.accumulate)
+
+
+def _grouped(batches: Iterable[Batch], count: int) -> Iterator[list[Batch]]:
+    remaining = iter(batches)
+    while group := list(islice(remaining, count)):
+        yield group
+
+
+def _steps_per_epoch(job: Job) -> int:
+    samples = len(job.data.split("train"))  # type: ignore[arg-type]
+    return steps_per_epoch(samples, job.training.batch_size)
+
+
+def _not_finite(job: Job, value: float, number: int, step: int, rate: float) -> str:
+    last = f"; the state after epoch {number - 1} is in {job.folder}" if number > 1 else ""
+    return (
+        f"the loss is {value} in epoch {number}, step {step}, at learning rate {rate:.3g}; "
+        f"lower learning_rate, set clip_norm or on_nan: skip{last}"
+    )
+
+
+def _begun(job: Job, learner: Learner) -> State:
     """Return the state before the first epoch."""
-    if not job.accept_start or strategy.rank > 0:
+    if not job.accept_start:
         return State()
-    start = Epoch(epoch=0, loss=None, metric=score(job, module), learning_rate=None)
-    return State(history=[start], kept=start, kept_weights=copy_of(module.state_dict()))
+    metric = score(job, learner.module, learner.strategy)
+    start = Epoch(epoch=0, loss=None, metric=metric, learning_rate=None)
+    weights = learner.strategy.weights(learner.module)
+    return State(history=[start], kept=start, kept_weights=weights)
 
 
-def _resume_(job: Job, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State | None:
-    """Put module and optimizer where the last state on disk left them, in place."""
+def _resumed(job: Job, learner: Learner) -> State | None:
+    """Put everything where the last state on disk left it, and return that state."""
     state = read_state(job.folder)
     if state is not None:
-        module.load_state_dict(state.weights)
-        optimizer.load_state_dict(state.optimizer)
+        learner.restore(state)
+        learner.strategy.recall(job.folder, state.trained_epochs)
     return state
 
 
-def _close(job: Job, state: State, module: torch.nn.Module, number: int, loss: float) -> Epoch:
+def _close(
+    job: Job, state: State, learner: Learner, number: int, loss: float, rate: float
+) -> Epoch:
     """Evaluate an epoch and enter it into the state."""
-    steps = steps_per_epoch(len(job.data.split("train")), job.training.batch_size)  # type: ignore[arg-type]
-    rate = learning_rate(job.training, number * steps - 1, job.training.epochs * steps)
-    epoch = Epoch(epoch=number, loss=loss, metric=score(job, module), learning_rate=rate)
+    with learner.as_kept() as module:
+        metric = score(job, module, learner.strategy)
+    learner.save_to(state)
+    sent = learner.strategy.sent_bytes(_steps_per_epoch(job))
+    epoch = Epoch(epoch=number, loss=loss, metric=metric, learning_rate=rate, sent_bytes=sent)
     state.history.append(epoch)
-    state.weights = copy_of(module.state_dict())
     if job.training.keep == "last" or is_better(epoch, state.kept, job.metric):
-        state.kept, state.kept_weights = epoch, state.weights
+        state.kept, state.kept_weights = epoch, state.average or state.weights
     return epoch
-
-
-def is_better(epoch: Epoch, kept: Epoch | None, metric: Metric) -> bool:
-    """Whether an epoch is to be kept instead of the one kept so far.
-
-    Among trained epochs the later one wins a tie; the model as it came in must be beaten.
-    """
-    if kept is None or kept.metric is None or epoch.metric is None:
-        return True
-    gain = -metric.drop_points(kept.metric, epoch.metric)
-    return gain > 0 or (gain == 0 and kept.epoch > 0)

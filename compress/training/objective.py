@@ -34,10 +34,13 @@ class CrossEntropy:
     """Cross-entropy of the first output with the targets."""
 
     label_smoothing: float = 0.0
+    class_weights: tuple[float, ...] | None = None
 
     def prepare(self, device: str) -> LossFunction:
         """Return the loss function."""
-        import torch.nn.functional as F
+        import torch
+
+        weights = torch.tensor(self.class_weights, device=device) if self.class_weights else None
 
         def loss(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
             if batch.target is None:
@@ -45,6 +48,39 @@ class CrossEntropy:
                     "cross-entropy needs targets and split 'train' has none; "
                     "return (x, y) samples from the data factory, or distill from a teacher"
                 )
-            return F.cross_entropy(outputs[0], batch.target, label_smoothing=self.label_smoothing)
+            return cross_entropy(outputs[0], batch.target, weights, self.label_smoothing)
 
         return loss
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weights: torch.Tensor | None,
+    label_smoothing: float,
+) -> torch.Tensor:
+    """Return the mean over samples of the cross-entropy, each weighted by its class.
+
+    Not torch's weighted mean, which divides by the weights met in a batch: a step's loss would
+    depend on how the step is shared out.
+
+    Raises:
+        StageFailed: there is not one weight for each class.
+    """
+    import torch.nn.functional as F
+
+    if class_weights is None:
+        return F.cross_entropy(logits, target, label_smoothing=label_smoothing)
+    if len(class_weights) != logits.shape[1]:
+        raise StageFailed(
+            f"class_weights has {len(class_weights)} numbers and the model {logits.shape[1]} "
+            "classes; give one for each"
+        )
+    total = F.cross_entropy(
+        logits,
+        target,
+        weight=class_weights.to(logits.dtype),
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )
+    return total / target.numel()

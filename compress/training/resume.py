@@ -34,6 +34,8 @@ class Epoch(Settings):
     """The metric on `val` after the epoch; None without a `val` split."""
     learning_rate: float | None
     """Learning rate of the epoch's last step; None for epoch 0."""
+    sent_bytes: int | None = None
+    """Gradients that each process sends in a step; None where there is one process."""
 
 
 @dataclass
@@ -46,6 +48,10 @@ class State:
     kept_weights: Tensors = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    """State of the loss scaler of `fp16`; empty with the others."""
+    average: Tensors = field(default_factory=dict)
+    """The moving average of the weights; empty without one."""
 
     @property
     def trained_epochs(self) -> int:
@@ -67,6 +73,8 @@ def write_state(folder: Path, state: State) -> None:
         "kept_weights": state.kept_weights,
         "weights": state.weights,
         "optimizer": state.optimizer,
+        "scaler": state.scaler,
+        "average": state.average,
     }
     with partial.open("wb") as stream:
         torch.save(content, stream)
@@ -97,4 +105,6 @@ def read_state(folder: Path) -> State | None:
         kept_weights=content["kept_weights"],
         weights=content["weights"],
         optimizer=content["optimizer"],
+        scaler=content["scaler"],
+        average=content["average"],
     )

@@ -67,6 +67,12 @@ def test_changed_data_is_named(project) -> None:
     assert "source" not in project.ran()
 
 
+def test_workers_make_nothing_run_again(project) -> None:
+    project.edit("{shift: 0.0}}", "{shift: 0.0}, loader: {workers: 1}}")
+    project.run()
+    assert project.ran() == {}
+
+
 def test_changed_model_code_is_named(project) -> None:
     nets = project.folder / "nets.py"
     nets.write_text(nets.read_text().replace("hidden=32", "hidden=48"))

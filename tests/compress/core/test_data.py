@@ -106,11 +106,11 @@ def test_a_failing_factory_is_one_line(tmp_path) -> None:
 def test_a_mapping_is_read_in_the_models_order() -> None:
     ids, mask = torch.arange(3), torch.ones(3)
     swapped = [{"mask": mask, "ids": ids, "labels": Y}, {"ids": ids, "mask": mask, "labels": Y}]
-    batch = collate(swapped, ("ids", "mask"))
+    batch = collate(swapped, input_names=("ids", "mask"))
     assert torch.equal(batch.inputs[0], torch.stack([ids, ids]))
     assert torch.equal(collate(swapped).inputs[0], torch.stack([mask, mask]))
     with pytest.raises(PipelineInvalid, match="'ids', 'mask'"):
-        collate([{"ids": ids, "labels": Y}], ("ids", "mask"))
+        collate([{"ids": ids, "labels": Y}], input_names=("ids", "mask"))
 
 
 def test_the_fingerprint_sees_the_last_digit_and_the_batch_size() -> None:

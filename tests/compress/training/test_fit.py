@@ -11,8 +11,8 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
-from compress.training.loop import is_better
 from compress.training.objective import CrossEntropy
+from compress.training.progress import is_better
 from compress.training.resume import CHECKPOINT, Epoch
 from compress.training.settings import Training
 

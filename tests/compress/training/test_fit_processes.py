@@ -84,6 +84,22 @@ def test_two_processes_train_one_model_and_leave_the_parent_as_it_was(tmp_path, 
     assert dict(os.environ) == environment
 
 
+def test_a_sharded_model_comes_back_whole_with_any_metric(tmp_path):
+    source = make_source(tmp_path / "source", spare_head=True)
+    f1 = "torchmetrics.classification.MulticlassF1Score"
+    metric = Metric(f1, (("num_classes", 3),))
+    data = DataReference("nets:uneven", {"train": 96}, HERE, 16).load()
+    where = Context(root=tmp_path / "a", data=data, metric=metric)
+    parallel = {"strategy": "fsdp", "processes": 2, "wrap": 32}
+    training = Training(epochs=3, batch_size=16, parallel=parallel)
+    result = fit(source, training, CrossEntropy(0.1), where, "train")
+    exact = Context(root=tmp_path / "b", data=data, metric=metric)
+    sealed = source.derive(tmp_path / "sealed", result.module)
+    # A shard's forward may add in another order, which changes no label here.
+    assert exact.score(sealed) == pytest.approx(result.kept.metric, abs=1e-6)
+    assert result.history[-1].loss < result.history[0].loss
+
+
 def test_the_first_error_is_told_in_its_own_words(tmp_path, capfd):
     source = make_source(tmp_path / "source")
     where = context(tmp_path / "a", "behaving", behaviour="raise in a rank")
