@@ -6,7 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from compress.core.eager import EagerModel, name_outputs, run_in_eval
-from compress.core.errors import ArtifactInvalid
+from compress.core.errors import ArtifactInvalid, first_line
 from compress.core.files import sha256_of
 from compress.core.weights import load_state_
 
@@ -64,10 +64,9 @@ def import_checkpoint(
             f"{s.name} {list(x.shape)} {s.dtype}"
             for s, x in zip(signature.inputs, inputs, strict=True)
         )
-        first_line = str(error).partition("\n")[0]
         raise ArtifactInvalid(
             f"model.inputs: {recipe.factory!r} does not take {shapes}: "
-            f"{type(error).__name__}: {first_line}"
+            f"{type(error).__name__}: {first_line(error)}"
         ) from error
     signature = name_outputs(signature, len(outputs))
     model = EagerModel.create(path, recipe, module.state_dict(), signature, folder=folder)
@@ -194,9 +193,8 @@ def _read_pickle(file: Path) -> dict[str, Any]:
             f"checkpoint {file}: cannot be read, or truncated ({error})"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        first_line = str(error).partition("\n")[0]
         raise ArtifactInvalid(
-            f"checkpoint {file}: cannot be read, or truncated ({first_line})"
+            f"checkpoint {file}: cannot be read, or truncated ({first_line(error)})"
         ) from error
     if not isinstance(state, dict):
         raise ArtifactInvalid(

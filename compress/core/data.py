@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.core.batch import Batch, adapt, collate, describe
-from compress.core.errors import PipelineInvalid, StageFailed
+from compress.core.errors import PipelineInvalid, StageFailed, first_line
 from compress.core.factory import local_sources, resolve, sources_digest
 from compress.core.loading import Loading
 from compress.core.reading import Reader
@@ -220,7 +220,7 @@ class Splits:
                 where = f"data.factory {self.source.factory!r}" if self.source else "the data"
                 raise PipelineInvalid(
                     f"{where}: a sample of split {name!r} cannot be read: "
-                    f"{type(error).__name__}: {error}"
+                    f"{type(error).__name__}: {first_line(error)}"
                 ) from error
         return digest.hexdigest()
 

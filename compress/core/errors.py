@@ -46,3 +46,8 @@ class Unavailable(CompressError):
     """A library, program or device that a stage needs is not here."""
 
     exit_code = 4
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error of another library says."""
+    return str(error).strip().partition("\n")[0]

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
-from compress.core.errors import ArtifactInvalid
+from compress.core.errors import ArtifactInvalid, first_line
 from compress.core.weights import StoredTensor, refuse_elsewhere
 
 if TYPE_CHECKING:
@@ -154,16 +154,14 @@ def _assemble(
                 raise ValueError(f"{tuple(part.shape)} instead of {tuple(chunk.sizes)}")
             whole[region] = part
         except _MALFORMED as error:
-            first_line = str(error).partition("\n")[0]
             raise ArtifactInvalid(
-                f"checkpoint {file}: {name} cannot be read, or truncated ({first_line})"
+                f"checkpoint {file}: {name} cannot be read, or truncated ({first_line(error)})"
             ) from error
     return whole
 
 
 def _unreadable(folder: Path, error: Exception) -> ArtifactInvalid:
-    first_line = str(error).partition("\n")[0]
     return ArtifactInvalid(
         f"checkpoint {folder}: {METADATA} cannot be read, or truncated "
-        f"({type(error).__name__}: {first_line})"
+        f"({type(error).__name__}: {first_line(error)})"
     )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from compress.core.errors import StageFailed
+from compress.core.errors import StageFailed, first_line
 from compress.core.files import write_atomically
 from compress.training.lossy import Int8, Lossy, PowerSGD, TopK, Wire
 
@@ -109,9 +109,8 @@ class WithFeedback:
         try:
             state = torch.load(file, map_location=self.device, weights_only=True)
         except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            first_line = str(error).partition("\n")[0]
             raise StageFailed(
-                f"the gradients' memory {file} cannot be read ({first_line}), so the training "
+                f"the gradients' memory {file} cannot be read ({first_line(error)}), so the training "
                 f"cannot be resumed exactly; remove {folder} to train anew"
             ) from error
         self.lost = state["lost"]

@@ -95,8 +95,7 @@ def read_state(folder: Path) -> State | None:
         return None
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        first_line = str(error).partition("\n")[0]
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError):
         log.warning("%s cannot be read (%s); training starts anew", file, first_line)
         return None
     return State(
