@@ -88,8 +88,6 @@ class Metric:
             return float(F.cross_entropy(outputs.float(), targets))
         if self.name.startswith("torchmetrics."):
             metric = self._torchmetric()
-            # One rank of a training has all outputs; synchronising, it would wait for the others.
-            metric.sync_on_compute = False
             metric.update(outputs, targets)
             return float(metric.compute())
         from compress.core.factory import resolve
@@ -123,7 +121,8 @@ class Metric:
     def _torchmetric(self) -> Any:
         made = _torchmetrics_class(self.name)
         try:
-            return made(**dict(self.arguments))
+            # In a training of several processes rank 0 evaluates alone and must not wait.
+            return made(**dict(self.arguments), sync_on_compute=False)
         except Exception as error:
             raise PipelineInvalid(
                 f"metric {self.name!r} with arguments {dict(self.arguments)}: {error}"

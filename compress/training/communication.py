@@ -110,8 +110,8 @@ class WithFeedback:
             state = torch.load(file, map_location=self.device, weights_only=True)
         except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
             raise StageFailed(
-                f"the gradients' memory {file} cannot be read ({first_line(error)}), so the training "
-                f"cannot be resumed exactly; remove {folder} to train anew"
+                f"the gradients' memory {file} cannot be read ({first_line(error)}), so the "
+                f"training cannot be resumed exactly; remove {folder} to train anew"
             ) from error
         self.lost = state["lost"]
         self.lossy.load_state_dict(state["lossy"])

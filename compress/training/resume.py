@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compress.core.errors import first_line
 from compress.core.settings import Settings
 
 if TYPE_CHECKING:
@@ -95,8 +96,8 @@ def read_state(folder: Path) -> State | None:
         return None
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError):
-        log.warning("%s cannot be read (%s); training starts anew", file, first_line)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        log.warning("%s cannot be read (%s); training starts anew", file, first_line(error))
         return None
     return State(
         history=[Epoch(**epoch) for epoch in content["history"]],
