@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import onnx
 import torch
 
-from compress.core.errors import StageFailed
+from compress.core.errors import StageFailed, first_line
 from compress.core.program import dynamic_shapes
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ def innermost_reason(error: BaseException) -> str:
     """Return in one line what started a chain of errors; the outer ones tell how to report it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {TERMINAL_ESCAPE.sub('', first_line)}"
+    return f"{type(error).__name__}: {TERMINAL_ESCAPE.sub('', first_line(error))}"
 
 
 @contextmanager

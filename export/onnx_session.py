@@ -11,7 +11,7 @@ import onnx
 import onnxruntime
 import torch
 
-from compress.core.errors import ArtifactInvalid
+from compress.core.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
     from compress.core.artifact import Predictor
@@ -66,5 +66,4 @@ def _session(file: Path, options: Any) -> Any:
     try:
         return onnxruntime.InferenceSession(str(file), options, ["CPUExecutionProvider"])
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise ArtifactInvalid(f"{file}: onnxruntime cannot load it: {first_line}") from error
+        raise ArtifactInvalid(f"{file}: onnxruntime cannot load it: {first_line(error)}") from error

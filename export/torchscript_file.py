@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from compress.core.errors import ArtifactInvalid, StageFailed
+from compress.core.errors import ArtifactInvalid, StageFailed, first_line
 from compress.core.program import with_flat_outputs
 
 if TYPE_CHECKING:
@@ -48,11 +48,10 @@ def freeze(
             frozen: torch.jit.ScriptModule = torch.jit.freeze(scripted)
             return frozen
         except Exception as error:
-            first_line = str(error).strip().partition("\n")[0]
             other = {"trace": "script", "script": "trace"}[method]
             raise StageFailed(
                 f"torch.jit.{method} cannot express the model: {type(error).__name__}: "
-                f"{first_line}; try `method: {other}`"
+                f"{first_line(error)}; try `method: {other}`"
             ) from error
 
 
@@ -103,8 +102,10 @@ def load(file: Path, device: str = "cpu") -> Any:
         with _quiet():
             return torch.jit.load(file, map_location=device)  # type: ignore[no-untyped-call]  # torch
     except (RuntimeError, ValueError) as error:
-        first_line = re.split(r"\n|\. ", str(error).strip())[0]
-        raise ArtifactInvalid(f"{file}: not TorchScript, or truncated ({first_line})") from error
+        sentence = re.split(r"\n|\. ", str(error).strip())[0]
+        raise ArtifactInvalid(
+            f"{file}: not TorchScript, or truncated ({sentence})"
+        ) from error
 
 
 def count_weights(module: Any) -> int:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from compress.core.errors import CompressError, GateRefused, StageFailed
+from compress.core.errors import CompressError, GateRefused, StageFailed, first_line
 from compress.core.stage import Context, explain
 from pipelines.disk import explained
 from pipelines.inputs import import_source, source_parts
@@ -290,8 +290,7 @@ class Walk:
             known = explained(error, self.out)
             raise type(known)(f"{name}: {known}") from error
         except Exception as error:
-            first_line = str(error).strip().partition("\n")[0]
-            raise StageFailed(f"{name}: {type(error).__name__}: {first_line}") from error
+            raise StageFailed(f"{name}: {type(error).__name__}: {first_line(error)}") from error
 
 
 class _Unmeasured(Exception):

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from compress.core.errors import StageFailed
+from compress.core.errors import StageFailed, first_line
 from compress.pruning import elementwise, layers, movement
 from compress.pruning.families import AxisGraph, solve
 from compress.pruning.labels import WILD, LabelBook, Labels, Weight
@@ -50,10 +50,9 @@ def _export(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedProgra
         try:
             return torch.export.export(module, tuple(inputs), strict=False)
         except Exception as error:
-            first_line = str(error).partition("\n")[0]
             raise StageFailed(
                 f"torch.export cannot trace {type(module).__name__}, so its channels cannot be "
-                f"followed: {type(error).__name__}: {first_line}"
+                f"followed: {type(error).__name__}: {first_line(error)}"
             ) from error
 
 

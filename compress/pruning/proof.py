@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.core.eager import run_in_eval
+from compress.core.errors import first_line
 from compress.core.surgery import keep_indices_
 
 if TYPE_CHECKING:
@@ -53,8 +54,7 @@ class Proof:
             keep_indices_(smaller, kept, attributes)
             found = run_in_eval(smaller, self._inputs)
         except Exception as error:  # noqa: BLE001 - a forward may fail in any way
-            first_line = str(error).partition("\n")[0]
-            return f"the smaller model fails: {type(error).__name__}: {first_line}"
+            return f"the smaller model fails: {type(error).__name__}: {first_line(error)}"
         if [x.shape for x in found] != [x.shape for x in expected]:
             return "the smaller model's outputs have another shape"
         worst = max(map(_relative_difference, found, expected))

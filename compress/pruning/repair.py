@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from compress.core.errors import StageFailed
+from compress.core.errors import StageFailed, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -54,9 +54,8 @@ def _run(module: nn.Module, batch: Batch) -> None:
         module(*batch.inputs)
     except Exception as error:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in batch.inputs)
-        first_line = str(error).partition("\n")[0]
         raise StageFailed(
             f"averaging BatchNorm statistics: the model does not take the calibration samples, a "
-            f"batch of shape {shapes}: {type(error).__name__}: {first_line}; the data must give "
-            "what model.inputs declares"
+            f"batch of shape {shapes}: {type(error).__name__}: {first_line(error)}; "
+            "the data must give what model.inputs declares"
         ) from error

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compress.core.errors import first_line
+from compress.core.files import sync
 from compress.core.settings import Settings
 
 if TYPE_CHECKING:
@@ -70,14 +71,9 @@ def write_state(folder: Path, state: State) -> None:
     }
     with partial.open("wb") as stream:
         torch.save(content, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
+    sync(partial)
     partial.replace(folder / CHECKPOINT)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(folder)
 
 
 def read_state(folder: Path) -> State | None:
@@ -88,8 +84,7 @@ def read_state(folder: Path) -> State | None:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        first_line = str(error).partition("\n")[0]
-        log.warning("%s cannot be read (%s); training starts anew", file, first_line)
+        log.warning("%s cannot be read (%s); training starts anew", file, first_line(error))
         return None
     return State(
         history=[Epoch(**epoch) for epoch in content["history"]],
