@@ -103,9 +103,7 @@ def load(file: Path, device: str = "cpu") -> Any:
             return torch.jit.load(file, map_location=device)  # type: ignore[no-untyped-call]  # torch
     except (RuntimeError, ValueError) as error:
         sentence = re.split(r"\n|\. ", str(error).strip())[0]
-        raise ArtifactInvalid(
-            f"{file}: not TorchScript, or truncated ({sentence})"
-        ) from error
+        raise ArtifactInvalid(f"{file}: not TorchScript, or truncated ({sentence})") from error
 
 
 def count_weights(module: Any) -> int:
