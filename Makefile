@@ -2,6 +2,8 @@
 # make test   set up .venv and run every check and test
 PYTHON ?= python3
 BIN := .venv/bin
+# One more than the cores that CI has: many tests wait for processes, servers and deadlines.
+WORKERS ?= -n 3 --dist loadgroup
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: demo test lint clean
@@ -10,8 +12,8 @@ demo: .venv/demo
 	$(BIN)/compress run pipelines/quickstart.yaml
 
 test: lint
-	$(BIN)/pytest -q
-	$(BIN)/pytest -q -m slow
+	$(BIN)/pytest -q $(WORKERS)
+	$(BIN)/pytest -q $(WORKERS) -m slow
 
 lint: .venv/dev
 	$(BIN)/ruff check .

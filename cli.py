@@ -9,19 +9,21 @@ import logging
 import os
 import sys
 import traceback
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from compress import __version__
-from compress.core.errors import CompressError, StageFailed
-from pipelines import interruption
+from compress.core.errors import CompressError, PipelineInvalid, StageFailed, lines_of
+from pipelines import answers, interruption
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable
+
+    from rich.console import Console
+    from rich.table import Table
 
     from pipelines.report import Report
 
@@ -34,11 +36,9 @@ app = typer.Typer(
 )
 PipelineFile = Annotated[Path, typer.Argument(metavar="PIPELINE.YAML", help="The pipeline file.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug logs.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of results.", show_default="runs/<name>")]
+Ratios = Annotated[list[float], typer.Option(help="Fraction of channels to cut; again for more.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
-
-
-_answers: ContextVar[TextIO] = ContextVar("_answers")
-"""Standard output, while `--json` keeps everything else away from it."""
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
     def wrapped(*args: Any, debug: bool = False, **kwargs: Any) -> None:
         logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR, format="%(message)s")
         try:
-            with _only_json() if kwargs.get("as_json") else nullcontext():
+            with answers.only_json() if kwargs.get("as_json") else nullcontext():
                 function(*args, debug=debug, **kwargs)
         except typer.Exit:
             raise
@@ -83,48 +83,17 @@ def _end(error: BaseException, debug: bool) -> NoReturn:
         raise typer.Exit(1) from None
     if not isinstance(error, Exception):
         raise error
-    code, message = StageFailed.exit_code, str(error)
-    if isinstance(error, CompressError):
-        code = error.exit_code
-    elif not isinstance(error, OSError):
+    code, message = getattr(error, "exit_code", StageFailed.exit_code), str(error)
+    if not isinstance(error, CompressError | OSError):
         message = f"internal error, {type(error).__name__}: {error} (--debug shows where)"
-    for line in _problems(message):
+    for line in lines_of(message):
         _warn(f"error: {line}", "red")
     raise typer.Exit(code) from None
-
-
-def _problems(message: str) -> list[str]:
-    """Return a line per problem of a file; any other message is one line, whatever it holds."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    file = message.partition(":")[0]
-    if all(line.startswith(f"{file}:") for line in lines):
-        return lines
-    return [" ".join(lines)]
 
 
 def _warn(line: str, colour: str) -> None:
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     typer.echo(line if plain else typer.style(line, fg=colour), err=True)
-
-
-@contextmanager
-def _only_json() -> Iterator[None]:
-    """Keep standard output for the answer: what user code writes there goes to standard error."""
-    sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        token = _answers.set(answers)
-        os.dup2(2, 1)
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-            os.dup2(answers.fileno(), 1)
-            _answers.reset(token)
-
-
-def _answer(content: object) -> None:
-    """Write JSON where `--json` promised it."""
-    typer.echo(json.dumps(content, indent=1), file=_answers.get())
 
 
 def _version(wanted: bool) -> None:
@@ -146,12 +115,8 @@ def _options(
 @_command
 def run(
     file: PipelineFile,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory of the results.", show_default="runs/<name>")
-    ] = None,
-    start: Annotated[
-        str | None, typer.Option("--from", help="Run this stage and those after it again.")
-    ] = None,
+    out: Out = None,
+    start: Annotated[str | None, typer.Option("--from", help="Run from here on again.")] = None,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     force: Annotated[bool, typer.Option(help="Run every stage again.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
@@ -160,30 +125,40 @@ def run(
 ) -> None:
     """Walk a pipeline; write the report and the artifacts."""
     from pipelines.pipeline import Pipeline
+    from pipelines.progress import shown
+    from pipelines.run import foresee
 
     pipeline = Pipeline.from_yaml(file)
     directory = out or Path("runs") / pipeline.name
+    options: dict[str, Any] = {"start": start, "until": until, "force": force}
     if dry_run:
-        from pipelines.run import foresee
-
-        foreseen = foresee(pipeline, directory, start=start, until=until, force=force)
-        if as_json:
-            _answer(foreseen)
-        for name, what in () if as_json else foreseen.items():
-            typer.echo(f"{name}: {what}")
+        foreseen = foresee(pipeline, directory, **options)
+        _tell(as_json, foreseen, (f"{name}: {what}" for name, what in foreseen.items()))
         return
-    from pipelines.progress import shown
-
+    finished = functools.partial(_show, out=directory, as_json=as_json)
     with shown(quiet=as_json) as (progress, announce):
-        pipeline.run(
-            directory,
-            start=start,
-            until=until,
-            force=force,
-            progress=progress,
-            announce=announce,
-            finished=functools.partial(_show, out=directory, as_json=as_json),
-        )
+        pipeline.run(directory, **options, progress=progress, announce=announce, finished=finished)
+
+
+@app.command()
+@_command
+def join(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The run's directory, its --out.")
+    ],
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds within which the run must have begun.")
+    ] = 600,
+    silence: Annotated[
+        float, typer.Option(min=5, help="Seconds without a sign of life until it counts as dead.")
+    ] = 60,
+    debug: Debug = False,
+) -> None:
+    """Take part in a run's trainings on another node."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a run that ended is no stack trace
+    from pipelines.joining import join as take_part
+
+    take_part(directory, lambda line: typer.echo(line, err=True), wait=wait, silence=silence)
 
 
 @app.command()
@@ -199,14 +174,35 @@ def check(file: PipelineFile, as_json: AsJson = False, debug: Debug = False) -> 
 
     check_model(pipeline)
     load_data(pipeline)
-    stages = [{"name": p.name, "stage": p.stage.stage, "input": p.input} for p in plan.stages]
-    if as_json:
-        _answer({"valid": True, "stages": stages, "warnings": plan.warnings})
-        return
-    for warning in plan.warnings:
+    for warning in () if as_json else plan.warnings:
         _warn(f"warning: {warning}", "yellow")
-    road = " → ".join(p.name for p in plan.stages)
-    typer.echo(f"{file}: valid ({road})")
+    _tell(as_json, {"valid": True, **plan.described()}, [f"{file}: valid ({plan.road})"])
+
+
+@app.command()
+@_command
+def sensitivity(
+    file: PipelineFile,
+    out: Out = None,
+    ratio: Ratios = [0.25, 0.5, 0.75],  # noqa: B006 - typer copies it
+    samples: Annotated[int, typer.Option(min=1, help="Samples of val to judge on.")] = 512,
+    latency: Annotated[bool, typer.Option(help="Measure the latency of each cut.")] = True,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show what cutting each family of channels does."""
+    from pipelines.pipeline import Pipeline
+    from pipelines.progress import shown
+    from pipelines.sensitivity import lines_below, measure, table
+
+    pipeline = Pipeline.from_yaml(file)
+    directory = out or Path("runs") / pipeline.name
+    with shown(quiet=as_json) as (progress, _):
+        found = measure(pipeline, directory, ratio, samples, latency, progress)
+    if as_json:
+        answers.give(found.model_dump(mode="json"))
+    else:
+        _print(lambda _: table(found), lines_below(found, directory))
 
 
 @app.command()
@@ -227,66 +223,77 @@ def inspect(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = Fals
     """Show what an artifact says about itself."""
     from compress.core.artifact import Artifact
     from pipelines import catalog  # noqa: F401 - importing it makes every kind known
+    from pipelines.inspection import described
 
     found = Artifact.at(artifact)
-    manifest = found.manifest.model_dump(mode="json")
-    if as_json:
-        _answer({"digest": found.digest, **manifest})
-        return
-    typer.echo(f"{found.kind} artifact, digest {found.digest}")
-    for label in ("inputs", "outputs"):
-        for spec in manifest["signature"][label]:
-            shape = f" {spec['dtype']} {spec['shape']}" if "shape" in spec else ""
-            typer.echo(f"  {label[:-1]} {spec['name']}{shape}")
-    if found.manifest.recipe:
-        typer.echo(f"  built by {found.manifest.recipe.factory} {found.manifest.recipe.arguments}")
-    for step in found.manifest.lineage:
-        typer.echo(f"  after {step.stage} {json.dumps(step.settings, default=str)}")
-    for name, file in found.manifest.files.items():
-        typer.echo(f"  file {name}  {file.bytes} bytes  sha256 {file.sha256}")
+    content = found.manifest.model_dump(mode="json")
+    _tell(as_json, {"digest": found.digest, **content}, described(found))
 
 
 @app.command()
 @_command
-def verify(
-    artifact: Annotated[
-        Path, typer.Argument(metavar="ARTIFACT", help="An artifact's directory, or a .mar file.")
-    ],
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+def verify(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = False) -> None:
     """Prove an artifact is what was sealed; serve a .mar."""
     from pipelines import catalog  # noqa: F401 - importing it makes every kind known
     from serve.verify import verify as prove
 
     proven = prove(artifact)
+    lines = (f"proven: {line}" for line in proven)
+    _tell(as_json, {"artifact": str(artifact), "proven": list(proven)}, lines)
+
+
+@app.command()
+@_command
+def init(
+    file: PipelineFile = Path("pipeline.yaml"),
+    slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for Slurm.")] = False,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="One process for each.")] = 0,
+    cpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Cores of a node.", show_default="8 for each GPU")
+    ] = None,
+    hours: Annotated[int, typer.Option(min=1, help="Time limit; the job is queued again.")] = 24,
+    out: Out = None,
+    script: Annotated[Path, typer.Option(help="The file to write.")] = Path("compress.sbatch"),
+    debug: Debug = False,
+) -> None:
+    """Write what a run on a cluster begins with."""
+    from pipelines.slurm import Cluster, what_to_put, write_script
+
+    if not slurm:
+        raise PipelineInvalid("compress init writes a batch script: say for what, with --slurm")
+    cluster = Cluster(
+        nodes=nodes, gpus_per_node=gpus_per_node, cpus_per_node=cpus_per_node, hours=hours
+    )
+    missing = list(what_to_put(file, cluster))
+    write_script(script, file, out or Path("runs") / file.stem, cluster)
+    for line in missing:
+        _warn(f"to do: {line}", "yellow")
+    typer.echo(f"{script}: submit it with `sbatch {script}`")
+
+
+def _tell(as_json: bool, content: object, lines: Iterable[str]) -> None:
+    """Print JSON, or lines for people."""
     if as_json:
-        _answer({"artifact": str(artifact), "proven": list(proven)})
-        return
-    for line in proven:
-        typer.echo(f"proven: {line}")
+        answers.give(content)
+    for line in () if as_json else lines:
+        typer.echo(line)
 
 
 def _show(report: Report, out: Path, as_json: bool) -> None:
+    from pipelines.table import closing_lines, stage_table
+
     if as_json:
-        _answer(report.model_dump(mode="json"))
-        return
-    from rich.console import Console
+        answers.give(report.model_dump(mode="json"))
+    elif report.stages or not report.failed_stage or report.failed_stage.name != "source":
+        # Where the model did not come in there is nothing to show beside the error.
+        _print(functools.partial(stage_table, report), closing_lines(report, out))
 
-    from pipelines.table import gate_lines, stage_table
 
-    if not report.stages and report.failed_stage and report.failed_stage.name == "source":
-        return  # nothing to show beside the error
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
-    console.print(stage_table(report, console))
-    for line in gate_lines(report):
-        console.print(line, highlight=False, soft_wrap=True)
-    if report.test:
-        values = ", ".join(f"{name} {value:.4f}" for name, value in report.test.values.items())
-        console.print(f"test {report.test.metric}: {values}", highlight=False, soft_wrap=True)
-    cached = sum(stage.cached for stage in report.stages)
-    counted = f"{cached} of {len(report.stages)} stages cached; "
-    summary = f"{'' if report.failed_stage else counted}report: {out / 'report.html'}"
-    console.print(summary, markup=False, highlight=False, soft_wrap=True)
+def _print(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:
+    from pipelines.table import wide_console
+
+    console = wide_console()
+    console.print(table(console))
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)

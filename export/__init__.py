@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING
 from compress.core.lazy import imported_on_use
 
 if TYPE_CHECKING:
+    from export.aot import AotModel, ExportAot
     from export.onnx import ExportOnnx, OnnxModel
     from export.torchscript import ExportTorchScript, TorchScriptModel
 
-__all__ = ["ExportOnnx", "ExportTorchScript", "OnnxModel", "TorchScriptModel"]
+__all__ = [
+    "AotModel",
+    "ExportAot",
+    "ExportOnnx",
+    "ExportTorchScript",
+    "OnnxModel",
+    "TorchScriptModel",
+]
 
 _HOMES = {
+    "export.aot": ("AotModel", "ExportAot"),
     "export.onnx": ("ExportOnnx", "OnnxModel"),
     "export.torchscript": ("ExportTorchScript", "TorchScriptModel"),
 }

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 
+from compress.core.batching import any_batch
 from compress.core.errors import StageFailed
+from compress.core.graph import GraphModel
+from export.samples import check_on_samples, val_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from compress.core.artifact import Predictor
+    from compress.core.artifact import Artifact, Predictor
     from compress.core.signature import Signature
+    from compress.core.stage import Context
+
+logger = logging.getLogger(__name__)
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -28,6 +35,28 @@ BAKED_IN = (
     ", and is right at the sizes it was made with, so the axis is baked in; compute it from the "
     "input's shape in the model's code"
 )
+
+
+def prove_equal(source: Artifact, got: Predictor, context: Context) -> None:
+    """Compare an exported model with its source, at several sizes and on samples of `val`.
+
+    Raises:
+        StageFailed: they answer otherwise; the message says where.
+    """
+    signature, rounded = source.signature, isinstance(source, GraphModel)
+    with source.open(threads=context.threads) as expected:
+        check_agreement(expected, got, signature, rounded=rounded)
+        found = check_on_samples(
+            any_batch(expected, signature),
+            any_batch(got, signature),
+            val_inputs(context),
+            rounded=rounded,
+        )
+    if found.samples:
+        logger.info(
+            "on %d samples of `val` answers differ by %.2g of their spread, %d labels clearly",
+            *(found.samples, found.relative_error, found.changed),
+        )
 
 
 def check_agreement(

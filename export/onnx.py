@@ -14,12 +14,17 @@ from compress.core.graph import GraphModel
 from compress.core.stage import Context, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Set
+
+    from torch.export import ExportedProgram
 
 logger = logging.getLogger(__name__)
 
 UNFUSED = {"Conv", "FusedConv", "Gemm", "FusedGemm"}
 """Float kernels that a fully quantized model has none of; those of products may be meant."""
+
+ONNX_TARGETS = ("onnxruntime-cpu", "onnxruntime-cuda", "tensorrt")
+"""What graphs that become ONNX files are quantized for."""
 
 
 class OnnxModel(Artifact):
@@ -58,11 +63,13 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
     def run(self, model: EagerModel | GraphModel, context: Context) -> OnnxModel:
         """Lower, shrink, check and seal."""
         from compress.core.program import export_program
-        from export.agreement import check_agreement
+        from export.agreement import prove_equal
         from export.onnx_graph import count_operators, shrink_
         from export.onnx_lowering import lower, write
         from export.onnx_session import count_kernels, session_predictor
+        from export.targets import warn_of_another
 
+        warn_of_another(model, ONNX_TARGETS, self.title)
         if isinstance(model, GraphModel):
             program = model.program()
         else:
@@ -76,12 +83,26 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
             file = partial / OnnxModel.payload
             write(graph, file)
             facts |= count_kernels(file)
-            with model.open(threads=context.threads) as expected:
-                exported = session_predictor(file, context.threads)
-                check_agreement(
-                    expected, exported, model.signature, rounded=isinstance(model, GraphModel)
-                )
+            prove_equal(model, session_predictor(file, context.threads), context)
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
-        if isinstance(model, GraphModel) and (unfused := UNFUSED & facts["float_kernels"].keys()):
-            logger.warning("%s: quantized, yet computed in floats: %s", self.title, sorted(unfused))
+        self._tell_of_floats(model, program, facts["float_kernels"].keys())
         return OnnxModel.at(context.root)
+
+    def _tell_of_floats(
+        self, model: EagerModel | GraphModel, program: ExportedProgram, kernels: Set[str]
+    ) -> None:
+        """Warn where a graph was to be computed in fewer bits and is not."""
+        import torch
+
+        from export.onnx_half import holds
+
+        meant = model.manifest.facts.get("target", ONNX_TARGETS[0]) == ONNX_TARGETS[0]
+        unfused = UNFUSED & kernels
+        if holds(program, torch.float16):
+            logger.warning(
+                "%s: onnxruntime turns float16 into float32 to compute it on the CPU: a "
+                "smaller file, not a faster answer; float16 kernels are for GPUs",
+                self.title,
+            )
+        elif isinstance(model, GraphModel) and meant and unfused:
+            logger.warning("%s: quantized, yet computed in floats: %s", self.title, sorted(unfused))

@@ -22,10 +22,17 @@ if TYPE_CHECKING:
 
 UNIT_STEPS = {"dilations": 1, "strides": 1, "pads": 0}
 """Values that convolutions and poolings have where the attribute is left out."""
+INTEGER_LSTM = "DynamicQuantizeLSTM"
 RECURRENT = {"LSTM", "GRU", "RNN"}
-COUNTED = {"Conv", "ConvTranspose", "Gemm", "MatMul", *RECURRENT}
+COUNTED = {"Conv", "ConvTranspose", "Gemm", "MatMul", "MatMulInteger", *RECURRENT}
+FEW_BITS = "MatMulNBits"
 UNCOUNTED = {"Attention", "DeformConv", "Einsum", "If", "Loop", "Scan"}
 """Operators that multiply, or may, in ways that are not counted."""
+
+WEIGHT_TYPES = {
+    *(onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE),
+    *(onnx.TensorProto.INT8, onnx.TensorProto.UINT8),
+}
 
 
 def read(file: Path) -> onnx.ModelProto:
@@ -59,21 +66,45 @@ def count_operators(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def count_weights(model: onnx.ModelProto) -> int:
-    """Count the elements of weights: float tensors, and integer ones that are dequantized.
+    """Count the elements of weights: float tensors, and integers of 8 bits or dequantized ones.
 
     Scales, zero points, shapes and scalars are not weights.
     """
     graph = model.graph
+    parameters = set(_scales_and_zero_points(graph))
     quantizing = [n for n in graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
-    parameters = {name for node in quantizing for name in node.input[1:]}
     dequantized = {n.input[0] for n in quantizing if n.op_type == "DequantizeLinear"}
-    floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
-    return sum(
+    products = [node for node in graph.node if node.op_type == FEW_BITS]
+    packed = {tuple(node.input[1:]): prod(_sizes(node)) for node in products}
+    plain: int = sum(
         prod(tensor.dims)
         for tensor in graph.initializer
         if tensor.dims and tensor.name not in parameters
-        if tensor.data_type in floats or tensor.name in dequantized
+        if tensor.data_type in WEIGHT_TYPES or tensor.name in dequantized
     )
+    return plain + sum(packed.values())
+
+
+def _scales_and_zero_points(graph: onnx.GraphProto) -> Iterator[str]:
+    columns = {t.name for t in graph.initializer if list(t.dims[1:]) == [1]}
+    integers = {t.name for t in graph.initializer if t.data_type == onnx.TensorProto.INT8}
+    made_floats = {
+        n.output[0] for n in graph.node if n.op_type == "Cast" and n.input[0] in integers
+    }
+    at_run_time = {n.output[1] for n in graph.node if n.op_type == "DynamicQuantizeLinear"}
+    for node in graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            yield from node.input[1:]
+        elif node.op_type == "MatMulInteger":
+            yield from node.input[2:]
+        elif node.op_type == FEW_BITS:
+            yield from node.input[1:]
+        elif node.op_type == INTEGER_LSTM:
+            yield from node.input[8:]
+        elif node.op_type == "Mul" and node.input[0] in made_floats | at_run_time:
+            yield node.input[1]
+        elif node.op_type == "Gather" and node.input[0] in columns:
+            yield node.input[0]  # one scale for each row of a table
 
 
 def count_macs(model: onnx.ModelProto) -> int | None:
@@ -87,6 +118,7 @@ def count_macs(model: onnx.ModelProto) -> int | None:
         for axis, size in enumerate(value.type.tensor_type.shape.dim):
             if size.dim_param:
                 size.dim_value = 8 if axis else 1  # as in Signature.example
+    _unpack_(sized.graph)
     inferred = onnx.shape_inference.infer_shapes(sized, data_prop=True).graph
     shapes = {tensor.name: tuple(tensor.dims) for tensor in inferred.initializer}
     for value in (*inferred.input, *inferred.value_info, *inferred.output):
@@ -100,6 +132,38 @@ def count_macs(model: onnx.ModelProto) -> int | None:
         total += macs
     batch: int = prod(shapes[inferred.input[0].name][:1])
     return total // batch
+
+
+def _unpack_(graph: onnx.GraphProto) -> None:
+    """Let products with packed weights be plain ones, in place; their shapes can be inferred."""
+    sizes = {tensor.name: tensor.dims for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == INTEGER_LSTM:
+            for place in (1, 2):
+                inputs, gates = sizes[node.input[place]][1:]
+                shape = (sizes[node.input[place]][0], gates, inputs)
+                node.input[place] += "_floats"
+                graph.input.append(
+                    onnx.helper.make_tensor_value_info(
+                        node.input[place], onnx.TensorProto.FLOAT, shape
+                    )
+                )
+            node.op_type, node.domain = "LSTM", ""
+            del node.input[8:]
+        if node.op_type == FEW_BITS:
+            weight = onnx.helper.make_tensor_value_info(
+                f"{node.output[0]}_weight", onnx.TensorProto.FLOAT, _sizes(node)
+            )
+            graph.input.append(weight)
+            node.CopyFrom(
+                onnx.helper.make_node("MatMul", [node.input[0], weight.name], node.output)
+            )
+
+
+def _sizes(node: onnx.NodeProto) -> tuple[int, int]:
+    """Return how many numbers a product with a packed weight reads and makes."""
+    sizes: dict[str, int] = {a.name: a.i for a in node.attribute}
+    return sizes["K"], sizes["N"]
 
 
 def _macs(node: onnx.NodeProto, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
@@ -124,7 +188,7 @@ def _reduced(node: onnx.NodeProto, left: tuple[int, ...], right: tuple[int, ...]
     """Return how many products are summed for one element of the result."""
     if node.op_type == "Conv":
         return prod(right[1:])
-    if node.op_type == "MatMul":
+    if node.op_type in ("MatMul", "MatMulInteger"):
         return left[-1] or right[-2:][0]  # one of them may not have been inferred
     transposed = any(a.name == "transA" and a.i for a in node.attribute)
     return left[0] if transposed else left[-1]

@@ -13,6 +13,10 @@ import torch
 
 from compress.core.errors import StageFailed, first_line
 from compress.core.program import dynamic_shapes
+from export.onnx_dynamic import TRANSLATIONS, multiply_integers_
+from export.onnx_few_bits import with_packed_products
+from export.onnx_half import holds, part_transposes_, refuse_bfloat16
+from export.onnx_recurrent import compute_recurrences_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +26,12 @@ if TYPE_CHECKING:
 
     from compress.core.signature import Signature
 
+LOGGERS = (
+    "torch.onnx._internal.exporter._registration",
+    "onnxscript.optimizer._constant_folding",  # it leaves alone what it cannot fold
+)
+SIXTEEN_BITS_SINCE = 21
+"""The first operator set whose QuantizeLinear gives 16 bits."""
 TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -31,8 +41,11 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
     Raises:
         StageFailed: an operator has no ONNX form, or the operator set is not available.
     """
+    opset = _wide_enough(opset, program)
+    refuse_bfloat16(program)
     try:
         with _quiet():
+            program = with_packed_products(program, signature)
             exported = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -40,6 +53,7 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
                 output_names=[spec.name for spec in signature.outputs],
                 dynamic_shapes=dynamic_shapes(signature),
                 opset_version=opset,
+                custom_translation_table=TRANSLATIONS,
                 verbose=False,
             )
     except Exception as error:
@@ -47,10 +61,26 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
     if exported is None:
         raise StageFailed("torch.onnx.export gave nothing back, expected a model")
     model: onnx.ModelProto = exported.model_proto
+    compute_recurrences_(model)
+    multiply_integers_(model)
+    if holds(program, torch.float16):
+        part_transposes_(model)
     found = model.opset_import[0].version
     if opset is not None and found != opset:
         raise StageFailed(f"opset {opset} was asked for and the exporter wrote {found}")
     return model
+
+
+def _wide_enough(opset: int | None, program: ExportedProgram) -> int | None:
+    """Return the operator set asked for, or the one that 16-bit activations need."""
+    if not any(torch.uint16 in node.args for node in program.graph.nodes):
+        return opset
+    if opset is not None and opset < SIXTEEN_BITS_SINCE:
+        raise StageFailed(
+            f"opset {opset} has no 16-bit activations; set opset: {SIXTEEN_BITS_SINCE} or more, or "
+            "leave it out"
+        )
+    return opset or SIXTEEN_BITS_SINCE
 
 
 def write(model: onnx.ModelProto, file: Path) -> None:
@@ -79,10 +109,12 @@ def _quiet() -> Iterator[None]:
     """Hide notes of the exporter that no user can act on."""
 
     def matters(record: logging.LogRecord) -> bool:
-        return "torchvision is not installed" not in record.getMessage()
+        text = record.getMessage()
+        return "torchvision is not installed" not in text and "Evaluation failed" not in text
 
-    registry = logging.getLogger("torch.onnx._internal.exporter._registration")
-    registry.addFilter(matters)
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    for logger in loggers:
+        logger.addFilter(matters)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
@@ -90,4 +122,5 @@ def _quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=r"# The axis name: .* will not be used")
             yield
     finally:
-        registry.removeFilter(matters)
+        for logger in loggers:
+            logger.removeFilter(matters)

@@ -17,8 +17,14 @@ if TYPE_CHECKING:
     from compress.core.artifact import Predictor
 
 ERRORS_ONLY = 3
-FLOAT_KERNELS = {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul"}
-INTEGER_KERNELS = {"QGemm", "QAttention", "ConvInteger", "MatMulInteger", "MatMulIntegerToFloat"}
+FLOAT_KERNELS = {
+    *("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul"),
+    *("LSTM", "GRU", "RNN"),
+}
+INTEGER_KERNELS = {
+    *("QGemm", "QAttention", "ConvInteger"),
+    *("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"),
+}
 
 
 def session_predictor(file: Path, threads: int) -> Predictor:

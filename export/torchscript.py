@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.core.artifact import Artifact, Predictor
 from compress.core.eager import EagerModel, predicting
+from compress.core.graph import GraphModel
 from compress.core.stage import Context, Stage
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchScriptModel(Artifact):
-    """A frozen TorchScript module."""
+    """A TorchScript module: a frozen one, or the graph of a quantized model."""
 
     kind: ClassVar[str] = "torchscript"
     payload: ClassVar[str] = "model.ts"
@@ -34,38 +35,58 @@ class TorchScriptModel(Artifact):
         """Count the weights, BatchNorm folded into them where freezing did so."""
         from export.torchscript_file import count_weights, load
 
-        return count_weights(load(self.payload_path))
+        return self._of_its_graph("parameters") or count_weights(load(self.payload_path))
 
     def macs(self) -> int:
         """Count multiply-accumulates for one sample."""
         from compress.core.measure import count_macs
         from export.torchscript_file import load
 
-        return count_macs(load(self.payload_path), self.signature.example(batch=1))
+        counted = self._of_its_graph("macs")
+        return counted or count_macs(load(self.payload_path), self.signature.example(batch=1))
+
+    def _of_its_graph(self, count: str) -> int:
+        """Return what was counted in the graph it was made from; packed weights do not tell."""
+        return int(str(self.manifest.facts.get(count, 0)))
 
 
-class ExportTorchScript(Stage[EagerModel, TorchScriptModel]):
-    """Write a frozen TorchScript file, proved to answer like its source."""
+class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
+    """Write a TorchScript file, proved to answer like its source.
+
+    Eager models are frozen. Of quantized graphs, what lies between dequantize and quantize becomes
+    torch's own integer kernels.
+    """
 
     stage: Literal["export_torchscript"] = "export_torchscript"
     method: Literal["trace", "script"] = "trace"
-    """`trace` records one forward pass; `script` compiles the source, control flow included."""
+    """How eager models are read: `trace` records one forward pass; `script` compiles the source,
+    control flow included."""
 
-    def run(self, model: EagerModel, context: Context) -> TorchScriptModel:
-        """Trace or script, freeze, check and seal."""
-        from export.agreement import check_agreement
+    def run(self, model: EagerModel | GraphModel, context: Context) -> TorchScriptModel:
+        """Trace or script, check and seal."""
+        from export.agreement import prove_equal
         from export.torchscript_file import freeze, load, save
 
-        frozen = freeze(model.load(), model.signature, self.method)
+        facts: dict[str, Any] = {}
+        if isinstance(model, GraphModel):
+            from export.torchscript_graph import script
+
+            scripted, kernels = script(model.program())
+            facts = {**kernels, "parameters": model.parameters(), "macs": model.macs()}
+        else:
+            scripted = freeze(model.load(), model.signature, self.method)
         with TorchScriptModel.sealing(
-            context.root, model.signature, lineage=self.lineage(model)
+            context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             file = partial / TorchScriptModel.payload
-            save(frozen, file)
-            with (
-                model.open(threads=context.threads) as expected,
-                predicting(load(file), "cpu", context.threads) as got,
-            ):
-                check_agreement(expected, got, model.signature)
-        logger.info("%s: written; torch itself calls TorchScript deprecated", self.title)
+            save(scripted, file)
+            with predicting(load(file), "cpu", context.threads) as got:
+                prove_equal(model, got, context)
+        self._tell(facts)
         return TorchScriptModel.at(context.root)
+
+    def _tell(self, facts: dict[str, Any]) -> None:
+        logger.info("%s: written; torch itself calls TorchScript deprecated", self.title)
+        if facts.get("integer_kernels"):
+            told = (self.title, facts["integer_kernels"], facts["float_kernels"])
+            logger.info("%s: %s, in floats %s", *told)

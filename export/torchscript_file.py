@@ -36,7 +36,7 @@ def freeze(
         StageFailed: TorchScript cannot express the module.
     """
     inputs = signature.example()
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), quiet():
         try:
             scripted: Any
             if method == "script":
@@ -62,7 +62,7 @@ def save(module: torch.jit.ScriptModule, file: Path) -> None:
     locations, which name the author's folders, are left out.
     """
     buffer = io.BytesIO()
-    with _quiet():
+    with quiet():
         torch.jit.save(module, buffer)
     buffer.seek(0)
     reader = torch._C.PyTorchFileReader(buffer)
@@ -99,7 +99,7 @@ def load(file: Path, device: str = "cpu") -> Any:
         ArtifactInvalid: the file is not TorchScript, or truncated.
     """
     try:
-        with _quiet():
+        with quiet():
             return torch.jit.load(file, map_location=device)  # type: ignore[no-untyped-call]  # torch
     except (RuntimeError, ValueError) as error:
         sentence = re.split(r"\n|\. ", str(error).strip())[0]
@@ -115,9 +115,13 @@ def count_weights(module: Any) -> int:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide the deprecation of TorchScript, which the stage logs in one line instead."""
+def quiet() -> Iterator[None]:
+    """Hide torch's deprecations, which the stage logs in one line instead."""
     with warnings.catch_warnings():
+        # Of graphs' modules, whose annotations scripting does not need.
+        warnings.filterwarnings("ignore", message=r"The TorchScript type system doesn't support")
+        # Tensors of quint8 and qint8 are to leave torch after TorchScript.
+        warnings.filterwarnings("ignore", message=r"torch\.quantize_per_tensor, .* are deprecated")
         warnings.filterwarnings(
             "ignore", message=r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning
         )

@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import Unavailable
 from compress.distillation.stage import Distill
+from compress.pruning.layers_stage import PruneLayers
 from compress.pruning.stage import PruneChannels
-from compress.quantization.stage import QuantizeStatic
+from compress.pruning.weights_stage import PruneWeights
+from compress.quantization.dynamic_stage import QuantizeDynamic
+from compress.quantization.mixed_stage import QuantizeMixed
+from compress.quantization.precision_stage import ConvertPrecision
+from compress.quantization.qat_stage import QuantizeAwareTraining
+from compress.quantization.static_stage import QuantizeStatic
+from compress.quantization.weights_stage import QuantizeWeights
 from compress.training.stage import Train
+from export.aot import ExportAot
 from export.onnx import ExportOnnx
 from export.torchscript import ExportTorchScript
 from serve.stage import PackageTorchServe
@@ -23,10 +31,18 @@ ENTRY_POINT_GROUP = "compress.stages"
 OURS: tuple[type[Stage[Any, Any]], ...] = (
     Train,
     PruneChannels,
+    PruneLayers,
+    PruneWeights,
     Distill,
     QuantizeStatic,
+    QuantizeAwareTraining,
+    QuantizeMixed,
+    QuantizeDynamic,
+    QuantizeWeights,
+    ConvertPrecision,
     ExportOnnx,
     ExportTorchScript,
+    ExportAot,
     PackageTorchServe,
 )
 

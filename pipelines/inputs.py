@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from compress.core.checkpoint import import_checkpoint
+from compress.core.checkpoint import checkpoint_digest, import_checkpoint
 from compress.core.data import DataReference, Splits
 from compress.core.errors import CompressError, PipelineInvalid
 from compress.core.factory import local_sources, sources_digest
-from compress.core.files import sha256_of
 from compress.core.recipe import Recipe
 from compress.core.signature import Signature
 from pipelines.machine import version_of
@@ -34,7 +33,12 @@ def load_data(pipeline: Pipeline) -> Splits | None:
     spec = pipeline.data
     names = tuple(tensor.name for tensor in pipeline.model.inputs)
     reference = DataReference(
-        spec.factory, dict(spec.arguments), pipeline.code_folder, spec.batch_size, names
+        spec.factory,
+        dict(spec.arguments),
+        pipeline.code_folder,
+        spec.batch_size,
+        spec.loader.beside(pipeline.folder),
+        names,
     )
     try:
         return reference.load()
@@ -91,5 +95,5 @@ def source_parts(pipeline: Pipeline) -> dict[str, object]:
         "settings": pipeline.model.model_dump(mode="json"),
         "code": sources_digest(sources),
         "library": None if sources else version_of(pipeline.model.factory.partition(":")[0]),
-        "checkpoint": sha256_of(checkpoint) if checkpoint and checkpoint.is_file() else None,
+        "checkpoint": checkpoint_digest(checkpoint) if checkpoint else None,
     }

@@ -11,7 +11,8 @@ from pydantic import Field, JsonValue, PrivateAttr, ValidationError, field_valid
 
 from compress.core.errors import PipelineInvalid
 from compress.core.factory import Reference
-from compress.core.settings import Settings
+from compress.core.loading import Loading
+from compress.core.settings import Count, Settings
 from compress.core.signature import OutputSpec, TensorSpec
 from pipelines.catalog import stages
 from pipelines.problems import explain
@@ -36,7 +37,8 @@ class ModelSpec(Settings):
     arguments: dict[str, JsonValue] = {}
     """Keyword arguments of the factory."""
     checkpoint: str | None = None
-    """Weights (.safetensors, .pt, .pth), relative to this file; without it the factory's own."""
+    """Weights, relative to this file: .safetensors (or the .index.json of several), .pt, .pth, or a
+    directory of torch.distributed.checkpoint; without it the factory's own."""
     inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
     """Input tensors in the order in which forward takes them."""
     outputs: tuple[OutputSpec, ...] | None = None
@@ -50,8 +52,10 @@ class DataSpec(Settings):
     """`module:callable` that returns {"train": Dataset, "val": Dataset, ...}."""
     arguments: dict[str, JsonValue] = {}
     """Keyword arguments of the factory."""
-    batch_size: Annotated[int, Field(gt=0)] = 128
+    batch_size: Count = 128
     """Samples per batch in evaluation and calibration."""
+    loader: Loading = Loading()
+    """How samples are read and put together into batches."""
 
 
 class MetricSpec(Settings):
@@ -76,7 +80,7 @@ class Pipeline(Settings):
     """Seed of everything random."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     """Where models run: cpu, cuda or cuda:0 …"""
-    threads: Annotated[int, Field(gt=0)] = 1
+    threads: Count = 1
     """CPU threads a model answers with, in every measurement alike."""
     code: str = "."
     """Folder of the modules that factories name, relative to this file."""
@@ -154,7 +158,7 @@ class Pipeline(Settings):
 
     @property
     def checkpoint(self) -> Path | None:
-        """The checkpoint file, or None."""
+        """The checkpoint file or directory, or None."""
         return self.folder / self.model.checkpoint if self.model.checkpoint else None
 
     def place(self, *location: str | int) -> str:

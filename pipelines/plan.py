@@ -51,6 +51,16 @@ class Plan:
         return first.name if first.stage.stage == "train" else SOURCE
 
     @property
+    def road(self) -> str:
+        """The names of the stages in their order, for people."""
+        return " → ".join(p.name for p in self.stages)
+
+    def described(self) -> dict[str, Any]:
+        """Return the stages and the warnings, for machines."""
+        stages = [{"name": p.name, "stage": p.stage.stage, "input": p.input} for p in self.stages]
+        return {"stages": stages, "warnings": self.warnings}
+
+    @property
     def leaves(self) -> tuple[str, ...]:
         """Stages whose artifact no other stage reads: what is shipped."""
         read = {name for p in self.stages for name in p.reads}
@@ -111,8 +121,17 @@ def _names(pipeline: Pipeline) -> tuple[PlannedStage, ...]:
                     f"{pipeline.place('stages', index, 'gates', i, 'against')}: no earlier stage "
                     f"is named {gate.against!r}; {did_you_mean(gate.against, known)}"
                 )
-        planned.append(PlannedStage(index, name, stage.input or previous, stage))
+        planned.append(
+            PlannedStage(index, name, stage.input or previous, _beside(pipeline, index, stage))
+        )
     return tuple(planned)
+
+
+def _beside(pipeline: Pipeline, index: int, stage: Stage[Any, Any]) -> Stage[Any, Any]:
+    try:
+        return stage.beside(pipeline.folder, pipeline.code_folder)
+    except CompressError as error:
+        raise type(error)(f"{pipeline.place('stages', index)}: {error}") from error
 
 
 def _check_types(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
@@ -130,10 +149,11 @@ def _check_types(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
                 f"writes {found.kind}; {mend}"
             )
         for other in p.stage.also_reads:
-            if not issubclass(written[other], EagerModel):
+            if not issubclass(written[other], p.stage.also_takes):
+                kinds = " or ".join(kind.kind for kind in p.stage.also_takes)
                 raise PipelineInvalid(
                     f"{pipeline.place('stages', p.index)} ({p.name}): {other!r} writes "
-                    f"{written[other].kind}, and a teacher must be eager"
+                    f"{written[other].kind}, and with these settings a teacher must be {kinds}"
                 )
         written[p.name] = p.stage.writes()
 
@@ -144,7 +164,7 @@ def _check_needs(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
         if p.stage.needs_data and pipeline.data is None:
             raise PipelineInvalid(f"{where}: needs data, and the file has no `data:` section")
         _check_gates(pipeline, p)
-        for requirement in p.stage.requirements:
+        for requirement in p.stage.all_requirements():
             if not requirement.program and requirement.missing():
                 raise Unavailable(
                     f"{where}: needs {requirement.what}, which is not installed; "
@@ -196,6 +216,6 @@ def _missing_programs(planned: tuple[PlannedStage, ...]) -> list[str]:
         f"{p.name} will stop: {requirement.what} is not on the PATH; {requirement.install} "
         "(the stages before it run and are kept)"
         for p in planned
-        for requirement in p.stage.requirements
+        for requirement in p.stage.all_requirements()
         if requirement.program and requirement.missing()
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from compress.core.stage import Progress
 
+OWN_LOGGERS = ("compress", "export", "serve", "pipelines")
 SECONDS_BETWEEN_LINES = 3.0
 """Between progress lines where there is no terminal to draw bars on."""
 
@@ -30,10 +32,43 @@ def shown(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
     if quiet:
         yield (lambda task, done, total, note="": insist()), (lambda line: insist())
     elif console.is_terminal and not console.is_dumb_terminal:
-        with _bars(console) as both:
-            yield both
+        with _bars(console) as (progress, announce), _warnings(announce):
+            yield progress, announce
     else:
-        yield _lines(), _say
+        with _warnings(_say):
+            yield _lines(), _say
+
+
+class _Announcer(logging.Handler):
+    """Announces what is logged."""
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        super().__init__()
+        self.announce = announce
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.announce(f"warning: {record.getMessage()}")
+
+
+@contextmanager
+def _warnings(announce: Callable[[str], None]) -> Iterator[None]:
+    """Announce the toolkit's own warnings during a block, unless the log is shown in any case."""
+    if logging.getLogger().isEnabledFor(logging.WARNING):
+        yield
+        return
+    handler, loggers = _Announcer(announce), [logging.getLogger(name) for name in OWN_LOGGERS]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, JsonValue
 
@@ -105,6 +105,8 @@ class StageReport(Settings):
 
     name: str
     stage: str
+    input: str
+    """Name of what it reads."""
     cached: bool
     reason: str
     """Why it had to run; empty when it was cached."""
@@ -155,6 +157,8 @@ class Report(Settings):
     baseline_name: str
     baseline: Measurements | None
     stages: tuple[StageReport, ...]
+    warnings: tuple[str, ...] = Field(default_factory=lambda known: _warnings(known))
+    """Quantized stages that are slower than their float parent."""
     failed_stage: FailureReport | None = None
     test: TestReport | None = None
     lock: dict[str, JsonValue] = Field(exclude=True)
@@ -184,6 +188,8 @@ class Report(Settings):
         """Return the report as one self-contained page."""
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+        from pipelines.quantized import fidelity_of, sameness_of
+
         environment = Environment(
             loader=FileSystemLoader(Path(__file__).parent),
             autoescape=True,
@@ -192,9 +198,19 @@ class Report(Settings):
             lstrip_blocks=True,
         )
         environment.filters |= {"bytes": readable_bytes, "count": readable_count}
-        environment.globals["rule_in_words"] = rule_in_words
+        environment.globals |= {
+            "rule_in_words": rule_in_words,
+            "fidelity_of": fidelity_of,
+            "sameness_of": sameness_of,
+        }
         template = environment.get_template("report.html.jinja")
         return template.render(report=self, lock=self.lock)
+
+
+def _warnings(known: dict[str, Any]) -> tuple[str, ...]:
+    from pipelines.quantized import slower_than_float
+
+    return tuple(slower_than_float(known["stages"], known["baseline_name"]))
 
 
 def rule_in_words(verdict: Verdict, metric: str) -> str:

@@ -10,6 +10,7 @@ from compress.core.stage import silent
 from pipelines import interruption
 from pipelines.disk import said_plainly
 from pipelines.inputs import load_data
+from pipelines.joining import told_to_other_nodes
 from pipelines.plan import SOURCE, Plan, make_plan
 from pipelines.store import Store
 from pipelines.walk import ASKED, Walk
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from compress.core.artifact import Artifact
     from compress.core.stage import Progress
     from pipelines.pipeline import Pipeline
     from pipelines.report import Report, Status
@@ -57,7 +59,8 @@ def run(
     for warning in plan.warnings:
         announce(f"warning: {warning}")
     data = load_data(pipeline)
-    with Store.locked(out / ".store", announce) as store:
+    root = out / ".store"
+    with Store.locked(root, announce) as store, told_to_other_nodes(root):
         walk = Walk(pipeline, plan, out, store, data, progress, announce)
         try:
             with said_plainly(out):
@@ -86,6 +89,22 @@ def foresee(
     Raises:
         CompressError: the pipeline is invalid.
     """
+    return look_ahead(pipeline, out, start=start, until=until, force=force)[0]
+
+
+def look_ahead(
+    pipeline: Pipeline,
+    out: Path,
+    *,
+    start: str | None = None,
+    until: str | None = None,
+    force: bool = False,
+) -> tuple[dict[str, str], dict[str, Artifact]]:
+    """Return what :func:`foresee` does, and the artifacts of the stages that are cached.
+
+    Raises:
+        CompressError: the pipeline is invalid.
+    """
     plan = make_plan(pipeline, start, until)
     data = load_data(pipeline)
     store = Store(out / ".store")
@@ -107,7 +126,7 @@ def foresee(
         else:
             again = planned.index >= _first_again(plan, start, force)
             look(planned.name, walk.parts(planned), again)
-    return foreseen
+    return foreseen, walk.artifacts
 
 
 def _first_again(plan: Plan, start: str | None, force: bool) -> int:

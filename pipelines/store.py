@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+WORK = "work"
+"""Folder of what stages keep to go on after an interruption, by stage."""
+
 
 class Record(Settings):
     """What the store knows of one artifact."""

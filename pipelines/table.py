@@ -10,10 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelines.plan import SOURCE
+from pipelines.quantized import fidelity_of, sameness_of
 from pipelines.report import readable_bytes, readable_count, rule_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from rich.console import Console
 
@@ -33,6 +35,14 @@ COLUMNS = (
 )
 DISPENSABLE = ("made + judged", "p95 ms", "MACs", "params", "p50 ms")
 """Left out in this order where the terminal is narrow."""
+
+
+def wide_console() -> Console:
+    """Return where tables are printed: as wide as the terminal, and wide where there is none."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
 
 
 def stage_table(report: Report, console: Console) -> Table:
@@ -62,6 +72,27 @@ def gate_lines(report: Report) -> Iterator[Text]:
             yield Text(f"{mark} {stage.name}: {rule}{against}: {found}", style=style)
     if report.failed_stage:
         yield Text(f"✗ {report.failed_stage.error}", style="bold red")
+
+
+def closing_lines(report: Report, out: Path) -> Iterator[Text]:
+    """Yield what stands below the table: fidelity, gates, test split, warnings, the report's place.
+
+    A warning is a quantized stage that is slower than its float parent.
+    """
+    for stage in report.stages:
+        if fidelity := fidelity_of(stage):
+            yield Text(f"{stage.name}: {fidelity.line()}")
+        if sameness := sameness_of(stage):
+            yield Text(f"{stage.name}: {sameness.line()}")
+    yield from gate_lines(report)
+    if report.test:
+        values = ", ".join(f"{name} {value:.4f}" for name, value in report.test.values.items())
+        yield Text(f"test {report.test.metric}: {values}")
+    for warning in report.warnings:
+        yield Text(f"! {warning}", style="bold yellow")
+    cached = sum(stage.cached for stage in report.stages)
+    counted = f"{cached} of {len(report.stages)} stages cached; "
+    yield Text(f"{'' if report.failed_stage else counted}report: {out / 'report.html'}")
 
 
 def _table(report: Report, shown: list[str], tight: bool = False) -> Table:

@@ -22,7 +22,7 @@ from pipelines.report import (
     TestReport,
     how_to_run,
 )
-from pipelines.store import Entry, Record, Store, publish, unpublish
+from pipelines.store import WORK, Entry, Record, Store, publish, unpublish
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,6 +101,7 @@ class Walk:
             StageReport(
                 name=planned.name,
                 stage=stage.stage,
+                input=planned.input,
                 cached=cached,
                 reason=reason,
                 seconds=seconds,
@@ -130,14 +131,12 @@ class Walk:
             "settings": planned.stage.own_settings(),
             "inputs": {name: self.artifacts[name].digest for name in planned.reads},
             "library": version_of(type(planned.stage).__module__),
+            **planned.stage.machine_parts,
             **self._surroundings(planned.stage.uses_data),
         }
 
     def test(self) -> None:
-        """Touch the test split, once, for what came in and what is shipped.
-
-        A run that stops early leaves it alone.
-        """
+        """Touch the test split, once, for what came in and what ships; not where a run is cut."""
         complete = len(self.plan.stages) == len(self.pipeline.stages)
         if self.data is None or "test" not in self.data.datasets or not complete:
             return
@@ -256,6 +255,9 @@ class Walk:
             seed=self.pipeline.seed,
             earlier=dict(self.artifacts),
             progress=self.progress,
+            # Not the entry's: a training goes on where another number of processes left it.
+            scratch=self.store.root / WORK / name,
+            results=self.out,
             scores=self.scores,
         )
 

@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from compress.core.gates import AnyGate, LabelAgreement, Parity
-from compress.core.stage import Context, Requirement, Stage
+from compress.core.requirement import Requirement
+from compress.core.settings import Count
+from compress.core.stage import Context, Stage
 from export.onnx import OnnxModel
 from export.torchscript import TorchScriptModel
 from serve.archive import TorchServeArchive
-
-Count = Annotated[int, Field(gt=0)]
 
 
 class PackageTorchServe(Stage[OnnxModel | TorchScriptModel, TorchServeArchive]):

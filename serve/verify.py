@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 ARTIFACT_MODULES = (
     "compress.core.eager",
     "compress.core.graph",
+    "export.aot",
     "export.onnx",
     "export.torchscript",
 )

@@ -1,9 +1,16 @@
 """Fixtures that several rooms share: the digits example, a small user project."""
 
+import functools
+import gc
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+# Small nets gain nothing from threads, which wait for those of the tests that run beside them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -24,6 +31,39 @@ from torch import nn
 def mlp(hidden=16, classes=3):
     return nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, classes))
 """
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C reach what tests start, also where a shell began this in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep tests that share what their module makes in one worker; give the others to any."""
+    for item in items:
+        found = item._fixtureinfo.name2fixturedefs.values()
+        if any(definition.scope == "module" for (*_, definition) in found):
+            item.add_marker(pytest.mark.xdist_group(item.location[0]))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from what is imported: it took a third of an export's time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture(scope="session")
+def one_registry() -> Iterator[None]:
+    """Let torch's exporter read its table of operators once, and not in each export."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    with pytest.MonkeyPatch.context() as patch:
+        once = functools.cache(ONNXRegistry.from_torchlib)
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(once))
+        yield
 
 
 @pytest.fixture(scope="session")

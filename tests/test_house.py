@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 import pytest
 import yaml
@@ -12,7 +13,11 @@ import yaml
 import compress
 import export
 import serve
+from compress import Train, Training
 from compress.core.stage import Stage
+from compress.distillation.terms import AnyTerm
+from compress.quantization.patterns import Target as Runtime
+from compress.quantization.scheme import Observer
 from pipelines.catalog import stages
 from pipelines.pipeline import Pipeline
 from pipelines.plan import make_plan
@@ -26,11 +31,13 @@ SHIPPED = [
 
 
 PUBLIC = {
-    compress: "Artifact ArtifactInvalid CompressError Context Distill EagerModel GateRefused "
-    "GraphModel LabelAgreement MaxDrop MaxLatency MaxParameters MaxSize Metric MinMetric "
-    "MinSpeedup Parallel Parity PipelineInvalid Predictor PruneChannels QuantizeStatic Signature "
-    "Splits Stage StageFailed TensorSpec Train Training Unavailable Verdict",
-    export: "ExportOnnx ExportTorchScript OnnxModel TorchScriptModel",
+    compress: "Artifact ArtifactInvalid CompressError Context ConvertPrecision Distill EagerModel "
+    "Finetune GateRefused GraphModel LabelAgreement MaxDrop MaxLatency MaxParameters MaxSize "
+    "Metric MinMetric MinSpeedup Parallel Parity PipelineInvalid Predictor PruneChannels "
+    "PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed QuantizeStatic "
+    "QuantizeWeights Signature Splits Stage StageFailed Target TensorSpec Train "
+    "Training Unavailable Verdict consolidate",
+    export: "AotModel ExportAot ExportOnnx ExportTorchScript OnnxModel TorchScriptModel",
     serve: "Client PackageTorchServe TorchServe TorchServeArchive",
 }
 
@@ -76,7 +83,15 @@ def test_every_setting_is_described(stage: type[Stage]) -> None:
     assert _settings_without_text(stage) == []
 
 
-@pytest.mark.parametrize("file", ["pipelines/quickstart.yaml", "examples/custom/pipeline.yaml"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "pipelines/quickstart.yaml",
+        "examples/custom/pipeline.yaml",
+        "examples/digits/few_labels.yaml",
+        "examples/text/pipeline.yaml",
+    ],
+)
 def test_the_shipped_pipelines_are_valid(file: str) -> None:
     make_plan(Pipeline.from_yaml(ROOT / file))
 
@@ -86,6 +101,43 @@ def test_the_readmes_pipeline_is_valid(tmp_path: Path) -> None:
     (tmp_path / "pipeline.yaml").write_text(snippet)
     make_plan(Pipeline.from_yaml(tmp_path / "pipeline.yaml"))
     assert len(snippet.splitlines()) <= 12
+
+
+def test_the_settings_in_the_training_page_are_valid() -> None:
+    page = (ROOT / "docs" / "training.md").read_text()
+    found = re.findall(r"^(?:parallel|profile|checkpoints): .*", page, re.MULTILINE)
+    assert len(found) >= 4
+    for line in found:
+        Training(epochs=1, **yaml.safe_load(line))
+    (stages,) = re.findall(r"```yaml\n(stages:\n.*?)```", page, re.DOTALL)
+    (train,) = yaml.safe_load(stages)["stages"]
+    Train(**train)
+
+
+@pytest.mark.parametrize("name", ["pruning", "quantization"])
+def test_the_stages_in_a_page_are_valid(name: str) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    found = re.findall(r"```yaml\n(stages:\n.*?)```", page, re.DOTALL)
+    assert len(found) >= 2
+    for snippet in found:
+        for stage in yaml.safe_load(snippet)["stages"]:
+            stages()[stage["stage"]].model_validate(stage)
+
+
+def test_the_pruning_page_names_every_loss() -> None:
+    page = (ROOT / "docs" / "pruning.md").read_text()
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| `.*? \|", page, re.MULTILINE))))
+    losses = {
+        get_args(t.model_fields["loss"].annotation)[0] for t in get_args(get_args(AnyTerm)[0])
+    }
+    assert losses <= named
+
+
+def test_the_quantization_page_names_every_observer_target_and_stage() -> None:
+    page = (ROOT / "docs" / "quantization.md").read_text()
+    quantizing = [name for name in stages() if name.startswith(("quantize", "convert"))]
+    for name in (*get_args(Observer), *get_args(Runtime), *quantizing):
+        assert f"`{name}`" in page, name
 
 
 def test_the_readmes_python_runs(tmp_path: Path) -> None:

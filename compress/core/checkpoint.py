@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 from compress.core.eager import EagerModel, name_outputs, run_in_eval
 from compress.core.errors import ArtifactInvalid, first_line
+from compress.core.files import sha256_of
 from compress.core.weights import load_state_
 
 if TYPE_CHECKING:
@@ -16,8 +18,10 @@ if TYPE_CHECKING:
 
     from compress.core.recipe import Recipe
     from compress.core.signature import Signature
+    from compress.core.weights import Weights
 
-NESTED_UNDER = ("state_dict", "model", "model_state_dict")
+INDEX = ".safetensors.index.json"
+NESTED_UNDER = ("app", "state_dict", "model", "model_state_dict")
 PREFIXES = ("module.", "_orig_mod.")
 
 
@@ -36,7 +40,7 @@ def import_checkpoint(
         path: directory of the artifact.
         recipe: the factory and its arguments.
         signature: the interface; it is checked by one forward pass.
-        checkpoint: weights; None keeps the factory's own, seeded.
+        checkpoint: weights, a file or a directory; None keeps the factory's own, seeded.
         folder: where the factory's source lies.
         seed: seed for the factory's initial weights.
 
@@ -86,30 +90,47 @@ def _check_that_it_loads_again(
         )
 
 
-def read_state_dict(file: Path) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors.
+def read_state_dict(checkpoint: Path) -> Weights:
+    """Return a checkpoint's tensors, still on disk where the format allows.
 
-    ``.safetensors``, or ``.pt``/``.pth``/``.bin`` read with ``weights_only``: a pickle that would
-    execute code is refused and never executed.
+    ``.safetensors``, alone or several with a ``.safetensors.index.json``; a directory written by
+    torch.distributed.checkpoint; one of Hugging Face, with ``model.safetensors``, alone or with its
+    index, or ``pytorch_model.bin``; or ``.pt``/``.pth``/``.bin`` read with ``weights_only``. A
+    pickle that would execute code is refused and never executed.
 
     Raises:
         ArtifactInvalid: missing, truncated, holding code, or holding no tensors.
     """
-    if not file.is_file():
-        raise ArtifactInvalid(f"checkpoint {file}: no such file")
-    state = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
+    state = _read(_entry_of(checkpoint))
+    average = state.get("average")
     for key in NESTED_UNDER:
         if isinstance(state.get(key), dict):
             state = state[key]
+    if isinstance(average, dict):  # our trainer's: what it evaluated and kept
+        state = {**state, **average}
     tensors = {k: v for k, v in state.items() if isinstance(k, str) and hasattr(v, "shape")}
     if not tensors:
-        raise ArtifactInvalid(f"checkpoint {file}: holds no tensors; expected a state_dict")
+        raise ArtifactInvalid(f"checkpoint {checkpoint}: holds no tensors; expected a state_dict")
     return tensors
 
 
-def without_wrappers(
-    state: dict[str, torch.Tensor], known: Container[str]
-) -> dict[str, torch.Tensor]:
+def consolidate(checkpoint: Path, file: Path) -> None:
+    """Write a checkpoint's weights as one safetensors file, a tensor at a time.
+
+    Args:
+        checkpoint: any that :func:`read_state_dict` takes; a directory of
+            torch.distributed.checkpoint, say.
+        file: where the ``.safetensors`` file shall lie; its folder must exist.
+
+    Raises:
+        ArtifactInvalid: the checkpoint cannot be read.
+    """
+    from compress.core.safetensors_file import write_safetensors
+
+    write_safetensors(file, read_state_dict(checkpoint))
+
+
+def without_wrappers(state: Weights, known: Container[str]) -> Weights:
     """Return a state dict without the prefixes of DDP and torch.compile, unless they are known."""
     while state and not any(key in known for key in state):
         prefix = next((p for p in PREFIXES if all(key.startswith(p) for key in state)), None)
@@ -119,18 +140,55 @@ def without_wrappers(
     return state
 
 
-def _read_safetensors(file: Path) -> dict[str, Any]:
-    from safetensors import SafetensorError, safe_open
-
+def checkpoint_digest(checkpoint: Path) -> str | None:
+    """Return a SHA-256 of all that a checkpoint's weights depend on; None where it has none."""
     try:
-        with safe_open(file, framework="pt") as stream:
-            tied = {k: v for k, v in (stream.metadata() or {}).items() if k != "format"}
-            state = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ArtifactInvalid(
-            f"checkpoint {file}: not a readable safetensors file, or truncated ({error})"
-        ) from error
-    return state | {name: state[kept] for name, kept in tied.items() if kept in state}
+        files = _files_of(_entry_of(checkpoint))
+    except ArtifactInvalid:
+        return None
+    if len(files) == 1:
+        return sha256_of(files[0])
+    content = "".join(f"{f.name} {sha256_of(f) if f.is_file() else None}\n" for f in files)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _files_of(entry: Path) -> list[Path]:
+    if entry.name.endswith(INDEX):
+        from compress.core.indexed import weight_map
+
+        return [entry, *(entry.parent / file for file in sorted(set(weight_map(entry).values())))]
+    return sorted(f for f in entry.iterdir() if f.is_file()) if entry.is_dir() else [entry]
+
+
+def _entry_of(checkpoint: Path) -> Path:
+    """Return the file to begin with; a directory of torch.distributed.checkpoint is its own."""
+    if not checkpoint.exists():
+        raise ArtifactInvalid(f"checkpoint {checkpoint}: no such file")
+    if not checkpoint.is_dir() or (checkpoint / ".metadata").is_file():
+        return checkpoint
+    for name in (f"model{INDEX}", "model.safetensors", "pytorch_model.bin"):
+        if (checkpoint / name).is_file():
+            return checkpoint / name
+    raise ArtifactInvalid(
+        f"checkpoint {checkpoint}: a directory without .metadata (torch.distributed.checkpoint), "
+        f"model.safetensors, model{INDEX} or pytorch_model.bin (Hugging Face)"
+    )
+
+
+def _read(entry: Path) -> dict[str, Any]:
+    if entry.is_dir():
+        from compress.core.sharded import read_distributed
+
+        return read_distributed(entry)
+    if entry.name.endswith(INDEX):
+        from compress.core.indexed import read_indexed
+
+        return dict(read_indexed(entry))
+    if entry.suffix == ".safetensors":
+        from compress.core.indexed import read_safetensors
+
+        return dict(read_safetensors(entry))
+    return _read_pickle(entry)
 
 
 def _read_pickle(file: Path) -> dict[str, Any]:

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import IterableDataset
 
+from compress.core.batch import Batch, collate, describe
+from compress.core.cache import CachedDataset, place_of, probe
+from compress.core.contents import held_tensors, tensors_of, update
 from compress.core.errors import PipelineInvalid, StageFailed, first_line
 from compress.core.factory import local_sources, resolve, sources_digest
+from compress.core.loading import Loading
+from compress.core.reading import Reader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Sequence
 
-SAMPLED_FOR_FINGERPRINT = 2048
-"""Samples hashed at most of a dataset that does not hold its tensors in memory."""
+    from torch.utils.data import Dataset
 
+    from compress.core.views import View
 
-@dataclass(frozen=True)
-class Batch:
-    """Model inputs in the signature's order, and what is to be predicted (None: unlabelled)."""
-
-    inputs: tuple[torch.Tensor, ...]
-    target: torch.Tensor | None
-
-    def __len__(self) -> int:
-        return len(self.inputs[0])
-
-    def to(self, device: str) -> Batch:
-        """Return the batch on a device."""
-        moved = tuple(x.to(device, non_blocking=True) for x in self.inputs)
-        return Batch(moved, None if self.target is None else self.target.to(device))
+__all__ = ["Batch", "DataReference", "Splits", "collate"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +38,7 @@ class DataReference:
     arguments: dict[str, Any]
     folder: Path | None
     batch_size: int
+    loading: Loading = field(default_factory=Loading)
     input_names: tuple[str, ...] = ()
 
     def load(self) -> Splits:
@@ -62,7 +55,7 @@ class DataReference:
             raise PipelineInvalid(
                 f"data.factory {self.factory!r}: {type(error).__name__}: {error}"
             ) from error
-        return Splits(datasets, self.batch_size, self.input_names, source=self)
+        return Splits(datasets, self.batch_size, self.loading, self.input_names, source=self)
 
 
 @dataclass(frozen=True)
@@ -70,48 +63,99 @@ class Splits:
     """Datasets by name: ``train``, ``val``, and as needed ``calibration`` and ``test``.
 
     A sample is ``(x, y)``, ``((x1, x2), y)``, a mapping of tensors with ``labels``, or bare inputs.
-    Training uses ``train``; calibration a seeded sample of ``calibration``, else ``train``; every
-    decision and gate uses ``val``; ``test`` is touched once, for the report.
+    Training uses ``train``, and where a teacher answers also ``unlabelled``; calibration a seeded
+    sample of ``calibration``, else ``train``; every decision and gate uses ``val``; ``test`` is
+    touched once, for the report.
     """
 
     datasets: Mapping[str, Dataset[Any]]
     batch_size: int = 128
     """Samples per batch in evaluation."""
+    loading: Loading = field(default_factory=Loading)
+    """How samples are read."""
     input_names: tuple[str, ...] = ()
     """Order in which the model takes the entries of a mapping; the mapping's own by default."""
     source: DataReference | None = field(default=None, compare=False)
     """How another process obtains the same splits; without it they are pickled."""
+    views: tuple[View, ...] = ()
+    """What the samples of ``train`` are seen through, in order; they can be pickled."""
+    _kept: list[dict[str, Reader]] = field(default_factory=list, compare=False, repr=False)
+    """Readers by split whose workers are kept, for each :meth:`keeping_workers` that is open."""
+    _lengths: dict[str, list[int]] = field(default_factory=dict, compare=False, repr=False)
+    """Lengths by split, once they are known."""
+    _caches: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)
+    """Folders of cached samples by split, once they are known."""
+    _cached: dict[str, CachedDataset] = field(default_factory=dict, compare=False, repr=False)
+    _viewed: list[Dataset[Any]] = field(default_factory=list, compare=False, repr=False)
+    """The dataset of ``train`` as the views show it, once it is known."""
 
     def __post_init__(self) -> None:
-        where = f"data.factory {self.source.factory!r}" if self.source else "the data"
+        where = self._where
         if not isinstance(self.datasets, Mapping) or not self.datasets:
             raise PipelineInvalid(
-                f"{where} returned {_describe(self.datasets)}, "
+                f"{where} returned {describe(self.datasets)}, "
                 'expected {"train": Dataset, "val": Dataset, …}'
             )
         for name, dataset in self.datasets.items():
-            if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+            # torch gives an iterable dataset a __getitem__ that raises.
+            by_index = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+            if not isinstance(dataset, Sized) or not by_index:
                 raise PipelineInvalid(
-                    f"{where}: split {name!r} is {_describe(dataset)}, "
-                    "expected a Dataset with a length"
+                    f"{where}: split {name!r} is {describe(dataset)}, "
+                    "expected a Dataset with a length and samples by index"
                 )
             if len(dataset) == 0:
                 raise PipelineInvalid(f"{where}: split {name!r} is empty")
 
     def __reduce__(self) -> tuple[Any, ...]:
+        make: Callable[..., Splits] = Splits
+        given: Any = (dict(self.datasets), self.batch_size, self.loading, self.input_names)
         if self.source is not None:
-            return DataReference.load, (self.source,)
-        return Splits, (dict(self.datasets), self.batch_size, self.input_names)
+            make, given = DataReference.load, (self.source,)
+        return _arrived, (make, given, self._caches, self.views)
+
+    def seen_through(self, view: View) -> Splits:
+        """Return the splits with ``train`` as a view shows it."""
+        return replace(self, views=(*self.views, view), _kept=[], _lengths={}, _viewed=[])
 
     def split(self, name: str) -> Dataset[Any]:
-        """Return one dataset.
+        """Return one dataset, through the cache and the views where there are any.
 
         Raises:
+            PipelineInvalid: it cannot be cached.
+            StageFailed: there is no such split.
+        """
+        if name != "train" or not self.views:
+            return self.stored(name)
+        if not self._viewed:
+            dataset = self.stored(name)
+            for view in self.views:
+                dataset = view(self, dataset)
+            self._viewed.append(dataset)
+        return self._viewed[0]
+
+    def stored(self, name: str) -> Dataset[Any]:
+        """Return one dataset, through the cache where there is one.
+
+        Raises:
+            PipelineInvalid: it cannot be cached.
             StageFailed: there is no such split.
         """
         if name not in self.datasets:
             raise StageFailed(f"the data has no split {name!r}; it has {', '.join(self.datasets)}")
-        return self.datasets[name]
+        dataset = self.datasets[name]
+        if self.loading.cache is None or held_tensors(dataset) is not None:
+            return dataset
+        if name in self._cached:
+            return self._cached[name]
+        if name not in self._caches:
+            with self._telling_of_samples(name):
+                probes = probe(dataset)
+            origin = f"{len(dataset)} {self._origin()}"  # type: ignore[arg-type]
+            cache = Path(self.loading.cache).absolute()
+            self._caches[name] = place_of(cache, name, origin, probes)
+        self._cached[name] = CachedDataset(dataset, self._caches[name])
+        return self._cached[name]
 
     def batches(
         self, name: str, batch_size: int | None = None, limit: int | None = None
@@ -123,10 +167,67 @@ class Splits:
             batch_size: samples per batch; the splits' own by default.
             limit: stop after this many samples.
         """
-        dataset = self.split(name)
-        if limit is not None and limit < len(dataset):  # type: ignore[arg-type]
-            dataset = Subset(dataset, range(limit))
-        yield from loader(dataset, batch_size or self.batch_size, self.input_names)
+        samples = len(self.split(name))  # type: ignore[arg-type]
+        count = samples if limit is None else min(limit, samples)
+        yield from self.read(name, range(count), batch_size or self.batch_size)
+
+    def read(
+        self, name: str, order: Sequence[int], batch_size: int, seed: int = 0, first: int = 0
+    ) -> Iterator[Batch]:
+        """Yield a split's samples in an order, in batches.
+
+        Args:
+            name: the split.
+            order: indices of samples.
+            batch_size: samples per batch.
+            seed: decides what is drawn at random while samples are read.
+            first: place in the order to begin at, where an earlier reading ended.
+        """
+        yield from self._reader(name).read(order, batch_size, seed, first)
+
+    @contextmanager
+    def keeping_workers(self) -> Iterator[None]:
+        """Let the workers that read live on until the end of a block."""
+        self._kept.append({})
+        try:
+            yield
+        finally:
+            self._kept.pop()
+
+    def lengths(self, name: str) -> list[int] | None:
+        """Return the length of each sample, where training is to put batches together by it.
+
+        Raises:
+            PipelineInvalid: a sample is no mapping with the input that `bucket_by` names.
+        """
+        key = self.loading.bucket_by
+        if key is None:
+            return None
+        if name in self._lengths:
+            return self._lengths[name]
+        dataset: Any = self.split(name)
+        try:
+            self._lengths[name] = [len(dataset[index][key]) for index in range(len(dataset))]
+            return self._lengths[name]
+        except (KeyError, IndexError, TypeError) as error:
+            raise PipelineInvalid(
+                f"data.loader.bucket_by: samples of split {name!r} have no {key!r} with a length"
+            ) from error
+
+    def _reader(self, name: str) -> Reader:
+        if not self._kept:
+            return Reader(self.split(name), self.loading, self.input_names, keeps_workers=False)
+        readers = self._kept[-1]
+        if name not in readers:
+            readers[name] = Reader(
+                self.split(name), self.loading, self.input_names, keeps_workers=True
+            )
+        return readers[name]
+
+    @property
+    def calibration_split(self) -> str:
+        """Name of the split that is calibrated on."""
+        return "calibration" if "calibration" in self.datasets else "train"
 
     def calibration(self, samples: int, seed: int) -> Iterator[Batch]:
         """Yield a seeded random sample of ``calibration``, or of ``train`` where there is none.
@@ -134,7 +235,7 @@ class Splits:
         Raises:
             StageFailed: there are fewer samples than asked for.
         """
-        name = "calibration" if "calibration" in self.datasets else "train"
+        name = self.calibration_split
         dataset = self.split(name)
         available = len(dataset)  # type: ignore[arg-type]
         if samples > available:
@@ -143,8 +244,7 @@ class Splits:
                 "lower calibration_samples or bring more data"
             )
         order = torch.randperm(available, generator=torch.Generator().manual_seed(seed))
-        chosen = Subset(dataset, order[:samples].tolist())
-        yield from loader(chosen, self.batch_size, self.input_names)
+        yield from self.read(name, order[:samples].tolist(), self.batch_size)
 
     def fingerprint(self) -> str:
         """Return a SHA-256 over the splits' contents, batches, and the source that makes them.
@@ -155,112 +255,44 @@ class Splits:
             PipelineInvalid: a sample cannot be read.
         """
         digest = hashlib.sha256(f"batches of {self.batch_size}".encode())
-        if self.source:
-            digest.update(
-                repr((self.source.factory, sorted(self.source.arguments.items()))).encode()
-            )
-            sources = local_sources(self.source.factory, self.source.folder)
-            digest.update(sources_digest(sources).encode())
+        if self.loading.bucket_by or self.loading.pad_values:
+            digest.update(f"{self.loading.bucket_by} {self.loading.pad_values}".encode())
+        digest.update(self._origin().encode())
         for name in sorted(self.datasets):
-            dataset = self.datasets[name]
+            dataset = self.split(name)
             digest.update(f"{name}:{len(dataset)}".encode())  # type: ignore[arg-type]
-            try:
-                for tensor in _tensors_of(dataset):
-                    _update(digest, tensor)
-            except Exception as error:
-                where = f"data.factory {self.source.factory!r}" if self.source else "the data"
-                raise PipelineInvalid(
-                    f"{where}: a sample of split {name!r} cannot be read: "
-                    f"{type(error).__name__}: {first_line(error)}"
-                ) from error
+            with self._telling_of_samples(name):
+                for tensor in tensors_of(dataset):
+                    update(digest, tensor)
         return digest.hexdigest()
 
+    @property
+    def _where(self) -> str:
+        return f"data.factory {self.source.factory!r}" if self.source else "the data"
 
-def loader(
-    dataset: Dataset[Any],
-    batch_size: int,
-    input_names: Sequence[str] = (),
-    *,
-    generator: torch.Generator | None = None,
-    sampler: Any = None,
-) -> DataLoader[Batch]:
-    """Return a loader of :class:`Batch`, in order unless a sampler is given."""
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        collate_fn=partial(collate, input_names=input_names),
-        generator=generator,
-    )
+    def _origin(self) -> str:
+        """Return what is known of the datasets' making."""
+        if self.source is None:
+            return ""
+        sources = local_sources(self.source.factory, self.source.folder)
+        made = repr((self.source.factory, sorted(self.source.arguments.items())))
+        return made + sources_digest(sources)
 
-
-def collate(samples: list[Any], input_names: Sequence[str] = ()) -> Batch:
-    """Stack samples into a batch.
-
-    Args:
-        samples: samples of any accepted form.
-        input_names: order of a mapping's entries; the first sample's own by default.
-
-    Raises:
-        PipelineInvalid: a sample has none of the accepted forms, or lacks an entry.
-    """
-    if isinstance(samples[0], Mapping) and not input_names:
-        input_names = [key for key in samples[0] if key != "labels"]
-    pairs = [_adapt(sample, input_names) for sample in samples]
-    inputs = tuple(torch.stack(column) for column in zip(*(x for x, _ in pairs), strict=True))
-    targets = [y for _, y in pairs if y is not None]
-    return Batch(inputs, torch.stack(targets) if targets else None)
-
-
-def _adapt(
-    sample: Any, input_names: Sequence[str] = ()
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """Return a sample's inputs and target."""
-    target = None
-    if isinstance(sample, Mapping):
-        target = sample.get("labels")
-        names = input_names or [key for key in sample if key != "labels"]
-        if set(names) != {key for key in sample if key != "labels"}:
+    @contextmanager
+    def _telling_of_samples(self, split: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
             raise PipelineInvalid(
-                f"a sample has the entries {', '.join(map(repr, sample))}, expected "
-                f'{", ".join(map(repr, names))} and "labels"; name them as model.inputs does'
-            )
-        inputs: Any = tuple(sample[key] for key in names)
-    elif isinstance(sample, tuple | list) and len(sample) == 2:
-        inputs, target = sample
-    elif isinstance(sample, torch.Tensor):
-        inputs = sample
-    elif isinstance(sample, tuple | list) and len(sample) == 1:
-        inputs = sample[0]
-    else:
-        raise PipelineInvalid(
-            f"a sample is {_describe(sample)}, expected (x, y), ((x1, x2), y) "
-            'or a mapping of tensors with "labels"'
-        )
-    columns = inputs if isinstance(inputs, tuple | list) else (inputs,)
-    return (
-        tuple(torch.as_tensor(x) for x in columns),
-        None if target is None else torch.as_tensor(target),
-    )
+                f"{self._where}: a sample of split {split!r} cannot be read: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
 
 
-def _tensors_of(dataset: Dataset[Any]) -> Iterator[torch.Tensor]:
-    held = getattr(dataset, "tensors", None)
-    if isinstance(held, tuple | list) and all(isinstance(t, torch.Tensor) for t in held):
-        yield from held
-        return
-    count = len(dataset)  # type: ignore[arg-type]
-    for index in range(0, count, -(-count // SAMPLED_FOR_FINGERPRINT)):
-        inputs, target = _adapt(dataset[index])
-        yield from inputs
-        if target is not None:
-            yield target
-
-
-def _update(digest: Any, tensor: torch.Tensor) -> None:
-    digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _describe(value: Any) -> str:
-    return "nothing (None)" if value is None else f"a {type(value).__name__}"
+def _arrived(
+    make: Callable[..., Splits], given: Any, caches: dict[str, Path], views: tuple[View, ...]
+) -> Splits:
+    """Return splits in the process that they were sent to."""
+    splits = make(*given)
+    splits._caches.update(caches)
+    return replace(splits, views=views)

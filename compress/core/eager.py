@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,14 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from compress.core.artifact import Artifact, Predictor, Step
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.factory import local_sources
-from compress.core.recipe import KeepIndices, Recipe
+from compress.core.recipe import AnyEdit, Recipe
 from compress.core.signature import Signature
 from compress.core.weights import load_state_
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
+
+    from compress.core.weights import Weights
 
 CODE = "code"
 
@@ -35,7 +38,7 @@ class EagerModel(Artifact):
         cls,
         path: Path,
         recipe: Recipe,
-        state: Mapping[str, torch.Tensor],
+        state: Weights,
         signature: Signature,
         *,
         folder: Path | None = None,
@@ -47,15 +50,17 @@ class EagerModel(Artifact):
         Args:
             path: directory of the artifact.
             recipe: how to build the module.
-            state: the module's state dict; tied tensors are stored once.
+            state: the module's state dict, in memory or on disk; tied tensors are stored once.
             signature: the model's interface.
             folder: where the factory's source lies.
             lineage: the stages so far.
             facts: what the producing stage found out.
         """
+        from compress.core.safetensors_file import write_safetensors
+
         sources = local_sources(recipe.factory, folder)
         with cls.sealing(path, signature, recipe=recipe, lineage=lineage, facts=facts) as partial:
-            _save_state(state, partial / cls.payload)
+            write_safetensors(partial / cls.payload, state)
             for name, source in sources.items():
                 copy = partial / CODE / name
                 copy.parent.mkdir(parents=True, exist_ok=True)
@@ -138,21 +143,44 @@ class EagerModel(Artifact):
             raise ArtifactInvalid(f"{self.payload_path}: {told}") from error
         return module.eval().to(device)
 
+    def skeleton(self) -> torch.nn.Module | None:
+        """Return the module in eval mode without weights: its parameters are on the meta device.
+
+        None where the factory needs its parameters' values.
+        """
+        from compress.core.skeleton import build_skeleton
+
+        module = build_skeleton(self.recipe, self.code)
+        return None if module is None else module.eval()
+
     def derive(
         self,
         path: Path,
-        module: torch.nn.Module,
+        weights: torch.nn.Module | Weights,
         *,
-        edit: KeepIndices | None = None,
+        edits: Sequence[AnyEdit] = (),
         lineage: tuple[Step, ...] = (),
         facts: dict[str, Any] | None = None,
     ) -> EagerModel:
-        """Seal a changed version of this model: new weights, and at most one more edit."""
-        edits = (*self.recipe.edits, edit) if edit else self.recipe.edits
+        """Seal a changed version of this model: new weights, and the edits that led to them.
+
+        Weights on disk (:func:`~compress.core.checkpoint.read_state_dict`) go there tensor by
+        tensor, and give the same digest as the module with those weights.
+
+        Raises:
+            ArtifactInvalid: the weights do not fit the recipe.
+        """
+        from compress.core.skeleton import fitted
+
+        recipe = self.recipe.model_copy(update={"edits": (*self.recipe.edits, *edits)})
+        if isinstance(weights, Mapping):
+            state = fitted(weights, recipe, self.code, str(path))
+        else:
+            state = weights.state_dict()
         return self.create(
             path,
-            self.recipe.model_copy(update={"edits": edits}),
-            module.state_dict(),
+            recipe,
+            state,
             self.signature,
             folder=self.code,
             lineage=lineage,
@@ -259,21 +287,3 @@ def _temporary_folder() -> Path:
     folder = tempfile.mkdtemp(prefix="compress-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
-
-
-def _save_state(state: Mapping[str, torch.Tensor], file: Path) -> None:
-    """Write tensors; those that are one tensor under several names are written once."""
-    from safetensors.torch import save_file
-
-    tensors: dict[str, torch.Tensor] = {}
-    names: dict[tuple[Any, ...], str] = {}
-    tied: dict[str, str] = {}
-    for name, value in state.items():
-        tensor = value.detach().cpu()
-        place = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        if value.numel() and place in names:
-            tied[name] = names[place]
-            continue
-        names[place] = name
-        tensors[name] = tensor.contiguous().clone()
-    save_file(tensors, file, metadata={"format": "pt", **tied})

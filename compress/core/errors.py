@@ -51,3 +51,12 @@ class Unavailable(CompressError):
 def first_line(error: BaseException) -> str:
     """Return the first line of what an error of another library says."""
     return str(error).strip().partition("\n")[0]
+
+
+def lines_of(message: str) -> list[str]:
+    """Return a line per problem of a file; any other message is one line, whatever it holds."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    file = message.partition(":")[0]
+    if all(line.startswith(f"{file}:") for line in lines):
+        return lines
+    return [" ".join(lines)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, JsonValue
 
 from compress.core.errors import CompressError, StageFailed, Unavailable
-from compress.core.settings import Fraction, Settings
+from compress.core.settings import Count, Fraction, Positive, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from compress.core.artifact import Artifact
     from compress.core.stage import Context
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Verdict(Settings):
@@ -232,7 +230,7 @@ class MinSpeedup(Gate):
     gate: Literal["min_speedup"] = "min_speedup"
     ratio: Positive
     """How many times faster, by the median latency."""
-    batch: Annotated[int, Field(gt=0)] = 1
+    batch: Count = 1
     """Samples per call."""
 
     limit_field: ClassVar[str] = "ratio"
@@ -250,7 +248,7 @@ class MaxLatency(Gate):
     gate: Literal["max_latency"] = "max_latency"
     p95_ms: Positive
     """Largest 95th percentile, in milliseconds."""
-    batch: Annotated[int, Field(gt=0)] = 1
+    batch: Count = 1
     """Samples per call."""
 
     limit_field: ClassVar[str] = "p95_ms"

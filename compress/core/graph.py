@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from compress.core.artifact import Artifact, Predictor, Step
-from compress.core.eager import predicting
+from compress.core.eager import EagerModel, flatten_outputs, predicting, run_in_eval
+from compress.core.errors import StageFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,6 +49,27 @@ class GraphModel(Artifact):
             save_program(program, partial / cls.payload)
         return cls.at(path)
 
+    @classmethod
+    def of(cls, model: EagerModel, path: Path) -> GraphModel:
+        """Seal an eager model's graph: one `.pt2` file for those who do not have its class.
+
+        Pruned, cut and distilled models are written as they are. The file is compared with the
+        model at two sizes of every named axis.
+
+        Args:
+            model: the model; it stays what it is.
+            path: directory of the artifact.
+
+        Raises:
+            StageFailed: the model cannot be traced, or its graph answers otherwise.
+        """
+        from compress.core.program import export_program
+
+        program = export_program(model.load(), model.signature)
+        refuse_other_answers(model.load(), program, model.signature)
+        lineage, facts = model.manifest.lineage, model.manifest.facts
+        return cls.create(path, program, model.signature, lineage=lineage, facts=dict(facts))
+
     def program(self) -> torch.export.ExportedProgram:
         """Return the exported program; no code that the file might bring is executed.
 
@@ -74,4 +96,43 @@ class GraphModel(Artifact):
         """Count multiply-accumulates for one sample."""
         from compress.core.measure import count_macs
 
-        return count_macs(self.program().module(), self.signature.example(batch=1))
+        module = self.program().module()
+        reshape_views_(module)
+        return count_macs(module, self.signature.example(batch=1))
+
+
+def reshape_views_(module: Any) -> None:
+    """Let views of a graph be copies where need be, in place.
+
+    Attention that is counted as the products it is made of has other strides than the fused one
+    that was traced, and a view of its result may not exist.
+    """
+    import torch
+
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+    module.recompile()
+
+
+def refuse_other_answers(
+    module: torch.nn.Module, program: torch.export.ExportedProgram, signature: Signature
+) -> None:
+    """Refuse a program that does not answer as the module it was traced from.
+
+    Raises:
+        StageFailed: answers differ by more than rounding.
+    """
+    import torch
+
+    graph = program.module()
+    for size in (2, 5):
+        sizes = dict.fromkeys(signature.dynamic_axes, size)
+        inputs = signature.example(seed=size, sizes=sizes)
+        expected, found = run_in_eval(module, inputs), flatten_outputs(graph(*inputs))
+        for a, b in zip(expected, found, strict=True):
+            if not torch.allclose(a, b, rtol=1e-4, atol=1e-5):
+                raise StageFailed(
+                    f"the traced graph answers otherwise than the model, by up to "
+                    f"{(a - b).abs().max():.3g}; the model's code may draw random numbers or "
+                    "depend on values"
+                )

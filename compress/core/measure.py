@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from compress.core.artifact import Predictor
 
-WARM_UP_SECONDS = 0.15
 MEASURED_SECONDS = 0.6
 MINIMUM_ROUNDS = 15
 
@@ -48,7 +47,10 @@ class Comparison:
 
 
 def compare_latency(
-    before: Predictor, after: Predictor, inputs: Sequence[torch.Tensor]
+    before: Predictor,
+    after: Predictor,
+    inputs: Sequence[torch.Tensor],
+    seconds: float = MEASURED_SECONDS,
 ) -> Comparison:
     """Measure two models call by call in turn, so that both see the same noise.
 
@@ -56,25 +58,33 @@ def compare_latency(
         before: the model compared with.
         after: the candidate.
         inputs: one batch, the same for both.
+        seconds: how long each is measured, after a quarter of that to warm up.
     """
-    times_before, times_after = _rounds([before, after], inputs)
+    times_before, times_after = _rounds([before, after], inputs, seconds)
     batch = len(inputs[0])
     return Comparison(_latency(times_before, batch), _latency(times_after, batch))
 
 
 def count_macs(module: Any, inputs: Sequence[torch.Tensor]) -> int:
     """Count the multiply-accumulates (convolutions, products, attention) for one sample."""
+    # torch's counter fails on a parameter that is handed to a submodule and asks for gradients.
+    learning = [p for p in module.parameters() if p.requires_grad]
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    # The counter does not see fused attention: run it as the products it is made of.
+    # The counter sees neither fused attention nor oneDNN's LSTM: run them as products.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
+        for parameter in learning:
+            parameter.requires_grad_(False)
         with (
             FlopCounterMode(display=False) as counter,
+            torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),
             sdpa_kernel(SDPBackend.MATH),
             torch.no_grad(),
         ):
             module(*inputs)
     finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)
         torch.backends.mha.set_fastpath_enabled(fast_path)
     return int(counter.get_total_flops()) // 2 // len(inputs[0])
 
@@ -84,31 +94,45 @@ def count_graph_weights(program: torch.export.ExportedProgram) -> int:
 
     Scales and zero points (and BatchNorm statistics) are not weights.
     """
-    tensors = {**program.state_dict, **program.constants}
-    quantized = {
-        str(node.args[0].target)
-        for node in program.graph.nodes
-        if "dequantize" in str(node.target) and node.args[0].op in ("get_attr", "placeholder")
-    }
     inputs = program.graph_signature
     by_placeholder = {
         **inputs.inputs_to_parameters,
         **inputs.inputs_to_buffers,
         **inputs.inputs_to_lifted_tensor_constants,
     }
-    names = {by_placeholder.get(q, q) for q in quantized} | set(inputs.parameters)
-    return sum(t.numel() for k, t in tensors.items() if k in names and isinstance(t, torch.Tensor))
+    tensors = {**program.state_dict, **program.constants}
+    per_element = {name: 1 for name in inputs.parameters if name in tensors}
+    for node in program.graph.nodes:
+        name = by_placeholder.get(node.name, str(node.target))
+        if node.op in ("get_attr", "placeholder") and name in tensors:
+            held = max((_weights_per_element(node, reader) for reader in node.users), default=0)
+            per_element[name] = max(held, per_element.get(name, 0))
+    return sum(int(tensors[name].numel()) * count for name, count in per_element.items())
 
 
-def _rounds(predictors: Sequence[Predictor], inputs: Sequence[torch.Tensor]) -> list[list[float]]:
-    deadline = time.perf_counter() + WARM_UP_SECONDS * len(predictors)
+def _weights_per_element(tensor: Any, reader: Any) -> int:
+    """Return how many weights an operator finds in each element of an integer tensor."""
+    value, operator = tensor.meta["val"], str(reader.target)
+    if value.is_floating_point() or reader.args[0] is not tensor or value.dim() < 1:
+        return 0
+    if "bitwise_and" in operator:
+        return 2  # two of four bits in a byte
+    is_table = "embedding" in operator and value.shape[-1] > 1
+    is_packed = "view" in operator and value.dtype is torch.uint8
+    return int("dequantize" in operator or is_table or is_packed)
+
+
+def _rounds(
+    predictors: Sequence[Predictor], inputs: Sequence[torch.Tensor], seconds: float
+) -> list[list[float]]:
+    deadline = time.perf_counter() + seconds / 4 * len(predictors)
     while True:
         for predict in predictors:
             predict(*inputs)
         if time.perf_counter() >= deadline:
             break
     times: list[list[float]] = [[] for _ in predictors]
-    deadline = time.perf_counter() + MEASURED_SECONDS * len(predictors)
+    deadline = time.perf_counter() + seconds * len(predictors)
     while len(times[0]) < MINIMUM_ROUNDS or time.perf_counter() < deadline:
         for predict, own in zip(predictors, times, strict=True):
             start = time.perf_counter()

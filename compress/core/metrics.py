@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from compress.core.errors import PipelineInvalid, StageFailed, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
     from pydantic import JsonValue
 
     from compress.core.artifact import Predictor
-    from compress.core.data import Splits
+    from compress.core.data import Batch, Splits
     from compress.core.stage import Progress
 
 BUILT_IN = ("accuracy", "loss", "fidelity")
@@ -158,16 +158,28 @@ def predict_split(
     predict: Predictor, splits: Splits, split: str, progress: Progress | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the first output for every sample of a split, and the targets where there are any."""
+
+    def told() -> Iterator[Batch]:
+        done, total = 0, len(splits.split(split))  # type: ignore[arg-type]
+        for batch in splits.batches(split):
+            yield batch
+            done += len(batch)
+            if progress is not None:
+                progress(f"evaluate on {split}", done, total)
+
+    return predict_batches(predict, told())
+
+
+def predict_batches(
+    predict: Predictor, batches: Iterable[Batch]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the first output for every sample, and the targets where there are any."""
     import torch
 
     outputs, targets = [], []
-    done, total = 0, len(splits.split(split))  # type: ignore[arg-type]
-    for batch in splits.batches(split):
+    for batch in batches:
         outputs.append(predict(*batch.inputs)[0].cpu())
         targets.append(batch.target)
-        done += len(batch)
-        if progress is not None:
-            progress(f"evaluate on {split}", done, total)
     known = [t for t in targets if t is not None]
     return torch.cat(outputs), torch.cat(known) if known else None
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 
 from compress.core.errors import ArtifactInvalid
 from compress.core.factory import Reference, resolve
@@ -32,6 +32,38 @@ class KeepIndices(Settings):
         keep_indices_(module, self.kept, self.attributes)
 
 
+class SplitAttention(Settings):
+    """Torch's attention modules replaced by equal ones whose heads can be cut."""
+
+    edit: Literal["split_attention"] = "split_attention"
+    modules: tuple[str, ...]
+    """Names of the modules replaced; each once, wherever it is held."""
+
+    def apply_(self, module: torch.nn.Module) -> None:
+        """Replace the modules, in place."""
+        from compress.core.attention import split_attention_
+
+        split_attention_(module, self.modules)
+
+
+class KeepBlocks(Settings):
+    """The blocks kept of lists and sequences when whole layers were removed."""
+
+    edit: Literal["keep_blocks"] = "keep_blocks"
+    kept: dict[str, tuple[int, ...]]
+    """Container of blocks → indices of the entries kept, ascending, as they were before."""
+
+    def apply_(self, module: torch.nn.Module) -> None:
+        """Take the other blocks out, and mend what counts them, in place."""
+        from compress.core.blocks import keep_blocks_
+
+        keep_blocks_(module, self.kept)
+
+
+AnyEdit = Annotated[KeepIndices | KeepBlocks | SplitAttention, Field(discriminator="edit")]
+"""A change to an architecture, told from the others by its key ``edit``."""
+
+
 class Recipe(Settings):
     """A model's architecture as code plus data; never a pickled module."""
 
@@ -39,7 +71,7 @@ class Recipe(Settings):
     """``module:callable`` that returns the module."""
     arguments: dict[str, JsonValue] = {}
     """Keyword arguments of the factory."""
-    edits: tuple[KeepIndices, ...] = ()
+    edits: tuple[AnyEdit, ...] = ()
     """Changes to the architecture since, in order."""
 
     def build(self, folder: Path | None = None) -> torch.nn.Module:

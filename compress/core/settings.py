@@ -16,3 +16,9 @@ Ratio = Annotated[float, Field(gt=0, lt=1)]
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 """A fraction from 0 to 1, both included."""
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""A finite number above 0."""
+
+Count = Annotated[int, Field(gt=0)]
+"""A whole number from 1."""

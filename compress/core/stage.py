@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Protocol, TypeVar, get_args
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    Protocol,
+    Self,
+    TypeVar,
+    get_args,
+)
 
 from pydantic import Field
 
@@ -14,6 +23,7 @@ from compress.core.artifact import Artifact, Step
 from compress.core.errors import GateRefused, StageFailed
 from compress.core.gates import AnyGate, Verdict
 from compress.core.metrics import Metric
+from compress.core.requirement import Requirement, requirements_of
 from compress.core.settings import Settings
 
 if TYPE_CHECKING:
@@ -61,19 +71,26 @@ class Context:
     earlier: Mapping[str, Artifact] = field(default_factory=dict)
     """Artifacts by stage name, for `against` and `teacher`; `source` is the model as it came in."""
     progress: Progress = silent
+    scratch: Path | None = None
+    """Where a stage keeps what it needs to go on after an interruption; by default at ``root``."""
+    results: Path | None = None
+    """Folder of what a run tells beside its artifacts, such as traces; by default ``root``'s."""
     scores: dict[tuple[Any, ...], float] = field(default_factory=dict, compare=False)
     """Metrics measured so far, so that none is evaluated twice."""
 
     @property
     def work(self) -> Path:
         """A scratch directory that outlives an interruption, for checkpoints."""
-        path = self.root.with_name(f"{self.root.name}.work")
-        path.mkdir(parents=True, exist_ok=True)
-        return path
+        self._work.mkdir(parents=True, exist_ok=True)
+        return self._work
 
     def clear_work(self) -> None:
         """Remove the scratch directory."""
-        shutil.rmtree(self.root.with_name(f"{self.root.name}.work"), ignore_errors=True)
+        shutil.rmtree(self._work, ignore_errors=True)
+
+    @property
+    def _work(self) -> Path:
+        return self.scratch or self.root.with_name(f"{self.root.name}.work")
 
     def need_data(self, why: str) -> Splits:
         """Return the data.
@@ -151,23 +168,6 @@ class Context:
         return replace(self, root=root)
 
 
-class Requirement(Settings):
-    """Something that a stage cannot do without."""
-
-    what: str
-    """A Python module, or a program on the PATH."""
-    install: str
-    """What to do when it is missing."""
-    program: bool = False
-    """Whether it is a program: a missing one stops its own stage, and what came before is kept."""
-
-    def missing(self) -> bool:
-        """Whether it is not here."""
-        if self.program:
-            return shutil.which(self.what) is None
-        return importlib.util.find_spec(self.what.partition(".")[0]) is None
-
-
 class Stage(Settings, Generic[Reads, Writes]):
     """A step of the road; a subclass's type arguments say what it reads and writes."""
 
@@ -227,9 +227,35 @@ class Stage(Settings, Generic[Reads, Writes]):
         return self.needs_data
 
     @property
+    def machine_parts(self) -> dict[str, Any]:
+        """What of the machine decides the result; most artifacts are the same everywhere."""
+        return {}
+
+    @property
     def also_reads(self) -> tuple[str, ...]:
         """Names of the artifacts read besides the input."""
         return ()
+
+    @property
+    def also_takes(self) -> tuple[type[Artifact], ...]:
+        """Kinds that those artifacts may be of."""
+        return (Artifact,)
+
+    def beside(self, folder: Path, code: Path) -> Self:
+        """Return the same stage with its paths relative to a pipeline's folders.
+
+        Args:
+            folder: where the pipeline file lies.
+            code: where the user's modules lie.
+
+        Raises:
+            CompressError: a file is not there.
+        """
+        return self
+
+    def all_requirements(self) -> tuple[Requirement, ...]:
+        """Return what the stage, or a setting within it, cannot do without."""
+        return tuple(requirements_of(self))
 
     def own_settings(self) -> dict[str, Any]:
         """Return the settings that decide the result."""

@@ -53,8 +53,16 @@ def keep_indices_(
     for owner in owners:
         _record_sizes_(owner)
     for dotted, value in attributes.items():
-        owner_name, _, short = dotted.rpartition(".")
-        setattr(modules[owner_name], short, value)
+        _set_(module, dotted, value)
+
+
+def _set_(module: nn.Module, dotted: str, value: Any) -> None:
+    """Set an attribute of a module, or of an object that modules hold, like a configuration."""
+    *path, short = dotted.split(".")
+    owner: Any = module
+    for name in path:
+        owner = getattr(owner, name)
+    setattr(owner, short, tuple(value) if isinstance(getattr(owner, short), tuple) else value)
 
 
 def _select(tensor: torch.Tensor, axes: Mapping[int, Sequence[int]]) -> torch.Tensor:
@@ -69,6 +77,8 @@ def _record_sizes_(layer: nn.Module) -> None:
     weight: Any = getattr(layer, "weight", None)
     if isinstance(layer, nn.modules.conv._ConvNd):
         if layer.transposed:
+            if layer.groups == layer.in_channels:
+                layer.groups = weight.shape[0]
             layer.in_channels, layer.out_channels = weight.shape[0], weight.shape[1] * layer.groups
             return
         if layer.groups > 1 and layer.groups == layer.in_channels:
@@ -76,7 +86,12 @@ def _record_sizes_(layer: nn.Module) -> None:
         layer.out_channels, layer.in_channels = weight.shape[0], weight.shape[1] * layer.groups
     elif isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = weight.shape
-    elif isinstance(layer, nn.Embedding):
+    elif isinstance(layer, nn.Bilinear):
+        layer.out_features, layer.in1_features, layer.in2_features = weight.shape
+    elif isinstance(layer, nn.RNNCellBase):
+        recurrent_weight: Any = layer.weight_hh
+        layer.input_size, layer.hidden_size = layer.weight_ih.shape[1], recurrent_weight.shape[1]
+    elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         layer.num_embeddings, layer.embedding_dim = weight.shape
     elif isinstance(layer, nn.modules.batchnorm._NormBase):
         per_channel: Any = weight if weight is not None else layer.running_mean
@@ -84,9 +99,13 @@ def _record_sizes_(layer: nn.Module) -> None:
     elif isinstance(layer, nn.LayerNorm | nn.RMSNorm) and weight is not None:
         layer.normalized_shape = tuple(weight.shape)
     elif isinstance(layer, nn.GroupNorm) and weight is not None:
+        width = layer.num_channels // layer.num_groups
         layer.num_channels = weight.shape[0]
+        layer.num_groups = max(1, layer.num_channels // width)  # whole groups go
     elif isinstance(layer, nn.RNNBase):
         recurrent: Any = layer
         layer.input_size = recurrent.weight_ih_l0.shape[1]
         layer.hidden_size = recurrent.weight_hh_l0.shape[1]
+        if layer.proj_size:
+            layer.proj_size, layer.hidden_size = recurrent.weight_hr_l0.shape
         layer._flat_weights = [getattr(layer, name) for name in layer._flat_weights_names]

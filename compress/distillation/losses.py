@@ -1,49 +1,179 @@
-"""The mathematics of learning from a teacher's outputs."""
+"""The mathematics of learning from a teacher, beyond its plain answers.
+
+Shapes: N samples, C classes, D features; whatever lies behind the first axis is flattened where the
+relations between samples are compared. Every function returns a scalar that is 0 between equals.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-
-def soft_cross_entropy(
-    student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float
-) -> torch.Tensor:
-    """Return the Kullback-Leibler divergence of softened distributions, times T squared.
-
-    After Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network" (2015), section
-    2: gradients of softened targets shrink with 1/T squared, and the factor undoes it. Classes lie
-    on axis 1, as for ``cross_entropy``; the mean is taken over all other axes.
-    """
-    student = F.log_softmax(student_logits / temperature, dim=1)
-    teacher = F.log_softmax(teacher_logits / temperature, dim=1)
-    divergence = F.kl_div(student, teacher, reduction="none", log_target=True).sum(1)
-    return divergence.mean() * temperature**2
+TINY = 1e-12
 
 
-def distillation_loss(
-    student_logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
-    target: torch.Tensor | None,
+def decoupled_divergence(
+    student_NC: torch.Tensor,
+    teacher_NC: torch.Tensor,
+    target_N: torch.Tensor,
     *,
     temperature: float,
-    soft_weight: float,
-    hard_weight: float,
-    label_smoothing: float = 0.0,
+    target_weight: float,
+    other_weight: float,
 ) -> torch.Tensor:
-    """Return the weighted sum of the teacher's term and the labels' term.
+    """Return the divergence of "target or not", and that among the other classes, times T squared.
+
+    After Zhao et al., "Decoupled Knowledge Distillation" (2022): plain distillation is this with
+    ``target_weight`` 1 and as ``other_weight`` the teacher's probability of the other classes,
+    which is nearly nothing where the teacher is sure.
 
     Args:
-        student_logits: outputs of the model that learns.
-        teacher_logits: outputs of the model learnt from.
-        target: labels; None leaves their term out.
-        temperature: how far both distributions are softened in the teacher's term.
-        soft_weight: weight of the teacher's term.
-        hard_weight: weight of the labels' term.
-        label_smoothing: share of the target spread over all classes.
+        student_NC: logits of the model that learns.
+        teacher_NC: logits of the model learnt from.
+        target_N: the class that is split off for each sample.
+        temperature: how far both distributions are softened.
+        target_weight: the paper's alpha.
+        other_weight: the paper's beta.
     """
-    loss = soft_weight * soft_cross_entropy(student_logits, teacher_logits, temperature)
-    if target is None or hard_weight == 0:
-        return loss
-    hard = F.cross_entropy(student_logits, target, label_smoothing=label_smoothing)
-    return loss + hard_weight * hard
+    is_target = F.one_hot(target_N, student_NC.shape[1]).bool()
+
+    def parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        log_p = F.log_softmax(logits / temperature, dim=1)
+        others = log_p[~is_target].view(len(logits), -1)
+        binary = torch.stack([log_p[is_target], others.logsumexp(1)], 1)
+        return binary, F.log_softmax(others, dim=1)
+
+    (binary, others), (taught_binary, taught_others) = parts(student_NC), parts(teacher_NC)
+    split = F.kl_div(binary, taught_binary, reduction="batchmean", log_target=True)
+    among = F.kl_div(others, taught_others, reduction="batchmean", log_target=True)
+    return (target_weight * split + other_weight * among) * temperature**2
+
+
+def correlation_distance(
+    student_NC: torch.Tensor,
+    teacher_NC: torch.Tensor,
+    *,
+    temperature: float,
+    between_weight: float,
+    within_weight: float,
+) -> torch.Tensor:
+    """Return one minus Pearson's correlation of probabilities, along classes and along samples.
+
+    After Huang et al., "Knowledge Distillation from A Stronger Teacher" (2022), DIST: it matters
+    how classes rank for a sample (inter-class), and how samples rank within a class (intra-class).
+
+    Args:
+        student_NC: logits of the model that learns.
+        teacher_NC: logits of the model learnt from.
+        temperature: how far both distributions are softened.
+        between_weight: weight of the relation between classes.
+        within_weight: weight of the relation within a class.
+    """
+    student = (student_NC / temperature).softmax(1)
+    teacher = (teacher_NC / temperature).softmax(1)
+    between = _pearson_distance(student, teacher)
+    within = _pearson_distance(student.T, teacher.T)
+    return (between_weight * between + within_weight * within) * temperature**2
+
+
+def _pearson_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
+    return 1 - F.cosine_similarity(a, b, dim=1).mean()
+
+
+def relational_distances(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Return how differently samples lie apart, in units of each model's mean distance.
+
+    After Park et al., "Relational Knowledge Distillation" (2019), RKD-D.
+    """
+    return F.smooth_l1_loss(_distances(student), _distances(teacher))
+
+
+def relational_angles(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Return how different the angles are that each three samples span.
+
+    After Park et al., "Relational Knowledge Distillation" (2019), RKD-A.
+    """
+    return F.smooth_l1_loss(_angles(student), _angles(teacher))
+
+
+def _distances(x: torch.Tensor) -> torch.Tensor:
+    """Return the pairwise distances over their mean, those to oneself left out of it."""
+    rows = x.flatten(1)
+    squared = (rows[:, None] - rows[None]).square().sum(2)
+    apart = ~torch.eye(len(rows), dtype=torch.bool, device=rows.device)
+    # The root of 0 has no gradient: a sample's distance to itself stays out of it.
+    distances = torch.where(apart, (squared + TINY).sqrt(), 0)
+    mean = distances.sum() / apart.sum().clamp(min=1)
+    return distances / (mean + TINY)
+
+
+def _angles(x: torch.Tensor) -> torch.Tensor:
+    """Return the cosine of the angle at each sample (first axis) between each two others."""
+    rows = x.flatten(1)
+    directions = F.normalize(rows[None] - rows[:, None], dim=2, eps=1e-6)
+    return directions @ directions.transpose(1, 2)
+
+
+def attention_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Return the squared distance of two attention maps of length 1, as a mean over samples: 0 … 4.
+
+    After Zagoruyko and Komodakis, "Paying More Attention to Attention" (2017): where features are
+    large, squared and summed over channels. Features are (N, C, H, W), the larger map averaged to
+    the size of the smaller one, or tokens (N, T, D).
+    """
+    maps = [_attention(student), _attention(teacher)]
+    if maps[0].dim() == 3 and maps[0].shape != maps[1].shape:
+        height, width = (min(m.shape[axis] for m in maps) for axis in (1, 2))
+        maps = [F.adaptive_avg_pool2d(m, (height, width)) for m in maps]
+    a, b = (F.normalize(m.flatten(1), dim=1) for m in maps)
+    return (a - b).square().sum(1).mean()
+
+
+def _attention(x: torch.Tensor) -> torch.Tensor:
+    return x.square().sum(1 if x.dim() == 4 else -1)
+
+
+def similarity_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Return how differently the samples of a batch resemble each other.
+
+    After Tung and Mori, "Similarity-Preserving Knowledge Distillation" (2019): the squared
+    difference of the two matrices of inner products, rows of length 1, summed and divided by N².
+    """
+
+    def similarities(x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(1)
+        return F.normalize(rows @ rows.T, dim=1)
+
+    difference = similarities(student) - similarities(teacher)
+    return difference.square().mean()
+
+
+def contrastive_distance(
+    student: torch.Tensor, teacher: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Return how hard it is to tell which of the batch the teacher's answer for a sample is.
+
+    InfoNCE after van den Oord et al., "Representation Learning with Contrastive Predictive Coding"
+    (2018), between student and teacher as in Tian et al., "Contrastive Representation Distillation"
+    (2020), with the batch's other samples as the only negatives. Less what a student equal to its
+    teacher reaches, so that equals cost nothing.
+    """
+    s, t = (F.normalize(x.flatten(1), dim=1) for x in (student, teacher))
+    own = torch.arange(len(s), device=s.device)
+    of_equals = F.cross_entropy(t @ t.T / temperature, own)
+    return F.cross_entropy(s @ t.T / temperature, own) - of_equals
+
+
+def hint_distance(student: torch.Tensor, teacher: torch.Tensor, compare: str) -> torch.Tensor:
+    """Return how far hidden features lie apart, after Romero et al., "FitNets" (2015).
+
+    Args:
+        student: features of the model that learns, projected where their sizes differ.
+        teacher: features of the model learnt from.
+        compare: `mse`, the mean squared difference; or `cosine`, of the vectors of channels.
+    """
+    if compare == "mse":
+        return F.mse_loss(student, teacher)
+    axis = 1 if student.dim() == 4 else -1
+    return 1 - F.cosine_similarity(student, teacher, dim=axis).mean()

@@ -2,31 +2,92 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import logging
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from compress.core.artifact import Artifact, Step
 from compress.core.eager import EagerModel
-from compress.core.errors import StageFailed
+from compress.core.errors import CompressError, StageFailed
+from compress.core.origin import Origin
+from compress.core.signature import Signature
 from compress.core.stage import Stage
+from compress.distillation.output_terms import Cosine, Kl, Labels, Mse
+from compress.distillation.student import SomeBlocks
+from compress.distillation.teacher import OnnxFile, Teacher
+from compress.distillation.terms import AnyTerm
 from compress.training.settings import Training
+from compress.training.teaching import Teaching
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pydantic import JsonValue
+
+    from compress.core.data import Splits
     from compress.core.stage import Context
+    from compress.distillation.features import Pairs
+    from compress.distillation.objective import Lessons
+
+log = logging.getLogger(__name__)
 
 
-class Distill(Stage[EagerModel, EagerModel], Training):
-    """Train a model to answer as its teacher does; unlabelled data teaches too."""
+class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
+    """Train a model to answer as its teacher does; unlabelled data teaches too.
+
+    A split `unlabelled` is used beside `train`, and any sample may be without a label.
+    """
 
     stage: Literal["distill"] = "distill"
-    teacher: str
-    """Earlier stage whose model teaches, or `source`."""
-    temperature: Annotated[float, Field(gt=0)] = 4.0
-    """How far both models' distributions are softened before they are compared."""
-    soft_weight: Annotated[float, Field(gt=0)] = 0.9
-    """Weight of the teacher's answers."""
-    hard_weight: Annotated[float, Field(ge=0)] = 0.1
-    """Weight of the labels; 0 leaves them out, and data without labels has no such term."""
+    teacher: str | Origin | OnnxFile
+    """Earlier stage whose model teaches, or `source`; or another model: `{factory, arguments,
+    checkpoint}`, or `{onnx: file}`."""
+    student: Origin | SomeBlocks | None = None
+    """Model that learns: another one, `{factory, arguments, checkpoint}`, or `{layers: [0, 2, 5]}`
+    of the input, or `{layers: 3}`, the best of them; the input by default."""
+    losses: tuple[AnyTerm, ...] = ()
+    """Terms of the loss, each with its `weight`, instead of `loss`, `temperature`, `soft_weight`
+    and `hard_weight`. Those that compare the samples of a batch see the share of one process."""
+    cache_teacher: bool | Literal["auto"] = Field(default="auto", exclude=True)
+    """Whether the teacher's answers are kept on disk while the stage runs, so that it is asked once
+    about each sample; `auto`: where several epochs read the same samples and no module's features
+    are needed."""
+
+    @model_validator(mode="after")
+    def _one_way_to_say_the_loss(self) -> Self:
+        short = sorted(Teaching.model_fields.keys() & self.model_fields_set)
+        if self.losses and short:
+            raise ValueError(
+                f"losses says all terms, found {', '.join(short)} beside it; move it into a term "
+                "({loss: kl, temperature: 4, weight: 0.9}, {loss: labels, weight: 0.1})"
+            )
+        if self.losses and all(term.loss == "labels" for term in self.losses):
+            raise ValueError("losses has no term of the teacher; add one, or use stage: train")
+        return self
+
+    @model_validator(mode="after")
+    def _features_can_be_heard(self) -> Self:
+        if self._names_modules and isinstance(self.teacher, OnnxFile):
+            raise ValueError(
+                "losses names modules, and of an ONNX file the outputs alone are seen; use a "
+                "teacher with a factory, or losses of outputs"
+            )
+        parallel = self.parallel
+        if not self._names_modules and all(term.projects == "none" for term in self.losses):
+            return self
+        split = parallel.is_mesh or parallel.sharding_mode or parallel.strategy == "deepspeed"
+        if split or self.compile != "none":
+            found = f"compile: {self.compile}" if not split else parallel.layout
+            raise ValueError(
+                "losses that name modules or project features need the whole model, uncompiled, in "
+                f"each process, found {found}; use strategy: ddp or zero1 without compile"
+            )
+        return self
 
     @property
     def needs_data(self) -> bool:
@@ -35,36 +96,131 @@ class Distill(Stage[EagerModel, EagerModel], Training):
 
     @property
     def also_reads(self) -> tuple[str, ...]:
-        """The teacher's name."""
-        return (self.teacher,)
+        """The teacher's name, where it is an earlier stage."""
+        return (self.teacher,) if isinstance(self.teacher, str) else ()
+
+    @property
+    def also_takes(self) -> tuple[type[Artifact], ...]:
+        """Any that answers, or an eager model where the losses name its modules."""
+        return (EagerModel,) if self._names_modules else (Artifact,)
+
+    @property
+    def terms(self) -> tuple[AnyTerm, ...]:
+        """All terms of the loss."""
+        if self.losses:
+            return self.losses
+        soft: AnyTerm
+        match self.loss:
+            case "kl":
+                soft = Kl(loss="kl", temperature=self.temperature, weight=self.soft_weight)
+            case "mse":
+                soft = Mse(loss="mse", weight=self.soft_weight)
+            case "cosine":
+                soft = Cosine(loss="cosine", weight=self.soft_weight)
+        if not self.labels_weight:
+            return (soft,)
+        return (soft, Labels(loss="labels", weight=self.labels_weight))
+
+    def beside(self, folder: Path, code: Path) -> Self:
+        """Return the same stage with the teacher's and the student's files found."""
+        changed: dict[str, Any] = {}
+        if isinstance(self.teacher, Origin):
+            changed["teacher"] = self.teacher.beside(folder, code)
+        elif isinstance(self.teacher, OnnxFile):
+            changed["teacher"] = self.teacher.beside(folder)
+        if isinstance(self.student, Origin):
+            changed["student"] = self.student.beside(folder, code)
+        return self.model_copy(update=changed)
+
+    def own_settings(self) -> dict[str, Any]:
+        """Return the settings that decide the result; other models by their content."""
+        settings = super().own_settings()
+        for role in ("teacher", "student"):
+            model = getattr(self, role)
+            if isinstance(model, Origin | OnnxFile):
+                settings[role] = model.identity()
+        return settings
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
-        """Train against the teacher; the input's weights are kept where no epoch beats them.
+        """Train against the teacher; the student's weights are kept where no epoch beats them.
 
         Raises:
-            StageFailed: the teacher is no eager model or has other outputs, or training failed.
+            StageFailed: the teacher cannot be compared with the student, or training failed.
         """
-        from compress.distillation.objective import FromTeacher
+        from compress.core.views import with_unlabelled
         from compress.training.fit import fit
 
-        teacher = self._teacher(context)
-        objective = FromTeacher(
-            teacher=teacher.path.absolute(),
-            teacher_digest=teacher.digest,
-            temperature=self.temperature,
-            soft_weight=self.soft_weight,
-            hard_weight=self.hard_weight,
-            label_smoothing=self.label_smoothing,
-        )
-        learnt = fit(model, self, objective, context, self.title, accept_start=True)
-        lineage = self.lineage(model, teacher=teacher)
-        return model.derive(context.root, learnt.module, lineage=lineage, facts=learnt.facts())
+        context = replace(context, data=with_unlabelled(context.need_data(self.title)))
+        with told_by(self.title):
+            teacher = self._teacher(model, context)
+            student, facts = self._student(model, teacher, context)
+            lessons = self._lessons(student, teacher)
+            context = replace(context, data=self._with_answers(lessons, context))
+        learnt = fit(student, self, lessons, context, self.title, accept_start=True)
+        inputs = {"input": model.digest, "teacher": teacher.digest}
+        step = Step(stage=self.stage, settings=self.own_settings(), inputs=inputs)
+        lineage = (*model.manifest.lineage, step)
+        facts |= learnt.facts()
+        return student.derive(context.root, learnt.weights, lineage=lineage, facts=facts)
 
-    def _teacher(self, context: Context) -> EagerModel:
-        teacher = context.named(self.teacher)
-        if not isinstance(teacher, EagerModel):
-            raise StageFailed(
-                f"{self.title}: teacher {self.teacher!r} is a {teacher.kind!r} artifact, expected "
-                "an eager model; name a stage before quantization and export, or source"
-            )
-        return teacher
+    @property
+    def _names_modules(self) -> bool:
+        return any(term.modules is not None for term in self.losses)
+
+    def _teacher(self, model: EagerModel, context: Context) -> Teacher:
+        if isinstance(self.teacher, OnnxFile):
+            return Teacher.of(self.teacher)
+        if isinstance(self.teacher, Origin):
+            # Outputs beyond the first need not have the names of the model's.
+            inputs = Signature(inputs=model.signature.inputs)
+            return Teacher.of(self.teacher.seal(context.work / "teacher", inputs, context.seed))
+        return Teacher.of(context.named(self.teacher))
+
+    def _student(
+        self, model: EagerModel, teacher: Teacher, context: Context
+    ) -> tuple[EagerModel, dict[str, JsonValue]]:
+        """Return the model that learns, and how its blocks were chosen."""
+        from compress.distillation.objective import distance_to
+
+        where = context.work / "student"
+        if self.student is None:
+            return model, {}
+        if isinstance(self.student, Origin):
+            return self.student.seal(where, model.signature, context.seed), {}
+        distance = partial(distance_to, teacher, self.terms, context)
+        return self.student.cut(model, where, distance)
+
+    def _lessons(self, student: EagerModel, teacher: Teacher) -> Lessons:
+        from compress.distillation.features import pairs_of
+        from compress.distillation.objective import Lessons
+
+        terms = self.terms
+        pairs: tuple[Pairs, ...] = ((("", ""),),) * len(terms)
+        if self._names_modules:
+            pairs = pairs_of(terms, student.load(), teacher.module)
+        return Lessons(teacher, terms, pairs, self.label_smoothing, self.class_weights)
+
+    def _with_answers(self, lessons: Lessons, context: Context) -> Splits:
+        """Return the data with the teacher's answers, where they can and shall be kept."""
+        from compress.distillation.answers import CannotKeep, with_answers
+
+        data = context.need_data(self.title)
+        repeats = self.epochs > 1 and not lessons.asked
+        if self.cache_teacher is False or (self.cache_teacher == "auto" and not repeats):
+            return data
+        try:
+            return with_answers(lessons, self, context, self.title)
+        except CannotKeep as error:
+            if self.cache_teacher is True:
+                raise StageFailed(f"cache_teacher: {error}; set cache_teacher: false") from error
+            log.warning("%s: the teacher is asked anew in each epoch: %s", self.title, error)
+            return data
+
+
+@contextmanager
+def told_by(title: str) -> Iterator[None]:
+    """Let errors name the stage."""
+    try:
+        yield
+    except CompressError as error:
+        raise type(error)(f"{title}: {error}") from error

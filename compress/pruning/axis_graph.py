@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import warnings
+from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from compress.core.errors import StageFailed, first_line
-from compress.pruning import elementwise, layers, movement
+from compress.pruning import contraction, elementwise, layers, movement, recurrence
 from compress.pruning.families import AxisGraph, solve
 from compress.pruning.labels import WILD, LabelBook, Labels, Weight
 from compress.pruning.operators import Call, Result, Rule, pin_all
@@ -27,7 +28,13 @@ if TYPE_CHECKING:
 
     from torch.export import ExportedProgram
 
-RULES: dict[str, Rule] = {**layers.RULES, **elementwise.RULES, **movement.RULES}
+RULES: dict[str, Rule] = {
+    **layers.RULES,
+    **contraction.RULES,
+    **recurrence.RULES,
+    **elementwise.RULES,
+    **movement.RULES,
+}
 
 
 def trace(module: nn.Module, inputs: Sequence[torch.Tensor]) -> AxisGraph:
@@ -38,22 +45,35 @@ def trace(module: nn.Module, inputs: Sequence[torch.Tensor]) -> AxisGraph:
     """
     book = LabelBook()
     first_names, names = _names(module)
-    _walk(_export(module, inputs), first_names, book)
+    _walk(exported(module, inputs), first_names, book)
     return solve(book, names)
 
 
-def _export(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedProgram:
+def exported(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedProgram:
+    """Return a module's ATen graph.
+
+    Raises:
+        StageFailed: torch.export cannot trace it.
+    """
     # With gradients torch.export refuses in-place operators on views.
     with warnings.catch_warnings(), torch.no_grad():
         # torch 2.13 warns that recurrent layers keep a list of their weights.
         warnings.filterwarnings("ignore", "The tensor attributes? self", UserWarning)
         try:
+            _register_output(module, inputs)
             return torch.export.export(module, tuple(inputs), strict=False)
         except Exception as error:
             raise StageFailed(
                 f"torch.export cannot trace {type(module).__name__}, so its channels cannot be "
                 f"followed: {type(error).__name__}: {first_line(error)}"
             ) from error
+
+
+def _register_output(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    """Tell torch.export of a dataclass that a module returns, which it takes only then."""
+    kind = type(module(*inputs))
+    if is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
+        torch.export.register_dataclass(kind)
 
 
 def _names(module: nn.Module) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
@@ -76,10 +96,20 @@ def _names(module: nn.Module) -> tuple[dict[str, str], dict[str, tuple[str, ...]
 
 
 def _walk(program: ExportedProgram, first_names: dict[str, str], book: LabelBook) -> None:
+    signature = program.graph_signature
+    held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    features = set(signature.user_inputs)
+    constants = _constants(program)
     values: dict[fx.Node, Any] = {}
+    live = _live(program.graph)
+    users = {node: len(node.users) for node in program.graph.nodes}
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            values[node] = _placeholder(node, program, first_names, book)
+            name = held.get(node.name)
+            name = None if name is None else first_names.get(name, name)
+            values[node] = _placeholder(node, name, node.name in features, book)
+            if node.name in constants:
+                values[node] = _known(node, constants[node.name], values[node])
         elif node.op == "output":
             for result in node.all_input_nodes:
                 if isinstance(values[result], torch.Tensor | Weight):
@@ -87,26 +117,59 @@ def _walk(program: ExportedProgram, first_names: dict[str, str], book: LabelBook
         elif node.target is operator.getitem:
             values[node] = values[node.args[0]][node.args[1]]
         elif node.op == "call_function":
+            book.is_moot = node not in live
             values[node] = _execute(_call(node, values), book)
+            book.is_moot = False
         else:
             values[node] = None  # a subgraph, whose caller has no rule
+        for used in node.all_input_nodes:
+            users[used] -= 1
+            if not users[used]:
+                del values[used]
+
+
+def _live(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that matter for the outputs; attention weights are often not read."""
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.is_impure() or any(user in live for user in node.users):
+            live.add(node)
+    return live
 
 
 def _placeholder(
-    node: fx.Node, program: ExportedProgram, first_names: dict[str, str], book: LabelBook
+    node: fx.Node, weight: str | None, is_user_input: bool, book: LabelBook
 ) -> Labels | Weight | None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
-    signature = program.graph_signature
-    held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    if node.name in held:
-        name = held[node.name]
-        is_constant = value.numel() == 1 or not value.is_floating_point()
-        return Weight(first_names.get(name, name), tuple(value.shape), is_constant)
-    is_features = node.name in signature.user_inputs and value.is_floating_point()
+    if weight is not None:
+        # A vector of flags or integers may have one for each channel; a table of them has none.
+        is_vector = sum(size > 1 for size in value.shape) == 1
+        is_constant = value.numel() == 1 or not (value.is_floating_point() or is_vector)
+        return Weight(weight, tuple(value.shape), tuple(range(value.dim())), is_constant)
+    is_features = is_user_input and value.is_floating_point()
     label = book.pinned("it is an input of the model") if is_features else WILD
     return torch.tensor(label).expand(value.shape)
+
+
+def _constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    """Return the indices and masks that are known before the model runs, by placeholder."""
+    signature = program.graph_signature
+    stored = {**program.state_dict, **program.constants}
+    names = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    found = ((placeholder, stored.get(name)) for placeholder, name in names.items())
+    return {
+        placeholder: value
+        for placeholder, value in found
+        if isinstance(value, torch.Tensor) and not value.is_floating_point()
+    }
+
+
+def _known(node: fx.Node, value: torch.Tensor, found: Labels | Weight | None) -> Weight:
+    axes = tuple(range(value.dim()))
+    weight = found if isinstance(found, Weight) else Weight(node.name, value.shape, axes, True)
+    return replace(weight, value=value)
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Call:
@@ -138,7 +201,7 @@ def _module(node: fx.Node) -> str:
     return str(stack[-1]).partition("@")[0] if stack else ""  # name@1 is its second call
 
 
-def _execute(call: Call, book: LabelBook) -> Result | None:
+def _execute(call: Call, book: LabelBook) -> Result | Weight | None:
     if not call.shapes:
         return None
     rule = RULES.get(call.operator)

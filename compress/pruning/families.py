@@ -60,6 +60,8 @@ class AxisGraph:
     """Module → why some or all of its channels stay."""
     names: Mapping[str, tuple[str, ...]]
     """Tensor → all names it is held under, its own first."""
+    passed: Mapping[str, torch.Tensor]
+    """Layer without weights whose attributes count its channels → the class of each."""
 
     @property
     def class_count(self) -> int:
@@ -90,27 +92,58 @@ def solve(book: LabelBook, names: Mapping[str, tuple[str, ...]]) -> AxisGraph:
         book: the labels, after the whole graph was walked; some more may be pinned here.
         names: tensor → all names it is held under.
     """
-    for name in book.elements:
-        for slot, labels in book.axes.items():
-            if slot[0] == name:
-                reason = f"{name} is used both by a layer and element by element"
-                book.pin(labels, reason)
-                book.pin(book.elements[name], reason)
+    _join_parts(book)
+    book.settle()
     labels_to_class, reasons = book.solve()
-    classes = {slot: labels_to_class[labels] for slot, labels in book.axes.items()}
-    for name, labels in book.elements.items():
+    classes: dict[Slot, torch.Tensor] = {}
+    for (name, axes), labels in book.parts.items():
         found = _axes_of(labels_to_class[labels])
-        classes |= {(name, axis): column for axis, column in found.items()}
+        classes |= {(name, axes[i]): column for i, column in found.items()}
         held = {c for column in found.values() for c in column.tolist()}
         for stray in set(labels_to_class[labels].flatten().tolist()) - held:
             reasons.setdefault(stray, f"{name} holds it along no single axis")
+    for stray in _only_read(classes, book):
+        reasons.setdefault(stray, "it reads constants or integers")
     families = _families(classes, set(reasons), book)
     pinned = _pinned(classes, reasons, book.produced, families)
-    return AxisGraph(families, classes, {**book.left_alone, **pinned}, names)
+    passed = {name: labels_to_class[labels] for name, labels in book.passed.items()}
+    return AxisGraph(families, classes, {**book.left_alone, **pinned}, names, passed)
+
+
+def _join_parts(book: LabelBook) -> None:
+    """Make labels of one axis equal where a tensor is told apart in several ways."""
+    parts_of: dict[str, list[tuple[int, ...]]] = {}
+    for name, axes in book.parts:
+        for others in parts_of.setdefault(name, []):
+            every = sorted({*axes, *others})
+            if len(every) < len(axes) + len(others):
+                both = (
+                    book.parts[name, part].view(
+                        [
+                            book.parts[name, part].shape[part.index(a)] if a in part else 1
+                            for a in every
+                        ]
+                    )
+                    for part in (axes, others)
+                )
+                book.equate(*both)
+        parts_of[name].append(axes)
+
+
+def _only_read(classes: Mapping[Slot, torch.Tensor], book: LabelBook) -> set[int]:
+    """Return the classes that layers read and no tensor of the module makes or holds."""
+    read: set[int] = set()
+    held: set[int] = set()
+    for slot, column in classes.items():
+        only_read = slot in book.consumed and slot not in book.produced
+        (read if only_read else held).update(column.tolist())
+    return read - held
 
 
 def _axes_of(classes: torch.Tensor) -> dict[int, torch.Tensor]:
     """Return the axes along which a tensor's classes change and every slice is of one class."""
+    if classes.dim() == 1:
+        return {0: classes}
     found = {}
     for axis in range(classes.dim()):
         slices = classes.movedim(axis, 0).reshape(classes.size(axis), -1)
@@ -126,6 +159,7 @@ def _families(
     for slot, column in classes.items():
         for channel in dict.fromkeys(column.tolist()):
             slots_of.setdefault(channel, []).append(slot)
+    only_read = book.consumed - book.produced
     alike: dict[tuple[Slot, ...], list[int]] = {}
     for channel, slots in slots_of.items():
         if channel not in pinned:
@@ -135,10 +169,11 @@ def _families(
             slots,
             tuple(channels),
             made_by=tuple(slot for slot in slots if slot in book.produced),
-            read_by=tuple(slot for slot in slots if slot in book.consumed - book.produced),
+            read_by=tuple(slot for slot in slots if slot in only_read),
         )
         for slots, channels in alike.items()
-        if len(channels) > 1
+        # What no layer makes are entries that this run left aside, like positions past its length.
+        if len(channels) > 1 and not book.produced.isdisjoint(slots)
     )
 
 

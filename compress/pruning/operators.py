@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 
 from compress.pruning.labels import WILD, LabelBook, Labels, Weight
 
+COMPUTED = "its weight is computed from others, as weight_norm and other parametrizations do"
+
 Result: TypeAlias = Labels | list[Labels]
 
 
@@ -57,7 +59,7 @@ class Call:
         return found if self.gives_list else found[0]
 
 
-Rule: TypeAlias = Callable[[Call, LabelBook], Result]
+Rule: TypeAlias = Callable[[Call, LabelBook], Result | Weight]
 
 
 def leave_alone(call: Call, book: LabelBook, reason: str) -> Result:

@@ -3,56 +3,146 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import floor, gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
-
-from compress.core.errors import PipelineInvalid
-from compress.pruning.attributes import attribute_changes
+from compress.core.errors import PipelineInvalid, StageFailed
+from compress.pruning.allocation import Limits, Ranked, allocate
 from compress.pruning.axis_graph import trace
-from compress.pruning.importance import Criterion, channel_importance
+from compress.pruning.criteria import COMPARABLE, Criterion
+from compress.pruning.cuts import FamilyCut
 from compress.pruning.proof import Proof
+from compress.pruning.proving import prove
+from compress.pruning.scoring import score_families
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
+    import torch
     from torch import nn
 
-    from compress.pruning.families import AxisGraph, Family, Kept
+    from compress.core.batch import Batch
+    from compress.pruning.cuts import ChannelCut
+    from compress.pruning.families import AxisGraph, Family
+    from compress.pruning.labels import Slot
+
+OnUnverified: TypeAlias = Literal["pin", "error"]
+Originals: TypeAlias = "Mapping[tuple[Slot, ...], int]"
+"""Tensors and axes of a family → its channels before the first of several cuts."""
 
 
 @dataclass(frozen=True)
-class FamilyCut:
-    """The channels that leave one family."""
+class Ranking:
+    """A module's families with their scores: all that a plan needs, whatever its size."""
 
-    family: Family
-    removed: tuple[int, ...]
-    attributes: dict[str, int] = field(default_factory=dict)
-    """Dotted attribute → value that goes with the cut."""
+    module: nn.Module
+    graph: AxisGraph
+    ranked: tuple[Ranked, ...]
+    pinned: Mapping[str, str]
+    """Module → why its channels stay, known before any cut."""
+    comparable: bool
+    """Whether scores mean the same in every family."""
+    proof: Proof
 
-    @property
-    def before(self) -> int:
-        """Channels before the cut."""
-        return len(self.family.channels)
+    def allocate(self, ratio: float, limits: Limits) -> list[int]:
+        """Return how many channels of each family stay."""
+        return allocate(self.ranked, ratio, limits, comparable=self.comparable)
 
-    @property
-    def after(self) -> int:
-        """Channels after the cut."""
-        return self.before - len(self.removed)
+    def removed(self, keep: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the least important channels of each family, all but as many as stay."""
+        return [
+            tuple(
+                one.family.channels[i]
+                for i in one.scores.argsort(stable=True)[: len(one.scores) - count].tolist()
+            )
+            for one, count in zip(self.ranked, keep, strict=True)
+        ]
+
+    def prove(self, keep: Sequence[int], on_unverified: OnUnverified = "pin") -> ChannelCut:
+        """Return the largest proven cut that keeps at least as many channels of each family.
+
+        Raises:
+            StageFailed: a family's cut is refused, and that is an error.
+        """
+        pinned, wanted = dict(self.pinned), []
+        for one, channels in zip(self.ranked, self.removed(keep), strict=True):
+            if channels:
+                wanted.append(FamilyCut(one.family, channels))
+            else:
+                pinned[one.family.name] = f"all of its {len(one.scores)} channels are to stay"
+        cut = prove(self.module, wanted, pinned, self.graph, self.proof)
+        proven = {found.family.name for found in cut.families}
+        refused = [name for name in (w.family.name for w in wanted) if name not in proven]
+        if refused and on_unverified == "error":
+            raise StageFailed(
+                f"the cut of {refused[0]!r} cannot be proven: {cut.pinned[refused[0]]}; exclude "
+                "it, or set on_unverified: pin"
+            )
+        return cut
+
+    def without(self, names: set[str], reasons: Mapping[str, str]) -> Ranking:
+        """Return the ranking of the other families; those that leave it are pinned."""
+        left = tuple(one for one in self.ranked if one.family.name not in names)
+        pinned = {**self.pinned, **{name: reasons[name] for name in names}}
+        return Ranking(self.module, self.graph, left, pinned, self.comparable, self.proof)
 
 
-@dataclass(frozen=True)
-class ChannelCut:
-    """A proven cut of a whole module, and what was left alone and why."""
+def rank(
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    importance: Criterion = "l2",
+    *,
+    others: Sequence[Sequence[torch.Tensor]] = (),
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    originals: Originals | None = None,
+    batches: Sequence[Batch] = (),
+    device: str = "cpu",
+    seed: int = 0,
+) -> Ranking:
+    """Return a module's families with a score for each channel; the module is not changed.
 
-    kept: Kept
-    attributes: dict[str, int]
-    families: tuple[FamilyCut, ...]
-    pinned: dict[str, str]
-    """Module whose channels stay → why."""
+    Args:
+        module: a module in eval mode.
+        inputs: what its forward takes.
+        importance: how channels are ranked.
+        others: inputs of other sizes, at which cuts are proven too.
+        include: patterns of module names; where there are any, only their channels may leave.
+        exclude: patterns of module names whose channels stay: those that a layer makes, and those
+            that a normalisation or scale is applied to.
+        originals: how many channels families had before the first of several cuts.
+        batches: calibration samples, for the criteria that look at activations or gradients.
+        device: where those are run.
+        seed: of what is drawn at random.
+
+    Raises:
+        PipelineInvalid: a pattern matches no module.
+        StageFailed: the module cannot be traced, or does not take the samples.
+    """
+    included = modules_excluded(module, include, "prune_channels.include")
+    excluded = modules_excluded(module, exclude)
+    graph = trace(module, inputs)
+    pinned, chosen = dict(graph.pinned), []
+    for family in graph.families:
+        reason = _not_chosen(family, included if include else None, excluded)
+        if reason:
+            pinned[family.name] = reason
+        else:
+            chosen.append(family)
+    scores = score_families(
+        module, chosen, graph, importance, batches=batches, device=device, seed=seed
+    )
+    ranked = []
+    for family, found in zip(chosen, scores, strict=True):
+        if isinstance(found, str):
+            pinned[family.name] = found
+        else:
+            original = (originals or {}).get(family.slots, len(found))
+            kind = structure_of(module, family, graph)
+            ranked.append(Ranked(family, found, entries_of(family, graph), original, kind))
+    comparable, proof = importance in COMPARABLE, Proof(module, inputs, others)
+    return Ranking(module, graph, tuple(ranked), pinned, comparable, proof)
 
 
 def plan_cut(
@@ -71,57 +161,17 @@ def plan_cut(
         module: a module in eval mode.
         inputs: what its forward takes.
         ratio: fraction of each family's channels to remove.
-        importance: how channels are ranked.
+        importance: how channels are ranked, by weights alone.
         round_to: channels kept are a multiple of this, or of a smaller one in narrow families.
-        exclude: patterns of module names whose channels stay: those that a layer makes, and those
-            that a normalisation or scale is applied to.
+        exclude: patterns of module names whose channels stay.
         seed: seed of random importance.
 
     Raises:
         PipelineInvalid: a pattern matches no module.
         StageFailed: the module cannot be traced.
     """
-    excluded = modules_excluded(module, exclude)
-    graph = trace(module, inputs)
-    proof = Proof(module, inputs)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    generator = torch.Generator().manual_seed(seed)
-    pinned, proven = dict(graph.pinned), []
-    for family in graph.families:
-        scores = channel_importance(family, graph, parameters, importance, generator)
-        keep = channels_kept(len(scores), entries_of(family, graph), ratio, round_to)
-        removed = [family.channels[i] for i in scores.argsort(stable=True)[: len(scores) - keep]]
-        held_by = [excluded[name] for name in family.holders if name in excluded]
-        if held_by:
-            pinned[family.name] = f"excluded by {held_by[0]!r}"
-        elif not removed:
-            pinned[family.name] = f"{ratio:g} of {len(scores)} rounds to none of its channels"
-        else:
-            cut = _prove_alone(module, FamilyCut(family, tuple(removed)), graph, proof)
-            if isinstance(cut, str):
-                pinned[family.name] = cut
-            else:
-                proven.append(cut)
-    return _prove_together(proven, pinned, graph, proof)
-
-
-def channels_kept(count: int, entries: int, ratio: float, round_to: int) -> int:
-    """Return how many channels stay: the nearest multiple, never none.
-
-    Runtimes compute in blocks of channels: ONNX Runtime's convolutions on CPU in 16. A family that
-    is narrower than two multiples is rounded to a half, a quarter … of it, so that it is still cut.
-
-    Args:
-        count: channels in the family.
-        entries: places that one channel takes along an axis, like a head's width.
-        ratio: fraction to remove.
-        round_to: multiple that the axis should have.
-    """
-    unit = round_to // gcd(round_to, entries)
-    while unit > 1 and count < 2 * unit:
-        unit //= 2
-    nearest = floor((1 - ratio) * count / unit + 0.5) * unit
-    return min(count, max(unit, nearest))
+    ranking = rank(module, inputs, importance, exclude=exclude, seed=seed)
+    return ranking.prove(ranking.allocate(ratio, Limits(round_to=round_to)))
 
 
 def entries_of(family: Family, graph: AxisGraph) -> int:
@@ -129,61 +179,48 @@ def entries_of(family: Family, graph: AxisGraph) -> int:
     return min(graph.entries(slot, family.channels[0]) for slot in family.slots)
 
 
-def modules_excluded(module: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
+def structure_of(module: nn.Module, family: Family, graph: AxisGraph) -> Hashable:
+    """Return what families of the same structure have in common: layers, axes, never widths."""
+    modules = dict(module.named_modules())
+    parts = []
+    for tensor, axis in family.slots:
+        owner, _, short = tensor.rpartition(".")
+        entries = graph.entries((tensor, axis), family.channels[0])
+        parts.append((type(modules[owner]).__name__, short, axis, entries))
+    return tuple(sorted(set(parts)))
+
+
+def modules_excluded(
+    module: nn.Module, patterns: Sequence[str], setting: str = "prune_channels.exclude"
+) -> dict[str, str]:
     """Return the modules that patterns name, with all inside them → the pattern.
 
     Raises:
         PipelineInvalid: a pattern matches none; the message names close matches.
     """
     names = [name for name, _ in module.named_modules() if name]
-    excluded: dict[str, str] = {}
+    found: dict[str, str] = {}
     for pattern in patterns:
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             close = difflib.get_close_matches(pattern, names, n=3) or names[:3]
             raise PipelineInvalid(
-                f"prune_channels.exclude: no module matches {pattern!r}; "
+                f"{setting}: no module matches {pattern!r}; "
                 f"did you mean {', '.join(map(repr, close))}?"
             )
         for name in names:
             if any(name == m or name.startswith(f"{m}.") for m in matched):
-                excluded.setdefault(name, pattern)
-    return excluded
+                found.setdefault(name, pattern)
+    return found
 
 
-def _prove_alone(
-    module: nn.Module, cut: FamilyCut, graph: AxisGraph, proof: Proof
-) -> FamilyCut | str:
-    """Return the cut with the attributes that must change, or why it cannot be made."""
-    kept = graph.kept(cut.removed)
-    first_reason = None
-    for attributes in attribute_changes(module, cut.family, graph, cut.removed):
-        reason = proof.refute(kept, attributes)
-        if reason is None:
-            return FamilyCut(cut.family, cut.removed, attributes)
-        first_reason = first_reason or reason
-    return str(first_reason)
-
-
-def _prove_together(
-    cuts: list[FamilyCut], pinned: dict[str, str], graph: AxisGraph, proof: Proof
-) -> ChannelCut:
-    """Return the whole cut; should families disagree, those that can be joined one by one."""
-    whole = _whole(cuts, pinned, graph)
-    if not cuts or proof.refute(whole.kept, whole.attributes) is None:
-        return whole
-    joined: list[FamilyCut] = []
-    for cut in cuts:
-        larger = _whole([*joined, cut], pinned, graph)
-        reason = proof.refute(larger.kept, larger.attributes)
-        if reason is None:
-            joined.append(cut)
-        else:
-            pinned[cut.family.name] = f"together with other cuts, {reason}"
-    return _whole(joined, pinned, graph)
-
-
-def _whole(cuts: list[FamilyCut], pinned: dict[str, str], graph: AxisGraph) -> ChannelCut:
-    attributes = {name: value for cut in cuts for name, value in cut.attributes.items()}
-    kept = graph.kept(channel for cut in cuts for channel in cut.removed)
-    return ChannelCut(kept, attributes, tuple(cuts), pinned)
+def _not_chosen(
+    family: Family, included: Mapping[str, str] | None, excluded: Mapping[str, str]
+) -> str | None:
+    """Return why the user's patterns keep a family, or None."""
+    held_by = [excluded[name] for name in family.holders if name in excluded]
+    if held_by:
+        return f"excluded by {held_by[0]!r}"
+    if included is not None and not any(name in included for name in family.producers):
+        return "not among those that `include` names"
+    return None

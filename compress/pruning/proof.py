@@ -4,90 +4,244 @@ Tracing can miss what Python did outside the graph: a width written into a ``vie
 channels computed from a shape, an index into channels. So no cut is trusted: it is made on a copy
 and compared, on seeded inputs, with its masked twin, in which every entry that would go is zero.
 A zero row is silent whatever comes between it and its readers, because their columns are zero too.
+
+Whether a cut is right depends on no value of the weights, so it is compared several times, with
+other signs of them: a channel that lands on the wrong side of a border shows only where a ReLU
+behind the border meets a negative number.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.core.eager import run_in_eval
-from compress.core.errors import first_line
+from compress.core.errors import StageFailed, first_line
 from compress.core.surgery import keep_indices_
+from compress.pruning.axis_graph import exported
+from compress.pruning.reading import AttributesRead, place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch import nn
-
+    from compress.pruning.cuts import Value
     from compress.pruning.families import Kept
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+Outputs: TypeAlias = tuple[torch.Tensor, ...]
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest difference, relative to the largest output; in exact arithmetic there is none."""
+CAST_INSIDE = 1e-6
+"""The same where a module of doubles casts some of them to fewer bits and back."""
+VARIANTS, FEW_VARIANTS, SMALL = 8, 3, 1_000_000
+"""How often a cut is compared, with other signs of the weights each time: of a module with fewer
+weights than `SMALL`, or of one with more, whose layers see more numbers in each comparison."""
+ZERO_FILLING = 0.1
+"""Spread of the numbers in place of a parameter that is zero throughout."""
 
 
 class Proof:
     """Compares cuts of a module with their masked twins, in double precision where it runs."""
 
-    def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-        """Take a module, which is not changed, and the inputs it is asked."""
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Sequence[torch.Tensor],
+        others: Iterable[Sequence[torch.Tensor]] = (),
+    ) -> None:
+        """Take what is asked.
+
+        Args:
+            module: a module, which is not changed.
+            inputs: what its forward takes.
+            others: inputs of other sizes, at which a cut must be right as well: entries that are
+                read at some sizes only, like late positions, do not show at others. Those that
+                the module refuses are left out.
+        """
+        self.must_trace = False
+        """Whether a smaller model that torch.export cannot trace is refuted, too."""
+        self._expected: tuple[Kept | None, list[Outputs]] | None = None
         try:
             self._prepare(module, inputs, torch.float64)
-            run_in_eval(self._module, self._inputs)
         except Exception:  # noqa: BLE001 - whatever a forward does when it insists on float32
             self._prepare(module, inputs, torch.float32)
+        self._questions = [(variant, self._inputs) for variant in range(self._variants)]
+        self._questions += [(0, other) for other in map(self._cast, others) if self._takes(other)]
 
-    def refute(self, kept: Kept, attributes: Mapping[str, int]) -> str | None:
+    def refute(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
         """Return why a cut is wrong, or None when it is proven.
 
         Args:
             kept: tensor → axis → indices that stay.
             attributes: dotted attribute → value that goes with the cut.
         """
-        masked = copy.deepcopy(self._module)
-        silence_(masked, kept)
-        expected = run_in_eval(masked, self._inputs)
+        reason = self._compare(lambda part: keep_indices_(part, kept, attributes), kept)
+        return reason or (self.untraced(kept, attributes) if self.must_trace else None)
+
+    def untraced(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
+        """Return why torch.export cannot trace the smaller model, or None when it can."""
         smaller = shallow_copy(self._module)
+        keep_indices_(smaller, kept, attributes)
         try:
-            keep_indices_(smaller, kept, attributes)
-            found = run_in_eval(smaller, self._inputs)
-        except Exception as error:  # noqa: BLE001 - a forward may fail in any way
-            return f"the smaller model fails: {type(error).__name__}: {first_line(error)}"
-        if [x.shape for x in found] != [x.shape for x in expected]:
-            return "the smaller model's outputs have another shape"
-        worst = max(map(_relative_difference, found, expected))
-        if not worst <= TOLERANCE[self._dtype]:  # so that NaN is refused too
-            return f"the smaller model answers otherwise than its masked twin (by {worst:.1e})"
+            exported(smaller, self._inputs)
+        except StageFailed as error:
+            return str(error)
         return None
+
+    def is_read(self, attribute: str) -> bool:
+        """Return whether the module's forward reads an attribute, given its dotted name."""
+        return place_of(self._module, attribute) in self._read
+
+    @cached_property
+    def _read(self) -> AttributesRead:
+        read = AttributesRead()
+        with read.watching(self._module):
+            _answers(self._module, self._inputs)
+        return read
+
+    def refute_change(self, change_: Callable[[nn.Module], None]) -> str | None:
+        """Return why a change in place does not keep the answers, or None when it does."""
+        return self._compare(change_, None)
+
+    def _compare(self, change_: Callable[[nn.Module], None], kept: Kept | None) -> str | None:
+        for variant, inputs, expected in self._expected_answers(kept):
+            smaller = self._variant(variant)
+            try:
+                change_(smaller)
+                found = _answers(smaller, inputs)
+            except Exception as error:  # noqa: BLE001 - a forward may fail in any way
+                return f"the smaller model fails: {type(error).__name__}: {first_line(error)}"
+            if [x.shape for x in found] != [x.shape for x in expected]:
+                return "the smaller model's outputs have another shape"
+            worst = max(map(_relative_difference, found, expected))
+            if not worst <= self._tolerance:  # so that NaN is refused too
+                return f"the smaller model answers otherwise than its masked twin (by {worst:.1e})"
+        return None
+
+    def _expected_answers(
+        self, kept: Kept | None
+    ) -> Iterator[tuple[int, Sequence[torch.Tensor], Outputs]]:
+        """Yield variants, what they are asked and the masked twin's answers, once found out."""
+        if self._expected is None or self._expected[0] != kept:
+            self._expected = kept, []
+        known = self._expected[1]
+        for place, (variant, inputs) in enumerate(self._questions):
+            if place == len(known):
+                module = self._variant(variant)
+                masked = module if kept is None else silenced(module, kept)
+                known.append(_answers(masked, inputs))
+            # Other signs may take a model where it was never meant to be, like a root of less
+            # than nothing.
+            if variant == 0 or all(bool(x.isfinite().all()) for x in known[place]):
+                yield variant, inputs, known[place]
+
+    def _variant(self, variant: int) -> nn.Module:
+        """Return the module, or one whose weights have other signs; it shares the rest."""
+        if variant == 0:
+            return shallow_copy(self._module)
+        generator = torch.Generator().manual_seed(variant)
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in _tensors(self._module).values()}
+        for parameter in self._module.parameters():
+            if parameter.dim() > 1 and parameter.is_floating_point():
+                signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+                new = parameter.detach() * signs.to(parameter.device)
+                memo[id(parameter)] = nn.Parameter(new)
+        return copy.deepcopy(self._module, memo)
 
     def _prepare(
         self, module: nn.Module, inputs: Sequence[torch.Tensor], dtype: torch.dtype
     ) -> None:
-        self._dtype = dtype
         self._module = copy.deepcopy(module).to(dtype).eval()
-        self._inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs]
+        _fill_zeros_(self._module)
+        self._dtype = dtype
+        self._inputs = self._cast(inputs)
+        with _Casts(dtype) as casts:
+            _answers(self._module, self._inputs)
+        weights = sum(parameter.numel() for parameter in module.parameters())
+        self._variants = VARIANTS if weights < SMALL else FEW_VARIANTS
+        self._tolerance = CAST_INSIDE if casts.found else TOLERANCE[dtype]
+
+    def _cast(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [x.to(self._dtype) if x.is_floating_point() else x for x in inputs]
+
+    def _takes(self, inputs: Sequence[torch.Tensor]) -> bool:
+        try:
+            _answers(self._module, inputs)
+        except Exception:  # noqa: BLE001 - a forward refuses sizes in any way
+            return False
+        return True
+
+
+class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices results that have fewer bits than the module."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._bits = torch.finfo(dtype).bits
+        self.found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        results = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(results):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                self.found |= torch.finfo(leaf.dtype).bits < self._bits
+        return results
 
 
 @torch.no_grad()
-def silence_(module: nn.Module, kept: Kept) -> None:
-    """Set all entries that a cut would remove to zero, in place."""
-    tensors = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers()),
-    }
+def _fill_zeros_(module: nn.Module) -> None:
+    """Give parameters that are zero throughout random values, in place.
+
+    Whether a cut is right depends on no value, and what a zero silences could not be compared.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and not parameter.any():
+            numbers = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(numbers * ZERO_FILLING)
+
+
+@torch.no_grad()
+def silenced(module: nn.Module, kept: Kept) -> nn.Module:
+    """Return a copy in which all entries that a cut would remove are zero; it shares the rest."""
+    tensors = _tensors(module)
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors.values()}
     for name, axes in kept.items():
+        old = tensors[name]
+        new = old.detach().clone()
         for axis, indices in axes.items():
-            leaves = torch.ones(tensors[name].shape[axis], dtype=torch.bool)
+            leaves = torch.ones(old.shape[axis], dtype=torch.bool, device=old.device)
             leaves[list(indices)] = False
-            tensors[name].index_fill_(axis, leaves.nonzero().flatten(), 0)
+            new.index_fill_(axis, leaves.nonzero().flatten(), 0)
+        memo[id(old)] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
+    return copy.deepcopy(module, memo)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
     """Return a copy that shares its tensors; fit for surgery, which replaces them."""
-    tensors = (*module.parameters(), *module.buffers())
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in _tensors(module).values()})
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _answers(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Outputs:
+    """Run a module, with the same random numbers every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return run_in_eval(module, inputs)
 
 
 def _relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:

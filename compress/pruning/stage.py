@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from compress.core.eager import EagerModel
-from compress.core.errors import StageFailed
-from compress.core.recipe import KeepIndices
-from compress.core.settings import Ratio
+from compress.core.settings import Count, Ratio
 from compress.core.stage import Stage
+from compress.pruning.criteria import FROM_DATA, Criterion
+from compress.pruning.finetuning import Finetune
+from compress.pruning.targets import Target
 from compress.training.settings import Training
 
 if TYPE_CHECKING:
-    import torch
-    from pydantic import JsonValue
-
     from compress.core.stage import Context
-    from compress.pruning.plan import ChannelCut
-
-log = logging.getLogger(__name__)
-
-REASONS_SHOWN = 3
 
 
 class PruneChannels(Stage[EagerModel, EagerModel]):
@@ -35,93 +27,120 @@ class PruneChannels(Stage[EagerModel, EagerModel]):
     """
 
     stage: Literal["prune_channels"] = "prune_channels"
-    ratio: Ratio
+    ratio: Ratio | None = None
     """Fraction of the channels to remove, in every place where they can be removed."""
-    importance: Literal["l1", "l2", "random"] = "l2"
-    """How channels are ranked: by the `l1` or `l2` norm of all their weights, or at `random`."""
-    round_to: Annotated[int, Field(gt=0)] = 16
+    target: Target | None = None
+    """Instead of `ratio`: what share of the model's cost remains."""
+    importance: Criterion = "l2"
+    """How channels are ranked. By weights: `l1` or `l2` norm, `fpgm` (distance to the others),
+    `lamp`, `bn_scale`, `random`. By calibration samples: `taylor` and `hessian` (change of the
+    loss, of the outputs without labels), `wanda` (weight times activation), `obs` (error that the
+    next layers cannot make up for)."""
+    scope: Literal["uniform", "global", "isomorphic"] = "uniform"
+    """Among which channels the least important are looked for: within each family, all of them, or
+    families of the same structure together."""
+    max_ratio: Ratio = 0.8
+    """Largest fraction of a family that leaves with scope `global` or `isomorphic`."""
+    round_to: Count = 16
     """Keep multiples of this many channels; of fewer in layers narrower than twice as many."""
+    min_channels: Count = 1
+    """Channels of a family that stay in any case."""
+    include: tuple[str, ...] = ()
+    """Names of modules; where there are any, only channels that they make leave."""
     exclude: tuple[str, ...] = ()
     """Names of modules whose channels all stay; `*` matches any characters."""
-    calibration_samples: Annotated[int, Field(ge=0)] = 0
-    """Samples on which BatchNorm statistics are averaged anew after the cut; 0 leaves them."""
-    finetune: Training | None = None
+    on_unverified: Literal["pin", "error"] = "pin"
+    """Whether channels whose cut cannot be proven stay, or stop the stage."""
+    iterations: Count = 1
+    """Cuts in which the channels leave, a like number in each; importance is judged anew, and
+    layers are refitted and the model fine-tuned, after each."""
+    refit: bool = True
+    """Whether the layers after a cut are refitted by least squares, so that they answer as before:
+    no training and no labels. Without data there is none."""
+    calibration_samples: Annotated[int, Field(ge=0)] | None = None
+    """Samples on which importance is judged, layers are refitted and BatchNorm statistics averaged
+    anew. By default 512, or all there are; 0 does nothing of it."""
+    finetune: Finetune | None = None
     """How the smaller model is trained; it stays as it was cut unless an epoch is better."""
+
+    @field_validator("finetune", mode="before")
+    @classmethod
+    def _any_training(cls, given: Any) -> Any:
+        if isinstance(given, Training) and not isinstance(given, Finetune):
+            return {name: getattr(given, name) for name in given.model_fields_set}
+        return given
+
+    @model_validator(mode="after")
+    def _ratio_or_target(self) -> Self:
+        if (self.ratio is None) == (self.target is None):
+            found = "neither" if self.ratio is None else "both"
+            raise ValueError(f"prune_channels needs ratio or target, found {found}; keep one")
+        return self
+
+    @model_validator(mode="after")
+    def _goes_with_scope(self) -> Self:
+        if self.scope == "uniform" and "max_ratio" in self.model_fields_set:
+            raise ValueError("max_ratio is for scope global or isomorphic, found uniform")
+        if self.scope != "uniform" and self.ratio and self.ratio > self.max_ratio:
+            raise ValueError(
+                f"ratio {self.ratio:g} is above max_ratio {self.max_ratio:g}, more than any family "
+                "may lose; raise max_ratio"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_samples(self) -> Self:
+        if self.calibration_samples == 0 and self.needs_samples:
+            raise ValueError(
+                f"{self._needing_data[0]} needs samples, found calibration_samples: 0; leave it out"
+            )
+        return self
+
+    @property
+    def needs_samples(self) -> bool:
+        """Whether calibration samples were asked for, and not only welcome."""
+        return bool(set(self._needing_data) - {"finetune"})
 
     @property
     def needs_data(self) -> bool:
-        """Whether there is fine-tuning or averaging to do."""
-        return self.finetune is not None or self.calibration_samples > 0
+        """Whether there is something to judge, repair or train on data."""
+        return bool(self._needing_data)
+
+    @property
+    def _needing_data(self) -> list[str]:
+        """The settings that need data."""
+        asked = {
+            f"importance: {self.importance}": self.importance in FROM_DATA,
+            "refit": "refit" in self.model_fields_set and self.refit,
+            "calibration_samples": bool(self.calibration_samples),
+            "finetune": self.finetune is not None,
+        }
+        return [name for name, needed in asked.items() if needed]
+
+    @property
+    def uses_data(self) -> bool:
+        """Whether data, where there is any, changes the result."""
+        return self.needs_data or self.calibration_samples != 0
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
-        """Cut, average BatchNorm statistics anew, and fine-tune.
+        """Cut, refit, average BatchNorm statistics anew, and fine-tune.
 
         Raises:
-            PipelineInvalid: a pattern of ``exclude`` matches no module.
-            StageFailed: the model cannot be traced, nothing can be removed, or there is no data
-                for what follows the cut.
+            PipelineInvalid: a pattern matches no module.
+            StageFailed: the model cannot be traced, nothing can be removed, a target cannot be
+                reached, or there is no data for what needs it.
         """
+        from compress.pruning.pruner import Pruner
+
         if self.needs_data:
-            context.need_data(f"{self.title} with finetune or calibration_samples")
-        module = model.load()
-        cut = self._plan(module, model, context)
-        edit = KeepIndices(kept=cut.kept, attributes=dict(cut.attributes))
-        facts = _facts(cut)
-        edit.apply_(module)
-        if self.calibration_samples:
-            self._repair_(module, context)
-        if self.finetune is not None:
-            start = model.derive(context.work / "cut", module, edit=edit)
-            module, training = self._finetune(start, self.finetune, context)
-            facts |= training
-        lineage = self.lineage(model)
-        return model.derive(context.root, module, edit=edit, lineage=lineage, facts=facts)
-
-    def _plan(self, module: torch.nn.Module, model: EagerModel, context: Context) -> ChannelCut:
-        from compress.pruning.plan import plan_cut
-
-        cut = plan_cut(
-            module,
-            model.signature.example(seed=context.seed),
-            ratio=self.ratio,
-            importance=self.importance,
-            round_to=self.round_to,
-            exclude=self.exclude,
-            seed=context.seed,
+            context.need_data(f"{self.title} with {' and '.join(self._needing_data)}")
+        pruner = Pruner(self, model, context)
+        for step in range(1, self.iterations + 1):
+            context.progress(self.title, step - 1, self.iterations, "plan and prove")
+            pruner.step_(step / self.iterations)
+        pruner.need_a_cut()
+        pruner.warn_unless_faster()
+        lineage, facts = self.lineage(model), pruner.facts()
+        return model.derive(
+            context.root, pruner.weights, edits=pruner.edits, lineage=lineage, facts=facts
         )
-        if not cut.families:
-            reasons = [f"{name}: {reason}" for name, reason in cut.pinned.items()]
-            more = f" and {len(reasons) - REASONS_SHOWN} more" * (len(reasons) > REASONS_SHOWN)
-            found = "; ".join(reasons[:REASONS_SHOWN]) or "it has no layer with channels"
-            raise StageFailed(f"{self.title}: no channel can be removed ({found}{more})")
-        before, after = (sum(getattr(f, end) for f in cut.families) for end in ("before", "after"))
-        log.info("%s: %d of %d channels stay", self.title, after, before)
-        return cut
-
-    def _repair_(self, module: torch.nn.Module, context: Context) -> None:
-        from compress.pruning.repair import reestimate_batch_norms_
-
-        data = context.need_data("averaging BatchNorm statistics")
-        batches = data.calibration(self.calibration_samples, context.seed)
-        reestimate_batch_norms_(module, batches, context.device)
-
-    def _finetune(
-        self, start: EagerModel, training: Training, context: Context
-    ) -> tuple[torch.nn.Module, dict[str, JsonValue]]:
-        from compress.training.fit import fit
-        from compress.training.objective import CrossEntropy
-
-        objective = CrossEntropy(training.label_smoothing)
-        fitted = fit(start, training, objective, context, self.title, accept_start=True)
-        return fitted.module, fitted.facts()
-
-
-def _facts(cut: ChannelCut) -> dict[str, JsonValue]:
-    """Return what was cut and what was not, and why."""
-    return {
-        "families": [
-            {"modules": list(f.family.makers), "before": f.before, "after": f.after}
-            for f in cut.families
-        ],
-        "pinned": dict(cut.pinned),
-    }

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from operator import attrgetter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
-from torch.fx import Node
 
 from compress.core.errors import StageFailed
 from compress.core.program import export_program
-from compress.quantization.pt2e import MinMaxObserver, convert_pt2e, prepare_pt2e
-from compress.quantization.quantizer import (
-    CONVOLUTIONS,
-    LINEAR,
-    SMALLEST_SCALE,
-    OnnxRuntimeQuantizer,
-    module_names,
+from compress.quantization.corrections import Corrections
+from compress.quantization.embeddings import look_up_integers_
+from compress.quantization.folding import part_from_layers_read_elsewhere_
+from compress.quantization.pt2e import convert_pt2e, prepare_pt2e
+from compress.quantization.ranges import (
+    Watches,
+    fit_ranges_,
+    refuse_unless_finite,
+    watching,
 )
+from compress.quantization.samples import varied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -28,10 +29,7 @@ if TYPE_CHECKING:
 
     from compress.core.data import Batch
     from compress.core.signature import Signature
-
-WEIGHTED = {*CONVOLUTIONS, LINEAR}
-LARGEST_BIAS = 2.0**30
-"""Half of what 32 bits hold; the products are added to it."""
+    from compress.quantization.quantizer import OnnxRuntimeQuantizer
 
 
 def quantize(
@@ -40,6 +38,7 @@ def quantize(
     quantizer: OnnxRuntimeQuantizer,
     batches: Iterable[Batch],
     report: Callable[[int], None],
+    corrections: Corrections | None = None,
 ) -> ExportedProgram:
     """Return the module as a graph with integer weights and fixed activation ranges.
 
@@ -52,21 +51,49 @@ def quantize(
         quantizer: which operators are quantized, and how.
         batches: calibration inputs; one batch at a time is held in memory.
         report: called with the number of samples seen so far.
+        corrections: what is done so that the integers answer more like the module.
 
     Raises:
-        StageFailed: nothing can be quantized, the data does not fit the signature, or an activation
-            is not finite or vanishes.
+        StageFailed: nothing can be quantized, the data does not fit the signature or does not vary,
+            or an activation is not finite or vanishes.
     """
+    corrections = corrections or Corrections()
     graph = functional(export_program(module, signature)).module(check_guards=False)
-    prepared = prepare_pt2e(graph, quantizer)
+    corrections.smooth_(graph, batches, quantizer.scheme, quantizer.exclude)
+    prepared = prepare(graph, quantizer)
+    corrections.equalize_(prepared)
+    watches = observe_(prepared, signature, batches, report)
+    fit_ranges_(prepared)
+    quantizer.ranges = watches.facts()
+    corrections.round_(prepared, batches)
+    return integer_program(prepared, signature)
+
+
+def prepare(graph: GraphModule, quantizer: OnnxRuntimeQuantizer) -> GraphModule:
+    """Return a float graph with BatchNorm folded and an observer wherever numbers are rounded.
+
+    Raises:
+        StageFailed: nothing can be quantized.
+    """
+    part_from_layers_read_elsewhere_(graph)
+    prepared: GraphModule = prepare_pt2e(graph, quantizer)
     if not quantizer.quantized:
         raise StageFailed(
             "no operator could be quantized; expected a float32 convolution or linear layer "
             "that `exclude` does not name"
         )
-    observe_(prepared, signature, batches, report)
-    fit_ranges_(prepared)
+    return prepared
+
+
+def integer_program(prepared: GraphModule, signature: Signature) -> ExportedProgram:
+    """Return the integer form of a prepared graph, whose observers know their ranges.
+
+    Args:
+        prepared: the graph; it is used up.
+        signature: the model's interface.
+    """
     converted = convert_pt2e(prepared)
+    look_up_integers_(converted)
     drop_unread_tensors_(converted)
     return export_program(converted, signature)
 
@@ -88,59 +115,27 @@ def observe_(
     signature: Signature,
     batches: Iterable[Batch],
     report: Callable[[int], None],
-) -> None:
+) -> Watches:
     """Run batches through a prepared graph, whose observers then know each activation's range.
 
+    Returns:
+        What passed the observers.
+
     Raises:
-        StageFailed: the data does not fit the signature, or an input or activation is NaN or
-            infinite; the message names the place.
+        StageFailed: the data does not fit the signature, an input or activation is NaN or infinite,
+            all samples are equal, or an input is the same throughout.
     """
-    for node in prepared.graph.nodes:
-        if node.op == "call_module":
-            _observer(prepared, node).register_forward_pre_hook(
-                _finite_check(_place(_observed(node)))
-            )
     seen = 0
-    with torch.inference_mode():
-        for batch in batches:
-            _refuse_misfit(batch.inputs, signature)
+    with watching(prepared, signature) as watches, torch.inference_mode():
+        for batch in varied(batches):
+            refuse_misfit(batch.inputs, signature)
             for spec, values in zip(signature.inputs, batch.inputs, strict=True):
-                _refuse_unless_finite(values, f"input {spec.name}")
+                refuse_unless_finite(values, f"input {spec.name}")
             prepared(*batch.inputs)
             seen += len(batch)
             report(seen)
-
-
-def fit_ranges_(prepared: GraphModule) -> None:
-    """Widen the ranges of weights so that each bias fits its 32 bits, in place.
-
-    A bias is held in steps of input scale times weight scale. Where these are so small that it
-    would overflow, the products are lost beside the bias, and the channel's weights can be coarser.
-
-    Raises:
-        StageFailed: a range is so small that the products of its scale would vanish.
-    """
-    for node in prepared.graph.nodes:
-        if node.op == "call_module" and hasattr(_observer(prepared, node), "max_val"):
-            _refuse_vanishing(_observer(prepared, node), _place(_observed(node)))
-    for node in prepared.graph.nodes:
-        bias = node.args[2] if node.target in WEIGHTED and len(node.args) > 2 else None
-        if isinstance(bias, Node) and bias.op == "call_module":
-            source, weight = (_observer(prepared, part) for part in node.args[:2])
-            bias_O = attrgetter(str(_observed(bias).target))(prepared).detach()
-            scale, _ = source.calculate_qparams()
-            largest_O = bias_O.abs() / (scale * LARGEST_BIAS) * weight.quant_max
-            weight.max_val = torch.maximum(weight.max_val, largest_O)
-
-
-def _refuse_vanishing(observer: MinMaxObserver, place: str) -> None:
-    largest = max(float(observer.min_val.abs().max()), float(observer.max_val.abs().max()))
-    scale, _ = observer.calculate_qparams()
-    if largest > 0 and float(scale.max()) <= SMALLEST_SCALE:
-        raise StageFailed(
-            f"calibration: {place} is {largest:.2g} at most, too small for 8 bits; expected "
-            f"{255 * SMALLEST_SCALE:.2g} or more; rescale the data or the weights"
-        )
+    watches.refuse_constant_inputs()
+    return watches
 
 
 def drop_unread_tensors_(graph: GraphModule) -> None:
@@ -152,36 +147,12 @@ def drop_unread_tensors_(graph: GraphModule) -> None:
             delattr(graph.get_submodule(owner), attribute)
 
 
-def _observer(prepared: GraphModule, node: object) -> MinMaxObserver:
-    return prepared.get_submodule(str(cast("Node", node).target))
+def refuse_misfit(inputs: Sequence[torch.Tensor], signature: Signature) -> None:
+    """Refuse inputs of another type or shape than the signature's.
 
-
-def _observed(node: Node) -> Node:
-    return cast("Node", node.args[0])
-
-
-def _place(node: Node) -> str:
-    if node.op == "get_attr":
-        return f"weight {node.target}"
-    return f"{node.name} of {(module_names(node) or ['the model'])[-1]}"
-
-
-def _finite_check(place: str) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]:
-    def check(observer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        _refuse_unless_finite(inputs[0], place)
-
-    return check
-
-
-def _refuse_unless_finite(values: torch.Tensor, place: str) -> None:
-    if not torch.isfinite(values).all():
-        raise StageFailed(
-            f"calibration: {place} is NaN or infinite, expected finite numbers; mend the data or "
-            "the weights"
-        )
-
-
-def _refuse_misfit(inputs: Sequence[torch.Tensor], signature: Signature) -> None:
+    Raises:
+        StageFailed: so they are; the message names both.
+    """
     found = [(str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in inputs]
     expected = [(spec.dtype, spec.shape) for spec in signature.inputs]
     fits = len(found) == len(expected) and all(

@@ -25,11 +25,15 @@ def _without_import_notes() -> Iterator[None]:
 
 with _without_import_notes():
     from torchao.quantization.pt2e import (
+        DerivedObserverOrFakeQuantize,
         HistogramObserver,
         MinMaxObserver,
         MovingAverageMinMaxObserver,
+        ObserverBase,
         PerChannelMinMaxObserver,
+        PlaceholderObserver,
     )
+    from torchao.quantization.pt2e.observer import UniformQuantizationObserverBase
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import (
         DerivedQuantizationSpec,
@@ -39,18 +43,24 @@ with _without_import_notes():
         SharedQuantizationSpec,
     )
     from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+    from torchao.quantization.pt2e.utils import _fuse_conv_bn_ as fuse_conv_bn_
 
 __all__ = [
     "Q_ANNOTATION_KEY",
+    "DerivedObserverOrFakeQuantize",
     "DerivedQuantizationSpec",
     "HistogramObserver",
     "MinMaxObserver",
     "MovingAverageMinMaxObserver",
+    "ObserverBase",
     "PerChannelMinMaxObserver",
+    "PlaceholderObserver",
     "QuantizationAnnotation",
     "QuantizationSpec",
     "Quantizer",
     "SharedQuantizationSpec",
+    "UniformQuantizationObserverBase",
     "convert_pt2e",
+    "fuse_conv_bn_",
     "prepare_pt2e",
 ]

@@ -1,37 +1,36 @@
-"""Which operators of an ATen graph are quantized: those that onnxruntime computes in integers.
+"""Which operators of an ATen graph are quantized: those that a runtime computes in integers.
 
-An operator is fused into an integer kernel (QLinearConv, QLinearAdd, QGemm …) when it stands alone
-between DequantizeLinear and QuantizeLinear. So each pattern below is annotated as a whole, and what
-would only gain a detour through integers stays float.
+onnxruntime fuses an operator into an integer kernel (QLinearConv, QLinearAdd, QGemm …) when it
+stands alone between DequantizeLinear and QuantizeLinear. So each pattern below is annotated as a
+whole, and what would only gain a detour through integers stays float. How other runtimes differ is
+said by :class:`~compress.quantization.patterns.Patterns`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.fx import GraphModule, Node
 
 from compress.core.program import FlatOutputs
+from compress.quantization.observers import OBSERVERS
 from compress.quantization.pt2e import (
     Q_ANNOTATION_KEY,
-    DerivedQuantizationSpec,
-    HistogramObserver,
-    MinMaxObserver,
-    MovingAverageMinMaxObserver,
     PerChannelMinMaxObserver,
     QuantizationAnnotation,
     QuantizationSpec,
     Quantizer,
     SharedQuantizationSpec,
 )
+from compress.quantization.specs import bias_spec, spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from compress.quantization.scheme import IntegerFormat, Observer, Scheme
+    from compress.quantization.scheme import Observer, Scheme
 
 
 FLAT_OUTPUTS = f"{FlatOutputs.__module__}.{FlatOutputs.__qualname__}"
@@ -45,6 +44,7 @@ CONVOLUTIONS = {
     aten.conv3d.padding,
 }
 LINEAR = aten.linear.default
+EMBEDDING = aten.embedding.default
 ADDITION = aten.add.Tensor
 CLAMPS = {
     aten.relu.default,
@@ -67,39 +67,53 @@ MOVES = {
 }
 """Operators that only move or pick values: their result keeps the scale of what they read."""
 AVERAGE_POOL = aten.avg_pool2d.default
-SMALLEST_SCALE = 2.0**-60
-"""Keeps the product of two scales, which both runtimes hold in a float32, a normal number."""
-OBSERVERS = {
-    "minmax": MinMaxObserver,
-    "moving_average": MovingAverageMinMaxObserver,
-    "histogram": HistogramObserver,
-}
 
 
 class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no type information
-    """Annotates the patterns that onnxruntime's CPU provider fuses into integer kernels."""
+    """Annotates the patterns that a scheme's runtime fuses into integer kernels."""
 
-    def __init__(self, scheme: Scheme, observer: Observer, exclude: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        scheme: Scheme,
+        observer: Observer,
+        exclude: Sequence[str] = (),
+        *,
+        embeddings: bool = False,
+        percentile: float = 99.99,
+    ) -> None:
         """Choose the formats.
 
         Args:
             scheme: integer formats of activations and weights.
             observer: how the range of an activation is estimated.
             exclude: patterns of module names whose operators stay float.
+            embeddings: whether tables are rounded too, each row with a scale of its own.
+            percentile: share of the values that the observer `percentile` keeps, in percent.
         """
         super().__init__()
-        self.activation = _spec(scheme.activations, OBSERVERS[observer])
-        self.weight = _spec(scheme.weights, PerChannelMinMaxObserver)
+        self.scheme = scheme
+        self.embeddings = embeddings
+        options = {"percentile": percentile} if observer == "percentile" else {}
+        self.activation = spec_of(scheme.activations, OBSERVERS[observer], **options)
+        self.weight = spec_of(scheme.weights, PerChannelMinMaxObserver)
+        self.table = spec_of(scheme.tables, PerChannelMinMaxObserver)
+        self.patterns = scheme.patterns
         self.exclude = tuple(exclude)
         self.quantized: Counter[str] = Counter()
         """Number of quantized operators by kind, filled while annotating."""
         self.float_modules: list[str] = []
         """Modules with weights that stayed float, filled while annotating."""
+        self.ranges: dict[str, Any] = {}
+        """Saturated and dead ranges by module, filled while calibrating."""
 
     def annotate(self, model: GraphModule) -> GraphModule:
         """Mark the operators to be quantized, in graph order."""
         for node in model.graph.nodes:
-            if node.op != "call_function" or Q_ANNOTATION_KEY in node.meta or self._excluded(node):
+            if (
+                node.op != "call_function"
+                or Q_ANNOTATION_KEY in node.meta
+                or is_excluded(node, self.exclude)
+            ):
                 continue
             if node.target in CONVOLUTIONS or node.target is LINEAR:
                 self._annotate_weighted(node)
@@ -107,7 +121,9 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
                 self._annotate_addition(node)
             elif node.target in MOVES or node.target is AVERAGE_POOL:
                 self._annotate_unary(node)
-        self.float_modules = _float_modules(model)
+            elif node.target is EMBEDDING:
+                self._annotate_table(node)
+        self.float_modules = float_modules(model)
         return model
 
     def validate(self, model: GraphModule) -> None:
@@ -115,19 +131,25 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
 
     def _annotate_weighted(self, node: Node) -> None:
         source, weight = node.args[:2]
-        if not (_is_float(source) and _is_constant(weight)):
+        if not (is_float(source) and is_constant(weight)):
+            return
+        if not self.patterns.one_channel and _reads_one_channel_of_dynamic(node):
             return
         chain = _with_clamp(node)
-        self._mark(chain, [source], self.activation if _wants_integers(chain) else None)
+        self._mark(chain, [source], self.activation if self._rounds_result(chain) else None)
         specs = node.meta[Q_ANNOTATION_KEY].input_qspec_map
         specs[weight] = self.weight
         bias = node.args[2] if len(node.args) > 2 else None
-        if _is_constant(bias) and not _is_sequence_product(node):
-            specs[bias] = _bias_spec(node, source, weight)
+        if self.patterns.biases and is_constant(bias) and not is_sequence_product(node):
+            specs[bias] = bias_spec(node, source, weight)
 
     def _annotate_addition(self, node: Node) -> None:
         terms = node.args[:2]
-        if all(_has_integers(t) for t in terms) and "alpha" not in node.kwargs:
+        if self.patterns.additions == "residual":
+            residual = _residual(terms)
+            if residual is not None:
+                self._mark([node], [residual], None)
+        elif all(map(_is_rounded_anyway, terms)) and "alpha" not in node.kwargs:
             self._mark(_with_clamp(node), terms, self.activation)
 
     def _annotate_unary(self, node: Node) -> None:
@@ -135,6 +157,19 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
         if _has_integers(source):
             shared = SharedQuantizationSpec((source, node))
             self._mark([node], [source], shared if node.target in MOVES else self.activation)
+
+    def _annotate_table(self, node: Node) -> None:
+        table = node.args[0]
+        if self.embeddings and is_constant(table):
+            self._weights_of(node, {table: self.table})
+
+    def _weights_of(self, node: Node, specs: dict[Node, QuantizationSpec]) -> None:
+        """Annotate an operator whose result stays float: its weights and some of its inputs."""
+        node.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(input_qspec_map=specs, _annotated=True)
+        self.quantized[str(node.target).split(".")[1]] += 1
+
+    def _rounds_result(self, chain: Sequence[Node]) -> bool:
+        return self.patterns.results and _wants_integers(chain)
 
     def _mark(self, chain: Sequence[Node], sources: Sequence[object], output: object) -> None:
         """Annotate a chain of operators: integers enter at its head and leave at its tail."""
@@ -145,8 +180,10 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
         if chain[0].target not in MOVES:
             self.quantized[str(chain[0].target).split(".")[1].rstrip("_")] += 1
 
-    def _excluded(self, node: Node) -> bool:
-        return any(fnmatchcase(m, p) for m in module_names(node) for p in self.exclude)
+
+def is_excluded(node: Node, patterns: Sequence[str]) -> bool:
+    """Whether a node lies in a module that is to stay float."""
+    return any(fnmatchcase(m, p) for m in module_names(node) for p in patterns)
 
 
 def module_names(node: Node) -> list[str]:
@@ -162,42 +199,6 @@ def _wrapped(node: Node) -> bool:
     """Whether the user's module is the child ``module`` of one that flattens its outputs."""
     stack = (node.meta.get("nn_module_stack") or {}).values()
     return any(kind == FLAT_OUTPUTS for _, kind in stack)
-
-
-def _spec(numbers: IntegerFormat, observer: type) -> QuantizationSpec:
-    kind = "channel" if numbers.per_channel else "tensor"
-    form = "symmetric" if numbers.symmetric else "affine"
-    return QuantizationSpec(
-        dtype=getattr(torch, numbers.dtype),
-        observer_or_fake_quant_ctr=observer.with_args(eps=SMALLEST_SCALE),  # type: ignore[attr-defined]
-        quant_min=numbers.low,
-        quant_max=numbers.high,
-        qscheme=getattr(torch, f"per_{kind}_{form}"),
-        ch_axis=0 if numbers.per_channel else None,
-    )
-
-
-def _bias_spec(node: Node, source: Node, weight: Node) -> DerivedQuantizationSpec:
-    """Return the 32-bit format in which a bias is added to integer products.
-
-    onnxruntime would round a float bias itself; doing so here keeps both runtimes' sums equal, and
-    is what lets it compute a Gemm with a float result in integers.
-    """
-
-    def derive(observers: Sequence[MinMaxObserver]) -> tuple[torch.Tensor, torch.Tensor]:
-        (scale, _), (scale_O, _) = (observer.calculate_qparams() for observer in observers)
-        bias_scale_O = scale * scale_O
-        return bias_scale_O, torch.zeros_like(bias_scale_O, dtype=torch.int32)
-
-    return DerivedQuantizationSpec(
-        derived_from=[(source, node), (weight, node)],
-        derive_qparams_fn=derive,
-        dtype=torch.int32,
-        quant_min=-(2**31),
-        quant_max=2**31 - 1,
-        qscheme=torch.per_channel_symmetric,
-        ch_axis=0,
-    )
 
 
 def _with_clamp(node: Node) -> list[Node]:
@@ -216,19 +217,49 @@ def _wants_integers(chain: Sequence[Node]) -> bool:
     head, tail = chain[0], chain[-1]
     if head.target is not LINEAR:
         return True
-    return not (_is_sequence_product(head) or any(r.op == "output" for r in tail.users))
+    return not (is_sequence_product(head) or any(r.op == "output" for r in tail.users))
 
 
-def _is_sequence_product(node: Node) -> bool:
+def _reads_one_channel_of_dynamic(node: Node) -> bool:
+    """Whether a node is a convolution of one channel, of an input with a dynamic axis."""
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    return node.target in CONVOLUTIONS and shape[1] == 1 and _is_dynamic(shape)
+
+
+def _is_dynamic(shape: Sequence[object]) -> bool:
+    return not all(isinstance(size, int) for size in shape)
+
+
+def _residual(terms: Sequence[object]) -> Node | None:
+    """Return the term that is carried past a layer, where an addition's other one is its result.
+
+    Where both are results of layers (a shortcut with a convolution of its own) the second one.
+    """
+    if not all(is_float(term) for term in terms):
+        return None
+    results = [term for term in terms if is_float(term) and _is_result_of_layer(term)]
+    if not results:
+        return None
+    return next((t for t in terms if is_float(t) and t is not results[0]), None)
+
+
+def _is_result_of_layer(node: Node) -> bool:
+    weighted = node.target in CONVOLUTIONS or node.target is LINEAR
+    return weighted and len(node.users) == 1 and Q_ANNOTATION_KEY in node.meta
+
+
+def is_sequence_product(node: Node) -> bool:
     """Whether a node is a linear layer over several axes, in ONNX a MatMul and not a Gemm."""
     return node.target is LINEAR and node.args[0].meta["val"].dim() != 2  # type: ignore[union-attr]
 
 
-def _is_float(value: object) -> TypeGuard[Node]:
+def is_float(value: object) -> TypeGuard[Node]:
+    """Whether an operand is a node with float32 numbers."""
     return isinstance(value, Node) and value.meta["val"].dtype is torch.float32
 
 
-def _is_constant(value: object) -> TypeGuard[Node]:
+def is_constant(value: object) -> TypeGuard[Node]:
+    """Whether an operand is a weight."""
     return isinstance(value, Node) and value.op == "get_attr"
 
 
@@ -237,7 +268,17 @@ def _has_integers(value: object) -> bool:
     return annotation is not None and annotation.output_qspec is not None
 
 
-def _float_modules(model: GraphModule) -> list[str]:
+def _is_rounded_anyway(value: object) -> bool:
+    """Whether a tensor has integers, or another operator reads it in integers.
+
+    Else one addition in float would keep every later one on the same residual path in float.
+    """
+    readers = value.users if isinstance(value, Node) else ()
+    annotations = (reader.meta.get(Q_ANNOTATION_KEY) for reader in readers)
+    return _has_integers(value) or any(a and value in a.input_qspec_map for a in annotations)
+
+
+def float_modules(model: GraphModule) -> list[str]:
     """Return the modules of weights (two axes and more) that no quantized operator reads."""
     tensors = dict(model.named_parameters())
     prefix = "module." if any(_wrapped(node) for node in model.graph.nodes) else ""
@@ -245,6 +286,6 @@ def _float_modules(model: GraphModule) -> list[str]:
         str(node.target).removeprefix(prefix).rpartition(".")[0]
         for node in model.graph.nodes
         if node.op == "get_attr" and node.target in tensors and tensors[node.target].dim() > 1
-        if not any(Q_ANNOTATION_KEY in reader.meta for reader in node.users)
+        if node.users and not any(Q_ANNOTATION_KEY in reader.meta for reader in node.users)
     }
     return sorted(names)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
 
 from compress.core.settings import Settings
+from compress.quantization.patterns import PATTERNS, SIGNED_ACTIVATIONS, Patterns, Target
 
-Target = Literal["onnxruntime-cpu"]
-Observer = Literal["minmax", "moving_average", "histogram"]
+WeightBits = Literal[4, 8]
+ActivationBits = Literal[8, 16]
+WeightMethod = Literal["rtn", "hqq", "gptq", "awq"]
+Rounding = Literal["nearest", "adaround"]
+Smoothing = Annotated[
+    Literal["auto", "off"] | Annotated[float, Field(gt=0, lt=1)],
+    BeforeValidator(lambda given: "off" if given is False else given),  # what YAML makes of off
+]
+Observer = Literal["minmax", "moving_average", "histogram", "percentile", "entropy", "mse"]
 
 
 class IntegerFormat(Settings):
     """How a float tensor becomes small integers."""
 
-    dtype: Literal["uint8", "int8"]
+    dtype: Literal["uint8", "uint16", "int8"]
     """Integer type."""
     low: int
     """Smallest integer used."""
@@ -26,19 +36,46 @@ class IntegerFormat(Settings):
 
 
 class Scheme(Settings):
-    """The integer formats of activations and weights."""
+    """The integer formats of activations and weights, and where a runtime wants them."""
 
     activations: IntegerFormat
     weights: IntegerFormat
+    tables: IntegerFormat
+    """Of embeddings; their rows are held, not multiplied, and 8 bits is what a row costs anyway."""
+    patterns: Patterns
 
 
-SCHEMES: dict[Target, Scheme] = {
-    # onnxruntime on x86 multiplies unsigned activations by signed weights in one instruction
-    # (VNNI's vpdpbusd); with signed activations about half of the convolutions stay float.
-    "onnxruntime-cpu": Scheme(
-        activations=IntegerFormat(
-            dtype="uint8", low=0, high=255, symmetric=False, per_channel=False
-        ),
-        weights=IntegerFormat(dtype="int8", low=-127, high=127, symmetric=True, per_channel=True),
-    ),
-}
+def scheme_of(target: Target, weight_bits: int = 8, activation_bits: int = 8) -> Scheme:
+    """Return the formats that a runtime computes fast with.
+
+    Args:
+        target: the runtime.
+        weight_bits: bits of a weight; fewer than 8 are held in 8.
+        activation_bits: bits of an activation, alike; of 16 bits a runtime computes in floats.
+    """
+    if target in SIGNED_ACTIVATIONS:
+        most = 2 ** (activation_bits - 1)
+        activations = IntegerFormat(
+            dtype="int8", low=-most, high=most - 1, symmetric=True, per_channel=False
+        )
+    else:
+        # x86 multiplies unsigned activations by signed weights in one instruction (VNNI's
+        # vpdpbusd); with signed ones onnxruntime leaves about half of the convolutions in float.
+        activations = IntegerFormat(
+            dtype="uint8" if activation_bits <= 8 else "uint16",
+            low=0,
+            high=2**activation_bits - 1,
+            symmetric=False,
+            per_channel=False,
+        )
+    return Scheme(
+        activations=activations,
+        weights=_signed(weight_bits),
+        tables=_signed(8),
+        patterns=PATTERNS[target],
+    )
+
+
+def _signed(bits: int) -> IntegerFormat:
+    largest = 2 ** (bits - 1) - 1
+    return IntegerFormat(dtype="int8", low=-largest, high=largest, symmetric=True, per_channel=True)

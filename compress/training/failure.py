@@ -8,16 +8,29 @@ import signal
 from typing import TYPE_CHECKING
 
 from compress.core.errors import CompressError, StageFailed
+from compress.core.reading import in_its_own_words
+from compress.training.resume import remove_unfinished
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 FAILURE = "failure.json"
-LEAVES = {leaf.__name__: leaf for leaf in CompressError.__subclasses__()}
+LOGS = "logs"
+
+
+class RankKilled(StageFailed):
+    """A process was ended from outside, and may do better when it is started again."""
+
+
+LEAVES: dict[str, type[CompressError]] = {
+    leaf.__name__: leaf for leaf in (*CompressError.__subclasses__(), RankKilled)
+}
 
 
 def one_line(error: Exception) -> str:
     """Return an error's own words; a foreign error's type comes first."""
+    # A data worker's death is raised in whatever the process is doing.
+    error = in_its_own_words(error)
     lines = str(error).strip().splitlines()
     words = lines[0] if lines else ""
     if isinstance(error, CompressError):
@@ -33,9 +46,20 @@ def is_lost_peer(error: Exception) -> bool:
 def record_failure(folder: Path, rank: int, error: Exception) -> None:
     """Write why a rank failed, unless another rank failed before it."""
     own = folder / f"{FAILURE}.{rank}"
+    error = in_its_own_words(error)
     foreign = not isinstance(error, CompressError)
     message = f"rank {rank}: {one_line(error)}" if foreign else one_line(error)
-    own.write_text(json.dumps({"leaf": type(error).__name__, "message": message}), encoding="utf-8")
+    if is_lost_peer(error):
+        message = (
+            f"rank {rank} lost another process, which ended without an error; "
+            f"their logs are in {folder / LOGS}"
+        )
+    text = json.dumps({"leaf": type(error).__name__, "message": message})
+    try:
+        own.write_text(text, encoding="utf-8")
+    except OSError:
+        remove_unfinished(folder)  # on a full disk, a checkpoint that will not be finished
+        own.write_text(text, encoding="utf-8")
     try:
         os.link(own, folder / FAILURE)  # atomic, and refused when the name is taken: the first wins
     except FileExistsError:
@@ -52,20 +76,28 @@ def read_failure(folder: Path, rank: int, exit_code: int) -> CompressError:
         rank: the rank that was seen to end first.
         exit_code: how it ended; negative for a signal.
     """
-    file = folder / FAILURE
-    if exit_code < 0 and not file.exists():
+    if found := recorded_failure(folder):
+        return found
+    if exit_code < 0:
         name = signal.Signals(-exit_code).name
         hint = "; perhaps memory ran out" if name == "SIGKILL" else ""
-        return StageFailed(f"rank {rank} was ended by {name}{hint}")
+        return RankKilled(f"rank {rank} was ended by {name}{hint}")
+    return StageFailed(
+        f"rank {rank} ended with exit code {exit_code} before training began; a script that "
+        'trains with several processes must start under `if __name__ == "__main__":`'
+    )
+
+
+def recorded_failure(folder: Path) -> CompressError | None:
+    """Return what the first rank that failed has written, if one has."""
+    file = folder / FAILURE
     if not file.exists():
-        return StageFailed(
-            f"rank {rank} ended with exit code {exit_code} before training began; a script that "
-            'trains with several processes must start under `if __name__ == "__main__":`'
-        )
+        return None
     record = json.loads(file.read_text(encoding="utf-8"))
     return LEAVES.get(record["leaf"], StageFailed)(record["message"])
 
 
 def forget_failure(folder: Path) -> None:
     """Remove what an earlier attempt left."""
-    (folder / FAILURE).unlink(missing_ok=True)
+    for file in folder.glob(f"{FAILURE}*"):
+        file.unlink()

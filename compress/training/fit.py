@@ -6,48 +6,45 @@ import hashlib
 import logging
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compress.core.artifact import canonical_json
-from compress.core.errors import CompressError, StageFailed
+from compress.core.errors import CompressError, StageFailed, Unavailable
+from compress.training.compilation import need_compiler
 from compress.training.failure import one_line
 from compress.training.launch import train_on_ranks
 from compress.training.loop import Job, train
-from compress.training.parallel import Alone
-from compress.training.resume import Epoch, read_state
+from compress.training.outcome import Fit, outcome
+from compress.training.progress import is_over
+from compress.training.replicated import Alone
+from compress.training.resume import (
+    FOLDER,
+    Progress,
+    need_whole,
+    newest,
+    read_progress,
+)
+from compress.training.tracking import refuse_missing, tracking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from pydantic import JsonValue
-    from torch import nn
+    from pathlib import Path
 
     from compress.core.data import Splits
     from compress.core.eager import EagerModel
     from compress.core.stage import Context
+    from compress.training.constraint import Constraint
     from compress.training.objective import Objective
     from compress.training.settings import Training
+    from compress.training.watch import MeasuredEpoch
+
+AGAINST_DP = (
+    "DataParallel's threads share one interpreter and copy the model in each step; "
+    "strategy: ddp with processes: n is faster, and gives the same weights"
+)
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What a training came to."""
-
-    module: nn.Module
-    """The kept weights in a fresh module, in eval mode, on the CPU."""
-    history: tuple[Epoch, ...]
-    kept: Epoch
-    """The epoch whose weights were kept; 0 is the model as it came in."""
-
-    def facts(self) -> dict[str, JsonValue]:
-        """Return what an artifact says of its training; the same for equal trainings."""
-        return {
-            "history": [epoch.model_dump() for epoch in self.history],
-            "kept_epoch": self.kept.epoch,
-        }
 
 
 def fit(
@@ -58,6 +55,7 @@ def fit(
     task: str,
     *,
     accept_start: bool = False,
+    constraint: Constraint | None = None,
 ) -> Fit:
     """Train a model's weights; a training that was interrupted goes on where it was.
 
@@ -70,38 +68,65 @@ def fit(
         context: data, metric, device and seed.
         task: what the progress is shown as.
         accept_start: keep the model as it came in unless an epoch is better by the metric.
+        constraint: what the weights must satisfy in every step.
 
     Raises:
         StageFailed: a process failed or the loss is not finite; the message tells the root cause.
     """
     training = training.hyper_parameters()
     data = context.need_data(task)
-    _check(training, data, task)
+    _check(training, data, context.device, task)
+    refuse_missing(training.profile)
     with _told_as_one_line(task):
-        job = _job(start, training, objective, context, data, accept_start)
-        done = _resume_at(job, task)
-        context.progress(task, done, training.epochs, f"resumed after epoch {done}" if done else "")
-        if done < training.epochs:
-            _run(job, _teller(job, context, task))
-    state = read_state(job.folder)
-    if state is None or state.kept is None:
-        raise StageFailed(f"{task}: {job.folder} holds no finished epoch")
-    module = start.load()
-    module.load_state_dict(state.kept_weights)
-    log.info("%s: %d epochs, kept epoch %d", task, training.epochs, state.kept.epoch)
-    return Fit(module, tuple(state.history), state.kept)
+        need_compiler(training, context.device)
+        job = _job(start, training, objective, context, data, accept_start, constraint)
+        job = replace(job, profiles=_results(context) / "profiles" / task)
+        job, earlier = _resumed(job, task)
+        done = earlier.trained_epochs
+        context.progress(task, done, training.epochs, _place(earlier))
+        if not is_over(training, earlier.history, job.metric):
+            name = context.metric.name
+            with tracking(
+                training.profile, _results(context), task, _digest(job), done, name
+            ) as track:
+                _run(job, _teller(job, context, task, track))
+        result = outcome(start, job)
+    log.info("%s: %d epochs, kept epoch %d", task, len(result.history), result.kept.epoch)
+    return result
 
 
-def _check(training: Training, data: Splits, task: str) -> None:
+def _check(training: Training, data: Splits, device: str, task: str) -> None:
     """Refuse what cannot be trained, before any process is started."""
-    samples, processes = len(data.split("train")), training.parallel.processes  # type: ignore[arg-type]  # Splits admits sized datasets only
+    for requirement in training.parallel.requirements:
+        if requirement.missing():
+            raise Unavailable(f"{task}: needs {requirement.what}; {requirement.install}")
+    samples, processes = len(data.split("train")), training.parallel.replicas  # type: ignore[arg-type]  # Splits admits sized datasets only
     if samples < processes:
         raise StageFailed(
             f"{task}: split 'train' has {samples} samples for {processes} processes; "
-            "lower parallel.processes or bring more data"
+            "lower parallel.processes or parallel.nodes, or bring more data"
         )
-    if training.keep == "best" and "val" not in data.datasets:
-        raise StageFailed(f"{task}: keep: best needs a split 'val'; add one or set keep: last")
+    if training.parallel.pipeline and samples < training.batch_size:
+        raise StageFailed(
+            f"{task}: split 'train' has {samples} samples and a pipeline needs whole batches of "
+            f"{training.batch_size}; lower batch_size"
+        )
+    if training.needs_val and "val" not in data.datasets:
+        raise StageFailed(
+            f"{task}: {training.needs_val} needs a split 'val'; add one"
+            f"{' or set keep: last' if training.keep == 'best' else ' or change the setting'}"
+        )
+    if training.precision == "fp16" and not device.startswith("cuda"):
+        raise StageFailed(
+            f"{task}: precision: fp16 needs a CUDA device and this is {device}; use bf16 or fp32"
+        )
+    if training.profile.memory and not device.startswith("cuda"):
+        raise StageFailed(
+            f"{task}: profile.memory records a CUDA device's memory and this is {device}; leave it "
+            "out (the peak of each process is told without it)"
+        )
+    if training.parallel.strategy == "dp":
+        log.warning("%s: strategy dp runs as one process: %s", task, AGAINST_DP)
 
 
 def _job(
@@ -111,11 +136,13 @@ def _job(
     context: Context,
     data: Splits,
     accept_start: bool,
+    constraint: Constraint | None,
 ) -> Job:
     """Return the training as one value, its folder named after all that decides its result."""
     reference = context.named("source") if context.metric.name == "fidelity" else None
     identity = {
-        "training": training.model_dump(mode="json"),
+        # However it is spread, it is the same training, and goes on as such.
+        "training": training.model_dump(mode="json", exclude={"parallel"}),
         "objective": repr(objective),
         "start": start.digest,
         "data": data.fingerprint(),
@@ -123,6 +150,7 @@ def _job(
         "reference": reference.digest if reference else None,
         "seed": context.seed,
         "accept_start": accept_start,
+        "constraint": repr(constraint) if constraint else None,
     }
     digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
     folder = context.work / f"fit-{digest[:32]}"
@@ -135,37 +163,77 @@ def _job(
         metric=context.metric,
         reference=reference.path.absolute() if reference else None,
         device=context.device,
-        threads=max(1, (os.cpu_count() or 1) // training.parallel.processes),
+        threads=max(1, cores() // training.parallel.ranks_per_node),
         seed=context.seed,
         folder=folder.absolute(),
         accept_start=accept_start,
+        constraint=constraint,
     )
 
 
-def _resume_at(job: Job, task: str) -> int:
-    """Return the number of epochs that an earlier, interrupted run has trained."""
-    earlier = read_state(job.folder)
-    if earlier is None:
-        return 0
-    log.info("%s: resumed after epoch %d", task, earlier.trained_epochs)
-    return earlier.trained_epochs
+def cores() -> int:
+    """Return the CPU cores that this process may use."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return int(os.environ.get("OMP_NUM_THREADS", 0)) or allowed or 1
 
 
-def _teller(job: Job, context: Context, task: str) -> Callable[[Epoch], None]:
-    """Return what passes epochs on as progress."""
+def _resumed(job: Job, task: str) -> tuple[Job, Progress]:
+    """Return the job and how far an earlier, interrupted run of it came."""
+    found = newest(job.folder)
+    if found is None:
+        return job, Progress()
+    earlier, layout = read_progress(found), job.training.parallel.layout
+    if earlier.kept_in:
+        need_whole(job.folder / FOLDER / earlier.kept_in)
+    log.info("%s: resumed after epoch %d and %d steps", task, earlier.trained_epochs, earlier.steps)
+    if earlier.layouts[-1] != layout:
+        log.warning(
+            "%s: resumed with %s from a checkpoint of %s; the result may differ by rounding "
+            "from that of an uninterrupted training",
+            task,
+            layout,
+            earlier.layouts[-1],
+        )
+    return replace(job, trusted=found.name), earlier
+
+
+def _place(earlier: Progress) -> str:
+    """Return where a training goes on, in words."""
+    after = [f"epoch {earlier.trained_epochs}"] if earlier.trained_epochs else []
+    after += [f"{earlier.steps} steps"] if earlier.steps else []
+    return f"resumed after {' and '.join(after)}" if after else ""
+
+
+def _results(context: Context) -> Path:
+    """Return the absolute folder of what a run tells beside its artifacts."""
+    return (context.results or context.root.parent).absolute()
+
+
+def _digest(job: Job) -> str:
+    """Return what tells a training from all others."""
+    return job.folder.name.removeprefix("fit-")
+
+
+def _teller(
+    job: Job, context: Context, task: str, track: Callable[[MeasuredEpoch], None]
+) -> Callable[[MeasuredEpoch], None]:
+    """Return what passes epochs on as progress, and to the log and the tracker."""
     total = job.training.epochs
 
-    def tell(epoch: Epoch) -> None:
+    def tell(epoch: MeasuredEpoch) -> None:
         value = "" if epoch.metric is None else f" val {job.metric.name} {epoch.metric:.4g}"
         note = f"epoch {epoch.epoch}/{total} loss {epoch.loss:.3g}{value}"
-        context.progress(task, epoch.epoch, total, note)
+        log.info("%s: %s, %s", task, note, epoch.cost())
+        track(epoch)
+        context.progress(task, epoch.epoch, total, f"{note} ({epoch.speed()})")
 
     return tell
 
 
-def _run(job: Job, tell: Callable[[Epoch], None]) -> None:
+def _run(job: Job, tell: Callable[[MeasuredEpoch], None]) -> None:
     """Train in this process or in several."""
-    if job.training.parallel.processes == 1:
+    parallel = job.training.parallel
+    if parallel.alone:
         train(job, Alone(), tell)
     else:
         train_on_ranks(job, tell)

@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from fractions import Fraction
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.core.artifact import Artifact
-from compress.core.data import loader
-from compress.core.eager import EagerModel, flatten_outputs, predicting
+from compress.core.eager import EagerModel
 from compress.core.errors import StageFailed
-from compress.core.metrics import evaluate
-from compress.training.optimizer import build_optimizer, learning_rate, set_learning_rate_
-from compress.training.randomness import derive_seed, seeded, share_of_epoch, steps_per_epoch
-from compress.training.resume import Epoch, State, copy_of, read_state, write_state
+from compress.training.checkpointer import Checkpointer
+from compress.training.constraint import held
+from compress.training.learner import Learner
+from compress.training.objective import attach_
+from compress.training.optimizer import learning_rate
+from compress.training.prefetch import on_device
+from compress.training.progress import is_better, is_over, plateaus
+from compress.training.randomness import (
+    derive_seed,
+    reseed,
+    seeded,
+    share_of_epoch,
+    steps_per_epoch,
+)
+from compress.training.resume import NO_LOSSES, Epoch, Progress, checkpoints, name_of
+from compress.training.tally import Tally
+from compress.training.validation import score
+from compress.training.watch import watching
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from compress.core.data import Splits
+    from compress.core.data import Batch, Splits
     from compress.core.metrics import Metric
-    from compress.training.objective import LossFunction, Objective
-    from compress.training.parallel import Strategy
+    from compress.training.constraint import Constraint
+    from compress.training.objective import Objective
     from compress.training.settings import Training
+    from compress.training.strategy import Strategy
+    from compress.training.watch import MeasuredEpoch, Watch
 
 
 @dataclass(frozen=True)
@@ -49,93 +66,80 @@ class Job:
     """Where the training leaves its state after every epoch."""
     accept_start: bool
     """Whether the model as it came in competes for being kept."""
+    constraint: Constraint | None = None
+    """What the weights must satisfy in every step."""
+    profiles: Path | None = None
+    """Where traces and memory snapshots go."""
+    trusted: str | None = None
+    """Name of the checkpoint that was found whole before the processes were started."""
 
 
-def train(job: Job, strategy: Strategy, tell: Callable[[Epoch], None]) -> None:
-    """Train from where the state on disk left off; the last state on disk is the result.
+def train(job: Job, strategy: Strategy, tell: Callable[[MeasuredEpoch], None]) -> None:
+    """Train from where the checkpoints left off; the last of them is the result.
 
     Args:
         job: what to train.
         strategy: how the processes share the work.
-        tell: called by rank 0 after each epoch.
+        tell: called by one process when an epoch is on disk, from a thread.
 
     Raises:
-        StageFailed: the loss is not finite, or there is nothing to train or to evaluate.
+        StageFailed: the loss is not finite, there is nothing to train or to evaluate, or a
+            checkpoint cannot be written.
     """
-    with cpu_threads(job.threads):
-        module = EagerModel.at(job.start).load(job.device)
-        optimizer = build_optimizer(module, job.training)
-        state = _resume_(job, module, optimizer) or _begin(job, module, strategy)
+    training = job.training
+    with (
+        cpu_threads(job.threads),
+        job.data.keeping_workers(),
+        seeded(job.seed, job.device),
+        watching(job, strategy) as watch,
+    ):
+        module = strategy.load(EagerModel.at(job.start), job.device)
         loss = job.objective.prepare(job.device)
-        wrapped = strategy.wrap(module)
-        for number in range(state.trained_epochs + 1, job.training.epochs + 1):
-            with seeded(derive_seed(job.seed, number, strategy.rank), job.device):
-                mean_loss = strategy.mean(
-                    train_epoch_(wrapped, optimizer, loss, job, number, strategy)
-                )
-            if strategy.rank == 0:
-                epoch = _close(job, state, module, number, mean_loss)
-                state.optimizer = optimizer.state_dict()
-                write_state(job.folder, state)
-                tell(epoch)
-            strategy.wait()
+        example = partial(few_samples, job)
+        attach_(loss, module, example)
+        hold = held(job.constraint, module, training.epochs * _steps_per_epoch(job))
+        learner = Learner.of(module, loss, training, strategy, job.device, example, hold)
+        with Checkpointer(job.folder, training.checkpoints, strategy) as checkpointer:
+            progress = checkpointer.resume(learner, job.trusted) or _begun(job, learner)
+            while not is_over(training, progress.history, job.metric):
+                progress = _epoch(learner, job, progress, checkpointer, watch)
+                step = progress.trained_epochs * _steps_per_epoch(job)
+                told = partial(tell, watch.measured(progress.history[-1]))
+                checkpointer.save(step, progress, learner, told)
+            checkpointer.wait()
 
 
-def train_epoch_(
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: LossFunction,
-    job: Job,
-    number: int,
-    strategy: Strategy,
-) -> float:
-    """Train for one epoch, in place, and return this rank's mean loss.
+def _epoch(
+    learner: Learner, job: Job, progress: Progress, checkpointer: Checkpointer, watch: Watch
+) -> Progress:
+    """Train what is left of an epoch, and return the progress after it.
 
     Raises:
-        StageFailed: the loss is not finite.
+        StageFailed: the loss is not finite, in one step or, where steps are left out, in all.
     """
-    training, dataset = job.training, job.data.split("train")
-    samples = len(dataset)  # type: ignore[arg-type]  # Splits admits datasets with a length only
-    share = share_of_epoch(
-        samples, training.batch_size, job.seed, number, strategy.rank, strategy.ranks
-    )
-    steps = steps_per_epoch(samples, training.batch_size)
-    total = 0.0
-    module.train()
-    batches = loader(
-        dataset, training.batch_size // strategy.ranks, job.data.input_names, sampler=share
-    )
-    for index, batch in enumerate(batches):
-        step = (number - 1) * steps + index
-        rate = learning_rate(training, step, training.epochs * steps)
-        set_learning_rate_(optimizer, rate)
-        moved = batch.to(job.device)
-        mean = loss(flatten_outputs(module(*moved.inputs)), moved)
-        value = mean.item()
-        if not math.isfinite(value):
-            raise StageFailed(
-                f"the loss is {value} in epoch {number}, step {index + 1}, at learning rate "
-                f"{rate:.3g}; lower learning_rate or set clip_norm"
-            )
-        optimizer.zero_grad()
-        torch.autograd.backward(mean)
-        if training.clip_norm:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), training.clip_norm)
-        optimizer.step()
-        total += value
-    return total / steps
-
-
-def score(job: Job, module: torch.nn.Module) -> float | None:
-    """Return the module's metric on every sample of `val`, or None without that split."""
-    if "val" not in job.data.datasets:
-        return None
-    threads = torch.get_num_threads()
-    reference = (
-        Artifact.at(job.reference).open(job.device, threads) if job.reference else nullcontext()
-    )
-    with predicting(module.eval(), job.device, threads) as predict, reference as expected:
-        return evaluate(predict, job.data, "val", job.metric, expected)
+    training, strategy, number = job.training, learner.strategy, progress.trained_epochs + 1
+    fallen = plateaus(progress.history, job.metric, training.epochs_per_fall)
+    steps, rate = _steps_per_epoch(job), 0.0
+    tally = Tally(progress.losses)
+    learner.wrapped.train()
+    remaining = watch.steps(_steps(job, strategy, number, progress.steps))
+    for done, batches in enumerate(remaining, progress.steps):
+        step = (number - 1) * steps + done
+        rate = learning_rate(training, step, training.epochs * steps, fallen)
+        reseed(derive_seed(job.seed, number, strategy.stream, done), job.device)
+        value = learner.step(batches, rate, step)
+        tally.add(value)
+        if not math.isfinite(value) and training.on_nan == "stop":
+            checkpointer.let_finish()
+            raise StageFailed(_not_finite(job, value, number, done + 1, rate))
+        if checkpointer.due(done + 1) and done + 1 < steps:
+            within = {"steps": done + 1, "losses": tally.over_all(strategy)}
+            checkpointer.save(step + 1, _saved(progress, learner, **within), learner)
+    total, count = tally.over_all(strategy)
+    if not count:
+        raise StageFailed(f"the loss was not finite in any step of epoch {number}")
+    mean = float(Fraction(total) / count)
+    return _close(job, progress, learner, mean, rate, taken=steps - progress.steps)
 
 
 @contextmanager
@@ -149,41 +153,91 @@ def cpu_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(previous)
 
 
-def _begin(job: Job, module: torch.nn.Module, strategy: Strategy) -> State:
-    """Return the state before the first epoch."""
-    if not job.accept_start or strategy.rank > 0:
-        return State()
-    start = Epoch(epoch=0, loss=None, metric=score(job, module), learning_rate=None)
-    return State(history=[start], kept=start, kept_weights=copy_of(module.state_dict()))
+def few_samples(job: Job) -> Batch:
+    """Return some of the samples trained on, the same in every process."""
+    pipeline = job.training.parallel.pipeline
+    samples = min(len(job.data.split("train")), pipeline.microbatches if pipeline else 2)  # type: ignore[arg-type]
+    batch = next(iter(job.data.read("train", range(samples), samples, job.seed)))
+    return batch.to(job.device)
 
 
-def _resume_(job: Job, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State | None:
-    """Put module and optimizer where the last state on disk left them, in place."""
-    state = read_state(job.folder)
-    if state is not None:
-        module.load_state_dict(state.weights)
-        optimizer.load_state_dict(state.optimizer)
-    return state
+def _steps(job: Job, strategy: Strategy, number: int, first: int) -> Iterator[list[Batch]]:
+    """Yield the batches of each step of an epoch on this rank, from the first that is left."""
+    training, dataset = job.training, job.data.split("train")
+    share = share_of_epoch(
+        len(dataset),  # type: ignore[arg-type]  # Splits admits datasets with a length only
+        training.batch_size,
+        job.seed,
+        number,
+        strategy.rank,
+        strategy.ranks,
+        job.data.lengths("train"),
+    )
+    own = training.batch_size // strategy.ranks
+    part = own // training.accumulate
+    seed = derive_seed(job.seed, number, strategy.rank)
+    read = job.data.read("train", share, part, seed, first=first * own)
+    batches = on_device(read, job.device)
+    yield from _grouped(batches, training.accumulate)
 
 
-def _close(job: Job, state: State, module: torch.nn.Module, number: int, loss: float) -> Epoch:
-    """Evaluate an epoch and enter it into the state."""
-    steps = steps_per_epoch(len(job.data.split("train")), job.training.batch_size)  # type: ignore[arg-type]
-    rate = learning_rate(job.training, number * steps - 1, job.training.epochs * steps)
-    epoch = Epoch(epoch=number, loss=loss, metric=score(job, module), learning_rate=rate)
-    state.history.append(epoch)
-    state.weights = copy_of(module.state_dict())
-    if job.training.keep == "last" or is_better(epoch, state.kept, job.metric):
-        state.kept, state.kept_weights = epoch, state.weights
-    return epoch
+def _grouped(batches: Iterable[Batch], count: int) -> Iterator[list[Batch]]:
+    remaining = iter(batches)
+    while group := list(islice(remaining, count)):
+        yield group
 
 
-def is_better(epoch: Epoch, kept: Epoch | None, metric: Metric) -> bool:
-    """Whether an epoch is to be kept instead of the one kept so far.
+def _steps_per_epoch(job: Job) -> int:
+    samples = len(job.data.split("train"))  # type: ignore[arg-type]
+    return steps_per_epoch(samples, job.training.batch_size)
 
-    Among trained epochs the later one wins a tie; the model as it came in must be beaten.
-    """
-    if kept is None or kept.metric is None or epoch.metric is None:
-        return True
-    gain = -metric.drop_points(kept.metric, epoch.metric)
-    return gain > 0 or (gain == 0 and kept.epoch > 0)
+
+def _not_finite(job: Job, value: float, number: int, step: int, rate: float) -> str:
+    good = checkpoints(job.folder)
+    state = f"; the last good checkpoint is {good[-1]}" if good else ""
+    return (
+        f"the loss is {value} in epoch {number}, step {step}, at learning rate {rate:.3g}; "
+        f"lower learning_rate, set clip_norm or on_nan: skip{state}"
+    )
+
+
+def _begun(job: Job, learner: Learner) -> Progress:
+    """Return the progress before the first epoch."""
+    if not job.accept_start:
+        return Progress()
+    metric = score(job, learner.module, learner.strategy)
+    start = Epoch(epoch=0, loss=None, metric=metric, learning_rate=None)
+    return Progress(history=(start,), kept=start)
+
+
+def _close(
+    job: Job, progress: Progress, learner: Learner, loss: float, rate: float, taken: int
+) -> Progress:
+    """Evaluate an epoch, of which so many steps were taken here, and enter it into the progress."""
+    number = progress.trained_epochs + 1
+    try:
+        with learner.as_kept() as module:
+            metric = score(job, module, learner.strategy)
+    except StageFailed as error:
+        raise StageFailed(f"after epoch {number}, at learning rate {rate:.3g}: {error}") from error
+    epoch = Epoch(
+        epoch=number,
+        loss=loss,
+        metric=metric,
+        learning_rate=rate,
+        sent_bytes=learner.strategy.sent_bytes(taken),
+        sent_between_bytes=learner.strategy.sent_between_bytes(taken),
+    )
+    changed: dict[str, Any] = {"history": (*progress.history, epoch)}
+    better = job.training.keep == "last" or is_better(epoch, progress.kept, job.metric)
+    if better and (not job.constraint or job.constraint.is_met(number / job.training.epochs)):
+        changed |= {"kept": epoch, "kept_in": name_of(number * _steps_per_epoch(job))}
+    return _saved(progress, learner, steps=0, losses=NO_LOSSES, **changed)
+
+
+def _saved(progress: Progress, learner: Learner, **changed: Any) -> Progress:
+    """Return the progress with changes and what is not a tensor of the learner's state."""
+    layout = learner.training.parallel.layout
+    layouts = progress.layouts if layout in progress.layouts[-1:] else (*progress.layouts, layout)
+    own = {"scaler": learner.scaler.state_dict(), "layouts": layouts}
+    return progress.model_copy(update=own | changed)

@@ -1,27 +1,40 @@
-"""How far a training is, on disk after every epoch, so that an interruption costs one epoch."""
+"""How far a training is, and its checkpoints on disk, of which only whole ones are taken up.
+
+A checkpoint is a directory `step-…` with the tensors as torch.distributed.checkpoint writes them,
+each process its own part, `progress.json`, and `files.json` with every file's SHA-256. It is made
+under another name and renamed when it is whole.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-import pickle
-from dataclasses import dataclass, field
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+from pydantic import ValidationError
 
-from compress.core.errors import first_line
-from compress.core.files import sync
+from compress.core.errors import StageFailed
+from compress.core.files import sha256_of, sync, write_atomically
 from compress.core.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+    from collections.abc import Iterable
+
+    import torch
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT = "checkpoint.pt"
+FOLDER = "checkpoints"
+PROGRESS = "progress.json"
+FILES = "files.json"
+PARTIAL = ".partial"
+DAMAGED = ".damaged"
 
-Tensors = dict[str, torch.Tensor]
+NO_LOSSES = ("0", 0)
+
+Tensors = dict[str, "torch.Tensor"]
 
 
 class Epoch(Settings):
@@ -35,18 +48,29 @@ class Epoch(Settings):
     """The metric on `val` after the epoch; None without a `val` split."""
     learning_rate: float | None
     """Learning rate of the epoch's last step; None for epoch 0."""
+    sent_bytes: int | None = None
+    """Gradients that each process sends in a step; None where there is one process."""
+    sent_between_bytes: int | None = None
+    """Those of them that go to another group of `hierarchical`; None where there are no groups."""
 
 
-@dataclass
-class State:
-    """A training between two epochs."""
+class Progress(Settings):
+    """How far a training is; all processes have the same."""
 
-    history: list[Epoch] = field(default_factory=list)
+    history: tuple[Epoch, ...] = ()
+    """The finished epochs, epoch 0 among them where the model as it came in competes."""
+    steps: int = 0
+    """Steps taken in the epoch that is not finished."""
+    losses: tuple[str, int] = NO_LOSSES
+    """The exact sum, a fraction, and the count of the losses of these steps over all processes."""
     kept: Epoch | None = None
     """The epoch whose weights are kept so far."""
-    kept_weights: Tensors = field(default_factory=dict)
-    weights: Tensors = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
+    kept_in: str | None = None
+    """The checkpoint that holds them; None where they are the weights that came in."""
+    scaler: dict[str, Any] = {}
+    """State of the loss scaler of `fp16`; empty with the others."""
+    layouts: tuple[str, ...] = ()
+    """How the training was spread over processes, and how differently after interruptions."""
 
     @property
     def trained_epochs(self) -> int:
@@ -54,42 +78,104 @@ class State:
         return sum(1 for epoch in self.history if epoch.epoch > 0)
 
 
-def copy_of(weights: Mapping[str, torch.Tensor]) -> Tensors:
-    """Return the tensors' values on the CPU, in memory of their own."""
-    return {name: value.detach().cpu().clone() for name, value in weights.items()}
+def read_progress(checkpoint: Path) -> Progress:
+    """Return how far the training was when a checkpoint was written."""
+    return Progress.model_validate_json((checkpoint / PROGRESS).read_bytes())
 
 
-def write_state(folder: Path, state: State) -> None:
-    """Write the state so that the file is either the old one or the whole new one."""
-    partial = folder / f"{CHECKPOINT}.partial"
-    content = {
-        "history": [epoch.model_dump() for epoch in state.history],
-        "kept": state.kept.model_dump() if state.kept else None,
-        "kept_weights": state.kept_weights,
-        "weights": state.weights,
-        "optimizer": state.optimizer,
+def newest(folder: Path, trusted: str | None = None) -> Path | None:
+    """Return the newest whole checkpoint; damaged ones are put aside with a warning.
+
+    Args:
+        folder: the training's folder.
+        trusted: name of a checkpoint that was found whole a moment ago.
+    """
+    for checkpoint in reversed(checkpoints(folder)):
+        damage = None if checkpoint.name == trusted else _damage(checkpoint)
+        if damage is None:
+            return checkpoint
+        aside = checkpoint.with_name(checkpoint.name + DAMAGED)
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.replace(aside)
+        log.warning("checkpoint %s is damaged (%s); the one before it is used", aside, damage)
+    return None
+
+
+def need_whole(checkpoint: Path) -> None:
+    """Refuse a damaged checkpoint.
+
+    Raises:
+        StageFailed: it is damaged.
+    """
+    damage = _damage(checkpoint)
+    if damage:
+        raise StageFailed(
+            f"checkpoint {checkpoint}, which holds the weights to keep, is damaged ({damage}); "
+            f"remove {checkpoint.parent} to train anew"
+        )
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the finished checkpoints of a training, the oldest first."""
+    found = (folder / FOLDER).glob("step-*")
+    return sorted(c for c in found if c.suffix not in (PARTIAL, DAMAGED))
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Return the directory in which the checkpoint of a step is made; every process calls this."""
+    partial = folder / FOLDER / f"{name_of(step)}{PARTIAL}"
+    partial.mkdir(parents=True, exist_ok=True)
+    return partial
+
+
+def commit(partial: Path, progress: Progress) -> Path:
+    """Make a checkpoint valid, now that every process has written its part."""
+    write_atomically(partial / PROGRESS, progress.model_dump_json())
+    files = {
+        file.relative_to(partial).as_posix(): sha256_of(file)
+        for file in sorted(partial.rglob("*"))
+        if file.is_file()
     }
-    with partial.open("wb") as stream:
-        torch.save(content, stream)
-    sync(partial)
-    partial.replace(folder / CHECKPOINT)
-    sync(folder)
+    write_atomically(partial / FILES, json.dumps(files))
+    whole = partial.with_suffix("")
+    shutil.rmtree(whole, ignore_errors=True)
+    partial.replace(whole)
+    sync(whole.parent)
+    return whole
 
 
-def read_state(folder: Path) -> State | None:
-    """Return the state that was written last, or None where there is none that can be read."""
-    file = folder / CHECKPOINT
-    if not file.is_file():
-        return None
+def remove_unfinished(folder: Path) -> None:
+    """Remove what an interruption left of checkpoints that were being written."""
+    _remove((folder / FOLDER).glob(f"step-*{PARTIAL}"))
+
+
+def rotate(folder: Path, keep: int) -> None:
+    """Remove all but the newest checkpoints and those whose weights one of them keeps."""
+    found = checkpoints(folder)
+    needed = {read_progress(checkpoint).kept_in for checkpoint in found[-keep:]}
+    _remove(checkpoint for checkpoint in found[:-keep] if checkpoint.name not in needed)
+
+
+def name_of(step: int) -> str:
+    """Return the name of the checkpoint after a step, counted over the whole training."""
+    return f"step-{step:012d}"
+
+
+def _remove(found: Iterable[Path]) -> None:
+    for checkpoint in list(found):
+        shutil.rmtree(checkpoint)
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Return what is wrong with a checkpoint."""
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        log.warning("%s cannot be read (%s); training starts anew", file, first_line(error))
-        return None
-    return State(
-        history=[Epoch(**epoch) for epoch in content["history"]],
-        kept=Epoch(**content["kept"]) if content["kept"] else None,
-        kept_weights=content["kept_weights"],
-        weights=content["weights"],
-        optimizer=content["optimizer"],
-    )
+        files = json.loads((checkpoint / FILES).read_bytes())
+        for name, digest in files.items():
+            if sha256_of(checkpoint / name) != digest:
+                return f"{name} is not what was written"
+        read_progress(checkpoint)
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, AttributeError, ValidationError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -31,8 +31,8 @@ class Train(Stage[EagerModel, EagerModel], Training):
         from compress.training.fit import fit
         from compress.training.objective import CrossEntropy
 
-        objective = CrossEntropy(self.label_smoothing)
+        objective = CrossEntropy(self.label_smoothing, self.class_weights)
         trained = fit(model, self, objective, context, self.title)
         return model.derive(
-            context.root, trained.module, lineage=self.lineage(model), facts=trained.facts()
+            context.root, trained.weights, lineage=self.lineage(model), facts=trained.facts()
         )

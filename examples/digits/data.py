@@ -17,3 +17,14 @@ def digits(seed: int = 0) -> dict[str, TensorDataset]:
         name: TensorDataset(x[indices], y[indices])
         for name, indices in (("train", train), ("val", val), ("test", test))
     }
+
+
+def few_labels(labelled: int = 100, seed: int = 0) -> dict[str, TensorDataset]:
+    """The same digits, as if somebody had labelled the first few of `train` only."""
+    splits = digits(seed)
+    x, y = splits["train"].tensors
+    return {
+        **splits,
+        "train": TensorDataset(x[:labelled], y[:labelled]),
+        "unlabelled": TensorDataset(x[labelled:]),
+    }

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,21 @@ def data():
     x = torch.randn(240, 4, generator=torch.Generator().manual_seed(0))
     y = x[:, :3].argmax(1)
     return {"train": TensorDataset(x[:180], y[:180]), "val": TensorDataset(x[180:], y[180:])}
+"""
+
+# An epoch takes half a second or more while a file lies there, and as good as nothing later.
+SLOW_NETS = f"""
+import os, time
+{NETS}
+class Slow(TensorDataset):
+    def __getitem__(self, index):
+        time.sleep(0.003 if os.path.exists("slow") else 0)
+        return super().__getitem__(index)
+
+quick = data
+
+def data():
+    return {{name: Slow(*part.tensors) for name, part in quick().items()}}
 """
 
 FILE = """\
@@ -57,9 +71,26 @@ def compress(*arguments: str | Path, cwd: Path, **environment: str) -> subproces
 
 @pytest.fixture
 def user(tmp_path: Path) -> Path:
-    (tmp_path / "nets.py").write_text(NETS)
-    (tmp_path / "small.yaml").write_text(FILE)
-    return tmp_path
+    return written(tmp_path)
+
+
+def written(folder: Path) -> Path:
+    (folder / "nets.py").write_text(NETS)
+    (folder / "small.yaml").write_text(FILE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
+    """Return a folder in which the pipeline was run once, and what that said."""
+    user = written(tmp_path_factory.mktemp("walked"))
+    return user, compress("run", "small.yaml", cwd=user)
+
+
+@pytest.fixture
+def ran(walked: tuple[Path, subprocess.CompletedProcess], tmp_path: Path) -> Path:
+    """Return a copy of the folder in which the pipeline was run, store included."""
+    return shutil.copytree(walked[0], tmp_path / "user")
 
 
 def test_help_and_version_import_no_torch(tmp_path: Path) -> None:
@@ -79,15 +110,15 @@ def test_checking_a_bad_file_imports_no_torch(user: Path) -> None:
         "assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=user, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=user, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert "small.yaml:7" in done.stderr
     assert "did you mean 'epochs'" in done.stderr
 
 
-def test_run_check_inspect_and_json(user: Path) -> None:
-    done = compress("run", "small.yaml", cwd=user)
+def test_run_check_inspect_and_json(walked: tuple[Path, subprocess.CompletedProcess]) -> None:
+    user, done = walked
     assert done.returncode == 0, done.stderr
     assert "train: running (not run before)" in done.stderr
     assert "val accuracy" in done.stderr
@@ -113,12 +144,11 @@ def test_run_check_inspect_and_json(user: Path) -> None:
     assert "valid (train → export_onnx)" in checked.stdout
 
 
-def test_a_tampered_artifact_is_refused(user: Path) -> None:
-    compress("run", "small.yaml", cwd=user)
-    model = user / "runs/small/artifacts/export_onnx/model.onnx"
+def test_a_tampered_artifact_is_refused(ran: Path) -> None:
+    model = ran / "runs/small/artifacts/export_onnx/model.onnx"
     model.chmod(0o644)
     model.write_bytes(model.read_bytes() + b"x")
-    done = compress("verify", model.parent, cwd=user)
+    done = compress("verify", model.parent, cwd=ran)
     assert done.returncode == 2
     assert "model.onnx is not the file that was sealed" in done.stderr
 
@@ -127,7 +157,6 @@ def test_a_tampered_artifact_is_refused(user: Path) -> None:
     ("old", "new", "code", "message"),
     [
         ("train", "trian", 2, "did you mean 'train'"),
-        ("parity, atol: 1e-4", "max_size, ratio: 1e-4", 3, "export_onnx: max_size"),
         ("nets:mlp", "nets:mpl", 2, "has no callable 'mpl'"),
         ("nets:mlp", "absent:mlp", 2, "No module named 'absent'"),
         ("[batch, 4]", "[batch, 5]", 2, "does not take x [2, 5]"),
@@ -156,45 +185,49 @@ def test_debug_shows_the_traceback(user: Path) -> None:
     assert "Traceback" in done.stderr
 
 
-def test_a_refused_gate_shows_the_table_and_keeps_the_artifact(user: Path) -> None:
-    (user / "small.yaml").write_text(FILE.replace("parity, atol: 1e-4", "max_size, ratio: 1e-4"))
-    done = compress("run", "small.yaml", cwd=user)
+def test_a_refused_gate_shows_the_table_and_keeps_the_artifact(ran: Path) -> None:
+    (ran / "small.yaml").write_text(FILE.replace("parity, atol: 1e-4", "max_size, ratio: 1e-4"))
+    done = compress("run", "small.yaml", cwd=ran)
     assert done.returncode == 3
     assert "✗ export_onnx" in done.stdout
-    assert (user / "runs/small/artifacts/export_onnx/model.onnx").exists()
-    assert "refused" in (user / "runs/small/report.json").read_text()
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "export_onnx: max_size" in error
+    assert "Traceback" not in done.stderr
+    assert (ran / "runs/small/artifacts/export_onnx/model.onnx").exists()
+    assert "refused" in (ran / "runs/small/report.json").read_text()
 
 
-def test_a_missing_java_stops_only_the_packaging(user: Path) -> None:
-    (user / "small.yaml").write_text(FILE + "  - {stage: package_torchserve}\n")
-    done = compress("run", "small.yaml", cwd=user, PATH="/nonexistent")
+def test_a_missing_java_stops_only_the_packaging(ran: Path) -> None:
+    (ran / "small.yaml").write_text(FILE + "  - {stage: package_torchserve}\n")
+    done = compress("run", "small.yaml", cwd=ran, PATH="/nonexistent")
     assert done.returncode == 4, done.stderr
     assert "warning: package_torchserve will stop: java is not on the PATH" in done.stderr
     assert "error: package_torchserve: " in done.stderr
-    artifacts = {p.name for p in (user / "runs/small/artifacts").iterdir()}
+    artifacts = {p.name for p in (ran / "runs/small/artifacts").iterdir()}
     assert artifacts == {"source", "train", "export_onnx"}
 
 
+@pytest.mark.slow
 def test_control_c_in_training_resumes_to_the_same_weights(user: Path) -> None:
-    epochs = FILE.replace("epochs: 2", "epochs: 400")
-    (user / "small.yaml").write_text(epochs)
+    (user / "nets.py").write_text(SLOW_NETS)
+    (user / "small.yaml").write_text(FILE.replace("epochs: 2", "epochs: 20"))
+    (user / "slow").touch()
     process = subprocess.Popen(
         [*COMPRESS, "run", "small.yaml"], cwd=user, stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
-    deadline = time.monotonic() + 60
     for line in process.stderr:
-        if "epoch 5/400" in line or time.monotonic() > deadline:
+        if "epoch 5/20" in line:
             break
     process.send_signal(signal.SIGINT)
-    _, rest = process.communicate(timeout=30)
+    _, rest = process.communicate(timeout=120)
     assert process.returncode == 130, rest
     assert "run the same command again to resume" in rest
 
-    (user / "small.yaml").write_text(epochs)
+    (user / "slow").unlink()
     resumed = compress("run", "small.yaml", cwd=user)
     assert resumed.returncode == 0, resumed.stderr
-    assert "epoch 1/400" not in resumed.stderr
+    assert "epoch 1/20" not in resumed.stderr
     weights = user / "runs/small/artifacts/train/weights.safetensors"
     first = weights.read_bytes()
     shutil.rmtree(user / "runs")
@@ -206,16 +239,18 @@ def test_control_c_in_training_resumes_to_the_same_weights(user: Path) -> None:
 def test_a_signal_in_training_is_an_interruption(
     user: Path, number: signal.Signals, code: int
 ) -> None:
-    (user / "small.yaml").write_text(FILE.replace("epochs: 2", "epochs: 4000"))
+    (user / "nets.py").write_text(SLOW_NETS)
+    (user / "small.yaml").write_text(FILE.replace("epochs: 2", "epochs: 400"))
+    (user / "slow").touch()
     process = subprocess.Popen(
         [*COMPRESS, "run", "small.yaml"], cwd=user, stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
     for line in process.stderr:
-        if "epoch 2/4000" in line:
+        if "epoch 2/400" in line:
             break
     process.send_signal(number)
-    _, rest = process.communicate(timeout=30)
+    _, rest = process.communicate(timeout=120)
     assert process.returncode == code, rest
     assert rest.splitlines()[-1] == "interrupted; run the same command again to resume"
     assert "Traceback" not in rest
@@ -270,9 +305,9 @@ def test_an_error_of_several_lines_is_said_in_one(user: Path) -> None:
     assert "first second third" in done.stderr
 
 
-@pytest.mark.parametrize("encoding", ["latin1", "ascii"])
-def test_a_lesser_encoding_stops_nothing(user: Path, encoding: str) -> None:
-    done = compress("run", "small.yaml", cwd=user, PYTHONIOENCODING=encoding)
+@pytest.mark.slow
+def test_a_lesser_encoding_stops_nothing(user: Path) -> None:
+    done = compress("run", "small.yaml", cwd=user, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
 
 
@@ -291,10 +326,11 @@ def _on_a_terminal(*arguments: str, cwd: Path, **environment: str) -> str:
         while chunk := os.read(master, 4096):
             said += chunk
     os.close(master)
-    process.wait(60)
+    process.wait(150)
     return said.decode()
 
 
+@pytest.mark.slow
 def test_colours_and_bars_are_left_out_where_they_are_not_wanted(user: Path) -> None:
     assert "\x1b[" in _on_a_terminal("check", "absent.yaml", cwd=user, TERM="xterm", NO_COLOR="")
     for unwanted in ({"TERM": "xterm", "NO_COLOR": "1"}, {"TERM": "dumb", "NO_COLOR": ""}):
@@ -306,6 +342,7 @@ def test_colours_and_bars_are_left_out_where_they_are_not_wanted(user: Path) -> 
     assert "\x1b" not in said
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_sees_no_traceback(user: Path) -> None:
     command = shlex.join([*COMPRESS, "run", "small.yaml"])
     done = subprocess.run(

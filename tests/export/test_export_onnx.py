@@ -16,7 +16,7 @@ from compress.core.graph import GraphModel
 from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from compress.quantization.stage import QuantizeStatic
+from compress.quantization.static_stage import QuantizeStatic
 from export.agreement import check_agreement
 from export.onnx import ExportOnnx, OnnxModel
 from export.onnx_graph import count_macs

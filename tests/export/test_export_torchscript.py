@@ -13,7 +13,7 @@ from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from export.agreement import check_agreement
 from export.torchscript import ExportTorchScript, TorchScriptModel
-from export.torchscript_file import _quiet
+from export.torchscript_file import quiet
 
 ROOT = Path(__file__).parents[2]
 NETWORKS = ROOT / "tests" / "compress" / "quantization"
@@ -126,7 +126,7 @@ def test_an_interpreters_error_is_told_by_its_last_line() -> None:
     def source_answers(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (x,)
 
-    with _quiet():
+    with quiet():
         traced = torch.jit.trace(OfTwo(), torch.ones(2, 4))
     with pytest.raises(StageFailed, match=r"\(RuntimeError: shape .* is invalid .*baked in"):
         check_agreement(source_answers, lambda x: (traced(x),), ROWS)

@@ -158,7 +158,7 @@ def test_a_missing_library_is_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from compress.core.errors import Unavailable
-    from compress.core.stage import Requirement
+    from compress.core.requirement import Requirement
     from export.onnx import ExportOnnx
 
     gone = Requirement(what="no_such_library", install="pip install no-such-library")

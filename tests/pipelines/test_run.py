@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from compress.core.artifact import Artifact
 from compress.core.errors import GateRefused, PipelineInvalid, StageFailed
@@ -67,6 +68,12 @@ def test_changed_data_is_named(project) -> None:
     assert "source" not in project.ran()
 
 
+def test_workers_make_nothing_run_again(project) -> None:
+    project.edit("{shift: 0.0}}", "{shift: 0.0}, loader: {workers: 1}}")
+    project.run()
+    assert project.ran() == {}
+
+
 def test_changed_model_code_is_named(project) -> None:
     nets = project.folder / "nets.py"
     nets.write_text(nets.read_text().replace("hidden=32", "hidden=48"))
@@ -115,6 +122,7 @@ def test_a_changed_metric_trains_again_for_it_decides_which_epoch_is_kept(projec
     assert project.ran()["train"].startswith("metric ")
 
 
+@pytest.mark.slow
 def test_another_machine_measures_again(project, monkeypatch) -> None:
     import pipelines.walk
 
@@ -158,6 +166,7 @@ def test_an_early_stop_leaves_the_test_split_alone(project) -> None:
     assert project.run(until="prune_channels").test is None
 
 
+@pytest.mark.slow
 def test_until_from_and_force(project) -> None:
     assert [s.name for s in project.run(until="prune_channels").stages] == [
         "train",
@@ -208,6 +217,7 @@ def test_an_unwritable_out_is_said_at_once(project) -> None:
 
 
 def _run_with_small_files(project, answers) -> None:
+    torch.set_num_threads(1)  # a forked process has none of its parent's threads, and would wait
     resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
     try:
         project.run()
@@ -221,7 +231,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(project) -> Non
     answers = context.Queue()
     child = context.Process(target=_run_with_small_files, args=(project, answers))
     child.start()
-    message = answers.get(timeout=60)
+    message = answers.get(timeout=150)
     child.join(60)
     assert message.startswith("source: ")
     assert "\n" not in message
@@ -250,3 +260,27 @@ def test_outputs_survive_where_hard_links_do_not(project, monkeypatch) -> None:
     shutil.rmtree(project.out / "artifacts")
     project.run()
     Artifact.at(project.out / "artifacts/export_onnx").verify()
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_where_another_strategy_left_it(project, monkeypatch) -> None:
+    from compress.training import loop
+
+    whole, epochs = loop._epoch, []
+
+    def interrupted(*given):
+        epochs.append(given)
+        if len(epochs) == 3:
+            raise KeyboardInterrupt
+        return whole(*given)
+
+    shutil.rmtree(project.out)
+    monkeypatch.setattr(loop, "_epoch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        project.run()
+    project.edit("batch_size: 24", "batch_size: 24, parallel: {strategy: dp}")
+    project.run()
+    assert len(epochs) == 3 + 1  # the third again, and none before it
+    manifest = json.loads((project.out / "artifacts" / "train" / "manifest.json").read_text())
+    assert manifest["facts"]["resumed_across"] == ["1 processes, ddp", "1 processes, dp"]
+    assert not list((project.out / ".store" / "work").iterdir())

@@ -97,7 +97,7 @@ def send(
     server: TorchServe, body: bytes, headers: dict[str, str], wait: bool = True
 ) -> tuple[int, bytes] | http.client.HTTPConnection:
     place = server.url.removeprefix("http://")
-    connection = http.client.HTTPConnection(place, timeout=30)
+    connection = http.client.HTTPConnection(place, timeout=120)
     connection.request("POST", "/predictions/model", body, headers)
     return receive(connection) if wait else connection
 
@@ -264,7 +264,7 @@ def test_a_damaged_model_is_never_ready_and_leaves_nothing(
     changes = {"payload": {"model.onnx": b"garbage"}, "probe": {"probe.npz": to_npz(probe)}}
     words = {"payload": "Protobuf parsing failed", "probe": "does not answer the probe"}[damage]
     write_mar(tmp_path / "x.mar", members | changes[damage])
-    server = TorchServe(tmp_path / "x.mar", startup_seconds=60)
+    server = TorchServe(tmp_path / "x.mar", startup_seconds=120)
     with pytest.raises(StageFailed, match=f"the model was not loaded.*{words}") as caught, server:
         pass
     assert "\n" not in str(caught.value) and str(server.folder) not in str(caught.value)
@@ -294,8 +294,8 @@ def test_a_signal_leaves_no_process(archive: TorchServeArchive, number: int) -> 
         folder = Path(process.stdout.readline().strip())
         assert len(processes_in(folder)) == 2
         os.kill(process.pid, number)
-        process.wait(60)
-    deadline = time.monotonic() + 30
+        process.wait(150)
+    deadline = time.monotonic() + 60
     while processes_in(folder) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not processes_in(folder)

@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from compress.core.data import DataReference, Splits, collate
 from compress.core.errors import PipelineInvalid, StageFailed
@@ -46,6 +46,16 @@ def test_another_form_is_refused() -> None:
         collate(["text"])
 
 
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield torch.ones(2), 0
+
+
+class Sized(Endless):
+    def __len__(self) -> int:
+        return 3
+
+
 @pytest.mark.parametrize(
     ("datasets", "found"),
     [
@@ -54,6 +64,8 @@ def test_another_form_is_refused() -> None:
         ({}, "a dict"),
         ({"train": 3}, "split 'train' is a int"),
         ({"train": Listed([])}, "split 'train' is empty"),
+        ({"train": Endless()}, "split 'train' is a Endless, expected a Dataset with a length and"),
+        ({"train": Sized()}, "split 'train' is a Sized, expected a Dataset with a length and"),
     ],
 )
 def test_what_is_no_data_is_named(datasets, found: str) -> None:
@@ -106,11 +118,11 @@ def test_a_failing_factory_is_one_line(tmp_path) -> None:
 def test_a_mapping_is_read_in_the_models_order() -> None:
     ids, mask = torch.arange(3), torch.ones(3)
     swapped = [{"mask": mask, "ids": ids, "labels": Y}, {"ids": ids, "mask": mask, "labels": Y}]
-    batch = collate(swapped, ("ids", "mask"))
+    batch = collate(swapped, input_names=("ids", "mask"))
     assert torch.equal(batch.inputs[0], torch.stack([ids, ids]))
     assert torch.equal(collate(swapped).inputs[0], torch.stack([mask, mask]))
     with pytest.raises(PipelineInvalid, match="'ids', 'mask'"):
-        collate([{"ids": ids, "labels": Y}], ("ids", "mask"))
+        collate([{"ids": ids, "labels": Y}], input_names=("ids", "mask"))
 
 
 def test_the_fingerprint_sees_the_last_digit_and_the_batch_size() -> None:

@@ -40,7 +40,7 @@ def test_an_edit_is_replayed_in_a_fresh_process(
     edit = KeepIndices(kept={"0.weight": {0: kept}, "0.bias": {0: kept}, "2.weight": {1: kept}})
     module = mlp.load()
     edit.apply_(module)
-    slim = mlp.derive(tmp_path / "slim", module, edit=edit)
+    slim = mlp.derive(tmp_path / "slim", module, edits=[edit])
     assert slim.parameters() == 3 * 4 + 3 + 3 * 3 + 3
     assert module[0].out_features == module[2].in_features == 3
     assert eval(fresh_process(ANSWER.format(path=str(slim.path)))) == _answer(slim)

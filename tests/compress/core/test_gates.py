@@ -48,7 +48,7 @@ def slim(trained: EagerModel, tmp_path: Path) -> EagerModel:
     edit = KeepIndices(kept={"0.weight": kept, "0.bias": kept, "2.weight": {1: (0, 1, 2)}})
     module = trained.load()
     edit.apply_(module)
-    return trained.derive(tmp_path / "slim", module, edit=edit)
+    return trained.derive(tmp_path / "slim", module, edits=[edit])
 
 
 @pytest.fixture

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -33,3 +34,11 @@ def test_two_models_are_asked_in_turn() -> None:
     assert asked.count("a") == asked.count("b")
     assert compared.before.batch == 3
     assert 0 < compared.after.p50 <= compared.after.p95
+
+
+@pytest.mark.parametrize(("layer", "gates"), [(nn.RNN, 1), (nn.GRU, 3), (nn.LSTM, 4)])
+def test_recurrent_layers_are_counted(layer: type[nn.RNNBase], gates: int) -> None:
+    steps, inputs, units = 7, 5, 6
+    module = layer(inputs, units, batch_first=True).eval()
+    counted = count_macs(module, (torch.randn(2, steps, inputs),))
+    assert counted == steps * gates * units * (inputs + units)

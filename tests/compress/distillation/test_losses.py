@@ -1,8 +1,13 @@
+"""Each loss against values worked out by hand, or by the paper's formula computed another way."""
+
+import itertools
+import math
+
 import pytest
 import torch
-import torch.nn.functional as F
 
-from compress.distillation.losses import distillation_loss, soft_cross_entropy
+from compress.distillation import losses
+from compress.training.teaching import soft_cross_entropy
 
 
 @pytest.fixture
@@ -11,47 +16,135 @@ def logits():
     return torch.randn(8, 5, generator=generator), torch.randn(8, 5, generator=generator)
 
 
-def test_it_is_hintons_term(logits):
+TARGET = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])
+EVERY = {
+    "dkd": lambda s, t: losses.decoupled_divergence(
+        s, t, TARGET, temperature=4, target_weight=1, other_weight=8
+    ),
+    "dist": lambda s, t: losses.correlation_distance(
+        s, t, temperature=1, between_weight=1, within_weight=1
+    ),
+    "distances": losses.relational_distances,
+    "angles": losses.relational_angles,
+    "attention": lambda s, t: losses.attention_distance(s[:, :, None], t[:, :, None]),
+    "similarity": losses.similarity_distance,
+    "contrastive": lambda s, t: losses.contrastive_distance(s, t, 0.1),
+    "mse": lambda s, t: losses.hint_distance(s, t, "mse"),
+    "cosine": lambda s, t: losses.hint_distance(s, t, "cosine"),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_equals_cost_nothing_and_gradients_are_finite(logits, name):
     student, teacher = logits
-    p, q = (teacher / 3).softmax(1), (student / 3).softmax(1)
-    expected = 9 * (p * (p / q).log()).sum(1).mean()
-    assert torch.allclose(soft_cross_entropy(student, teacher, 3.0), expected, atol=1e-6)
+    assert EVERY[name](teacher, teacher).abs() < 1e-5
+    assert EVERY[name](student, teacher) > 1e-3
+    # Duplicates and zeros are where roots and norms have no gradient.
+    hard = [student, teacher.clone(), torch.zeros(8, 5), student[:1].expand(8, 5).clone()]
+    for start in hard:
+        leaf = start.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(EVERY[name](leaf, teacher), leaf)
+        assert gradient.isfinite().all()
 
 
-def test_equal_logits_cost_nothing_and_the_gradient_keeps_its_size_when_it_is_hot(logits):
-    student, teacher = logits
-    assert soft_cross_entropy(student, student, 4.0).abs() < 1e-6
-    norms = []
-    for temperature in (20.0, 200.0):
-        leaf = student.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(soft_cross_entropy(leaf, teacher, temperature), leaf)
-        norms.append(float(gradient.norm()))
-    assert norms[0] == pytest.approx(norms[1], rel=0.1)
-
-
-def test_the_terms_are_weighted_and_labels_may_be_missing(logits):
-    student, teacher = logits
-    target = torch.arange(8) % 5
-    soft, hard = soft_cross_entropy(student, teacher, 2.0), F.cross_entropy(student, target)
-
-    def loss(target, soft_weight, hard_weight):
-        return distillation_loss(
-            student,
-            teacher,
-            target,
-            temperature=2.0,
-            soft_weight=soft_weight,
-            hard_weight=hard_weight,
-        )
-
-    assert torch.allclose(loss(target, 0.7, 0.2), 0.7 * soft + 0.2 * hard)
-    assert torch.equal(loss(None, 0.7, 0.2), 0.7 * soft)
-    assert torch.equal(loss(target, 0.7, 0.0), 0.7 * soft)
-
-
-def test_every_position_of_a_sequence_counts_alike(logits):
-    student, teacher = logits
-    twice = soft_cross_entropy(
-        torch.stack([student, student], 2), torch.stack([teacher, teacher], 2), 2.0
+def test_decoupled_divergence_is_the_plain_one_with_the_teachers_own_weights():
+    student, teacher = torch.tensor([[1.0, 2.0, 0.5]]), torch.tensor([[0.3, 1.5, 2.0]])
+    target, hot = torch.tensor([1]), 2.0
+    p = (teacher / hot).softmax(1)
+    others = 1 - float(p[0, 1])
+    decoupled = losses.decoupled_divergence(
+        student, teacher, target, temperature=hot, target_weight=1, other_weight=others
     )
-    assert torch.allclose(twice, soft_cross_entropy(student, teacher, 2.0))
+    assert torch.allclose(decoupled, soft_cross_entropy(student, teacher, hot), atol=1e-6)
+
+
+def test_decoupled_divergence_is_its_two_parts(logits):
+    student, teacher = logits
+    expected = 0.0
+    for s, t, y in zip(student, teacher, TARGET, strict=True):
+        q, p = (s / 3).softmax(0), (t / 3).softmax(0)
+        binary_q, binary_p = [q[y], 1 - q[y]], [p[y], 1 - p[y]]
+        rest = [i for i in range(5) if i != y]
+        rest_q, rest_p = [q[i] / (1 - q[y]) for i in rest], [p[i] / (1 - p[y]) for i in rest]
+        for weight, a, b in ((2, binary_p, binary_q), (7, rest_p, rest_q)):
+            expected += weight * sum(float(x * (x / z).log()) for x, z in zip(a, b, strict=True))
+    found = losses.decoupled_divergence(
+        student, teacher, TARGET, temperature=3, target_weight=2, other_weight=7
+    )
+    assert float(found) == pytest.approx(9 * expected / 8, rel=1e-4)
+
+
+def test_correlations_are_pearsons(logits):
+    student, teacher = logits
+    q, p = (student / 2).softmax(1), (teacher / 2).softmax(1)
+
+    def mean_r(a, b):
+        pairs = zip(a, b, strict=True)
+        return sum(float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in pairs) / len(a)
+
+    found = losses.correlation_distance(
+        student, teacher, temperature=2, between_weight=2, within_weight=3
+    )
+    expected = 4 * (2 * (1 - mean_r(q, p)) + 3 * (1 - mean_r(q.T, p.T)))
+    assert float(found) == pytest.approx(expected, rel=1e-4)
+
+
+def test_distances_are_in_units_of_their_mean():
+    # Sides 3, 4, 5 with mean 4 against sides 1, 1, 2 with mean 4/3.
+    student = torch.tensor([[0.0, 0], [3, 0], [0, 4]])
+    teacher = torch.tensor([[0.0], [1], [2]])
+    differences = [3 / 4 - 3 / 4, 4 / 4 - 6 / 4, 5 / 4 - 3 / 4]
+    expected = 2 * sum(0.5 * d**2 for d in differences) / 9
+    assert float(losses.relational_distances(student, teacher)) == pytest.approx(expected, rel=1e-5)
+    assert losses.relational_distances(7 * student, student) < 1e-9
+
+
+def test_angles_are_those_of_every_three_samples(logits):
+    student, teacher = logits[0][:4], logits[1][:4]
+
+    def cosine(x, i, j, k):
+        a, b = x[j] - x[i], x[k] - x[i]
+        return float(a @ b / (a.norm() * b.norm())) if j != i and k != i else 0.0
+
+    total = 0.0
+    for i, j, k in itertools.product(range(4), repeat=3):
+        d = abs(cosine(student, i, j, k) - cosine(teacher, i, j, k))
+        total += 0.5 * d**2 if d < 1 else d - 0.5
+    assert float(losses.relational_angles(student, teacher)) == pytest.approx(total / 64, rel=1e-4)
+
+
+def test_attention_is_where_channels_are_large_and_maps_of_two_sizes_meet():
+    student = torch.zeros(1, 2, 2, 2)
+    student[0, :, 0, 0] = torch.tensor([3.0, 4.0])  # the map is 25 at one place
+    teacher = torch.zeros(1, 3, 2, 2)
+    teacher[0, 0, 0, 0], teacher[0, 1, 1, 1] = 1.0, 1.0
+    found = float(losses.attention_distance(student, teacher))
+    assert found == pytest.approx((1 - math.sqrt(0.5)) ** 2 + 0.5)
+    larger = teacher.repeat_interleave(2, 2).repeat_interleave(2, 3)
+    assert float(losses.attention_distance(student, larger)) == pytest.approx(found)
+    tokens = torch.tensor([[[3.0, 4.0], [0, 0]]])
+    other = torch.tensor([[[0.0], [1.0]]])
+    assert float(losses.attention_distance(tokens, other)) == pytest.approx(2)
+
+
+def test_similarity_compares_inner_products_of_a_batch():
+    student = torch.tensor([[1.0, 0], [0, 1]])  # rows (1, 0), (0, 1)
+    teacher = torch.tensor([[1.0], [1.0]])  # rows (1, 1) / √2
+    r = math.sqrt(0.5)
+    expected = 2 * ((1 - r) ** 2 + r**2) / 4
+    assert float(losses.similarity_distance(student, teacher)) == pytest.approx(expected)
+
+
+def test_contrast_is_the_log_chance_of_the_right_one_less_the_teachers_own():
+    teacher = torch.tensor([[1.0, 0], [0, 2]])
+    student = torch.tensor([[0.0, 5], [3, 0]])  # each resembles the other one's
+    wrong, right = -math.log(1 / (1 + math.exp(2))), -math.log(1 / (1 + math.exp(-2)))
+    found = float(losses.contrastive_distance(student, teacher, 0.5))
+    assert found == pytest.approx(wrong - right)
+
+
+def test_hints_compare_channels():
+    student = torch.tensor([[[[3.0]], [[4.0]]]])
+    teacher = torch.tensor([[[[4.0]], [[3.0]]]])
+    assert float(losses.hint_distance(student, teacher, "mse")) == pytest.approx(1)
+    assert float(losses.hint_distance(student, teacher, "cosine")) == pytest.approx(0.04)

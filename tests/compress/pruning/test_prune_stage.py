@@ -1,5 +1,5 @@
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,14 +19,6 @@ from compress.training.settings import Training
 
 HERE = Path(__file__).parent
 DIGITS = Path(__file__).parents[3] / "examples" / "digits"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sealed(path: Path, factory: str, shape: tuple[int, ...], folder: Path) -> EagerModel:
@@ -108,7 +100,7 @@ def test_finetuning_is_kept_where_it_helps(mlp: EagerModel, blobs: Splits, tmp_p
 
 def test_finetuning_without_data_is_refused(mlp: EagerModel, tmp_path: Path) -> None:
     stage = PruneChannels(ratio=0.5, finetune=Training(epochs=1))
-    assert stage.uses_data and not PruneChannels(ratio=0.5).uses_data
+    assert stage.needs_data and not PruneChannels(ratio=0.5).needs_data
     with pytest.raises(StageFailed, match="needs data"):
         stage(mlp, Context(root=tmp_path / "tuned"))
     assert not (tmp_path / "tuned").exists()
@@ -117,7 +109,7 @@ def test_finetuning_without_data_is_refused(mlp: EagerModel, tmp_path: Path) -> 
 def test_statistics_are_averaged_anew(
     resnet20: EagerModel, pruned: EagerModel, digits: Splits, tmp_path: Path
 ) -> None:
-    stage = PruneChannels(ratio=0.5, calibration_samples=120)
+    stage = PruneChannels(ratio=0.5, calibration_samples=120, refit=False)
     repaired = stage(resnet20, Context(root=tmp_path / "repaired", data=digits))
     before, after = pruned.load(), repaired.load()
     assert torch.equal(before.conv.weight, after.conv.weight)

@@ -144,6 +144,36 @@ class Branches(nn.Module):
         return self.head(torch.add(x, y, alpha=-3).mean((2, 3)))
 
 
+class Residual(nn.Module):
+    """A block whose input is added to its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 8, 3, padding=1)
+        self.first = nn.Conv2d(8, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.stem(image))
+        x = F.relu(self.second(F.relu(self.first(x))) + x)
+        return self.head(x.mean((2, 3)))
+
+
+class Attention(nn.Module):
+    """Fused attention of two heads, whose result is viewed as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.project(x).unflatten(2, (2, 8)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2)
+        return self.head(mixed.reshape(*x.shape[:2], 16))
+
+
 class OwnModule(nn.Module):
     """Has a submodule named ``module``; returns a dict."""
 
@@ -191,13 +221,58 @@ class Eigenvalues(nn.Module):
         return torch.linalg.eigvals(x[:, :, None] * x[:, None]).real
 
 
+def flattened() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+
+
 def unquantizable() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(4), nn.GELU())
 
 
+class TwoAdditions(nn.Module):
+    """Two residual blocks, each of one convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        self.first = nn.Conv2d(4, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.stem(image))
+        x = F.relu(x + self.first(x))
+        return F.relu(x + self.second(x)).flatten(1)
+
+
+class Depthwise(nn.Module):
+    """Depthwise and pointwise convolutions with relu; channels of unequal size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def layer(channels_in: int, channels_out: int, kernel: int, groups: int) -> nn.Module:
+            norm = nn.BatchNorm2d(channels_out)
+            nn.init.uniform_(norm.running_mean, -0.3, 0.3)
+            with torch.no_grad():
+                norm.weight.copy_(torch.logspace(-1, 1, channels_out)[torch.randperm(channels_out)])
+            conv = nn.Conv2d(
+                channels_in, channels_out, kernel, padding="same", groups=groups, bias=False
+            )
+            return nn.Sequential(conv, norm, nn.ReLU())
+
+        self.layers = nn.Sequential(layer(1, 16, 3, 1), layer(16, 16, 3, 16), layer(16, 24, 1, 1))
+        self.head = nn.Linear(24, 10)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(image).mean((2, 3)))
+
+
 mobilenet, two_inputs, sequence = MobileNet, TwoInputs, Sequence
+attention = Attention
 baked_batch, baked_rows = BakedBatch, BakedRows
-aliases, branches = Aliases, Branches
+aliases, branches, residual = Aliases, Branches, Residual
 own_module, own_module_flat = OwnModule, OwnModuleFlat
 halves, recurrent, eigenvalues = Halves, Recurrent, Eigenvalues
 diverging, unscriptable = Diverging, Unscriptable
+
+depthwise, two_additions = Depthwise, TwoAdditions

@@ -1,12 +1,14 @@
 """What a user would bring: a small classifier with dropout, and data of several kinds."""
 
 import os
+import resource
 import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 
 class Classifier(nn.Module):
@@ -51,9 +53,11 @@ def blobs(train: int = 96, labelled: bool = True, scale: float = 1.0) -> dict[st
 class Behaving(Dataset):
     """Samples that do something before they are returned."""
 
-    def __init__(self, behaviour: str) -> None:
+    def __init__(self, behaviour: str, trace: str) -> None:
         self.x, self.y = tensors(64, seed=0)
         self.behaviour = behaviour
+        self.trace = Path(trace)
+        self.readings = 0
 
     def __len__(self) -> int:
         return len(self.x)
@@ -65,10 +69,92 @@ class Behaving(Dataset):
             raise ValueError("sample 7 cannot be read\nsecond line")
         elif self.behaviour == "raise in a rank" and index == 7 and "RANK" in os.environ:
             raise ValueError("sample 7 cannot be read here\nsecond line")
+        elif self.behaviour == "exit in a rank" and index == 7 and "RANK" in os.environ:
+            raise SystemExit(0)
         elif self.behaviour == "die in a rank" and index == 7 and "RANK" in os.environ:
             os.kill(os.getpid(), signal.SIGKILL)
+        elif self.behaviour.startswith("die once") and index == 7 and "RANK" in os.environ:
+            self.readings += 1
+            if self.readings == 3 and not self.trace.exists():
+                self.trace.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif self.behaviour == "note":
+            with self.trace.open("a") as stream:
+                stream.write(f"{index}\n")
+        elif self.behaviour == "die in a worker" and index == 7 and get_worker_info():
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.behaviour == "raise in a worker" and index == 7 and get_worker_info():
+            raise ValueError("sample 7 cannot be read there\nsecond line")
+        elif self.behaviour.startswith("no more room") and "RANK" in os.environ:
+            self.readings += 1
+            if self.readings > 70:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+        elif self.behaviour == "noise":
+            return self.x[index] + torch.randn(4), self.y[index]
         return self.x[index], self.y[index]
 
 
-def behaving(behaviour: str) -> dict[str, Dataset]:
-    return {"train": Behaving(behaviour), "val": TensorDataset(*tensors(48, seed=1))}
+def behaving(behaviour: str, trace: str = "") -> dict[str, Dataset]:
+    return {"train": Behaving(behaviour, trace), "val": TensorDataset(*tensors(48, seed=1))}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Blocks(nn.Module):
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        x = self.stem(features)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def blocks(depth: int = 3, width: int = 8) -> nn.Module:
+    return Blocks(depth, width)
+
+
+def uneven(train: int = 80, val: int = 37) -> dict[str, Dataset]:
+    return {
+        "train": TensorDataset(*tensors(train, seed=0)),
+        "val": TensorDataset(*tensors(val, seed=1)),
+    }
+
+
+class Difference(nn.Module):
+    """Answers by the first input less the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, plus: torch.Tensor, minus: torch.Tensor) -> torch.Tensor:
+        return torch.stack([minus - plus, plus - minus], 1) * self.scale
+
+
+class Mappings(Dataset):
+    """Samples whose entries are in another order than the model's inputs."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        plus, minus = torch.tensor(float(index)), torch.tensor(15.5)
+        return {"minus": minus, "plus": plus, "labels": torch.tensor(int(plus > minus))}
+
+
+def mappings() -> dict[str, Dataset]:
+    return {"train": Mappings(), "val": Mappings()}

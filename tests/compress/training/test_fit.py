@@ -11,9 +11,9 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
-from compress.training.loop import is_better
 from compress.training.objective import CrossEntropy
-from compress.training.resume import CHECKPOINT, Epoch
+from compress.training.progress import is_better
+from compress.training.resume import Epoch, Progress, begin, checkpoints, commit, name_of, rotate
 from compress.training.settings import Training
 
 HERE = Path(__file__).parent
@@ -23,7 +23,7 @@ FEATURES = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
     """Tiny models on many threads crawl where other programs run."""
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
@@ -106,13 +106,70 @@ def test_the_state_of_another_training_is_not_resumed(tmp_path, source, change):
     assert same(fresh, run(source, where, **change))
 
 
-def test_the_state_on_disk_is_plain_tensors_and_a_damaged_one_is_left_aside(tmp_path, source):
+def checkpoints_of(where):
+    (folder,) = where.work.glob("fit-*")
+    return checkpoints(folder)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "altered", "missing", "half-written"])
+def test_a_damaged_checkpoint_is_left_aside_for_the_one_before(tmp_path, source, caplog, damage):
+    whole = run(source, context(tmp_path / "whole"))
     where = context(tmp_path / "a")
-    whole = run(source, where)
-    (file,) = where.work.rglob(CHECKPOINT)
-    assert torch.load(file, weights_only=True)["kept"]["epoch"] == whole.kept.epoch
-    file.write_bytes(file.read_bytes()[:-100])
-    assert same(whole, run(source, where))
+    with pytest.raises(KeyboardInterrupt):
+        run(source, stop_after(where, 3))
+    *_, before, last = checkpoints_of(where)
+    (file,) = last.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    if damage == "truncated":
+        file.write_bytes(content[:-100])
+    elif damage == "altered":
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif damage == "missing":
+        file.unlink()
+    else:
+        last.rename(last.with_name(f"{last.name}.partial"))
+    notes = []
+    told = Context(root=where.root, data=where.data, progress=lambda *args: notes.append(args[1:]))
+    resumed = run(source, told)
+    assert same(whole, resumed) and whole.history == resumed.history
+    assert notes[0] == (2, 4, "resumed after epoch 2")
+    said = [m for m in caplog.messages if "is damaged" in m]
+    assert len(said) == (damage != "half-written")
+    assert before.parent.joinpath(f"{last.name}.damaged").is_dir() == bool(said)
+
+
+def test_checkpoints_within_an_epoch_change_nothing_and_cost_fewer_steps(tmp_path, source):
+    whole = run(source, context(tmp_path / "whole"))
+    where = context(tmp_path / "a", factory="behaving", behaviour="noise")
+    settings = {"checkpoints": {"every_steps": 2, "keep": 3}}
+    saved = run(source, where, **settings)
+    found = [c.name for c in checkpoints_of(where)]
+    assert found[-3:] == ["step-000000000012", "step-000000000014", "step-000000000016"]
+    plain = run(source, context(tmp_path / "b", factory="behaving", behaviour="noise"))
+    assert same(plain, saved) and plain.history == saved.history and not same(plain, whole)
+    last = checkpoints_of(where)[-1]
+    last.rename(last.with_name(f"{last.name}.partial"))
+    resumed = run(source, where, **settings)
+    assert same(plain, resumed) and plain.history == resumed.history
+
+
+def test_a_checkpoint_stays_while_another_one_needs_it(tmp_path):
+    for step, kept_in in ((1, None), (2, 1), (3, 1), (4, 4)):
+        kept = name_of(kept_in) if kept_in else None
+        commit(begin(tmp_path, step), Progress(kept_in=kept))
+    rotate(tmp_path, 2)
+    assert [c.name for c in checkpoints(tmp_path)] == [name_of(step) for step in (1, 3, 4)]
+    rotate(tmp_path, 1)
+    assert [c.name for c in checkpoints(tmp_path)] == [name_of(4)]
+
+
+def test_no_more_checkpoints_are_kept_than_asked_for(tmp_path, source):
+    where = context(tmp_path / "a")
+    result = run(source, where, epochs=6, checkpoints={"keep": 1, "asynchronous": False})
+    steps = 96 // 16
+    kept = {f"step-{steps * epoch:012d}" for epoch in (result.kept.epoch, 6)}
+    assert {c.name for c in checkpoints_of(where)} == kept
 
 
 def test_progress_is_told_while_training_runs(tmp_path, source):

@@ -26,6 +26,20 @@ def test_cosine_falls_and_constant_stays():
     assert set(rates(schedule="constant")) == {1.0}
 
 
+def test_a_rate_warms_up_and_falls_in_steps():
+    assert rates(schedule="constant", warmup=0.1)[:11] == pytest.approx(
+        [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0]
+    )
+    warm = rates(schedule="cosine", warmup=0.5)
+    assert warm.index(max(warm)) in (49, 50) and max(warm) == pytest.approx(1.0)
+    training = Training(epochs=6, learning_rate=1.0, schedule="step", schedule_factor=0.5)
+    assert [learning_rate(training, 10 * epoch, 60) for epoch in range(6)] == [
+        1, 1, 0.5, 0.5, 0.25, 0.25
+    ]  # fmt: skip
+    plateau = Training(epochs=6, learning_rate=1.0, schedule="plateau")
+    assert learning_rate(plateau, 5, 60, plateaus=2) == pytest.approx(0.01)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_vectors_are_not_decayed(optimizer):
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import torch
 
-from compress.training.randomness import seeded, share_of_epoch, steps_per_epoch
+from compress.training.randomness import bucketed, seeded, share_of_epoch, steps_per_epoch
 
 
 def shares(samples, batch, ranks, epoch=1):
@@ -49,3 +49,35 @@ def test_a_seeded_block_repeats_and_leaves_the_generators_alone():
     first = inside(5)
     assert draw() == expected
     assert inside(5) == first != inside(6)
+
+
+def padding(order, lengths, batch):
+    parts = [order[start : start + batch] for start in range(0, len(order), batch)]
+    padded = sum(max(lengths[i] for i in part) * len(part) for part in parts)
+    return 1 - sum(lengths[i] for i in order) / padded
+
+
+def test_batches_of_similar_length_waste_less_padding():
+    lengths = torch.randint(1, 129, (2000,), generator=torch.Generator().manual_seed(0)).tolist()
+    (random_order,) = [share_of_epoch(2000, 16, 0, 1, 0, 1)]
+    (by_length,) = [share_of_epoch(2000, 16, 0, 1, 0, 1, lengths)]
+    assert sorted(by_length) == sorted(random_order)
+    assert padding(random_order, lengths, 16) > 0.4
+    assert padding(by_length, lengths, 16) < 0.05
+    assert by_length != share_of_epoch(2000, 16, 0, 2, 0, 1, lengths)
+
+
+def test_ranks_share_batches_of_similar_length():
+    lengths = [index % 10 + 1 for index in range(200)]
+    (alone,) = [share_of_epoch(200, 20, 0, 1, 0, 1, lengths)]
+    parts = [share_of_epoch(200, 20, 0, 1, rank, 2, lengths) for rank in range(2)]
+    for step in range(10):
+        together = {i for part in parts for i in part[step * 10 : step * 10 + 10]}
+        assert together == set(alone[step * 20 : step * 20 + 20])
+
+
+def test_an_incomplete_batch_stays_last():
+    order = bucketed(range(7), [9, 1, 8, 2, 7, 3, 6], 3, torch.Generator().manual_seed(0))
+    assert sorted(order) == list(range(7)) and order[-1] == 6
+    batches = {frozenset(order[:3]), frozenset(order[3:6])}
+    assert batches == {frozenset({1, 3, 5}), frozenset({0, 2, 4})}

@@ -21,7 +21,7 @@ DIGITS = HERE.parents[2] / "examples" / "digits"
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
     """Tiny models on many threads crawl where other programs run."""
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_gate_refuses_and_the_artifact_is_kept(tmp_path, source):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0])
 def test_the_defaults_train_the_example(tmp_path, seed):
     signature = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
     recipe = Recipe(factory="models:resnet20")

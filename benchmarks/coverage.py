@@ -1,0 +1,211 @@
+"""Writes docs/coverage.md: what pruning at 0.5 makes of every model of the zoo.
+
+    python benchmarks/coverage.py
+
+Torch-Pruning is tried beside it where it can be imported, which takes no more than
+
+    pip install --no-deps --target SOMEWHERE torch-pruning
+    PYTHONPATH=SOMEWHERE python benchmarks/coverage.py
+
+Each model is pruned in a process of its own, which has a minute of the processor's time.
+"""
+
+import copy
+import importlib.util
+import multiprocessing
+import os
+import platform
+import resource
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import version
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from queue import Empty
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import torch_pruning_as_is as peer  # noqa: E402
+from compress.core.eager import run_in_eval  # noqa: E402
+from compress.core.measure import count_macs  # noqa: E402
+from compress.core.surgery import keep_indices_  # noqa: E402
+from compress.pruning.plan import plan_cut  # noqa: E402
+from compress.pruning.proof import silenced  # noqa: E402
+from compress.pruning.rewriting import rewrite_  # noqa: E402
+from tests.compress.pruning.zoo.architectures import TRANSFORMERS  # noqa: E402
+from tests.compress.pruning.zoo.registry import HAND, Case  # noqa: E402
+
+PAGE = ROOT / "docs" / "coverage.md"
+SECONDS, MOST_SECONDS = 60, 900
+"""Deadlines: in the processor's time, so that a busy machine changes nothing, and in all."""
+PROCESSES = int(os.environ.get("PROCESSES", "2"))
+"""Models tried at once."""
+OUTPUT = "it is an output of the model"
+LAYERS = (torch.nn.Linear, torch.nn.modules.conv._ConvNd)
+REASON = 90
+"""Characters shown of what stays."""
+
+HEAD = """# What can be pruned
+
+Every model of the tests' zoo, pruned at `ratio: 0.5` without a word about it. This page is written
+by `benchmarks/coverage.py`; {versions}.
+
+- **MACs, parameters**: what is removed for good, for one sample.
+- **Error**: the largest difference between the pruned model and the original whose removed channels
+  are zero, relative to its largest output, in double precision, on inputs of another batch size
+  than that of the proof. Some models compute parts in single precision whatever they are asked.
+- **What stays**: why some layers keep their channels, the commonest reason first, with the number
+  of layers; layers that make the model's outputs keep them always. Where a residual stream goes
+  through a LayerNorm or an RMSNorm its width stays: statistics over fewer channels are others.
+- **Torch-Pruning** {peer}: `MagnitudePruner` with `GroupMagnitudeImportance`, `pruning_ratio=0.5`,
+  the layers that make the outputs in `ignored_layers` (the last layer where these are not known),
+  and nothing else said, in a process of its own with {seconds} s of the processor's time. *Right*
+  and *wrong output* compare it with its masked twin as ours is compared, at {tolerance:g}: the
+  entries left are found by their values, which all differ, and normalisations that became narrower
+  normalise the same channels in the twin. *Unjudged*: they could not be found. With annotations by
+  hand it can do more than is shown here.
+
+"""
+
+
+def ours(case: Case) -> dict[str, object]:
+    """Return what pruning makes of a model."""
+    module, inputs = case.build(), case.signature.example()
+    original = copy.deepcopy(module)
+    rewrite_(module, inputs)
+    cut = plan_cut(module, inputs, ratio=0.5)
+    smaller = copy.deepcopy(module)
+    keep_indices_(smaller, cut.kept, cut.attributes)
+    others = case.signature.example(batch=3, seed=5)
+    doubles = [x.double() if x.is_floating_point() else x for x in others]
+    expected = run_in_eval(silenced(module.double(), cut.kept), doubles)
+    found = run_in_eval(smaller.double(), doubles)
+    sizes = [sum(p.numel() for p in part.parameters()) for part in (original, smaller)]
+    macs = [count_macs(part, x) for part, x in ((original, inputs), (smaller.float(), inputs))]
+    reasons = Counter(reason for reason in cut.pinned.values() if reason != OUTPUT)
+    return {
+        "macs": 1 - macs[1] / macs[0],
+        "parameters": 1 - sizes[1] / sizes[0],
+        "error": max(map(_difference, found, expected)),
+        "stays": "; ".join(f"{reason} ({n})" for reason, n in reasons.most_common(2)),
+        "heads": [name for name, reason in cut.pinned.items() if reason == OUTPUT],
+    }
+
+
+def theirs(case: Case, heads: list[str]) -> str:
+    """Return what Torch-Pruning makes of a model."""
+    module = case.build()
+    layers = [name for name, part in module.named_modules() if isinstance(part, LAYERS)]
+    ignored = [name for name in heads if name in layers] or layers[-1:]
+    return peer.verdict(module, case.signature.example(), ignored)
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+
+
+def _answer(question: Callable[..., object], arguments: tuple[object, ...], queue) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    sys.stdout = sys.stderr = open("/dev/null", "w")  # noqa: SIM115, PTH123 - the process ends soon
+    try:
+        queue.put(question(*arguments))
+    except Exception as error:  # noqa: BLE001 - whatever a model does is an answer
+        queue.put(f"{type(error).__name__}: {error}")
+
+
+def within_a_minute(question: Callable[..., object], *arguments: object) -> object:
+    """Ask in a process of its own; an error is an answer, and None says that none came."""
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=_answer, args=(question, arguments, queue), daemon=True)
+    process.start()
+    deadline = time.monotonic() + MOST_SECONDS
+    try:
+        while time.monotonic() < deadline:
+            was_alive = process.is_alive()
+            with suppress(Empty):
+                return queue.get(timeout=1)
+            if not was_alive:
+                break
+        return None
+    finally:
+        process.kill()
+        process.join()
+
+
+def row(case: Case, has_peer: bool) -> str:
+    """Return a model's line of the table."""
+    found = within_a_minute(ours, case)
+    heads: list[str] = []
+    if isinstance(found, dict):
+        heads = found["heads"]
+        error = "–" if not found["macs"] else f"{found['error']:.0e}"
+        cells = [f"-{found['macs']:.0%}", f"-{found['parameters']:.0%}", error]
+        stays = found["stays"]
+        cells.append(stays if len(stays) <= REASON else f"{stays[: REASON - 1]}…")
+    else:
+        cells = ["–", "–", "–", "hang" if found is None else str(found)]
+    if has_peer:
+        answer = within_a_minute(theirs, case, heads)
+        cells.append("hang" if answer is None else str(answer).split("\n")[0])
+    line = f"| {case.name} | {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+    print(line, flush=True)
+    return line
+
+
+def table(title: str, cases: tuple[Case, ...], has_peer: bool) -> str:
+    """Return a section with a line for each model, and the count of what became of them."""
+    columns = ["model", "MACs", "parameters", "error", "what stays"]
+    columns += ["Torch-Pruning"] * has_peer
+    with ThreadPool(PROCESSES) as pool:
+        rows = pool.map(lambda case: row(case, has_peer), cases, chunksize=1)
+    cut = sum(float(r.split("|")[2].strip(" -%–") or 0) >= 15 for r in rows)
+    text = f"## {title}\n\nAt least 15 % fewer MACs: {cut} of {len(rows)}."
+    if has_peer:
+        kinds = Counter(_kind(r.split("|")[6]) for r in rows)
+        text += f" Torch-Pruning: {', '.join(f'{kind} {n}' for kind, n in kinds.most_common())}."
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}", *rows]
+    return text + "\n\n" + "\n".join(lines) + "\n"
+
+
+def _kind(answer: str) -> str:
+    words = answer.strip().replace("*", "").partition(" (")[0]
+    return "raises" if words.startswith("raises") else words
+
+
+def main() -> None:
+    """Write the page."""
+    has_peer = importlib.util.find_spec("torch_pruning") is not None
+    if has_peer:
+        import torch_pruning  # noqa: F401 - once, too
+    else:
+        print("torch-pruning is not installed: its column is left out")
+    names = ["torch", "transformers"] + ["torch-pruning"] * has_peer
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    head = HEAD.format(
+        versions=f"Python {platform.python_version()}, {versions}",
+        peer=version("torch-pruning") if has_peer else "(not installed when this was written)",
+        seconds=SECONDS,
+        tolerance=peer.RIGHT,
+    )
+    torch.set_num_threads(1)
+    ours(TRANSFORMERS[0])  # what this imports is imported once, before processes are forked
+    sections = [
+        table("Architectures of transformers", TRANSFORMERS, has_peer),
+        table("Modules written by hand", HAND, has_peer),
+    ]
+    PAGE.write_text(head + "\n".join(sections))
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

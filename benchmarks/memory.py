@@ -1,0 +1,137 @@
+"""Memory of the trainer: `python benchmarks/memory.py`.
+
+Prints the peak of loading a transformer of 151 million parameters onto two ranks of FSDP, whole on
+each rank and without weights first; and what a forward pass of smaller layers leaves in memory for
+the backward pass under each setting of activation checkpointing.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from compress.core.eager import EagerModel
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature, TensorSpec
+from compress.training.activations import checkpoint_activations_
+from compress.training.parallel import Parallel
+from compress.training.settings import Training
+from compress.training.sharding import Sharded
+from compress.training.strategy import process_group
+
+HERE = Path(__file__).parent
+WIDTH, DEPTH = 1024, 12
+MEBIBYTE = 2**20
+
+
+def transformer() -> nn.Module:
+    """Return a tiny-config transformer; artifacts name it as their factory."""
+    layers = [
+        nn.TransformerEncoderLayer(WIDTH, 16, 4 * WIDTH, dropout=0.0, batch_first=True)
+        for _ in range(DEPTH)
+    ]
+    return nn.Sequential(*layers)
+
+
+def kibibytes(key: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{key}:")[2].split()[0])
+
+
+def load_rank(rank: int, model: str, group: str, whole: bool, out) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": group}
+    parallel = Parallel(strategy="fsdp", processes=2, wrap=("TransformerEncoderLayer",))
+    artifact = EagerModel.at(model)
+    transformer_once = artifact.skeleton()  # what importing takes is not counted
+    del transformer_once
+    with process_group("cpu"):
+        strategy = Sharded(parallel)
+        strategy.wait()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        before = kibibytes("VmRSS")
+        module = artifact.load() if whole else strategy.load(artifact, "cpu")
+        strategy.wrap(module, Training(epochs=1, parallel=parallel), lambda: None)
+        out.put(("whole" if whole else "parts", (kibibytes("VmHWM") - before) / 1024))
+        strategy.wait()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def loading() -> None:
+    out = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Recipe(factory="memory:transformer")
+        signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 8, WIDTH)),))
+        state = transformer().state_dict()
+        EagerModel.create(Path(folder) / "model", recipe, state, signature, folder=HERE)
+        weights = sum(t.nbytes for t in state.values()) / MEBIBYTE
+        del state
+        for whole in (True, False):
+            mp.spawn(load_rank, (f"{folder}/model", str(free_port()), whole, out), nprocs=2)
+    peaks = [out.get() for _ in range(4)]
+    print(f"peak of loading {weights:.0f} MiB of weights onto 2 ranks, beyond the process itself")
+    for way in ("whole", "parts"):
+        found = [peak for name, peak in peaks if name == way]
+        each = ", ".join(f"{peak:.0f} MiB" for peak in found)
+        print(f"  {way:24} {max(found) / weights:5.2f} of the weights a rank  ({each})")
+
+
+class Made(TorchDispatchMode):
+    """Remembers the memory of every result, without keeping it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                reference = StorageWeakRef(storage)
+                self.storages[reference.cdata] = reference, storage.nbytes()
+        return result
+
+
+def activations() -> None:
+    x, gradients, whole = torch.randn(16, 64, 256), [], 0.0
+    print("results of a forward pass that wait for the backward pass (16 x 64 tokens, 6 layers)")
+    for setting in ("none", 2, "selective", "full"):
+        torch.manual_seed(0)
+        layers = [nn.TransformerEncoderLayer(256, 4, batch_first=True) for _ in range(6)]
+        module = nn.Sequential(*layers)
+        checkpoint_activations_(module, Training(epochs=1, activation_checkpointing=setting))
+        given = {t.untyped_storage()._cdata for t in (x, *module.parameters())}
+        with Made() as made:
+            loss = module(x).square().mean()
+        kept = [
+            size
+            for cdata, (reference, size) in made.storages.items()
+            if cdata not in given and not reference.expired()
+        ]
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
+        whole = whole or sum(kept)
+        same = torch.equal(gradients[0], gradients[-1])
+        print(
+            f"  {setting!s:24} {sum(kept) / whole:5.2f}  ({sum(kept) / MEBIBYTE:.1f} MiB; ", end=""
+        )
+        print(f"gradients {'equal to the last bit' if same else 'differ'})")
+
+
+if __name__ == "__main__":
+    activations()
+    loading()

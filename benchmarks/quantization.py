@@ -1,0 +1,29 @@
+"""What quantization keeps and brings, measured here: `python benchmarks/quantization.py PART`.
+
+Parts: `digits` (static int8 beside ONNX Runtime's own, NNCF's and Neural Compressor's tools),
+`shapes` (latency of ResNet-18 and -50 shapes), `minilm` (a sentence encoder in 8 and 4 bits),
+`hard` (PTQ against QAT at 8 and 4 bits) and `memory` (of calibration).
+`PART --help` tells the options; `--small` is a quick look. One thread.
+"""
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by trainings
+
+PARTS = ("digits", "shapes", "minilm", "hard", "memory")
+
+
+def main() -> None:
+    if sys.argv[1:2] == [] or sys.argv[1] not in PARTS:
+        sys.exit(f"{__doc__}\nchoose a part: {', '.join(PARTS)}")
+    sys.path.insert(0, str(Path(__file__).parent))
+    part = sys.argv.pop(1)
+    import_module(f"quantizer.{part}").main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Peak memory of each process while a transformer of about 200 M weights is trained."""
+
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from trainer.nets import Transformer, batch, learner
+from trainer.ranks import on_ranks
+
+WIDTH, DEPTH, HEADS, LENGTH, BATCH = 1024, 16, 16, 16, 4
+SETTINGS = {
+    "ddp": {"strategy": "ddp"},
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2", "wrap": ["Block"]},
+    "fsdp full_shard": {"strategy": "fsdp", "wrap": ["Block"]},
+}
+
+
+def main() -> None:
+    print("memory of each process, MiB: weights, gradients and AdamW's state that it holds,")
+    print("and the growth of its resident set to its peak in 2 steps after the model is spread")
+    print(f"{'':18s}{'processes':>10s}{'held':>8s}{'peak':>8s}{'held over ddp':>15s}", end="")
+    print(f"{'peak over ddp':>15s}")
+    for ranks in (2, 4):
+        base = None
+        for name, parallel in SETTINGS.items():
+            each = on_ranks(ranks, measure, ranks, parallel)
+            held, peak = (max(values) for values in zip(*each, strict=True))
+            base = base or (held, peak)
+            print(f"{name:18s}{ranks:10d}{held:8.0f}{peak:8.0f}", end="")
+            print(f"{held / base[0]:15.2f}{peak / base[1]:15.2f}")
+
+
+def measure(ranks: int, parallel: dict) -> tuple[float, float]:
+    empty = resident("VmRSS")
+    torch.manual_seed(0)
+    made = learner(
+        Transformer(WIDTH, DEPTH, HEADS),
+        batch_size=BATCH,
+        optimizer="adamw",
+        parallel={"processes": ranks, **parallel},
+    )
+    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+    data = batch(BATCH // ranks, LENGTH, WIDTH)
+    for step in range(2):
+        made.step([data], 1e-4, step)
+    return held(made), resident("VmHWM") - empty
+
+
+def held(made) -> float:
+    """Return the size of this process's weights, gradients and optimizer state."""
+    tensors = [*made.module.parameters()]
+    tensors += [p.grad for p in made.module.parameters() if p.grad is not None]
+    inner = getattr(made.optimizer, "optim", made.optimizer)  # ZeRO 1 has one of its own inside
+    tensors += [t for s in inner.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    own = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum(t.numel() * t.element_size() for t in own) / 2**20
+
+
+def resident(what: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{what}:"))

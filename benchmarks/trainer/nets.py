@@ -1,0 +1,59 @@
+"""Transformers of several sizes, and what trains them."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compress.core.data import Batch
+from compress.training.learner import Learner
+from compress.training.objective import CrossEntropy
+from compress.training.replicated import Alone
+from compress.training.settings import Training
+from compress.training.strategy import strategy_of
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        # A bias of the keys has no gradient but rounding, which Adam would make steps of.
+        self.q_proj, self.k_proj = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+        self.v_proj, self.o_proj = nn.Linear(width, width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm1(x)
+        q, k, v = (
+            project(normed).unflatten(-1, (-1, x.shape[-1] // self.heads)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.o_proj(mixed)
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int, depth: int, heads: int = 8, classes: int = 10) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def batch(samples: int, length: int, width: int) -> Batch:
+    return Batch((torch.randn(samples, length, width),), torch.randint(10, (samples,)))
+
+
+def learner(module: nn.Module, **settings) -> Learner:
+    """Return what trains a module, in the process group where there is one."""
+    training = Training(epochs=1, learning_rate=1e-3, **settings)
+    strategy = Alone() if training.parallel.ranks == 1 else strategy_of(training.parallel)
+    loss = CrossEntropy().prepare("cpu")
+    made = Learner.of(module, loss, training, strategy, "cpu", lambda: batch(1, 1, 1))
+    made.wrapped.train()
+    return made

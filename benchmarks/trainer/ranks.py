@@ -1,0 +1,41 @@
+"""Functions run by fresh processes of one process group."""
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from compress.training.strategy import process_group
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Return what a function of a module returned on every rank."""
+    context = mp.get_context("spawn")
+    answers = context.SimpleQueue()
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    group = mp.spawn(
+        _rank, args=(ranks, port, answers, function, arguments), nprocs=ranks, join=False
+    )
+    got = dict(answers.get() for _ in range(ranks))
+    while not group.join():
+        pass
+    return [got[rank] for rank in range(ranks)]
+
+
+def _rank(rank: int, ranks: int, port: int, answers: Any, function: Any, arguments: Any) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    with process_group("cpu"):
+        answers.put((rank, function(*arguments)))

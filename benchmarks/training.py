@@ -1,0 +1,28 @@
+"""What the trainer gives and costs, measured here: `python benchmarks/training.py [PART ...]`.
+
+Parts: speed, memory, communication, agreement; all by default. Each prints a table. Speeds are
+ratios of times measured in turn within one run; each process has one thread.
+"""
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+
+PARTS = ("speed", "memory", "communication", "agreement")
+
+
+def main(names: list[str]) -> None:
+    unknown = set(names) - set(PARTS)
+    if unknown:
+        sys.exit(f"unknown part {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+    sys.path.insert(0, str(Path(__file__).parent))
+    for name in names or PARTS:
+        import_module(f"trainer.{name}").main()
+        print()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,191 @@
+"""Multi-head attention whose heads can be cut: what ``nn.MultiheadAttention`` does, taken apart.
+
+torch's own module keeps the projections of queries, keys and values in one tensor, and refuses any
+inner width but ``embed_dim``, so that no head can leave it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class SplitMultiheadAttention(nn.Module):
+    """A stand-in for ``nn.MultiheadAttention`` with a linear layer for each projection.
+
+    It answers alike in training and evaluation, takes the same arguments and draws dropout alike.
+    Its number of heads follows from its weights.
+    """
+
+    in_proj_weight = None
+    in_proj_bias = None
+    """Absent, which keeps torch's transformer layers off their fused path past this module."""
+    _qkv_same_embed_dim = False
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+
+    def __init__(self, old: nn.MultiheadAttention) -> None:
+        """Take over a module's weights; the projections of inputs are copied."""
+        super().__init__()
+        self.head_dim = old.head_dim
+        self.batch_first = old.batch_first
+        self.dropout = old.dropout
+        for name, weight, bias in _projections(old):
+            self.add_module(name, _linear(weight, bias))
+        self.out_proj = _linear(old.out_proj.weight, old.out_proj.bias)
+        self.train(old.training)
+
+    @property
+    def num_heads(self) -> int:
+        """How many heads there are."""
+        return int(self.q_proj.weight.shape[0] // self.head_dim)
+
+    @property
+    def embed_dim(self) -> int:
+        """Width of the queries that go in."""
+        return int(self.q_proj.weight.shape[1])
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the attended values and, if needed, the weights; see ``nn.MultiheadAttention``."""
+        is_single = query.dim() == 2
+        if is_single:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = (
+            self._heads(project(x))
+            for project, x in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
+        )
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal is a hint about attn_mask, which is missing")
+        hint = is_causal and key_padding_mask is None and not need_weights
+        mask = None if hint else _merged(attn_mask, key_padding_mask, q)
+        attended, weights = self._attend(q, k, v, mask, need_weights, hint)
+        output = self.out_proj(attended.transpose(1, 2).flatten(2))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if is_single:
+            return output.squeeze(0), None if weights is None else weights.squeeze(0)
+        return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _heads(self, x_NTC: torch.Tensor) -> torch.Tensor:
+        return x_NTC.view(*x_NTC.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+    def _attend(
+        self,
+        q_NHTD: torch.Tensor,
+        k_NHSD: torch.Tensor,
+        v_NHSD: torch.Tensor,
+        mask: torch.Tensor | None,
+        need_weights: bool,
+        is_causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        dropout = self.dropout if self.training else 0.0
+        if not need_weights:
+            attended = F.scaled_dot_product_attention(
+                q_NHTD, k_NHSD, v_NHSD, mask, dropout, is_causal
+            )
+            return attended, None
+        scores = (q_NHTD * self.head_dim**-0.5) @ k_NHSD.transpose(-1, -2)
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        weights = F.dropout(weights, dropout, self.training)
+        return weights @ v_NHSD, weights
+
+
+def split_attention_(module: nn.Module, names: Iterable[str]) -> None:
+    """Replace torch's attention by one whose heads can be cut, wherever it is held, in place.
+
+    Raises:
+        TypeError: a name is not that of an ``nn.MultiheadAttention`` inside the module.
+    """
+    for name in names:
+        old = module.get_submodule(name)
+        if old is module or not isinstance(old, nn.MultiheadAttention):
+            raise TypeError(f"{name!r} is {type(old).__name__}, expected MultiheadAttention")
+        new = SplitMultiheadAttention(old)
+        for holder in list(module.modules()):
+            for held, child in holder._modules.items():
+                if child is old:
+                    holder._modules[held] = new
+    for part in module.modules():
+        inside = (type(inner) is SplitMultiheadAttention for inner in part.modules())
+        if isinstance(part, nn.TransformerEncoder) and any(inside):
+            part.use_nested_tensor = False  # which torch's own attention alone takes
+
+
+def is_splittable(layer: nn.Module) -> bool:
+    """Whether a module is torch's own attention without anything this one does not have."""
+    return (
+        type(layer) is nn.MultiheadAttention
+        and layer.bias_k is None
+        and not layer.add_zero_attn
+        and not layer._forward_hooks
+        and not layer._forward_pre_hooks
+    )
+
+
+def _projections(
+    old: nn.MultiheadAttention,
+) -> Iterable[tuple[str, Any, Any]]:
+    """Return the name of each projection of inputs, with a weight and a bias of its own."""
+    names = ("q_proj", "k_proj", "v_proj")
+    packed: torch.Tensor | None = old.in_proj_weight
+    weights = [getattr(old, f"{n}_weight") for n in names]
+    if packed is not None:
+        weights = _parts(packed)
+    bias: torch.Tensor | None = old.in_proj_bias
+    biases = [None] * len(names) if bias is None else _parts(bias)
+    return zip(names, weights, biases, strict=True)
+
+
+def _parts(packed: torch.Tensor) -> list[Any]:
+    return [
+        nn.Parameter(part.detach().clone(), requires_grad=packed.requires_grad)
+        for part in packed.chunk(3)
+    ]
+
+
+def _linear(weight: Any, bias: Any) -> nn.Linear:
+    """Return a linear layer that holds these very parameters."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    layer._parameters |= {"weight": weight, "bias": bias}
+    return layer
+
+
+def _merged(
+    attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, query: torch.Tensor
+) -> torch.Tensor | None:
+    """Return both masks as one to add to scores (batch, heads, queries, keys)."""
+    found = []
+    if attn_mask is not None:
+        shape = attn_mask.shape
+        per_head = attn_mask.view(len(query), -1, *shape[1:]) if len(shape) == 3 else attn_mask
+        found.append(_added(per_head, query))
+    if key_padding_mask is not None:
+        found.append(_added(key_padding_mask, query)[:, None, None])
+    return None if not found else found[0] if len(found) == 1 else found[0] + found[1]
+
+
+def _added(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    if mask.is_floating_point():
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, float("-inf"))

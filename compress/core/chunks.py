@@ -1,0 +1,105 @@
+"""Tensors that torch.save wrote somewhere in a file, read straight to where they belong."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+BYTES_AT_ONCE = 2**20
+"""Largest piece that goes through memory of its own, where bytes do not lie as they are needed."""
+
+
+class Window(io.RawIOBase):
+    """A part of a file, as a file of its own."""
+
+    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+        """Show the bytes from a place on; the file stays the caller's."""
+        self.file, self.start, self.length, self.position = file, start, length, 0
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move as in any file."""
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}[whence]
+        self.position = max(0, origin + offset)
+        return self.position
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        """Fill a buffer as far as the part reaches."""
+        wanted = memoryview(buffer).cast("B")[: max(0, self.length - self.position)]
+        self.file.seek(self.start + self.position)
+        count = self.file.readinto(wanted) or 0
+        self.position += count
+        return count
+
+
+def read_saved_(window: Window, region: torch.Tensor) -> None:
+    """Read the tensor that a part of a file holds into a tensor, in place.
+
+    Bytes go where they belong at once, or in small pieces where the region is not contiguous; a
+    layout that numbers and strides do not describe is read as a whole and then copied.
+
+    Raises:
+        ValueError: it has another shape.
+        EOFError: the part ends before the tensor does.
+    """
+    # Onto the meta device, torch reads no data and notes where they begin.
+    stream = io.BufferedReader(window)
+    saved = torch.load(stream, map_location="meta", weights_only=True)
+    if saved.shape != region.shape:
+        raise ValueError(f"{tuple(saved.shape)} instead of {tuple(region.shape)}")
+    start = getattr(saved.untyped_storage(), "_checkpoint_offset", None)
+    axes = _axes_as_stored(saved)
+    if start is None or axes is None or saved.dtype != region.dtype:
+        stream.seek(0)
+        region.copy_(torch.load(stream, weights_only=True))
+    elif saved.numel():
+        window.seek(start + saved.storage_offset() * saved.element_size())
+        _fill_(region.permute(axes), window)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers
+
+
+def _axes_as_stored(tensor: torch.Tensor) -> list[int] | None:
+    """Return the axes from outer to inner as they lie in memory; None where there are gaps."""
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        return None
+    strides = tensor.stride()
+    axes = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
+    return axes if tensor.permute(axes).is_contiguous() else None
+
+
+def _fill_(region: torch.Tensor, window: Window) -> None:
+    if region.is_contiguous():
+        _read_exactly(window, bytes_of(region))
+    elif region.nbytes <= BYTES_AT_ONCE:
+        piece = torch.empty(region.shape, dtype=region.dtype)
+        _read_exactly(window, bytes_of(piece))
+        region.copy_(piece)
+    elif len(region) == 1:
+        _fill_(region[0], window)
+    else:
+        for rows in torch.split(region, max(1, BYTES_AT_ONCE // region[0].nbytes)):
+            _fill_(rows, window)
+
+
+def _read_exactly(window: Window, buffer: memoryview) -> None:
+    while buffer:
+        count = window.readinto(buffer)
+        if not count:
+            raise EOFError(f"{len(buffer)} bytes are missing")
+        buffer = buffer[count:]

@@ -1,0 +1,27 @@
+"""What a layer's inputs tell about errors in its weights, for pruning and for rounding."""
+
+from __future__ import annotations
+
+import torch
+
+DAMPING = 0.01
+"""What is added to the Hessian's diagonal, as a share of its mean, as in both papers below."""
+
+
+def inverse_factor(moment_II: torch.Tensor) -> torch.Tensor:
+    """Return the upper Cholesky factor of the damped Hessian's inverse, whose rows spread errors.
+
+    What is done to one weight is made up for by those after it along these rows: in SparseGPT
+    (Frantar and Alistarh, 2023) and in GPTQ (Frantar et al., 2023). An input that is always 0 goes
+    with no other.
+
+    Args:
+        moment_II: sums or means of products of a layer's inputs; axes before are a batch.
+    """
+    hessian_II = moment_II.clone()
+    diagonal_I = hessian_II.diagonal(dim1=-2, dim2=-1)
+    dead_I = diagonal_I == 0
+    diagonal_I.add_(DAMPING * diagonal_I.mean(-1, keepdim=True)).masked_fill_(dead_I, 1)
+    inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(hessian_II))
+    factor_II: torch.Tensor = torch.linalg.cholesky(inverse_II, upper=True)
+    return factor_II

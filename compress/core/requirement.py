@@ -1,0 +1,38 @@
+"""Requirement: a library or a program that a stage cannot do without."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from typing import TYPE_CHECKING
+
+from compress.core.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Requirement(Settings):
+    """Something that a stage cannot do without."""
+
+    what: str
+    """A Python module, or a program on the PATH."""
+    install: str
+    """What to do when it is missing."""
+    program: bool = False
+    """Whether it is a program: a missing one stops its own stage, and what came before is kept."""
+
+    def missing(self) -> bool:
+        """Whether it is not here."""
+        if self.program:
+            return shutil.which(self.what) is None
+        return importlib.util.find_spec(self.what.partition(".")[0]) is None
+
+
+def requirements_of(settings: Settings) -> Iterator[Requirement]:
+    """Yield what settings, or settings within them, cannot do without."""
+    yield from getattr(settings, "requirements", ())
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, Settings):
+            yield from requirements_of(value)

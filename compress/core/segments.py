@@ -1,0 +1,143 @@
+"""Records by number, in a folder that any number of processes read and write at once.
+
+Each process appends to a file of its own, and reads those of all. A record is
+
+    magic | number | length | checksum of the content | checksum of these three | content
+
+What a killed process left half-written is never read; what does not answer to its checksum is made
+void, told, and may be appended again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import uuid
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEADER = struct.Struct("<4sQQII")
+WHOLE, VOID = b"keep", b"void"
+SUFFIX = ".samples"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Segment:
+    """A file, and how much of it is known."""
+
+    path: Path
+    descriptor: int
+    known: int = 0
+    """Bytes whose records are known."""
+    damaged: bool = False
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+class Segments:
+    """What is in a folder, as far as this process has looked."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        """Look at all that is there; numbers are below a count."""
+        self.folder = folder
+        self.segments: list[Segment] = []
+        # Which segment, and where in it: twelve bytes a record, however many there are.
+        self.segment_of = np.full(count, -1, np.int32)
+        self.place_of = np.zeros(count, np.int64)
+        self.own: tuple[int, int] | None = None
+        """This process and the segment that it appends to."""
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look at what other processes have appended since."""
+        known = {segment.path for segment in self.segments}
+        for path in sorted(self.folder.glob(f"*{SUFFIX}")):
+            if path not in known:
+                self.segments.append(Segment(path, os.open(path, os.O_RDONLY)))
+        for place in range(len(self.segments)):
+            self._look_into(place)
+
+    def read(self, number: int) -> bytes | None:
+        """Return a record, or None where none is known that is whole."""
+        place = int(self.segment_of[number])
+        if place < 0:
+            return None
+        segment, start = self.segments[place], int(self.place_of[number])
+        header = os.pread(segment.descriptor, HEADER.size, start)
+        if len(header) == HEADER.size:
+            _, _, length, checksum, _ = HEADER.unpack(header)
+            content = os.pread(segment.descriptor, length, start + HEADER.size)
+            if len(content) == length and zlib.crc32(content) == checksum:
+                return content
+        log.warning("%s is damaged; sample %d is read again", segment.path, number)
+        self.segment_of[number] = -1
+        _make_void(segment.path, start)
+        return None
+
+    def append(self, number: int, content: bytes) -> None:
+        """Keep a record, whole or not at all; it need not survive a loss of power.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        place = self._own_segment()
+        segment = self.segments[place]
+        about = struct.pack("<QQI", number, len(content), zlib.crc32(content))
+        record = WHOLE + about + struct.pack("<I", zlib.crc32(about)) + content
+        try:
+            written = 0
+            while written < len(record):
+                written += os.pwrite(segment.descriptor, record[written:], segment.known + written)
+        except OSError:
+            os.ftruncate(segment.descriptor, segment.known)
+            raise
+        self.segment_of[number], self.place_of[number] = place, segment.known
+        segment.known += len(record)
+
+    def _own_segment(self) -> int:
+        # A forked worker inherits its parent's, and appends to another one.
+        if self.own is None or self.own[0] != os.getpid():
+            path = self.folder / f"{uuid.uuid4().hex}{SUFFIX}"
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            self.segments.append(Segment(path, descriptor))
+            self.own = os.getpid(), len(self.segments) - 1
+        return self.own[1]
+
+    def _look_into(self, place: int) -> None:
+        segment = self.segments[place]
+        size = os.fstat(segment.descriptor).st_size
+        while not segment.damaged and segment.known + HEADER.size <= size:
+            header = os.pread(segment.descriptor, HEADER.size, segment.known)
+            magic, number, length, _, checksum = HEADER.unpack(header)
+            end = segment.known + HEADER.size + length
+            whole = zlib.crc32(header[4:-4]) == checksum and magic in (WHOLE, VOID)
+            if not whole or number >= len(self.segment_of):
+                segment.damaged = True
+                log.warning(
+                    "%s is damaged from byte %d on; those samples are read again",
+                    segment.path,
+                    segment.known,
+                )
+            elif end > size:
+                return  # being written, or left by a process that was killed
+            elif magic == WHOLE:
+                self.segment_of[number], self.place_of[number] = place, segment.known
+            segment.known = segment.known if segment.damaged else end
+
+
+def _make_void(path: Path, start: int) -> None:
+    """Let no process that looks from now on find a record."""
+    with suppress(OSError), path.open("r+b") as stream:
+        stream.seek(start)
+        stream.write(VOID)

@@ -1,0 +1,236 @@
+"""A quantized graph run beside its float model: answers, labels, and layer by layer.
+
+What each of the user's layers loses is found in two ways. As the graph runs, a layer's result
+carries the noise of all layers before it. To see which layer is at fault, the graph is run once
+more, and each layer is given what the float model has there; what is then lost, it loses itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from compress.core.eager import flatten_outputs
+from compress.core.errors import StageFailed
+from compress.core.stage import COMPARED_BATCHES
+from compress.quantization.deviation import Deviation
+from compress.quantization.fidelity import Fidelity, LayerFidelity, MetricPair, OutputFidelity
+from compress.quantization.following import Following, Reference, layers_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from torch import fx, nn
+
+    from compress.core.metrics import Metric
+    from compress.core.signature import Signature
+    from compress.core.stage import Context
+
+SAMPLES = 256
+LARGEST_BATCH = 64
+HELD_BYTES = 2**26
+"""What the results of all layers may take, which are held for one batch at a time."""
+
+
+def compare(
+    module: nn.Module,
+    graph: fx.GraphModule,
+    signature: Signature,
+    context: Context,
+    rescaled: Collection[str] = (),
+) -> Fidelity:
+    """Return how near a quantized graph stays to its float model.
+
+    A seeded sample of at most 256 samples of `val` is answered once by the module and twice by the
+    graph, on the CPU; without data a few seeded inputs are.
+
+    Args:
+        module: the float model in eval mode; it is left with hooks.
+        graph: the quantized model.
+        signature: the interface of both.
+        context: data, metric and seed.
+        rescaled: modules whose results have other scales in the graph, and are not compared.
+
+    Raises:
+        StageFailed: the graph gives other numbers of outputs, or some that are not finite.
+    """
+    layers = {n: call for n, call in layers_of(graph, module).items() if call[0] not in rescaled}
+    reference = Reference(module, graph, set(layers.values()))
+    found, total = _Found(), _count(signature, context)
+    with torch.inference_mode():
+        for inputs, target in _samples(reference, signature, context):
+            expected = reference(*inputs)
+            asked = Following(graph, layers, reference.values, found.layers)
+            found.add(expected, flatten_outputs(asked.run(*inputs)), target)
+            Following(graph, layers, reference.values, found.own, given=True).run(*inputs)
+            context.progress("compare with the float model", found.samples, total)
+    found.refuse_unless_finite(signature)
+    return found.told(signature, context)
+
+
+@dataclass
+class Labels:
+    """Counts equal labels."""
+
+    equal: int = 0
+    total: int = 0
+    told_by_targets: bool = True
+    """Whether every target was a label for each that the model gives."""
+
+    def add(self, expected: torch.Tensor, found: torch.Tensor, target: torch.Tensor | None) -> None:
+        """Take in a batch's first outputs."""
+        if expected.dim() < 2 or expected.shape[1] < 2 or not expected.is_floating_point():
+            self.told_by_targets = False
+            return
+        right, there = expected.argmax(1), found.argmax(1)
+        self.equal += int((right == there).sum())
+        self.total += right.numel()
+        self.told_by_targets &= (
+            target is not None and not target.is_floating_point() and target.shape == right.shape
+        )
+
+    def agreement(self, metric: Metric) -> float | None:
+        """Return the share of equal labels; None where outputs are no scores of classes."""
+        known = self.total and (self.told_by_targets or metric.name == "fidelity")
+        return round(self.equal / self.total, 6) if known else None
+
+
+@dataclass
+class Scored:
+    """Keeps first outputs and targets for the metric, as long as they are small."""
+
+    answers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    targets: list[torch.Tensor] = field(default_factory=list)
+    held: int = 0
+    whole: bool = True
+
+    def add(self, expected: torch.Tensor, found: torch.Tensor, target: torch.Tensor | None) -> None:
+        """Take in a batch's first outputs."""
+        self.held += expected.nbytes + found.nbytes
+        self.whole &= target is not None and self.held <= HELD_BYTES
+        if self.whole and target is not None:
+            self.answers.append((expected, found))
+            self.targets.append(target)
+
+    def pair(self, metric: Metric) -> MetricPair | None:
+        """Return the metric of both models; None where it cannot be measured."""
+        if not self.whole or not self.targets or metric.name == "fidelity":
+            return None
+        try:
+            target = torch.cat(self.targets)
+            before, after = (
+                metric.score(torch.cat(side), target) for side in zip(*self.answers, strict=True)
+            )
+        except Exception:  # noqa: BLE001 - a metric of the user's may raise any
+            return None
+        return MetricPair(name=metric.name, before=round(before, 6), after=round(after, 6))
+
+
+@dataclass
+class _Found:
+    """What was found so far."""
+
+    outputs: list[Deviation] = field(default_factory=list)
+    layers: dict[str, Deviation] = field(default_factory=lambda: defaultdict(Deviation))
+    own: dict[str, Deviation] = field(default_factory=lambda: defaultdict(Deviation))
+    labels: Labels = field(default_factory=Labels)
+    scored: Scored = field(default_factory=Scored)
+    samples: int = 0
+
+    def add(
+        self,
+        expected: Sequence[torch.Tensor],
+        found: Sequence[torch.Tensor],
+        target: torch.Tensor | None,
+    ) -> None:
+        """Take in a batch's answers."""
+        if [a.shape for a in expected] != [b.shape for b in found]:
+            shapes = [[tuple(t.shape) for t in side] for side in (found, expected)]
+            raise StageFailed(
+                f"the quantized model's outputs have shapes {shapes[0]}, the float model's "
+                f"{shapes[1]}"
+            )
+        self.outputs = self.outputs or [Deviation() for _ in expected]
+        for deviation, a, b in zip(self.outputs, expected, found, strict=True):
+            deviation.add(a, b)
+        self.labels.add(expected[0], found[0], target)
+        self.scored.add(expected[0], found[0], target)
+        self.samples += len(expected[0]) if expected[0].dim() else 1
+
+    def refuse_unless_finite(self, signature: Signature) -> None:
+        """Refuse a graph whose answers are not finite where the float model's are."""
+        for spec, deviation in zip(signature.outputs, self.outputs, strict=False):
+            if not deviation.is_finite:
+                first = next((n for n, d in self.layers.items() if not d.is_finite), None)
+                place = f", from layer {first} on" if first else ""
+                raise StageFailed(
+                    f"output {spec.name} of the quantized model is NaN or infinite{place}, where "
+                    "the float model's is finite; leave that part in float with `exclude`"
+                )
+
+    def told(self, signature: Signature, context: Context) -> Fidelity:
+        """Return the figures, rounded so that they are the same however sums are split up."""
+        layers = [
+            LayerFidelity(
+                module=name,
+                sqnr_db=round(self.layers[name].sqnr_db, 1),
+                own_sqnr_db=round(own.sqnr_db, 1),
+            )
+            for name, own in self.own.items()
+        ]
+        return Fidelity(
+            samples=self.samples,
+            split="val" if _has_val(context) else None,
+            label_agreement=self.labels.agreement(context.metric),
+            metric=self.scored.pair(context.metric),
+            outputs=tuple(
+                OutputFidelity(
+                    name=spec.name, cosine=round(d.cosine, 5), sqnr_db=round(d.sqnr_db, 1)
+                )
+                for spec, d in zip(signature.outputs, self.outputs, strict=False)
+            ),
+            layers=tuple(sorted(layers, key=lambda layer: layer.own_sqnr_db)),
+        )
+
+
+def _has_val(context: Context) -> bool:
+    return context.data is not None and "val" in context.data.datasets
+
+
+def _samples(
+    reference: Reference, signature: Signature, context: Context
+) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor | None]]:
+    """Yield inputs, and their targets where there are any, in batches of bounded memory."""
+    if not _has_val(context) or context.data is None:
+        for i in range(COMPARED_BATCHES):
+            yield signature.example(batch=8, seed=context.seed + i), None
+        return
+    fixed = None if signature.batch_axis else next(iter(signature.inputs[0].shape), None)
+    order = _order(len(context.data.split("val")), context.seed, int(fixed or 1))  # type: ignore[arg-type]
+    rows = int(fixed) if fixed else 1
+    if not fixed:
+        (first,) = context.data.read("val", order[:1], 1)
+        reference(*first.inputs)
+        held = sum(value.nbytes for value in reference.values.values())
+        rows = max(1, min(LARGEST_BATCH, HELD_BYTES // max(held, 1)))
+    for batch in context.data.read("val", order, rows):
+        yield batch.inputs, batch.target
+
+
+def _count(signature: Signature, context: Context) -> int:
+    """Return how many samples are compared."""
+    if not _has_val(context) or context.data is None:
+        return COMPARED_BATCHES * len(signature.example(batch=8)[0])
+    fixed = 1 if signature.batch_axis else next(iter(signature.inputs[0].shape), 1)
+    return len(_order(len(context.data.split("val")), context.seed, int(fixed)))  # type: ignore[arg-type]
+
+
+def _order(available: int, seed: int, batch: int) -> list[int]:
+    """Return a seeded sample of indices that fills batches of a fixed size; some come twice."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(available, generator=generator)[:SAMPLES].tolist()
+    missing = -len(order) % batch
+    return order + (order * (missing // len(order) + 1))[:missing]

@@ -1,0 +1,112 @@
+"""The stage that quantizes as many layers as the metric allows; settings only, no torch."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from compress.core.eager import EagerModel
+from compress.core.graph import GraphModel
+from compress.core.settings import Positive
+from compress.core.stage import Context, Stage
+from compress.quantization.patterns import Target
+from compress.quantization.samples import Calibration
+from compress.quantization.scheme import Observer, scheme_of
+from compress.quantization.sealing import check_exclude, sealed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from compress.quantization.candidates import Candidates
+
+Fallback = Observer | Literal["float"]
+
+
+class QuantizeMixed(Stage[EagerModel, GraphModel]):
+    """Compute in 8-bit integers what the metric allows, and the most sensitive layers in float.
+
+    All layers are quantized first. Where that loses more than `max_drop`, each layer is rounded
+    alone to see what it does; then observers that do less harm are taken, which cost no speed, and
+    then layers are put back to float: those first that mend most for what they cost.
+    """
+
+    stage: Literal["quantize_mixed"] = "quantize_mixed"
+    max_drop: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """Largest loss of the metric on `val` allowed, in its own unit: 0.005 of an accuracy is half a
+    point."""
+    target: Target = "onnxruntime-cpu"
+    """Runtime whose fused integer kernels decide which operators are quantized, and how."""
+    calibration_samples: Annotated[int, Field(ge=16)] = 512
+    """Samples on which the ranges of activations are observed; fewer than 16 tell too little."""
+    observer: Observer = "minmax"
+    """How a range is estimated, where the metric is kept so."""
+    fallback: Annotated[tuple[Fallback, ...], Field(min_length=1)] = ("histogram", "float")
+    """What a layer may be given instead: another observer of what it reads, or `float`."""
+    sensitivity: Literal["sqnr", "metric"] = "sqnr"
+    """What layers are ranked by when rounded alone: noise in the outputs on 64 samples of `val`, or
+    the metric on all of it, which takes longer."""
+    cost: Literal["macs", "latency"] = "macs"
+    """What a layer in float costs: its share of multiply-accumulates, or of the time measured in
+    PyTorch, in float and on one sample, which may differ from run to run."""
+    minutes: Positive = 30.0
+    """Time for the search; the best choice until then that keeps the metric is taken."""
+    embeddings: bool = True
+    """Whether tables of embeddings are held in 8 bits too, each row with its own scale."""
+    exclude: tuple[str, ...] = ()
+    """Names of modules left in float anyway; `*` and `?` stand for any characters."""
+
+    @model_validator(mode="after")
+    def _fallback_is_another(self) -> QuantizeMixed:
+        if self.observer in self.fallback:
+            raise ValueError(
+                f"fallback: {self.observer!r} is the observer of all layers already; name another "
+                "one, or float"
+            )
+        return self
+
+    @property
+    def needs_data(self) -> bool:
+        """Always."""
+        return True
+
+    def run(self, model: EagerModel, context: Context) -> GraphModel:
+        """Calibrate, search, and seal the graph that keeps the metric."""
+        from compress.core.program import export_program
+        from compress.quantization.judging import Judge
+        from compress.quantization.search import Search
+
+        deadline = time.monotonic() + 60 * self.minutes
+        judge = Judge(model, context, self.sensitivity)
+        candidates, observe = self._candidates(model, context)
+        observe(self.observer)
+        costs = candidates.costs(self.cost)
+        search = Search(candidates, observe, judge, self.max_drop, self.fallback, costs, deadline)
+        formats = search.run()
+        found = candidates.build(formats)
+        program = export_program(found.graph, model.signature)
+        facts = {"float_modules": found.quantizer.float_modules, "mixed": search.facts(formats)}
+        return sealed(self, model, program, found.quantizer.quantized, facts, context)
+
+    def _candidates(
+        self, model: EagerModel, context: Context
+    ) -> tuple[Candidates, Callable[[str], None]]:
+        """Trace the model; return also what calibrates it with an observer."""
+        from compress.quantization.candidates import Candidates
+
+        module = model.load()
+        check_exclude(self.exclude, module)
+        candidates = Candidates.of(
+            module,
+            model.signature,
+            scheme_of(self.target),
+            self.exclude,
+            embeddings=self.embeddings,
+        )
+        calibration = Calibration.of(self.calibration_samples, model.signature, context)
+
+        def report(seen: int) -> None:
+            context.progress("calibrate", seen, self.calibration_samples)
+
+        return candidates, lambda observer: candidates.observe(observer, calibration, report)

@@ -1,0 +1,73 @@
+"""Fit: what a training came to, read from its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from compress.core.checkpoint import read_state_dict
+from compress.core.errors import StageFailed
+from compress.core.indexed import read_safetensors
+from compress.core.weights import load_state_
+from compress.training.objective import BESIDE
+from compress.training.progress import is_over
+from compress.training.resume import FOLDER, Epoch, Progress, need_whole, newest, read_progress
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
+    from torch import nn
+
+    from compress.core.eager import EagerModel
+    from compress.core.weights import Weights
+    from compress.training.loop import Job
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a training came to."""
+
+    start: EagerModel
+    """The model as it came in."""
+    weights: Weights
+    """The kept weights and buffers, still on disk."""
+    history: tuple[Epoch, ...]
+    kept: Epoch
+    """The epoch whose weights were kept; 0 is the model as it came in."""
+    layouts: tuple[str, ...]
+    """How the training was spread over processes, and how differently after interruptions."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The kept weights in a fresh module, in eval mode, on the CPU."""
+        module = self.start.load()
+        load_state_(module, self.weights, "the training")
+        return module
+
+    def facts(self) -> dict[str, JsonValue]:
+        """Return what an artifact says of its training; the same for equal trainings."""
+        facts: dict[str, JsonValue] = {
+            "history": [epoch.model_dump() for epoch in self.history],
+            "kept_epoch": self.kept.epoch,
+        }
+        return facts | ({"resumed_across": list(self.layouts)} if len(self.layouts) > 1 else {})
+
+
+def outcome(start: EagerModel, job: Job) -> Fit:
+    """Return what the training's last checkpoint says, with the weights of the kept one.
+
+    Raises:
+        StageFailed: there is none, or it is damaged.
+    """
+    last = newest(job.folder)
+    progress = read_progress(last) if last else Progress()
+    if progress.kept is None or not is_over(job.training, progress.history, job.metric):
+        raise StageFailed(
+            f"{job.folder} does not hold the end of the training; run again, and it goes on"
+        )
+    weights: Weights = read_safetensors(start.payload_path)
+    if progress.kept_in:
+        kept = job.folder / FOLDER / progress.kept_in
+        need_whole(kept)
+        trained = read_state_dict(kept)
+        weights = {name: w for name, w in trained.items() if not name.startswith(BESIDE)}
+    return Fit(start, weights, progress.history, progress.kept, progress.layouts)

@@ -1,0 +1,167 @@
+"""Learning from a teacher's answers in any training: settings, and the objective they give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path  # noqa: TC003 - a dataclass field
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from compress.core.errors import StageFailed
+from compress.core.settings import Positive, Settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from compress.core.batch import Batch
+    from compress.core.eager import EagerModel
+    from compress.training.objective import LossFunction
+    from compress.training.settings import Training
+
+
+class Teaching(Settings):
+    """How much a model learns from a teacher's answers, and how much from labels."""
+
+    loss: Literal["kl", "mse", "cosine"] = "kl"
+    """How far answers lie apart: `kl` compares the distributions of logits, `mse` and `cosine`
+    compare outputs of other kinds, such as embeddings."""
+    temperature: Positive = 4.0
+    """How far both models' distributions are softened before `kl` compares them."""
+    soft_weight: Positive = 0.9
+    """Weight of the teacher's answers."""
+    hard_weight: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the labels' cross-entropy; 0 leaves them out, and samples without a label add
+    nothing. By default 0.1 beside `kl`, and 0 beside the others, whose outputs are no logits."""
+
+    @property
+    def labels_weight(self) -> float:
+        """The weight of the labels, by default that which goes with the loss."""
+        if self.hard_weight is None:
+            return 0.1 if self.loss == "kl" else 0.0
+        return self.hard_weight
+
+    def objective(self, teacher: EagerModel, training: Training) -> FromTeacher:
+        """Return what a training on a teacher's answers makes small.
+
+        Args:
+            teacher: the model learnt from.
+            training: says how labels are smoothed and classes weighted.
+        """
+        return FromTeacher(
+            teacher=teacher.path.absolute(),
+            teacher_digest=teacher.digest,
+            teaching=self,
+            label_smoothing=training.label_smoothing,
+            class_weights=training.class_weights,
+        )
+
+
+@dataclass(frozen=True)
+class FromTeacher:
+    """Nearness of the first output to the teacher's, and to the labels where there are any."""
+
+    teacher: Path = field(repr=False)
+    """Directory of the teacher; each process loads it there."""
+    teacher_digest: str
+    teaching: Teaching
+    label_smoothing: float
+    class_weights: tuple[float, ...] | None = None
+
+    def prepare(self, device: str) -> LossFunction:
+        """Load the teacher and return the loss function."""
+        import torch
+
+        from compress.core.eager import EagerModel, flatten_outputs
+
+        teacher = EagerModel.at(self.teacher).load(device).requires_grad_(False)
+        weights = torch.tensor(self.class_weights, device=device) if self.class_weights else None
+        teaching = self.teaching
+
+        def loss(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
+            with torch.no_grad():
+                taught = flatten_outputs(teacher(*batch.inputs))[0]
+            need_equal_shapes(outputs[0], taught)
+            total = teaching.soft_weight * _distance(outputs[0], taught, teaching)
+            if batch.target is None or not teaching.labels_weight:
+                return total
+            hard = labels_term(outputs[0], batch.target, weights, self.label_smoothing)
+            return total + teaching.labels_weight * hard
+
+        return loss
+
+
+def need_equal_shapes(student: torch.Tensor, teacher: torch.Tensor) -> None:
+    """Refuse a teacher whose output is of another shape than the model's.
+
+    Raises:
+        StageFailed: it is.
+    """
+    if teacher.shape != student.shape:
+        raise StageFailed(
+            f"the teacher's output has shape {tuple(teacher.shape)} and the model's "
+            f"{tuple(student.shape)}; name a teacher with the same outputs"
+        )
+
+
+def soft_cross_entropy(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Return the Kullback-Leibler divergence of softened distributions, times T squared.
+
+    After Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network" (2015), section
+    2: gradients of softened targets shrink with 1/T squared, and the factor undoes it. Classes lie
+    on axis 1, as for ``cross_entropy``; the mean is taken over all other axes.
+    """
+    import torch.nn.functional as F
+
+    student = F.log_softmax(student_logits / temperature, dim=1)
+    teacher = F.log_softmax(teacher_logits / temperature, dim=1)
+    divergence = F.kl_div(student, teacher, reduction="none", log_target=True).sum(1)
+    return divergence.mean() * temperature**2
+
+
+def squared_error(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the squared differences."""
+    return (student - teacher).square().mean()
+
+
+def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Return one minus the cosine of vectors on the last axis, as a mean."""
+    import torch.nn.functional as F
+
+    return 1 - F.cosine_similarity(student, teacher, dim=-1).mean()
+
+
+def labels_term(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    class_weights: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Return the cross-entropy of the labelled samples, summed and divided by the number of all.
+
+    A sample without a label, whose target is -100, adds nothing; dividing by all keeps a step's
+    loss the same however its samples are shared out.
+    """
+    import torch.nn.functional as F
+
+    from compress.core.batch import IGNORED_LABEL
+    from compress.training.objective import cross_entropy
+
+    if class_weights is not None:
+        return cross_entropy(logits, target, class_weights, label_smoothing)
+    total = F.cross_entropy(
+        logits,
+        target,
+        ignore_index=IGNORED_LABEL,
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )
+    return total / target.numel()
+
+
+def _distance(student: torch.Tensor, teacher: torch.Tensor, teaching: Teaching) -> torch.Tensor:
+    if teaching.loss == "kl":
+        return soft_cross_entropy(student, teacher, teaching.temperature)
+    return (squared_error if teaching.loss == "mse" else cosine_distance)(student, teacher)

@@ -1,0 +1,122 @@
+"""AOTInductor: the artifact, and the stage that compiles a module or a quantized graph to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from compress.core.artifact import Artifact, Predictor
+from compress.core.eager import EagerModel, predicting
+from compress.core.graph import GraphModel
+from compress.core.requirement import Requirement
+from compress.core.stage import Context, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+
+
+class AotModel(Artifact):
+    """Native code and weights in one `.pt2` package, run by PyTorch without its Python code.
+
+    It is tied to the processor, the system and the version of PyTorch that it was compiled for, and
+    refused elsewhere. Opening it runs the code it holds: open your own packages only.
+    """
+
+    kind: ClassVar[str] = "aot"
+    payload: ClassVar[str] = "model.pt2"
+
+    @contextmanager
+    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
+        """Give the code as a predictor; it runs on what it was compiled for, whatever the device.
+
+        Raises:
+            ArtifactInvalid: the package was altered after sealing, or cannot be loaded.
+            Unavailable: it was compiled for another machine.
+        """
+        from export.aot_machine import refuse_elsewhere
+        from export.aot_package import load
+
+        built_for: Any = self.manifest.facts["built_for"]
+        refuse_elsewhere(built_for, self.payload_path)
+        self.verify()
+        device = _where(built_for["device"], device)
+        module = load(self.payload_path, self.signature, device)
+        with predicting(module, device, threads) as predict:
+            yield predict
+
+    def parameters(self) -> int:
+        """Return the number of weights, counted when the package was made."""
+        return int(self.manifest.facts["parameters"])  # type: ignore[arg-type]  # written below
+
+    def macs(self) -> int:
+        """Return the multiply-accumulates for one sample, counted when the package was made."""
+        return int(self.manifest.facts["macs"])  # type: ignore[arg-type]  # written below
+
+
+class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
+    """Compile to native code ahead of time (AOTInductor), proved to answer like its source.
+
+    The package is tied to the kind of processor it is compiled on.
+    """
+
+    stage: Literal["export_aot"] = "export_aot"
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What the code is compiled for; `cuda` needs such a device, here and where it runs."""
+
+    requirements: ClassVar[tuple[Requirement, ...]] = (
+        Requirement(
+            what=(os.environ.get("CXX") or "g++").split()[0],
+            program=True,
+            install="a C++ compiler, e.g. apt-get install g++",
+        ),
+    )
+
+    def all_requirements(self) -> tuple[Requirement, ...]:
+        """Return the compiler, and a CUDA device where one is compiled for."""
+        from export.aot_machine import CUDA
+
+        return (*self.requirements, *((CUDA,) if self.device == "cuda" else ()))
+
+    @property
+    def machine_parts(self) -> dict[str, Any]:
+        """The processor and system that the code is compiled for."""
+        from export.aot_machine import built_for
+
+        return {"built_for": built_for(self.device)}
+
+    def run(self, model: EagerModel | GraphModel, context: Context) -> AotModel:
+        """Trace, compile, check and seal."""
+        from compress.core.program import export_program
+        from export.agreement import prove_equal
+        from export.aot_machine import built_for, refuse_missing
+        from export.aot_package import compile_package, load
+        from export.targets import warn_of_another
+
+        refuse_missing(self.all_requirements(), self.title)
+        warn_of_another(model, ("inductor-cpu",), self.title)
+        if isinstance(model, GraphModel):
+            program = model.program()
+        else:
+            program = export_program(model.load(), model.signature)
+        facts: dict[str, Any] = {"built_for": built_for(self.device)}
+        facts |= {"parameters": model.parameters(), "macs": model.macs()}
+        device = _where(self.device, context.device)
+        with AotModel.sealing(
+            context.root, model.signature, lineage=self.lineage(model), facts=facts
+        ) as partial:
+            file = partial / AotModel.payload
+            facts |= compile_package(program, model.signature, file, device)
+            module = load(file, model.signature, device)
+            with predicting(module, device, context.threads) as compiled:
+                prove_equal(model, compiled, context)
+        logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
+        return AotModel.at(context.root)
+
+
+def _where(compiled_for: str, device: str) -> str:
+    """Return the device to run on: a CUDA one by its number where that is asked for."""
+    return device if device.partition(":")[0] == compiled_for else compiled_for

@@ -1,0 +1,117 @@
+"""A batch script that runs a pipeline on the nodes of a Slurm cluster."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from compress.core.errors import PipelineInvalid
+from compress.core.settings import Count, Settings
+from compress.training.parallel import Parallel
+from pipelines.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RENDEZVOUS = "$COMPRESS_RENDEZVOUS"
+TEMPLATE = "slurm.sh.jinja"
+
+
+class Cluster(Settings):
+    """What a job asks of the cluster."""
+
+    nodes: Count = 1
+    gpus_per_node: Annotated[int, Field(ge=0)] = 0
+    cpus_per_node: Count | None = None
+    """By default 8 for each GPU, or 8 without one."""
+    hours: Count = 24
+    warning_seconds: Count = 120
+    """Before the time is up, to stop and queue again."""
+
+    @property
+    def processes(self) -> int:
+        """Training processes of a node: one for each GPU."""
+        return max(1, self.gpus_per_node)
+
+
+def write_script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> None:
+    """Write the batch script.
+
+    Raises:
+        PipelineInvalid: there is such a file, or it cannot be written.
+    """
+    try:
+        with script.open("x", encoding="utf-8") as stream:
+            stream.write(_script(script, pipeline, out, cluster))
+    except FileExistsError:
+        raise PipelineInvalid(
+            f"{script} exists and is not overwritten; name another with --script, or remove it"
+        ) from None
+    except OSError as error:
+        raise PipelineInvalid(f"{script} cannot be written ({error.strerror})") from None
+
+
+def what_to_put(pipeline: Path, cluster: Cluster) -> Iterator[str]:
+    """Yield a line for each thing in the pipeline file that does not fit the job.
+
+    Raises:
+        PipelineInvalid: the file is invalid.
+    """
+    wanted = f"nodes: {cluster.nodes}, processes: {cluster.processes}"
+    if cluster.nodes > 1:
+        wanted += f", rendezvous: {RENDEZVOUS}"
+    if not pipeline.exists():
+        yield f"{pipeline} is not there yet; give its trainings parallel: {{{wanted}}}"
+        return
+    read = Pipeline.from_yaml(pipeline)
+    for stage in read.stages:
+        for place, parallel in _trainings(stage):
+            if not _fits(parallel, cluster):
+                yield f"{pipeline}, stage {stage.title}: put {place}parallel: {{{wanted}}}"
+    if cluster.gpus_per_node and read.device == "cpu":
+        yield f"{pipeline}: put device: cuda, or the GPUs stay idle"
+
+
+def _fits(parallel: Parallel, cluster: Cluster) -> bool:
+    # Without GPUs any number of processes may share a node's cores.
+    processes = cluster.processes if cluster.gpus_per_node else parallel.processes
+    return (
+        (parallel.nodes, parallel.processes) == (cluster.nodes, processes)
+        and (cluster.nodes == 1 or parallel.rendezvous == RENDEZVOUS)
+    )  # fmt: skip
+
+
+def _trainings(settings: Settings, place: str = "") -> Iterator[tuple[str, Parallel]]:
+    """Yield how each training within a stage's settings is spread, after the way to it."""
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, Parallel):
+            yield place, value
+        elif isinstance(value, Settings):
+            yield from _trainings(value, f"{place}{name}.")
+
+
+def _script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # no page; what goes into a shell is quoted
+    )
+    settings = cluster.model_dump()
+    settings["cpus_per_node"] = cluster.cpus_per_node or 8 * cluster.processes
+    return environment.get_template(TEMPLATE).render(
+        script=script.name,
+        name=pipeline.stem.replace(" ", "-"),
+        pipeline=pipeline.name,
+        pipeline_quoted=shlex.quote(str(pipeline)),
+        out_quoted=shlex.quote(str(out)),
+        **settings,
+    )

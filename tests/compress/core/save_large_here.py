@@ -1,0 +1,36 @@
+"""One of two processes that save large tensors, sharded by rows and by columns: RANK FOLDER."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+SHAPE = (4099, 4096)  # 64 MiB and three rows, so that the shards are uneven
+
+
+def whole(seed: int, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
+    return torch.empty(shape).normal_(generator=torch.Generator().manual_seed(seed))
+
+
+def main(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    for name, rows, columns in (("warm-up", 5, 3), ("large", *SHAPE)):
+        tensors = [whole(seed, (rows, columns)) for seed in range(3)]
+        state = {
+            "rows": distribute_tensor(tensors[0], mesh, [Shard(0)]),
+            "columns": distribute_tensor(tensors[1], mesh, [Shard(1)]),
+            "here": tensors[2].t().half(),
+        }
+        dcp.save({"model": state}, checkpoint_id=folder / name)
+    dist.barrier()
+    os._exit(0)  # gloo's threads may abort a process that takes itself apart
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

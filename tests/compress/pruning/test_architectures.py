@@ -1,0 +1,167 @@
+"""Architectures of transformers, pruned without a word about them."""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from compress.core.checkpoint import import_checkpoint
+from compress.core.eager import EagerModel, run_in_eval
+from compress.core.errors import StageFailed
+from compress.core.recipe import KeepIndices
+from compress.core.signature import TensorSpec
+from compress.core.stage import Context
+from compress.pruning.stage import PruneChannels
+from export.onnx import ExportOnnx
+from tests.compress.pruning.zoo.architectures import TRANSFORMERS, Architecture
+
+pytestmark = pytest.mark.slow
+
+CASES = {case.name: case for case in TRANSFORMERS}
+LEAST_GAIN = 0.15
+CUT_LESS = [
+    "albert",
+    "deberta_v2",
+    "gpt2",
+    "qwen3",
+    "bloom",
+    "swin",
+    "resnet",
+    "segformer",
+    "mamba",
+]
+"""One of each kind, cut at another ratio too: numbers of heads and of channels are others."""
+EXPORTED = [
+    "bert",
+    "deberta_v2",
+    "gpt2",
+    "qwen3",
+    "bloom",
+    "bart",
+    "vit",
+    "convnext",
+    "resnet",
+    "segformer",
+    "clip",
+    "wav2vec2",
+    "mamba",
+]
+"""One of each kind that differs in what it exports."""
+NOT_EXPORTED = {"t5": "Cannot view a tensor with shape"}
+"""What torch's ONNX exporter refuses, pruned or not: so with `swin` and `beit`."""
+
+Pruned = Callable[[str, float], EagerModel]
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> Pruned:
+    """Return a function that gives an architecture pruned at a ratio; 0 is the unpruned one."""
+    root = tmp_path_factory.mktemp("architectures")
+
+    @cache
+    def prune(name: str, ratio: float) -> EagerModel:
+        case, place = CASES[name], root / f"{name}-{ratio}"
+        if ratio == 0:
+            return import_checkpoint(
+                place, case.recipe, case.signature, checkpoint=None, folder=case.folder
+            )
+        return PruneChannels(ratio=ratio)(prune(name, 0), Context(root=place))
+
+    return prune
+
+
+def drawn(spec: TensorSpec, batch: int, length: int) -> torch.Tensor:
+    """Return an input as real data has them: any word, and padding after each text's end."""
+    shape = spec.sized({"batch": batch, "sequence": length})
+    if spec.name == "attention_mask":
+        ends = torch.randint(1, shape[1] + 1, (batch, 1))
+        return (torch.arange(shape[1]) < ends).long()
+    if spec.dtype == "int64":
+        return torch.randint(3, 96, shape)
+    return torch.randn(shape)
+
+
+def inputs_unlike_the_proofs(case: Architecture) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield inputs of other batch sizes and lengths than those of the proof."""
+    torch.manual_seed(5)
+    for batch, length in ((1, 16), (3, 5)):
+        specs = [
+            spec.model_copy(update={"shape": ("batch", "sequence")})
+            if spec.dtype == "int64"
+            else spec
+            for spec in case.specs
+        ]
+        yield tuple(drawn(spec, batch, length) for spec in specs)
+
+
+def silence_(module: torch.nn.Module, edit: KeepIndices) -> None:
+    """Write zeros where the edit cuts."""
+    tensors = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    for name, axes in edit.kept.items():
+        for axis, kept in axes.items():
+            silent = sorted(set(range(tensors[name].shape[axis])) - set(kept))
+            with torch.no_grad():
+                tensors[name].movedim(axis, 0)[silent] = 0
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"), [*((name, 0.5) for name in CASES), *((name, 0.25) for name in CUT_LESS)]
+)
+def test_answers_as_its_masked_twin(name: str, ratio: float, pruned: Pruned) -> None:
+    found = pruned(name, ratio)
+    masked, smaller = pruned(name, 0).load().double(), found.load().double()
+    (edit,) = found.recipe.edits
+    silence_(masked, edit)
+    for inputs in inputs_unlike_the_proofs(CASES[name]):
+        doubles = [x.double() if x.is_floating_point() else x for x in inputs]
+        expected, answers = run_in_eval(masked, doubles), run_in_eval(smaller, doubles)
+        assert [x.shape for x in answers] == [x.shape for x in expected]
+        for a, b in zip(answers, expected, strict=True):
+            # Some compute parts in single precision whatever they are asked.
+            assert (a - b).abs().max() <= 1e-6 * b.abs().max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_much_is_cut(name: str, pruned: Pruned) -> None:
+    assert pruned(name, 0.5).macs() <= (1 - LEAST_GAIN) * pruned(name, 0).macs()
+
+
+@pytest.mark.usefixtures("one_registry")
+@pytest.mark.parametrize("name", [*EXPORTED, *NOT_EXPORTED])
+def test_its_onnx_file_answers_alike(name: str, pruned: Pruned, tmp_path: Path) -> None:
+    export = ExportOnnx()
+    if name in NOT_EXPORTED:
+        with pytest.raises(StageFailed, match=NOT_EXPORTED[name]):
+            export(pruned(name, 0.5), Context(root=tmp_path / "onnx"))
+        return
+    exported = export(pruned(name, 0.5), Context(root=tmp_path / "onnx"))
+    assert exported.parameters() < pruned(name, 0).parameters()
+
+
+def test_all_load_again_bit_identically_in_a_fresh_process(
+    pruned: Pruned, fresh_process: Callable[[str], str]
+) -> None:
+    models = {name: pruned(name, 0.5) for name in CASES}
+    code = (
+        "import json, sys, torch; torch.set_num_threads(1)\n"
+        f"sys.path.insert(0, {str(Path.cwd())!r})\n"
+        "from compress.core.eager import EagerModel, run_in_eval\n"
+        "def digest(path):\n"
+        "    model = EagerModel.at(path)\n"
+        "    outputs = run_in_eval(model.load(), model.signature.example(seed=7))\n"
+        "    return [hash(tuple(x.flatten().tolist())) for x in outputs]\n"
+        f"paths = {[str(model.path) for model in models.values()]!r}\n"
+        "print(json.dumps([digest(path) for path in paths]))"
+    )
+    found = json.loads(fresh_process(code).splitlines()[-1])
+    for model, digests in zip(models.values(), found, strict=True):
+        outputs = run_in_eval(model.load(), model.signature.example(seed=7))
+        assert digests == [hash(tuple(x.flatten().tolist())) for x in outputs], model.path.name

@@ -1,0 +1,155 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from compress.core.checkpoint import import_checkpoint
+from compress.core.data import Splits
+from compress.core.eager import EagerModel, run_in_eval
+from compress.core.errors import GateRefused, PipelineInvalid, StageFailed
+from compress.core.gates import MaxParameters
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.pruning.finetuning import Finetune
+from compress.pruning.layers_stage import PruneLayers
+from compress.training.settings import Training
+from compress.training.teaching import Teaching
+
+HERE = Path(__file__).parent
+
+
+def sealed(path: Path, net: str, width: int = 4) -> EagerModel:
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", width)),))
+    recipe = Recipe(factory=f"pruning_block_nets:{net}")
+    return import_checkpoint(path, recipe, signature, checkpoint=None, folder=HERE)
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> EagerModel:
+    return sealed(tmp_path / "deep", "Deep")
+
+
+def test_the_blocks_that_do_least_leave(deep: EagerModel, tmp_path: Path) -> None:
+    told = []
+    context = Context(root=tmp_path / "slim", progress=lambda *what: told.append(what))
+    slim = PruneLayers(remove=2)(deep, context)
+    facts = slim.manifest.facts
+    assert facts["kept"] == {"blocks": [0, 2, 4]}
+    assert [step["block"] for step in facts["removed"]] == ["blocks.3", "blocks.1"]
+    harm = {name: found["distance"] for name, found in facts["harm_alone"].items()}
+    assert sorted(harm, key=harm.get)[:2] == ["blocks.3", "blocks.1"] and len(harm) == 5
+    assert facts["judged_by"] == "outputs" and facts["stayed"] == {}
+    assert len(told) == 5 + 4 and told[-1][1:3] == (9, 9)
+    whole, module = deep.load(), slim.load()
+    assert torch.equal(module.blocks[1].first.weight, whole.blocks[2].first.weight)
+    x = slim.signature.example(seed=3)
+    difference = (module(*x) - whole(*x)).norm() / whole(*x).norm()
+    assert difference < 0.02
+
+
+def test_a_pair_is_searched_for_and_not_added_up(tmp_path: Path) -> None:
+    model = sealed(tmp_path / "source", "Together")
+    slim = PruneLayers(keep=2)(model, Context(root=tmp_path / "slim"))
+    harm = {k: v["distance"] for k, v in slim.manifest.facts["harm_alone"].items()}
+    assert sorted(harm, key=harm.get) == [f"blocks.{i}" for i in (0, 1, 2, 3)]
+    assert slim.manifest.facts["kept"] == {"blocks": [1, 3]}
+
+
+def test_a_fresh_process_answers_bit_identically(
+    deep: EagerModel, tmp_path: Path, fresh_process: Callable[[str], str]
+) -> None:
+    slim = PruneLayers(ratio=0.5)(deep, Context(root=tmp_path / "slim"))
+    found = fresh_process(
+        f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
+        "from compress.core.eager import EagerModel, run_in_eval\n"
+        f"model = EagerModel.at({str(slim.path)!r})\n"
+        "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
+    )
+    expected = run_in_eval(slim.load(), slim.signature.example(seed=7))[0]
+    assert json.loads(found) == expected.tolist()
+    again = PruneLayers(remove=1)(slim, Context(root=tmp_path / "again"))
+    assert len(again.load().blocks) == 2 and len(again.recipe.edits) == 2
+    assert len(deep.load().blocks) == 5
+
+
+def test_blocks_that_change_the_shape_stay(tmp_path: Path) -> None:
+    model = sealed(tmp_path / "source", "Stages")
+    slim = PruneLayers(remove=2)(model, Context(root=tmp_path / "slim"))
+    facts = slim.manifest.facts
+    assert len(slim.load().layer1) + len(slim.load().layer2) == 3
+    assert facts["stayed"]["layer2.0"] == "its input has shape (2, 8) and its output (2, 12)"
+    assert set(facts["stayed"]) == {"layer1.0", "layer2.0"}
+    with pytest.raises(
+        StageFailed, match=r"4 blocks are to be removed and 3 can be \(layer1.0: its"
+    ):
+        PruneLayers(keep=1)(model, Context(root=tmp_path / "none"))
+
+
+def test_a_forward_that_counts_by_itself_is_refused(tmp_path: Path) -> None:
+    model = sealed(tmp_path / "source", "Indexed")
+    with pytest.raises(StageFailed, match=r"blocks.0: the model without it fails: IndexError"):
+        PruneLayers(remove=1)(model, Context(root=tmp_path / "slim"))
+    assert not (tmp_path / "slim").exists()
+
+
+def test_the_metric_judges_where_there_are_targets(
+    deep: EagerModel, blobs: Splits, tmp_path: Path
+) -> None:
+    context = Context(root=tmp_path / "slim", data=blobs)
+    slim = PruneLayers(remove=1, exclude=("blocks.3", "blocks.[12]"))(deep, context)
+    facts = slim.manifest.facts
+    assert facts["judged_by"] == "metric" and "points" in facts["removed"][0]
+    assert facts["stayed"]["blocks.1"] == "excluded by 'blocks.[12]'"
+    before, after = context.score(deep), context.score(slim)
+    assert facts["removed"][0]["points"] == pytest.approx(100 * (before - after), abs=1e-4)
+    unlabelled = Splits({"val": TensorDataset(blobs.datasets["val"].tensors[0])})
+    slim = PruneLayers(remove=1)(deep, Context(root=tmp_path / "other", data=unlabelled))
+    assert slim.manifest.facts["judged_by"] == "outputs"
+    with pytest.raises(StageFailed, match="needs a split 'val' with targets for accuracy"):
+        PruneLayers(remove=1, judged_by="metric")(
+            deep, Context(root=tmp_path / "none", data=unlabelled)
+        )
+
+
+def test_it_learns_from_the_unpruned_model(deep: EagerModel, blobs: Splits, tmp_path: Path) -> None:
+    x = {name: TensorDataset(split.tensors[0]) for name, split in blobs.datasets.items()}
+    context = Context(root=tmp_path / "tuned", data=Splits(x))
+    training = Finetune(epochs=2, batch_size=16, keep="last", teaching=Teaching(loss="mse"))
+    stage = PruneLayers(keep=1, finetune=training)
+    stage = stage.model_copy(update={"judged_by": "outputs"})
+    with pytest.raises(StageFailed, match="needs targets and split 'val' has none"):
+        stage(deep, context)
+    train = Splits({"train": x["train"]})
+    tuned = stage(deep, Context(root=tmp_path / "tuned", data=train))
+    cut = PruneLayers(keep=1)(deep, Context(root=tmp_path / "cut", data=train))
+    inputs = x["val"].tensors
+    expected = deep.load()(*inputs)
+    far, near = ((m.load()(*inputs) - expected).norm() for m in (cut, tuned))
+    assert near < 0.8 * far
+    assert tuned.parameters() == cut.parameters() < deep.parameters()
+    assert tuned.manifest.facts["kept_epoch"] == 2
+
+
+def test_wrong_input_is_refused(deep: EagerModel, mlp: EagerModel, tmp_path: Path) -> None:
+    context = Context(root=tmp_path / "slim")
+    with pytest.raises(StageFailed, match="the model has no repeated blocks"):
+        PruneLayers(remove=1)(mlp, context)
+    with pytest.raises(StageFailed, match=r"ratio: 0.1 of 5 blocks removes none; 5 of them can"):
+        PruneLayers(ratio=0.1)(deep, context)
+    with pytest.raises(PipelineInvalid, match=r"prune_layers.exclude: no module matches 'block'"):
+        PruneLayers(remove=1, exclude=("block",))(deep, context)
+    with pytest.raises(StageFailed, match="needs data"):
+        PruneLayers(remove=1, finetune=Training(epochs=1))(deep, context)
+    with pytest.raises(ValueError, match="give one of remove, keep and ratio, found none"):
+        PruneLayers()
+
+
+def test_a_gate_refuses_and_the_result_is_kept(deep: EagerModel, tmp_path: Path) -> None:
+    stage = PruneLayers(remove=1, gates=(MaxParameters(ratio=0.1),))
+    with pytest.raises(GateRefused, match="max_parameters"):
+        stage(deep, Context(root=tmp_path / "slim"))
+    assert EagerModel.at(tmp_path / "slim").parameters() < deep.parameters()

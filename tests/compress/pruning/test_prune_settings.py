@@ -1,0 +1,214 @@
+"""The stage's settings: what is refused, what needs data, and what each of them does."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from compress.core.checkpoint import import_checkpoint
+from compress.core.data import Splits
+from compress.core.eager import EagerModel, run_in_eval
+from compress.core.errors import StageFailed
+from compress.core.metrics import Metric
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.pruning.finetuning import Finetune
+from compress.pruning.pruner import Pruner, composed
+from compress.pruning.stage import PruneChannels
+from compress.pruning.targets import Target
+from compress.training.settings import Training
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
+    """Return a trained-like network of 4 features with three families."""
+    root = tmp_path_factory.mktemp("wide")
+    (root / "widenet.py").write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def wide():\n    torch.manual_seed(3)\n"
+        "    sizes = [(4, 64), (64, 48), (48, 32), (32, 3)]\n"
+        "    layers = [p for s in sizes for p in (nn.Linear(*s), nn.ReLU())]\n"
+        "    for layer in layers[::2]:\n"
+        "        nn.init.orthogonal_(layer.weight, gain=1.4)\n"
+        "        nn.init.zeros_(layer.bias)\n"
+        "    return nn.Sequential(*layers[:-1])\n"
+    )
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+    return import_checkpoint(
+        root / "source", Recipe(factory="widenet:wide"), signature, checkpoint=None, folder=root
+    )
+
+
+def unlabelled(splits: Splits) -> Splits:
+    bare = {name: TensorDataset(split.tensors[0]) for name, split in splits.datasets.items()}
+    return Splits(bare, batch_size=32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "needs ratio or target, found neither"),
+        ({"ratio": 0.5, "target": {"macs": 0.5}}, "needs ratio or target, found both"),
+        ({"target": {}}, "exactly one of macs, parameters and latency, found none"),
+        ({"target": {"macs": 0.5, "latency": 0.5}}, "found macs and latency"),
+        ({"target": {"macs": 0.5, "batch": 8}}, "target.batch is for latency"),
+        ({"ratio": 0.5, "max_ratio": 0.9}, "max_ratio is for scope global or isomorphic"),
+        ({"ratio": 0.9, "scope": "global"}, "ratio 0.9 is above max_ratio 0.8"),
+        ({"ratio": 0.5, "refit": True, "calibration_samples": 0}, "refit needs samples"),
+        ({"ratio": 0.5, "importance": "obs", "calibration_samples": 0}, "importance: obs needs"),
+    ],
+)
+def test_contradictions_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PruneChannels(**settings)
+
+
+def test_data_are_needed_where_something_is_asked_of_them(wide: EagerModel, tmp_path: Path) -> None:
+    assert not PruneChannels(ratio=0.5).needs_data and PruneChannels(ratio=0.5).uses_data
+    assert not PruneChannels(ratio=0.5, calibration_samples=0).uses_data
+    for settings in ({"refit": True}, {"importance": "wanda"}, {"calibration_samples": 8}):
+        stage = PruneChannels(ratio=0.5, **settings)
+        name = next(iter(settings))
+        with pytest.raises(StageFailed, match=f"prune_channels with .*{name}.* needs data"):
+            stage(wide, Context(root=tmp_path / name))
+    with pytest.raises(StageFailed, match=r"500 calibration samples asked for .* has 120"):
+        few = Splits({"train": TensorDataset(torch.randn(120, 4))})
+        stage = PruneChannels(ratio=0.5, calibration_samples=500)
+        stage(wide, Context(root=tmp_path / "few", data=few))
+
+
+def test_a_refit_brings_outputs_nearer_and_says_so(
+    wide: EagerModel, blobs: Splits, tmp_path: Path
+) -> None:
+    context = Context(root=tmp_path / "refit", data=unlabelled(blobs))
+    slim = PruneChannels(ratio=0.5)(wide, context)
+    told = slim.manifest.facts["refit"]
+    assert told["samples"] == 120  # all there are
+    assert set(told["layers"]) == {"2.weight", "4.weight", "6.weight"}
+    assert told["output_error"]["refit"] < 0.2 * told["output_error"]["cut"]
+    plain = PruneChannels(ratio=0.5, refit=False)(wide, context.at(tmp_path / "plain"))
+    x = blobs.datasets["test"].tensors[0]
+    answers = [run_in_eval(m.load(), (x,))[0] for m in (wide, plain, slim)]
+    assert (answers[2] - answers[0]).norm() < 0.5 * (answers[1] - answers[0]).norm()
+
+
+def test_facts_tell_what_was_removed(wide: EagerModel, tmp_path: Path) -> None:
+    slim = PruneChannels(ratio=0.5, exclude=("4",))(wide, Context(root=tmp_path / "slim"))
+    facts = slim.manifest.facts
+    assert facts["families"] == [
+        {"modules": ["0"], "before": 64, "after": 32},
+        {"modules": ["2"], "before": 48, "after": 32},
+    ]
+    assert facts["pinned"] == {"6": "it is an output of the model", "4": "excluded by '4'"}
+    weights = 4 * 64 + 64 * 48 + 48 * 32 + 32 * 3
+    left = 4 * 32 + 32 * 32 + 32 * 32 + 32 * 3
+    assert facts["macs"] == {"before": weights, "after": left}
+    biases = 48 + 32 + 3
+    assert facts["parameters"] == {"before": weights + 64 + biases, "after": left + 32 * 3 + 3}
+    assert "refit" not in facts
+
+
+@pytest.mark.parametrize("importance", ["taylor", "hessian", "wanda", "obs"])
+def test_every_criterion_prunes_with_and_without_labels(
+    wide: EagerModel, blobs: Splits, tmp_path: Path, importance: str
+) -> None:
+    stage = PruneChannels(ratio=0.5, importance=importance, calibration_samples=64)
+    kept = []
+    for name, data in (("labelled", blobs), ("bare", unlabelled(blobs))):
+        slim = stage(wide, Context(root=tmp_path / name, data=data))
+        assert slim.parameters() < 0.5 * wide.parameters()
+        kept.append(slim.recipe.edits[0].kept)
+    looks_at_labels = importance in ("taylor", "hessian")
+    assert (kept[0] != kept[1]) == looks_at_labels
+
+
+@pytest.mark.parametrize("quantity", ["macs", "parameters"])
+def test_a_target_is_what_remains(wide: EagerModel, tmp_path: Path, quantity: str) -> None:
+    stage = PruneChannels(target=Target(**{quantity: 0.4}), round_to=4, scope="global")
+    slim = stage(wide, Context(root=tmp_path / "slim"))
+    assert slim.manifest.facts[quantity]["before"] * 0.38 < slim.manifest.facts[quantity]["after"]
+    assert slim.manifest.facts[quantity]["after"] <= slim.manifest.facts[quantity]["before"] * 0.4
+    assert slim.macs() == slim.manifest.facts["macs"]["after"]
+
+
+def test_a_target_of_latency_is_measured_on_whole_models(
+    wide: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def latency(pruner: Pruner, module: torch.nn.Module, batch: int) -> float:
+        asked.append(batch)
+        return sum(p.numel() for p in module.parameters()) / wide.parameters()
+
+    monkeypatch.setattr(Pruner, "_latency", latency)
+    stage = PruneChannels(target=Target(latency=0.5, batch=8), round_to=1)
+    slim = stage(wide, Context(root=tmp_path / "slim"))
+    assert 0.45 < slim.parameters() / wide.parameters() <= 0.5
+    assert set(asked[:-1]) == {8} and len(asked) <= 7
+
+
+def test_a_model_that_is_not_faster_is_warned_of(
+    wide: EagerModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for ratio in (0.7, 1.2):
+        monkeypatch.setattr(Pruner, "_latency", lambda *_, found=ratio, **__: found)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            PruneChannels(ratio=0.5)(wide, Context(root=tmp_path / str(ratio)))
+        warned = [r.getMessage() for r in caplog.records if "compress" in r.name]
+        assert bool(warned) == (ratio > 1)
+    assert "not faster here: 1.20 of the time" in warned[0]
+
+
+def test_the_latency_ratio_is_that_of_two_models(wide: EagerModel, tmp_path: Path) -> None:
+    pruner = Pruner(PruneChannels(ratio=0.5), wide, Context(root=tmp_path / "slim"))
+    slow = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(400)))
+    assert pruner._latency(slow, batch=1) > 5
+
+
+def test_a_teacher_teaches_without_labels(wide: EagerModel, blobs: Splits, tmp_path: Path) -> None:
+    data = unlabelled(blobs)
+    finetune = Finetune(epochs=2, batch_size=8, teaching={"hard_weight": 0})
+    stage = PruneChannels(ratio=0.75, refit=False, finetune=finetune)
+    context = Context(
+        root=tmp_path / "taught", data=data, metric=Metric("fidelity"), earlier={"source": wide}
+    )
+    cut = stage.model_copy(update={"finetune": None})(wide, context.at(tmp_path / "cut"))
+    taught = stage(wide, context)
+    assert context.score(taught) > context.score(cut)
+    with pytest.raises(StageFailed, match="cross-entropy needs targets"):
+        stage.model_copy(update={"finetune": Finetune(epochs=1)})(wide, context)
+
+
+def test_any_training_finetunes() -> None:
+    stage = PruneChannels(ratio=0.5, finetune=Training(epochs=2, momentum=0.5))
+    assert isinstance(stage.finetune, Finetune)
+    assert (stage.finetune.epochs, stage.finetune.momentum) == (2, 0.5)
+
+
+def test_unverified_cuts_may_be_an_error(tmp_path: Path) -> None:
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+    recipe = Recipe(factory="pruning_linear_nets:HiddenWidth")
+    source = import_checkpoint(tmp_path / "source", recipe, signature, checkpoint=None, folder=HERE)
+    context = Context(root=tmp_path / "slim")
+    slim = PruneChannels(ratio=0.5)(source, context)
+    assert "masked twin" in slim.manifest.facts["pinned"]["first"]
+    with pytest.raises(StageFailed, match="the cut of 'first' cannot be proven"):
+        PruneChannels(ratio=0.5, on_unverified="error")(
+            source, replace(context, root=tmp_path / "strict")
+        )
+
+
+def test_indices_of_two_cuts_are_one() -> None:
+    first = {"a": {0: (1, 3, 5, 7), 1: (0, 2)}}
+    second = {"a": {0: (0, 3)}, "b": {1: (4,)}}
+    assert composed(first, second) == {"a": {0: (1, 7), 1: (0, 2)}, "b": {1: (4,)}}

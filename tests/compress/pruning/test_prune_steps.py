@@ -1,0 +1,123 @@
+"""Several cuts in turn, and what a real network keeps without a training step."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compress.core.checkpoint import import_checkpoint
+from compress.core.data import Splits
+from compress.core.eager import EagerModel, run_in_eval
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.pruning.allocation import Limits
+from compress.pruning.finetuning import Finetune
+from compress.pruning.plan import rank
+from compress.pruning.pruner import other_sizes
+from compress.pruning.stage import PruneChannels
+from compress.pruning.targets import Target
+from compress.training.stage import Train
+
+DIGITS = Path(__file__).parents[3] / "examples" / "digits"
+
+
+def resnet(path: Path) -> EagerModel:
+    signature = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
+    recipe = Recipe(factory="models:resnet20")
+    return import_checkpoint(path, recipe, signature, checkpoint=None, folder=DIGITS)
+
+
+def answers_of(model: EagerModel, fresh_process: Callable[[str], str]) -> object:
+    return json.loads(
+        fresh_process(
+            "import torch; torch.set_num_threads(1)\n"
+            f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
+            "from compress.core.eager import EagerModel, run_in_eval\n"
+            f"model = EagerModel.at({str(model.path)!r})\n"
+            "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
+        )
+    )
+
+
+def test_cuts_in_turn_are_replayed_in_a_fresh_process(
+    mlp: EagerModel, blobs: Splits, tmp_path: Path, fresh_process: Callable[[str], str]
+) -> None:
+    stage = PruneChannels(ratio=0.75, iterations=3, round_to=1)
+    slim = stage(mlp, Context(root=tmp_path / "slim", data=blobs))
+    assert [len(edit.kept["0.weight"][0]) for edit in slim.recipe.edits] == [12, 8, 4]
+    assert slim.manifest.facts["families"] == [{"modules": ["0"], "before": 16, "after": 4}]
+    expected = run_in_eval(slim.load(), slim.signature.example(seed=7))[0]
+    assert answers_of(slim, fresh_process) == expected.tolist()
+
+
+def test_cuts_in_turn_end_where_one_cut_does(mlp: EagerModel, tmp_path: Path) -> None:
+    for settings in ({"ratio": 0.5}, {"target": Target(parameters=0.5), "round_to": 1}):
+        once, thrice = (
+            PruneChannels(**settings, iterations=n)(mlp, Context(root=tmp_path / f"{n}{settings}"))
+            for n in (1, 3)
+        )
+        assert thrice.parameters() == once.parameters()
+        assert len(once.recipe.edits) == 1
+
+
+def test_the_model_is_trained_after_each_cut(
+    mlp: EagerModel, blobs: Splits, tmp_path: Path
+) -> None:
+    finetune = Finetune(epochs=2, batch_size=16, keep="last")
+    stage = PruneChannels(ratio=0.5, iterations=2, round_to=1, finetune=finetune)
+    context = Context(root=tmp_path / "slim", data=blobs)
+    slim = stage(mlp, context)
+    assert len(slim.recipe.edits) == 2
+    untrained = stage.model_copy(update={"finetune": None})(mlp, context.at(tmp_path / "cut"))
+    assert context.score(slim) > context.score(untrained)
+    assert not (tmp_path / "slim.work").exists()
+
+
+@pytest.mark.slow
+def test_a_refit_saves_what_a_cut_breaks(digits: Splits, tmp_path: Path) -> None:
+    context = Context(root=tmp_path / "trained", data=digits)
+    training = Train(epochs=6, batch_size=64)
+    trained = training(resnet(tmp_path / "source"), context)
+    before = context.score(trained)
+    found = {}
+    for ratio, refit in ((0.5, False), (0.5, True), (0.7, True)):
+        stage = PruneChannels(ratio=ratio, refit=refit, calibration_samples=256)
+        slim = stage(trained, context.at(tmp_path / f"{ratio} {refit}"))
+        found[ratio, refit] = context.score(slim)
+    assert found[0.5, True] > before - 0.02 > found[0.5, False]
+    assert found[0.7, True] > before - 0.03
+
+
+class LatePositions(nn.Module):
+    """Has a layer with an entry for each position, of which short sequences read the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Linear(2, 16)
+        self.up, self.down = nn.Linear(4, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        late = self.positions(torch.ones(2, dtype=x.dtype))
+        return self.down(F.gelu(self.up(x + late[: x.shape[1], None])))
+
+
+def test_entries_that_only_longer_inputs_read_stay() -> None:
+    torch.manual_seed(0)
+    net, limits = LatePositions().eval(), Limits(round_to=1)
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", "length", 4)),))
+    inputs = signature.example()
+    fooled, wise = (
+        ranking.prove(ranking.allocate(0.5, limits))
+        for ranking in (
+            rank(net, inputs),
+            rank(net, inputs, others=other_sizes(signature, seed=0)),
+        )
+    )
+    assert {cut.family.name for cut in fooled.families} == {"positions", "up"}
+    assert {cut.family.name for cut in wise.families} == {"up"}
+    assert "otherwise than its masked twin" in wise.pinned["positions"]

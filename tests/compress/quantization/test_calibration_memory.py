@@ -1,0 +1,53 @@
+from collections.abc import Callable
+
+import pytest
+
+CALIBRATE = """
+import copy, resource
+import torch
+from torch.utils.data import Dataset
+from compress.core.data import Splits
+from compress.core.program import export_program
+from compress.core.signature import Signature, TensorSpec
+from compress.quantization.calibrate import functional, observe_
+from compress.quantization.observers import OBSERVERS
+from compress.quantization.pt2e import prepare_pt2e
+from compress.quantization.quantizer import OnnxRuntimeQuantizer
+from compress.quantization.ranges import fit_ranges_, watching
+from compress.quantization.samples import Calibration
+from compress.quantization.scheme import scheme_of
+
+class Images(Dataset):
+    def __len__(self):
+        return 2048
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(1, 32, 32, generator=generator), 0
+
+torch.set_num_threads(1)
+signature = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 32, 32)),))
+layers = [torch.nn.Conv2d(1 if i == 0 else 16, 16, 1) for i in range(4)]
+network = torch.nn.Sequential(*[part for layer in layers for part in (layer, torch.nn.ReLU())])
+graph = functional(export_program(network.eval(), signature)).module(check_guards=False)
+
+def calibrate(observer, samples):
+    quantizer = OnnxRuntimeQuantizer(scheme_of("onnxruntime-cpu"), observer)
+    prepared = prepare_pt2e(copy.deepcopy(graph), quantizer)
+    with watching(prepared, signature) as watches:
+        calibration = Calibration(Splits({"train": Images()}, 32), samples, seed=0)
+        observe_(prepared, signature, calibration, lambda seen: None)
+    fit_ranges_(prepared)
+    watches.facts()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+few = max(calibrate(observer, 64) for observer in OBSERVERS)
+print(*(f"{observer}={calibrate(observer, 2048) / few}" for observer in OBSERVERS))
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_samples(fresh_process: Callable[[str], str]) -> None:
+    ratios = dict(part.split("=") for part in fresh_process(CALIBRATE).split())
+    assert len(ratios) == 6
+    assert all(float(ratio) <= 1.1 for ratio in ratios.values()), ratios

@@ -1,0 +1,197 @@
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from compress.core.artifact import Artifact
+from compress.core.data import Splits
+from compress.core.eager import EagerModel
+from compress.core.errors import StageFailed
+from compress.core.graph import GraphModel
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.quantization.precision_stage import ConvertPrecision
+from export.onnx import ExportOnnx
+from export.torchscript import ExportTorchScript
+
+HERE = Path(__file__).parent
+IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
+ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 8)),))
+SERIES = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4, 7)),))
+TOKENS = Signature(inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),))
+MASKED = Signature(
+    inputs=(
+        TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),
+        TensorSpec(name="mask", shape=("batch", "length"), dtype="int64"),
+    )
+)
+
+
+def source(path: Path, factory: str, signature: Signature) -> EagerModel:
+    torch.manual_seed(0)
+    recipe = Recipe(factory=factory)
+    return EagerModel.create(path, recipe, recipe.build(HERE).state_dict(), signature, folder=HERE)
+
+
+def data(signature: Signature) -> Splits:
+    rows = [tuple(x[0] for x in signature.example(1, seed=seed)) for seed in range(32)]
+    samples = [(row, torch.tensor(0)) for row in rows]
+    return Splits({"train": samples, "val": samples}, batch_size=16)
+
+
+def halved(model: EagerModel, root: Path, dtype: str = "float16", **settings: object) -> GraphModel:
+    stage = ConvertPrecision.model_validate({"dtype": dtype, "calibration_samples": 32, **settings})
+    return stage(model, Context(root=root, data=data(model.signature)))
+
+
+def answer(model: Artifact, *inputs: torch.Tensor) -> torch.Tensor:
+    with model.open() as predict:
+        return predict(*inputs)[0]
+
+
+def apart(expected: torch.Tensor, got: torch.Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_are_halved_and_answers_keep_type_and_value(tmp_path: Path, dtype: str) -> None:
+    model = source(tmp_path / "source", "networks:mobilenet", IMAGE)
+    half = halved(model, tmp_path / "half", dtype)
+    state = half.program().state_dict
+    assert {tensor.dtype for tensor in state.values()} == {getattr(torch, dtype)}
+    assert half.manifest.facts["float32_for_their_numbers"] == {}
+    assert half.manifest.facts["quantized_operators"]["conv2d"] == 3
+    (image,) = IMAGE.example(5)
+    expected, got = answer(model, image), answer(half, image)
+    assert got.dtype is torch.float32
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    assert 0 < apart(expected, got) < 2 * eps
+    assert half.macs() == model.macs()
+
+
+def test_sensitive_operators_and_hidden_scores_stay_float32(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "halves:encoder", MASKED)
+    half = halved(model, tmp_path / "half")
+    facts = half.manifest.facts
+    assert facts["float32_operators"] == {"layer_norm": 1, "mean": 1, "softmax": 1}
+    # The mask's -3.4e38 would be infinite in float16, and infinity times 0 is no number.
+    (reason,) = set(facts["float32_for_their_numbers"].values()) - {"computes with -3.4e+38"}
+    assert reason == "reaches 3.4e+38, float16 ends at 6.55e+04"
+    tokens = torch.arange(12).view(2, 6)
+    for mask in (torch.ones(2, 6, dtype=torch.int64), torch.zeros(2, 6, dtype=torch.int64)):
+        assert apart(answer(model, tokens, mask), answer(half, tokens, mask)) < 1e-3
+
+
+def test_what_overflows_on_the_data_stays_float32(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "halves:wide", ROWS)
+    half = halved(model, tmp_path / "half")
+    reasons = half.manifest.facts["float32_for_their_numbers"]
+    assert set(reasons) == {"weight loud.weight", "linear of loud"}
+    assert "float16 ends at 6.55e+04" in reasons["linear of loud"]
+    state = half.program().state_dict
+    assert {name for name, t in state.items() if t.dtype is torch.float32} == {
+        "loud.weight",
+        "loud.bias",
+    }
+    (x,) = ROWS.example(9)
+    assert apart(answer(model, x), answer(half, x)) < 1e-3
+    wide_range = halved(model, tmp_path / "bf16", "bfloat16")
+    assert wide_range.manifest.facts["float32_for_their_numbers"] == {}
+
+
+def test_headroom_is_kept(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+    largest = max(float(x.abs().max()) for b in data(IMAGE).batches("train") for x in b.inputs)
+    just = torch.finfo(torch.float16).max / largest
+    near = halved(model, tmp_path / "near", headroom=math.floor(just))
+    assert near.manifest.facts["float32_for_their_numbers"] == {}
+    far = halved(model, tmp_path / "far", headroom=math.ceil(just))
+    (reason,) = far.manifest.facts["float32_for_their_numbers"].values()
+    assert reason == f"reaches {largest:.3g}, float16 ends at 6.55e+04"
+
+
+def test_weights_that_would_vanish_stay_float32(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "halves:faint", ROWS)
+    half = halved(model, tmp_path / "half")
+    reasons = half.manifest.facts["float32_for_their_numbers"]
+    assert "loses" in reasons["weight faint.weight"]
+    assert half.program().state_dict["faint.weight"].dtype is torch.float32
+    (x,) = ROWS.example(9)
+    assert apart(answer(model, x), answer(half, x)) < 1e-3
+
+
+def test_excluded_modules_stay_float32(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+    state = halved(model, tmp_path / "half", exclude=["d*n"]).program().state_dict
+    assert state["down.weight"].dtype is torch.float32
+    assert state["up.weight"].dtype is torch.float16
+
+
+def test_a_shared_weight_is_held_once(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "halves:tied", TOKENS)
+    half = halved(model, tmp_path / "half")
+    held = {t.data_ptr(): t.numel() * t.element_size() for t in half.program().state_dict.values()}
+    assert sum(held.values()) == 40 * 32 * 2
+
+
+def test_onnxruntime_answers_like_torch_from_half_the_file(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:recurrent", SERIES)
+    half = halved(model, tmp_path / "half")
+    onnx = ExportOnnx()(half, Context(root=tmp_path / "onnx"))
+    (x,) = SERIES.example(3)
+    # A transposed batch before a float16 product ends onnxruntime's process, if left alone.
+    assert apart(answer(half, x), answer(onnx, x)) < 1e-3
+    assert onnx.manifest.facts["operators"]["LSTM"] == 1
+    assert onnx.parameters() == half.parameters()
+
+
+def test_torchscript_answers_like_torch(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+    half = halved(model, tmp_path / "half", "bfloat16")
+    scripted = ExportTorchScript()(half, Context(root=tmp_path / "ts"))
+    (tokens,) = TOKENS.example(3)
+    assert torch.equal(answer(scripted, tokens), answer(half, tokens))
+    assert scripted.parameters() == model.parameters()
+    assert scripted.payload_bytes < model.payload_bytes
+
+
+def test_bfloat16_is_refused_by_onnx_before_anything_is_lowered(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+    half = ConvertPrecision(dtype="bfloat16")(model, Context(root=tmp_path / "half"))
+    with pytest.raises(StageFailed, match=r"no kernels on the CPU .* dtype: float16"):
+        ExportOnnx()(half, Context(root=tmp_path / "onnx"))
+
+
+def test_float16_needs_data_and_numbers(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+    with pytest.raises(StageFailed, match="needs data"):
+        ConvertPrecision(dtype="float16")(model, Context(root=tmp_path / "half"))
+    rows = [((torch.full((1, 8, 8), math.nan),), torch.tensor(0))] * 32
+    context = Context(root=tmp_path / "half", data=Splits({"train": rows}, 16))
+    with pytest.raises(StageFailed, match="input image is NaN"):
+        ConvertPrecision(dtype="float16", calibration_samples=32)(model, context)
+    with pytest.raises(StageFailed, match="no operator can compute in float16"):
+        halved(model, tmp_path / "half", exclude=["*"])
+    with pytest.raises(ValidationError, match="headroom"):
+        ConvertPrecision(dtype="float16", headroom=0.5)
+    assert not (tmp_path / "half").exists()
+
+
+def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_process: Callable[[str], str]) -> None:
+    half = halved(source(tmp_path / "source", "networks:sequence", TOKENS), tmp_path / "half")
+    (tokens,) = TOKENS.example(3)
+    torch.save({"tokens": tokens, "expected": answer(half, tokens)}, tmp_path / "answer.pt")
+    assert (
+        fresh_process(f"""
+import torch
+from compress.core.graph import GraphModel
+saved = torch.load({str(tmp_path / "answer.pt")!r})
+with GraphModel.at({str(half.path)!r}).open() as predict:
+    print(torch.equal(predict(saved["tokens"])[0], saved["expected"]))
+""")
+        == "True"
+    )

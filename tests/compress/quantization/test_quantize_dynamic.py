@@ -1,0 +1,129 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.core.eager import EagerModel
+from compress.core.errors import StageFailed
+from compress.core.graph import GraphModel
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from compress.quantization.dynamic_stage import QuantizeDynamic
+from export.onnx import ExportOnnx, OnnxModel
+
+HERE = Path(__file__).parent
+TOKENS = Signature(
+    inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),),
+    outputs=(OutputSpec(name="states"),),
+)
+IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
+
+
+def source(path: Path, factory: str, signature: Signature) -> EagerModel:
+    torch.manual_seed(0)
+    recipe = Recipe(factory=factory)
+    return EagerModel.create(path, recipe, recipe.build(HERE).state_dict(), signature, folder=HERE)
+
+
+def both(model: EagerModel, root: Path, **settings: object) -> tuple[GraphModel, OnnxModel]:
+    quantized = QuantizeDynamic.model_validate(settings)(model, Context(root=root / "int8"))
+    return quantized, ExportOnnx()(quantized, Context(root=root / "onnx"))
+
+
+def answer(model: EagerModel | GraphModel | OnnxModel, *inputs: torch.Tensor) -> torch.Tensor:
+    with model.open() as predict:
+        return predict(*inputs)[0]
+
+
+def test_each_batch_has_its_own_range(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+    quantized, _ = both(model, tmp_path)
+    (image,) = IMAGE.example(64)
+    for size in (1e-3, 1.0, 1e3):
+        expected, got = answer(model, image * size), answer(quantized, image * size)
+        assert (got - expected).norm() / expected.norm() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("factory", "signature"), [("networks:mlp", IMAGE), ("networks:sequence", TOKENS)]
+)
+def test_onnxruntime_computes_in_integers_what_torch_does(
+    tmp_path: Path, factory: str, signature: Signature
+) -> None:
+    model = source(tmp_path / "source", factory, signature)
+    quantized, exported = both(model, tmp_path)
+    inputs = signature.example(5)
+    expected = answer(quantized, *inputs)
+    # The same integers in both: sums of floats in another order remain.
+    assert torch.allclose(answer(exported, *inputs), expected, rtol=0, atol=1e-5)
+    assert not torch.equal(expected, answer(model, *inputs))
+    assert exported.manifest.facts["float_kernels"] == {}
+    products = quantized.manifest.facts["quantized_operators"]["linear"]
+    assert sum(exported.manifest.facts["integer_kernels"].values()) == products
+    assert quantized.parameters() == exported.parameters() == model.parameters()
+    assert quantized.macs() == exported.macs() == model.macs()
+
+
+def test_rows_of_a_table_are_looked_up_as_integers(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+    table = model.load().embedding.weight.detach()
+    quantized, exported = both(model, tmp_path)
+    (lookup, _) = [
+        node
+        for node in quantized.program().graph.nodes
+        if node.target is torch.ops.aten.embedding.default
+    ]
+    assert lookup.meta["val"].dtype is torch.int8
+    assert exported.manifest.facts["operators"]["Gather"] == 2
+    scale_V1 = table.abs().amax(1, keepdim=True) / 127
+    rounded = (table / scale_V1).round() * scale_V1
+    step = (rounded - table).abs().max()
+    assert 0 < step <= scale_V1.max() / 2
+    as_floats, _ = both(model, tmp_path / "floats", embeddings=False)
+    assert as_floats.manifest.facts["quantized_operators"] == {"linear": 2}
+    assert as_floats.manifest.facts["float_modules"] == ["embedding"]
+    tokens = torch.arange(50)[None]
+    from_table, from_integers = answer(as_floats, tokens), answer(quantized, tokens)
+    assert not torch.equal(from_table, from_integers)
+
+
+def test_convolutions_stay_float(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:mobilenet", IMAGE)
+    quantized, exported = both(model, tmp_path)
+    assert quantized.manifest.facts["quantized_operators"] == {"linear": 1}
+    assert "stem.0" in quantized.manifest.facts["float_modules"]
+    assert exported.manifest.facts["integer_kernels"] == {"DynamicQuantizeMatMul": 1}
+
+
+def test_nothing_to_quantize_is_refused(tmp_path: Path) -> None:
+    rows = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+    model = source(tmp_path / "source", "networks:unquantizable", rows)
+    with pytest.raises(StageFailed, match=r"no operator could be quantized.*quantize_static"):
+        QuantizeDynamic()(model, Context(root=tmp_path / "int8"))
+    assert not (tmp_path / "int8").exists()
+
+
+def test_excluded_modules_stay_float(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+    quantized, exported = both(model, tmp_path, exclude=["down", "embedding"])
+    assert quantized.manifest.facts["quantized_operators"] == {"linear": 1}
+    assert quantized.manifest.facts["float_modules"] == ["down", "embedding"]
+    assert exported.manifest.facts["operators"]["MatMulInteger"] == 1
+
+
+def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_process: Callable[[str], str]) -> None:
+    quantized, _ = both(source(tmp_path / "source", "networks:sequence", TOKENS), tmp_path)
+    (tokens,) = TOKENS.example(3)
+    torch.save({"tokens": tokens, "expected": answer(quantized, tokens)}, tmp_path / "answer.pt")
+    assert (
+        fresh_process(f"""
+import torch
+from compress.core.graph import GraphModel
+saved = torch.load({str(tmp_path / "answer.pt")!r})
+with GraphModel.at({str(quantized.path)!r}).open() as predict:
+    print(torch.equal(predict(saved["tokens"])[0], saved["expected"]))
+""")
+        == "True"
+    )

@@ -1,0 +1,226 @@
+"""Accuracy-aware mixed precision: the layers that ruin it are found, and no others."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from compress.core.data import Splits
+from compress.core.eager import EagerModel
+from compress.core.errors import StageFailed
+from compress.core.graph import GraphModel
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from compress.quantization.candidates import Candidates
+from compress.quantization.mixed_stage import QuantizeMixed
+from compress.quantization.scheme import Target, scheme_of
+from compress.quantization.search import Search
+from compress.quantization.static_stage import QuantizeStatic
+
+HERE = Path(__file__).parent
+ROWS = Signature(
+    inputs=(TensorSpec(name="x", shape=("batch", 16)),), outputs=(OutputSpec(name="logits"),)
+)
+
+
+def deep() -> nn.Module:
+    """Return seven layers of 16 units."""
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Linear(16, 16), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(16, 4))
+
+
+def ruined(*readers: str) -> dict[str, torch.Tensor]:
+    """Return weights whose readers are handed one number of 30000, which they do not use."""
+    torch.manual_seed(0)
+    module = deep()
+    with torch.no_grad():
+        for layer in module:
+            if isinstance(layer, nn.Linear):
+                nn.init.orthogonal_(layer.weight, 1.6)
+        for name in readers:
+            index = int(name)
+            module[index - 2].weight[0] = 0
+            module[index - 2].bias[0] = 3e4
+            module[index].weight[:, 0] = 0
+    return module.state_dict()
+
+
+def project(root: Path, *readers: str) -> tuple[EagerModel, Context]:
+    """Return a model, and data whose labels are those that it gives."""
+    recipe = Recipe(factory="test_quantize_mixed:deep")
+    model = EagerModel.create(root / "source", recipe, ruined(*readers), ROWS, folder=HERE)
+    x = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
+    with model.open() as predict:
+        labels = predict(x)[0].argmax(1)
+    data = TensorDataset(x, labels)
+    return model, Context(root / "mixed", Splits({"train": data, "val": data}, 64))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[EagerModel, Context, GraphModel]:
+    """Return what the stage makes of a model with two layers that 8 bits ruin."""
+    model, context = project(tmp_path_factory.mktemp("mixed"), "4", "10")
+    stage = QuantizeMixed(max_drop=0.05, calibration_samples=256)
+    return model, context, stage(model, context)
+
+
+@pytest.mark.slow
+def test_exactly_the_layers_that_ruin_it_stay_float(
+    mixed: tuple[EagerModel, Context, GraphModel],
+) -> None:
+    model, context, graph = mixed
+    facts = graph.manifest.facts
+    assert facts["float_modules"] == ["10", "4"]
+    assert facts["quantized_operators"]["linear"] == 5
+    found = facts["mixed"]
+    assert found["drop_all_quantized"] > 0.3
+    assert found["drop"] == pytest.approx(context.score(model) - context.score(graph), abs=1e-6)
+    assert found["drop"] <= 0.05
+    formats = {layer["module"]: layer["format"] for layer in found["layers"]}
+    assert {name for name, chosen in formats.items() if chosen == "float"} == {"4", "10"}
+    assert [layer["module"] for layer in found["layers"]][:2] in (["4", "10"], ["10", "4"])
+    assert sorted(layer["sensitivity"] for layer in found["layers"])[1] < 10
+    assert sorted(layer["sensitivity"] for layer in found["layers"])[2] > 20
+
+
+@pytest.mark.slow
+def test_a_rerun_gives_the_same_bytes(
+    mixed: tuple[EagerModel, Context, GraphModel], tmp_path: Path
+) -> None:
+    model, context, graph = mixed
+    stage = QuantizeMixed(max_drop=0.05, calibration_samples=256)
+    assert stage(model, context.at(tmp_path / "again")).digest == graph.digest
+
+
+@pytest.mark.slow
+def test_a_fresh_process_answers_alike(
+    mixed: tuple[EagerModel, Context, GraphModel],
+    tmp_path: Path,
+    fresh_process: Callable[[str], str],
+) -> None:
+    (x,) = ROWS.example(3)
+    with mixed[2].open() as predict:
+        expected = predict(x)[0]
+    torch.save({"x": x, "expected": expected}, tmp_path / "answer.pt")
+    code = f"""
+import torch
+from compress.core.graph import GraphModel
+saved = torch.load({str(tmp_path / "answer.pt")!r})
+with GraphModel.at({str(mixed[2].path)!r}).open() as predict:
+    print(torch.equal(predict(saved["x"])[0], saved["expected"]))
+"""
+    assert fresh_process(code) == "True"
+
+
+@pytest.mark.parametrize("target", ["onnxruntime-cpu", "tensorrt"])
+def test_where_all_layers_may_be_quantized_they_are_as_by_quantize_static(
+    tmp_path: Path, target: Target
+) -> None:
+    model, context = project(tmp_path)
+    graph = QuantizeMixed(max_drop=0.1, calibration_samples=64, target=target)(model, context)
+    found = graph.manifest.facts["mixed"]
+    assert found["evaluations"] == 1
+    assert {layer["format"] for layer in found["layers"]} == {"minmax"}
+    stage = QuantizeStatic(calibration_samples=64, target=target)
+    same = stage(model, context.at(tmp_path / "static"))
+    with graph.open() as a, same.open() as b:
+        assert torch.equal(a(*ROWS.example(9))[0], b(*ROWS.example(9))[0])
+
+
+@pytest.mark.slow
+def test_the_metric_can_rank_and_excluded_layers_are_left_alone(tmp_path: Path) -> None:
+    model, context = project(tmp_path, "4")
+    stage = QuantizeMixed(
+        max_drop=0.05,
+        calibration_samples=64,
+        sensitivity="metric",
+        fallback=("float",),
+        cost="latency",
+        exclude=("12",),
+    )
+    facts = stage(model, context).manifest.facts
+    assert facts["float_modules"] == ["12", "4"]
+    first = facts["mixed"]["layers"][0]
+    assert (first["module"], first["format"]) == ("4", "float")
+    assert first["sensitivity"] > 0.1
+    assert sum(layer["cost"] for layer in facts["mixed"]["layers"]) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fallback": ("histogram",)}, r"of accuracy with 0 of 7 layers in float; add `float`"),
+        ({"minutes": 1e-9}, r"best of 1 candidates loses .*; the time was over, raise `minutes`"),
+    ],
+)
+def test_what_cannot_be_met_is_refused_with_the_best_that_was_found(
+    tmp_path: Path, settings: dict[str, object], message: str
+) -> None:
+    model, context = project(tmp_path, "4")
+    stage = QuantizeMixed.model_validate({"max_drop": 0, "calibration_samples": 64, **settings})
+    with pytest.raises(StageFailed, match=rf"^max_drop 0 is not met: .*{message}"):
+        stage(model, context)
+    assert not context.root.exists()
+
+
+def test_a_fallback_that_is_the_observer_is_refused() -> None:
+    with pytest.raises(ValidationError, match="'histogram' is the observer of all layers already"):
+        QuantizeMixed(max_drop=0, observer="histogram")
+
+
+class Known:
+    """A judge of candidates that are known by their formats: a sum of what rounding loses."""
+
+    metric = "accuracy"
+
+    def __init__(self, lost: dict[str, float]) -> None:
+        self.lost = lost
+
+    def drop(self, formats: dict[str, str]) -> float:
+        return sum(lost for name, lost in self.lost.items() if formats.get(name) != "float")
+
+
+def searched(lost: dict[str, float], max_drop: float, order: list[str]) -> Search:
+    """Return a search over layers whose losses are known and whose ranking is given."""
+    candidates = Candidates(None, ROWS, scheme_of("onnxruntime-cpu"), (), {"minmax": {}})
+    candidates.layers = list(lost)
+    candidates.build = lambda formats: type("Built", (), {"graph": formats})
+    costs = dict.fromkeys(lost, 1 / len(lost))
+    search = Search(candidates, None, Known(lost), max_drop, ("float",), costs, float("inf"))
+    search._rank = lambda: None
+    search._order = lambda: order
+    return search
+
+
+def test_the_smallest_prefix_is_found_and_what_it_holds_in_vain_is_rounded_again() -> None:
+    lost = {"a": 0.5, "b": 0.0, "c": 0.4, "d": 0.3, "e": 0.01, "f": 0.01, "g": 0.0}
+    search = searched(lost, 0.02, ["a", "b", "c", "d", "e", "f", "g"])
+    assert search.run() == {"a": "float", "c": "float", "d": "float"}
+    assert search.evaluations < 2 ** len(lost) / 8
+
+
+def test_that_only_the_float_model_keeps_the_metric_is_told() -> None:
+    search = searched({"a": 0.5, "b": 0.5, "c": 0.4}, 0.0, ["a", "b", "c"])
+    with pytest.raises(
+        StageFailed, match=r"loses 0\.4 of accuracy with 2 of 3 layers in float; on"
+    ):
+        search.run()
+
+
+def test_an_addition_in_float_does_not_keep_the_next_one_in_float(tmp_path: Path) -> None:
+    signature = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
+    recipe = Recipe(factory="networks:two_additions")
+    torch.manual_seed(0)
+    state = recipe.build(HERE).state_dict()
+    model = EagerModel.create(tmp_path / "source", recipe, state, signature, folder=HERE)
+    x = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    context = Context(tmp_path / "int8", Splits({"train": TensorDataset(x, x[:, 0, 0, 0])}))
+    graph = QuantizeStatic(calibration_samples=32, exclude=("first",))(model, context)
+    assert graph.manifest.facts["quantized_operators"] == {"add": 1, "conv2d": 2}

@@ -1,0 +1,149 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.utils.data import TensorDataset
+
+from compress.core.data import Splits
+from compress.core.eager import EagerModel
+from compress.core.errors import PipelineInvalid, StageFailed
+from compress.core.graph import GraphModel
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from compress.quantization.rounding import half_quadratic, round_to_nearest
+from compress.quantization.weights_stage import QuantizeWeights
+from export.onnx import ExportOnnx, OnnxModel
+
+HERE = Path(__file__).parent
+TOKENS = Signature(
+    inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),),
+    outputs=(OutputSpec(name="states"),),
+)
+IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
+ROUNDINGS = {"rtn": round_to_nearest, "hqq": half_quadratic}
+
+
+def source(path: Path, factory: str, signature: Signature) -> EagerModel:
+    torch.manual_seed(0)
+    recipe = Recipe(factory=factory)
+    return EagerModel.create(path, recipe, recipe.build(HERE).state_dict(), signature, folder=HERE)
+
+
+def quantized(model: EagerModel, root: Path, data: Splits | None = None, **settings: object):
+    return QuantizeWeights.model_validate(settings)(model, Context(root=root, data=data))
+
+
+def answer(model: EagerModel | GraphModel | OnnxModel, *inputs: torch.Tensor) -> torch.Tensor:
+    with model.open() as predict:
+        return predict(*inputs)[0]
+
+
+@pytest.mark.parametrize(("method", "bits"), [("rtn", 4), ("rtn", 8), ("hqq", 4)])
+def test_both_runtimes_answer_as_the_rounded_weights(
+    tmp_path: Path, method: str, bits: int
+) -> None:
+    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+    settings = {"method": method, "bits": bits, "group_size": 16, "embeddings": False}
+    small = quantized(model, tmp_path / "small", **settings)
+    exported = ExportOnnx()(small, Context(root=tmp_path / "onnx"))
+    module = model.load()
+    with torch.no_grad():
+        for layer in (module.up, module.down):
+            layer.weight.copy_(ROUNDINGS[method](layer.weight, bits, 16).floats())
+    (tokens,) = TOKENS.example(4)
+    with torch.inference_mode():
+        expected = module(tokens)
+    assert torch.allclose(answer(small, tokens), expected, rtol=0, atol=1e-5)
+    assert torch.allclose(answer(exported, tokens), expected, rtol=0, atol=1e-5)
+    assert exported.manifest.facts["operators"]["MatMulNBits"] == 2
+    assert small.parameters() == exported.parameters() == model.parameters()
+    assert small.macs() == exported.macs() == model.macs()
+
+
+def test_hqq_is_refused_where_no_runtime_takes_it() -> None:
+    with pytest.raises(ValidationError, match="method hqq is for bits: 4, found bits: 8"):
+        QuantizeWeights(method="hqq", bits=8)
+
+
+def test_the_files_hold_the_bits(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+    small = quantized(model, tmp_path / "small", method="rtn", group_size=16)
+    state = small.program().state_dict
+    held = {name: t.numel() for name, t in state.items() if t.dtype is torch.uint8}
+    assert held["up_weight_packed"] == held["down_weight_packed"] == 16 * 64 // 2
+    assert held["embedding_weight_rows_packed"] == 50 * 16
+    assert {n for n, t in state.items() if t.is_floating_point() and t.dim() > 1} == {
+        "up_weight_scale",
+        "down_weight_scale",
+        "embedding_weight_rows_scale",
+    }
+
+
+def test_gptq_looks_at_data(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+    generator = torch.Generator().manual_seed(0)
+    flat = torch.randn(256, 6, generator=generator) @ torch.randn(6, 64, generator=generator)
+    rows = [(image, torch.tensor(0)) for image in flat.view(-1, 1, 8, 8)]
+    data = Splits({"train": rows, "val": rows}, batch_size=64)
+    with pytest.raises(StageFailed, match="needs data"):
+        quantized(model, tmp_path / "none", method="gptq")
+    images = torch.stack([image for image, _ in rows])
+    expected = answer(model, images)
+    errors = {}
+    for method in ("rtn", "gptq"):
+        small = quantized(model, tmp_path / method, data, method=method, calibration_samples=256)
+        errors[method] = float((answer(small, images) - expected).norm() / expected.norm())
+    assert errors["gptq"] < 0.6 * errors["rtn"]
+
+
+def test_what_is_left_float_is_told(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+    small = quantized(model, tmp_path / "small", group_size=32)
+    facts = {k: v for k, v in small.manifest.facts.items() if k != "fidelity"}
+    assert facts == {
+        "quantized_operators": {"embedding": 1, "linear": 1},
+        "left_float": {"up": "16 inputs are no multiple of group_size 32"},
+    }
+    with pytest.raises(StageFailed, match=r"no weight could be quantized \(up: 16 inputs"):
+        quantized(model, tmp_path / "none", group_size=128, embeddings=False)
+    with pytest.raises(PipelineInvalid, match="did you mean 'down'"):
+        quantized(model, tmp_path / "none", exclude=["dwn"])
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_process: Callable[[str], str]) -> None:
+    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+    small = quantized(model, tmp_path / "small", group_size=16)
+    (tokens,) = TOKENS.example(3)
+    torch.save({"tokens": tokens, "expected": answer(small, tokens)}, tmp_path / "answer.pt")
+    assert (
+        fresh_process(f"""
+import torch
+from compress.core.graph import GraphModel
+saved = torch.load({str(tmp_path / "answer.pt")!r})
+with GraphModel.at({str(small.path)!r}).open() as predict:
+    print(torch.equal(predict(saved["tokens"])[0], saved["expected"]))
+""")
+        == "True"
+    )
+
+
+@pytest.mark.slow
+def test_awq_scales_what_both_runtimes_undo(tmp_path: Path) -> None:
+    rows = torch.randint(0, 50, (64, 12), generator=torch.Generator().manual_seed(1))
+    data = Splits({"train": TensorDataset(rows, rows[:, 0])}, batch_size=32)
+    outputs = (OutputSpec(name="classes"), OutputSpec(name="states"))
+    signature = Signature(inputs=TOKENS.inputs, outputs=outputs)
+    model = source(tmp_path / "source", "sequences:encoder", signature)
+    settings = {"method": "awq", "bits": 8, "calibration_samples": 64}
+    with pytest.raises(StageFailed, match="needs data"):
+        quantized(model, tmp_path / "none", **settings)
+    small = quantized(model, tmp_path / "small", data, **settings)
+    assert len(small.manifest.facts["scaled"]) > 3
+    expected, got = answer(model, rows), answer(small, rows)
+    assert (got - expected).norm() < 0.1 * expected.norm()
+    exported = ExportOnnx()(small, Context(root=tmp_path / "onnx"))
+    torch.testing.assert_close(answer(exported, rows), got, rtol=0, atol=1e-3)

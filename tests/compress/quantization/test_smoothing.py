@@ -1,0 +1,166 @@
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.utils.data import TensorDataset
+
+from compress.core.data import Splits
+from compress.core.eager import EagerModel
+from compress.core.errors import StageFailed
+from compress.core.graph import GraphModel
+from compress.core.program import export_program
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from compress.quantization.calibrate import functional
+from compress.quantization.dynamic_stage import QuantizeDynamic
+from compress.quantization.families import families
+from compress.quantization.scheme import scheme_of
+from compress.quantization.smoothing import smooth_
+from compress.quantization.static_stage import QuantizeStatic
+from export.onnx import ExportOnnx, OnnxModel
+
+HERE = Path(__file__).parent
+TOKENS = Signature(
+    inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),),
+    outputs=(OutputSpec(name="classes"), OutputSpec(name="states")),
+)
+STAGES = {"static": QuantizeStatic, "dynamic": QuantizeDynamic}
+
+
+@pytest.fixture(scope="module")
+def data() -> Splits:
+    rows = torch.randint(0, 50, (96, 12), generator=torch.Generator().manual_seed(1))
+    train, val = (TensorDataset(part, part[:, 0]) for part in rows.split((64, 32)))
+    return Splits({"train": train, "val": val}, batch_size=32)
+
+
+def module(activation: str = "gelu") -> torch.nn.Module:
+    torch.manual_seed(0)
+    recipe = Recipe(factory="sequences:encoder", arguments={"activation": activation})
+    return recipe.build(HERE).eval()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
+    recipe = Recipe(factory="sequences:encoder")
+    path = tmp_path_factory.mktemp("encoder") / "source"
+    return EagerModel.create(path, recipe, module().state_dict(), TOKENS, folder=HERE)
+
+
+@functools.cache
+def program(activation: str) -> tuple[torch.nn.Module, torch.export.ExportedProgram]:
+    encoder = module(activation)
+    return encoder, functional(export_program(encoder, TOKENS))
+
+
+def traced(activation: str = "gelu") -> torch.fx.GraphModule:
+    return program(activation)[1].module(check_guards=False)
+
+
+def answers(model: EagerModel | GraphModel | OnnxModel, data: Splits) -> torch.Tensor:
+    with model.open() as predict:
+        return torch.cat([predict(*batch.inputs)[0] for batch in data.batches("val")])
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_smoothing_changes_no_answer(data: Splits, activation: str) -> None:
+    encoder, _ = program(activation)
+    before = copy.deepcopy(encoder.state_dict())
+    graph = traced(activation)
+    (tokens,) = TOKENS.example(5)
+    expected = graph(tokens)
+    done = smooth_(graph, list(data.batches("train")), scheme_of("onnxruntime-cpu"), 0.8)
+    assert len(done.strengths) == 9
+    for got, want in zip(graph(tokens), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert any(not torch.equal(p, before[n]) for n, p in graph.named_parameters())
+    for name, value in encoder.state_dict().items():
+        assert torch.equal(value, before[name]), "the user's own weights"
+
+
+@pytest.mark.parametrize(("activation", "multiplied"), [("gelu", 3), ("relu", 1)])
+def test_what_makes_a_tensor_takes_the_scale_up(
+    data: Splits, activation: str, multiplied: int
+) -> None:
+    graph = traced(activation)
+    smooth_(graph, list(data.batches("train")), scheme_of("onnxruntime-cpu"), 0.8)
+    # Norms, layers before a relu, and the values of attention do; a gelu cannot, nor can a norm
+    # that is an output too.
+    assert len([n for n, _ in graph.named_buffers() if "smoothing" in n]) == multiplied
+
+
+def test_layers_that_read_one_tensor_share_one_scale(data: Splits) -> None:
+    graph = traced()
+    names = [[n.args[1].target for n in family.linears] for family in families(graph)]
+    assert ["layers.0.query.weight", "layers.0.key.weight", "layers.0.value.weight"] in names
+    before = dict(graph.named_parameters())
+    smooth_(graph, list(data.batches("train")), scheme_of("onnxruntime-cpu"), 0.5)
+    after = dict(graph.named_parameters())
+    key, query = (
+        after[f"layers.0.{n}.weight"] / before[f"layers.0.{n}.weight"] for n in ("key", "query")
+    )
+    torch.testing.assert_close(key, query, rtol=1e-3, atol=0)
+    assert key.max() > 5 * key.min()
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_outliers_cost_less(tmp_path: Path, model: EagerModel, data: Splits, kind: str) -> None:
+    expected, errors = answers(model, data), {}
+    for smooth in ("off", "auto"):
+        context = Context(root=tmp_path / str(smooth), data=data)
+        stage = STAGES[kind].model_validate({"smooth": smooth, "calibration_samples": 64})
+        errors[smooth] = float((answers(stage(model, context), data) - expected).norm())
+    assert errors["auto"] < 0.6 * errors["off"]
+
+
+def test_auto_leaves_alone_what_gains_nothing(tmp_path: Path, data: Splits) -> None:
+    recipe = Recipe(factory="networks:sequence")
+    torch.manual_seed(0)
+    signature = Signature(inputs=TOKENS.inputs)
+    state = recipe.build(HERE).state_dict()
+    plain = EagerModel.create(tmp_path / "source", recipe, state, signature, folder=HERE)
+    found = {}
+    for smooth in ("auto", "off"):
+        stage = QuantizeDynamic(smooth=smooth, calibration_samples=64)
+        found[smooth] = stage(plain, Context(root=tmp_path / smooth, data=data))
+    assert found["auto"].manifest.facts["smoothed"] == {}
+    files = {found[smooth].payload_path.read_bytes() for smooth in found}
+    assert len(files) == 1
+
+
+@pytest.mark.slow
+def test_both_runtimes_and_a_fresh_process_answer_alike(
+    tmp_path: Path, model: EagerModel, data: Splits, fresh_process: Callable[[str], str]
+) -> None:
+    stage = QuantizeDynamic(smooth=0.8, calibration_samples=64)
+    small = stage(model, Context(root=tmp_path / "int8", data=data))
+    assert set(small.manifest.facts["smoothed"].values()) == {0.8}
+    exported = ExportOnnx()(small, Context(root=tmp_path / "onnx"))
+    expected = answers(small, data)
+    torch.testing.assert_close(answers(exported, data), expected, rtol=0, atol=2e-3)
+    (batch,) = data.batches("val")
+    torch.save({"tokens": batch.inputs[0], "expected": expected}, tmp_path / "answer.pt")
+    assert (
+        fresh_process(f"""
+import torch
+from compress.core.graph import GraphModel
+saved = torch.load({str(tmp_path / "answer.pt")!r})
+with GraphModel.at({str(small.path)!r}).open() as predict:
+    print(torch.equal(predict(saved["tokens"])[0], saved["expected"]))
+""")
+        == "True"
+    )
+
+
+def test_smoothing_needs_data_and_a_strength(tmp_path: Path, model: EagerModel) -> None:
+    assert not QuantizeDynamic().needs_data
+    assert QuantizeDynamic(smooth="auto").needs_data
+    with pytest.raises(StageFailed, match="calibration needs data"):
+        QuantizeDynamic(smooth="auto")(model, Context(root=tmp_path / "none"))
+    with pytest.raises(ValidationError, match="smooth"):
+        QuantizeStatic.model_validate({"smooth": 1.5})

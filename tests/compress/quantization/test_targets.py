@@ -1,0 +1,113 @@
+"""Each target's own formats and patterns."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.fx import Node
+
+from compress.core.data import Splits
+from compress.core.eager import EagerModel
+from compress.core.graph import GraphModel
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.quantization.dynamic_stage import QuantizeDynamic
+from compress.quantization.static_stage import QuantizeStatic
+from export.onnx import ExportOnnx
+
+HERE = Path(__file__).parent
+CONVOLUTION, ADDITION = "aten.conv2d.default", "aten.add.Tensor"
+BACK = "quantized_decomposed.dequantize_per_tensor.default"
+THERE = "quantized_decomposed.quantize_per_tensor.default"
+
+
+def quantized(
+    tmp_path: Path, target: str, shape: tuple[int | str, ...] = ("batch", 1, 8, 8)
+) -> tuple[GraphModel, Context]:
+    signature = Signature(inputs=(TensorSpec(name="image", shape=shape),))
+    torch.manual_seed(0)
+    recipe = Recipe(factory="networks:residual")
+    state = recipe.build(HERE).state_dict()
+    model = EagerModel.create(tmp_path / "source", recipe, state, signature, folder=HERE)
+    samples = [(torch.randn(1, 8, 8), torch.tensor(0)) for _ in range(32)]
+    context = Context(root=tmp_path / target, data=Splits({"train": samples, "val": samples}))
+    stage = QuantizeStatic.model_validate({"target": target, "calibration_samples": 32})
+    return stage(model, context), context
+
+
+def nodes(model: GraphModel, target: str) -> list[Node]:
+    return [n for n in model.program().graph.nodes if str(n.target) == target]
+
+
+def reads_integers(node: Node, place: int = 0) -> bool:
+    return str(node.args[place].target) == BACK  # type: ignore[union-attr]
+
+
+def test_onnxruntime_on_cpus_takes_unsigned_integers_everywhere(tmp_path: Path) -> None:
+    model, _ = quantized(tmp_path, "onnxruntime-cpu")
+    assert model.manifest.facts["target"] == "onnxruntime-cpu"
+    assert all(reads_integers(n) for n in nodes(model, CONVOLUTION))
+    (addition,) = nodes(model, ADDITION)
+    assert reads_integers(addition, 0) and reads_integers(addition, 1)
+    assert {n.args[5] for n in nodes(model, THERE)} == {torch.uint8}
+
+
+def test_inductor_keeps_one_channel_in_float_where_an_axis_is_dynamic(tmp_path: Path) -> None:
+    model, _ = quantized(tmp_path, "inductor-cpu")
+    stem, *others = nodes(model, CONVOLUTION)
+    assert not reads_integers(stem) and all(reads_integers(n) for n in others)
+    assert model.manifest.facts["float_modules"] == ["stem"]
+    biases = [n.args[2] for n in others]
+    assert all(n.op == "placeholder" for n in biases), "oneDNN's kernels take float biases"
+
+
+def test_inductor_takes_one_channel_where_all_is_fixed(tmp_path: Path) -> None:
+    model, _ = quantized(tmp_path, "inductor-cpu", (4, 1, 8, 8))
+    assert all(reads_integers(n) for n in nodes(model, CONVOLUTION))
+
+
+def test_tensorrt_has_signed_integers_before_layers_and_on_the_residual(tmp_path: Path) -> None:
+    model, context = quantized(tmp_path, "tensorrt")
+    rounding = nodes(model, THERE)
+    assert {(n.args[2], n.args[3], n.args[5]) for n in rounding} == {(0, -128, torch.int8)}
+    assert all(reads_integers(n) for n in nodes(model, CONVOLUTION))
+    (addition,) = nodes(model, ADDITION)
+    assert [reads_integers(addition, place) for place in (0, 1)] == [False, True]
+    assert str(addition.args[0].target) == CONVOLUTION  # type: ignore[union-attr]
+    layers = nodes(model, CONVOLUTION) + nodes(model, "aten.linear.default")
+    assert all(n.args[2].op == "placeholder" for n in layers)  # type: ignore[union-attr]
+    onnx = ExportOnnx()(model, context.at(tmp_path / "onnx"))
+    assert onnx.manifest.lineage[-2].settings["target"] == "tensorrt"
+
+
+def test_onnxruntime_on_cuda_rounds_before_layers_alone(tmp_path: Path) -> None:
+    model, _ = quantized(tmp_path, "onnxruntime-cuda")
+    (addition,) = nodes(model, ADDITION)
+    assert not reads_integers(addition, 0) and not reads_integers(addition, 1)
+    assert all(reads_integers(n) for n in nodes(model, CONVOLUTION))
+
+
+def test_a_graph_for_another_runtime_is_said_to_be_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, context = quantized(tmp_path, "inductor-cpu")
+    ExportOnnx()(model, context.at(tmp_path / "onnx"))
+    assert "was quantized for inductor-cpu" in caplog.text
+    assert "`target: onnxruntime-cpu`" in caplog.text
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "onnxruntime-cuda"])
+def test_no_run_time_ranges_where_there_are_no_kernels(target: str) -> None:
+    with pytest.raises(ValidationError, match="no kernels for ranges found at run time; use"):
+        QuantizeDynamic.model_validate({"target": target})
+
+
+def test_macs_of_a_graph_with_fused_attention_are_its_modules(tmp_path: Path) -> None:
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 5, 4)),))
+    recipe = Recipe(factory="networks:attention")
+    state = recipe.build(HERE).state_dict()
+    model = EagerModel.create(tmp_path / "source", recipe, state, signature, folder=HERE)
+    graph = QuantizeDynamic()(model, Context(root=tmp_path / "graph"))
+    assert graph.macs() == model.macs() == 5 * (4 * 16 + 2 * 5 * 16 + 16 * 3)

@@ -1,0 +1,38 @@
+"""What trainings left behind."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.core.sharded import read_distributed
+from compress.training.resume import FOLDER, Epoch, checkpoints, read_progress
+
+
+@dataclass
+class Trained:
+    """What the last checkpoint of a training says."""
+
+    history: tuple[Epoch, ...]
+    weights: dict[str, torch.Tensor]
+    kept_weights: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="session")
+def trained() -> Callable[[Path], Trained]:
+    """Return what reads a training's folder."""
+
+    def read(folder: Path) -> Trained:
+        last = checkpoints(folder)[-1]
+        progress = read_progress(last)
+        kept = read_distributed(folder / FOLDER / progress.kept_in)
+        kept_weights = {**kept["model"], **kept.get("average", {})}
+        return Trained(
+            progress.history,
+            {name: stored.read() for name, stored in read_distributed(last)["model"].items()},
+            {name: stored.read() for name, stored in kept_weights.items()},
+        )
+
+    return read

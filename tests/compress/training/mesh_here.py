@@ -1,0 +1,104 @@
+"""What the ranks of one process group see of a mesh: ROOT, then by name as JSON the source and
+the settings of parallelism. Each trains for some steps, and leaves what a test compares."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from transformers_here import batch
+
+from compress.core.data import Batch
+from compress.core.eager import EagerModel
+from compress.core.errors import StageFailed
+from compress.training.learner import Learner
+from compress.training.mesh import local
+from compress.training.objective import CrossEntropy
+from compress.training.replicated import Alone
+from compress.training.settings import Training
+from compress.training.strategy import process_group, strategy_of
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def train_for_some_steps(root: Path, source: str, parallel: dict) -> Learner:
+    if parallel:
+        parallel = {**parallel, "processes": dist.get_world_size()}
+    training = Training(epochs=1, batch_size=16, optimizer="adamw", parallel=parallel)
+    module = EagerModel.at(root / source).load()
+    learner = Learner.of(
+        module,
+        CrossEntropy().prepare("cpu"),
+        training,
+        strategy_of(training.parallel) if parallel else Alone(),
+        "cpu",
+        lambda: Batch((batch(4, seed=2)[0],), None),
+    )
+    learner.wrapped.train()
+    torch.manual_seed(learner.strategy.stream)
+    for step in range(5):
+        tokens, words = batch(16 // learner.strategy.ranks, 10 * step + learner.strategy.rank)
+        # Sequences of several lengths: what stages hand on has several shapes.
+        learner.step([Batch((tokens[:, : 6 - step % 3],), words)], 1e-3, step)
+    return learner
+
+
+def together(part: dict) -> dict:
+    """Return what the processes know of all weights."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, part)
+    return {name: value for one in parts for name, value in one.items()}
+
+
+def copies_agree(learner: Learner) -> bool:
+    """Whether weights that every process of a group over matrices holds whole are the same."""
+    own = torch.cat([
+        local(weight.detach()).flatten()
+        for weight in learner.module.parameters()
+        if not isinstance(weight, DTensor) or "tensor" not in weight.device_mesh.mesh_dim_names
+    ])  # fmt: skip
+    group = learner.strategy.mesh["tensor"].get_group()
+    others = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(others, own, group=group)
+    return all(torch.equal(own, other) for other in others)
+
+
+def main(root: Path, cases: dict[str, tuple[str, dict]]) -> None:
+    with process_group("cpu"):
+        for name, (source, parallel) in cases.items():
+            try:
+                learner = train_for_some_steps(root, source, parallel)
+            except StageFailed as error:
+                (root / f"{name}.{dist.get_rank()}.refused").write_text(str(error))
+                continue
+            module, optimizer = learner.module, learner.optimizer
+            facts = {
+                "weights": together(get_model_state_dict(module, options=WHOLE)),
+                "optimizer": together(
+                    get_optimizer_state_dict(module, optimizer, options=WHOLE)["state"]
+                ),
+                "copies_agree": copies_agree(learner),
+                "alone": train_for_some_steps(root, source, {}).module.state_dict(),
+                "held": sum(local(weight).numel() for weight in module.parameters()),
+            }
+            torch.save(facts, root / f"{name}.{dist.get_rank()}.pt")
+            state = {
+                "model": get_model_state_dict(module),
+                "optimizer": get_optimizer_state_dict(module, optimizer, options=FLAT),
+            }
+            dcp.save(state, checkpoint_id=root / f"{name}-dcp")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.fspath(Path(__file__).parent))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,78 @@
+"""Several trainings by the ranks of one process group: ROOT, then settings by name
+as JSON: those of rank 0 alone, and those of all ranks."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from compress.core.data import DataReference
+from compress.core.metrics import Metric
+from compress.training.loop import Job, train
+from compress.training.objective import CrossEntropy
+from compress.training.replicated import Alone
+from compress.training.resume import Epoch
+from compress.training.settings import Training
+from compress.training.strategy import process_group, strategy_of
+
+HERE = Path(__file__).parent
+
+
+def job(root: Path, name: str, processes: int, settings: dict) -> Job:
+    settings = dict(settings)
+    name_of_metric, *arguments = settings.pop("metric", "accuracy").split(" ")
+    metric = Metric(name_of_metric, tuple(("num_classes", int(number)) for number in arguments))
+    parallel = {**settings.pop("parallel", {}), "processes": processes}
+    source, data = settings.pop("source", "source"), settings.pop("data", "nets:uneven")
+    settings = {"epochs": 2, "batch_size": 16, "keep": "last", "learning_rate": 0.01, **settings}
+    folder = root / name
+    folder.mkdir(exist_ok=True)
+    return Job(
+        start=root / source,
+        training=Training(**settings, parallel=parallel),
+        objective=CrossEntropy(),
+        data=DataReference(data, {}, HERE, 16).load(),
+        metric=metric,
+        reference=None,
+        device="cpu",
+        threads=1,
+        seed=0,
+        folder=folder,
+        accept_start=False,
+    )
+
+
+def main(root: Path, alone: dict[str, dict], trainings: dict[str, dict]) -> None:
+    first = os.environ["RANK"] == "0"
+    if first:
+        for name, settings in alone.items():
+            train(job(root, name, 1, settings), Alone(), silent)
+    left_to_one = []
+    with process_group("cpu"):
+        ranks = torch.distributed.get_world_size()
+        for name, settings in trainings.items():
+            then = settings.pop("then", None)
+            if settings.pop("halves", False):
+                then = settings.get("parallel", {})
+            # The schedule of a training that is cut after one epoch does not depend on its length.
+            short = job(
+                root, name, ranks, {**settings, "epochs": 1} if then is not None else settings
+            )
+            train(short, strategy_of(short.training.parallel), silent)
+            if then == "alone":
+                left_to_one.append((name, {**settings, "parallel": {}}))
+            elif then is not None:
+                whole = job(root, name, ranks, {**settings, "parallel": then})
+                train(whole, strategy_of(whole.training.parallel), silent)
+    for name, settings in left_to_one if first else []:
+        train(job(root, name, 1, settings), Alone(), silent)
+
+
+def silent(epoch: Epoch) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))

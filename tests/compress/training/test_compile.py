@@ -1,0 +1,120 @@
+"""Compiled models are trained to the weights of those that are not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from compress.core.checkpoint import import_checkpoint
+from compress.core.data import DataReference
+from compress.core.errors import StageFailed, Unavailable
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.training.compilation import compile_, need_compiler
+from compress.training.fit import fit
+from compress.training.objective import CrossEntropy
+from compress.training.settings import Training
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+# 10 steps in fp32: fused kernels round in other places.
+TOLERANCE = 1e-5
+COMMON = {"clip_norm": 0.1, "activation_blocks": ["Block"]}
+FSDP = {"strategy": "fsdp", "wrap": ["Block"]}
+SETTINGS = {
+    "plain": {},
+    "blocks": {"compile": "blocks"},
+    "whole": {"compile": "whole"},
+    "selective": {"compile": "blocks", "activation_checkpointing": "selective"},
+}
+
+
+def sealed(path):
+    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
+    recipe = Recipe(factory="nets:blocks")
+    return import_checkpoint(path, recipe, signature, checkpoint=None, folder=HERE)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, trained):
+    """Train in every way alone, and on two ranks with DDP and FSDP; return the states by name."""
+    root = tmp_path_factory.mktemp("compile")
+    sealed(root / "source")
+    alone = {name: {**COMMON, **settings} for name, settings in SETTINGS.items()}
+    together = {f"fsdp-{name}": {**alone[name], "parallel": FSDP} for name in SETTINGS}
+    together["ddp-whole"] = alone["whole"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, "--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
+         HERE / "ranks_here.py", root, json.dumps(alone), json.dumps(together)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: trained(root / name) for name in (*alone, *together)}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_compiled_models_reach_the_weights_of_others(results):
+    expected = results["plain"].weights
+    for name, state in results.items():
+        assert state.weights.keys() == expected.keys()
+        difference = max(float((state.weights[k] - expected[k]).abs().max()) for k in expected)
+        assert difference < TOLERANCE, name
+        assert [e.metric for e in state.history] == [e.metric for e in results["plain"].history]
+
+
+# Importing the compiler, torch 2.13 warns of itself.
+of_torch = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+@of_torch
+@pytest.mark.parametrize(
+    ("setting", "compiled"), [("none", []), ("whole", [""]), ("blocks", ["0", "1"])]
+)
+def test_the_named_parts_are_compiled_and_names_stay(setting, compiled):
+    module = nn.Sequential(Block(), Block())
+    names = list(module.state_dict())
+    compile_(module, Training(epochs=1, compile=setting))
+    found = [n for n, part in module.named_modules() if part._compiled_call_impl is not None]
+    assert found == compiled
+    assert list(module.state_dict()) == names
+    assert [name for name, _ in module.named_parameters()] == names
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(StageFailed, match=r"^compile: blocks: the model has no repeated blocks"):
+        compile_(nn.Linear(2, 2), Training(epochs=1, compile="blocks"))
+
+
+def test_a_missing_compiler_is_told_before_training(tmp_path, monkeypatch):
+    compiled = Training(epochs=1, compile="whole")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(
+        Unavailable, match=r"^compile: whole needs a C\+\+ compiler .* no-such-comp"
+    ):
+        need_compiler(compiled, "cpu")
+    need_compiler(Training(epochs=1), "cpu")
+    with pytest.raises(Unavailable, match=r"^train: compile: whole needs"):
+        data = DataReference("nets:uneven", {}, HERE, 16).load()
+        where = Context(root=tmp_path / "out", data=data)
+        fit(sealed(tmp_path / "source"), compiled, CrossEntropy(), where, "train")
+    monkeypatch.setenv("CXX", sys.executable)
+    need_compiler(compiled, "cpu")

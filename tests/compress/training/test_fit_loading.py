@@ -1,0 +1,72 @@
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from compress.core.checkpoint import import_checkpoint
+from compress.core.data import DataReference
+from compress.core.errors import PipelineInvalid
+from compress.core.loading import Loading
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.training.fit import Fit, fit
+from compress.training.objective import CrossEntropy
+from compress.training.settings import Training
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+HERE = Path(__file__).parent
+
+
+def train(root: Path, *, processes: int = 1, **loading) -> Fit:
+    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
+    source = import_checkpoint(
+        root / "source", Recipe(factory="nets:classifier"), signature, checkpoint=None, folder=HERE
+    )
+    arguments = {"behaviour": "noise"}
+    data = DataReference("nets:behaving", arguments, HERE, 16, Loading(**loading)).load()
+    training = Training(epochs=3, batch_size=16, parallel={"processes": processes})
+    where = Context(root=root / "train", data=data)
+    return fit(source, training, CrossEntropy(), where, "train")
+
+
+def workers() -> set[int]:
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())}
+
+
+@pytest.mark.parametrize(
+    "processes", [1, pytest.param(2, marks=[pytest.mark.multiprocess, pytest.mark.slow])]
+)
+def test_workers_train_the_same_weights_and_are_gone_after(tmp_path, processes) -> None:
+    before = workers()
+    here = train(tmp_path / "here", processes=processes)
+    there = train(tmp_path / "there", processes=processes, workers=2)
+    assert here.history == there.history
+    expected, got = here.module.state_dict(), there.module.state_dict()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    deadline = time.monotonic() + 60
+    while workers() - before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_samples_without_the_length_to_bucket_by_are_refused(tmp_path) -> None:
+    with pytest.raises(PipelineInvalid, match=r"^train: data\.loader\.bucket_by: .*no 'ids'"):
+        train(tmp_path, bucket_by="ids")
+
+
+def test_epochs_are_evaluated_with_inputs_in_the_models_order(tmp_path) -> None:
+    names = ("plus", "minus")
+    signature = Signature(inputs=tuple(TensorSpec(name=n, shape=("batch",)) for n in names))
+    recipe = Recipe(factory="nets:Difference")
+    source = import_checkpoint(tmp_path / "source", recipe, signature, checkpoint=None, folder=HERE)
+    data = DataReference("nets:mappings", {}, HERE, 16, input_names=names).load()
+    training = Training(epochs=1, batch_size=16, learning_rate=1e-6)
+    result = fit(
+        source, training, CrossEntropy(), Context(root=tmp_path / "train", data=data), "train"
+    )
+    assert result.kept.metric == 1

@@ -1,0 +1,79 @@
+"""Meshes through `fit`: processes of its own, a teacher, and one clear error."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.core.checkpoint import import_checkpoint
+from compress.core.data import DataReference
+from compress.core.errors import StageFailed
+from compress.core.metrics import Metric
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.training.fit import fit
+from compress.training.objective import CrossEntropy
+from compress.training.settings import Training
+from compress.training.teaching import Teaching
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+HERE = Path(__file__).parent
+
+
+def make_source(path, seed=0, **arguments):
+    torch.manual_seed(seed)
+    signature = Signature(inputs=(TensorSpec(name="tokens", shape=("batch", 6), dtype="int64"),))
+    recipe = Recipe(factory="transformers_here:transformer", arguments=arguments)
+    return import_checkpoint(path, recipe, signature, checkpoint=None, folder=HERE)
+
+
+def run(root, source, objective, **parallel):
+    data = DataReference("transformers_here:tokens", {}, HERE, 16).load()
+    training = Training(epochs=2, batch_size=16, keep="last", learning_rate=0.01, parallel=parallel)
+    return fit(source, training, objective, Context(root=root, data=data), "train")
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": {}}], ids=["tensor", "pipeline"])
+def test_a_teacher_teaches_a_model_that_is_spread(tmp_path, parallel):
+    student, teacher = make_source(tmp_path / "student"), make_source(tmp_path / "teacher", 1)
+    training = Training(epochs=1, label_smoothing=0.0)
+    objective = Teaching(temperature=2.0).objective(teacher, training)
+    alone = run(tmp_path / "alone", student, objective)
+    spread = run(tmp_path / "spread", student, objective, processes=2, **parallel)
+    expected, got = alone.module.state_dict(), spread.module.state_dict()
+    assert expected.keys() == got.keys()
+    # 10 steps in fp32, whose sums are in another order.
+    assert all(torch.allclose(expected[name], got[name], atol=1e-5) for name in expected)
+    data = DataReference("transformers_here:tokens", {}, HERE, 16).load()
+    sealed = student.derive(tmp_path / "sealed", spread.module)
+    exact = Context(root=tmp_path / "exact", data=data, metric=Metric("accuracy")).score(sealed)
+    assert exact == spread.kept.metric
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parallel", "told"),
+    [
+        ({"heads": 1}, {"tensor": 2}, r"tensor: 'layers\.0\.attn' has 1 heads"),
+        ({"frozen_layers": 2}, {"pipeline": {}}, r"pipeline: stage 0 has no weights that require"),
+    ],
+    ids=["heads", "frozen"],
+)
+def test_a_model_that_cannot_be_spread_is_one_clear_error(
+    tmp_path, capfd, arguments, parallel, told
+):
+    source = make_source(tmp_path / "source", **arguments)
+    with pytest.raises(StageFailed, match=rf"^train: parallel\.{told}"):
+        run(tmp_path / "run", source, CrossEntropy(), processes=2, **parallel)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_frozen_weights_stay_as_they_are(tmp_path):
+    source = make_source(tmp_path / "source", frozen_layers=1)
+    alone = run(tmp_path / "alone", source, CrossEntropy())
+    for name, parallel in {"tensor": {"tensor": 2}, "pipeline": {"pipeline": {}}}.items():
+        spread = run(tmp_path / name, source, CrossEntropy(), processes=2, **parallel)
+        expected, got = alone.module.state_dict(), spread.module.state_dict()
+        assert all(torch.allclose(expected[n], got[n], atol=1e-5) for n in expected)
+        assert torch.equal(got["words.weight"], source.load().words.weight)

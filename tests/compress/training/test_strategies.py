@@ -1,0 +1,211 @@
+"""Every strategy, on real gloo processes, reaches the weights of a single process."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from compress.core.checkpoint import import_checkpoint
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature, TensorSpec
+from compress.training.sharding import prefetch_
+
+pytestmark = pytest.mark.multiprocess
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+# 10 steps in fp32: gradients are added up in another order, and Adam's division by a small second
+# moment enlarges the difference.
+TOLERANCE = {"sgd": 1e-5, "adamw": 1e-4}
+
+FULL = {"strategy": "fsdp", "wrap": ["Block"]}
+STRATEGIES = {
+    "ddp": {},
+    "ddp-static": {"static_graph": True, "bucket_mebibytes": 0.001},
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2", "wrap": 100},
+    "zero3": {"strategy": "zero3", "wrap": 100},
+    "full": FULL,
+    "none": {**FULL, "sharding": "no_shard"},
+    "hybrid": {**FULL, "sharding": "hybrid_shard"},
+    "offload": {**FULL, "cpu_offload": True},
+    "prefetch": {**FULL, "prefetch": 2},
+}
+ON_FOUR = ("ddp", "zero1", "zero2", "full", "hybrid")
+ACCUMULATED = ("ddp", "ddp-static", "zero1", "zero2", "full")
+OTHER = {"ddp": FULL, "full": {"strategy": "zero1"}, "zero1": {}, "zero2": {}}
+"""What one strategy saved another takes up."""
+ALSO_ALONE = ("ddp", "zero1", "full")
+COMPRESSED = {
+    "topk": {"communication": "topk", "topk_fraction": 0.2},
+    "powersgd": {"communication": "powersgd", "powersgd_rank": 1},
+}
+"""What they leave out of a gradient is remembered, and goes on too."""
+RESUMED = {**{name: STRATEGIES[name] for name in OTHER}, **COMPRESSED}
+SGD = {"clip_norm": 0.1}
+ADAMW = {
+    "optimizer": "adamw",
+    "learning_rate": 1e-3,
+    "accumulate": 2,
+    "activation_checkpointing": 2,
+    "schedule": "constant",
+    "ema_decay": 0.9,
+}
+ALONE = {"sgd": SGD, "adamw": ADAMW, "metric": {**SGD, "metric": "loss"}}
+
+
+def trainings(ranks):
+    adamw = {**ADAMW, "accumulate": 4 if ranks == 2 else 2}
+    for name in STRATEGIES if ranks == 2 else ON_FOUR:
+        parallel = STRATEGIES[name]
+        yield f"sgd-{name}", {**SGD, "parallel": parallel}
+        if name in ACCUMULATED:
+            yield f"adamw-{name}", {**adamw, "parallel": parallel}
+    if ranks == 2:
+        yield from trainings_that_go_on(adamw)
+        yield "metric-loss", {**SGD, "metric": "loss", "parallel": FULL}
+        yield "bf16", {**SGD, "precision": "bf16", "parallel": FULL}
+
+
+def trainings_that_go_on(adamw):
+    for name, parallel in COMPRESSED.items():
+        yield f"adamw-{name}", {**adamw, "parallel": parallel}
+    for name, parallel in RESUMED.items():
+        yield f"adamw-{name}-halves", {**adamw, "parallel": parallel, "halves": True}
+    for name, other in OTHER.items():
+        yield f"adamw-{name}-other", {**adamw, "parallel": STRATEGIES[name], "then": other}
+    for name in ALSO_ALONE:
+        yield f"adamw-{name}-alone", {**adamw, "parallel": STRATEGIES[name], "then": "alone"}
+
+
+def launch(root, ranks, alone, together):
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
+         HERE / "ranks_here.py", root, json.dumps(alone), json.dumps(together)],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def results_of(tmp_path_factory, trained):
+    """Return a function of the ranks: trains with every strategy once, and alone likewise."""
+
+    @cache
+    def results(ranks):
+        root = tmp_path_factory.mktemp(f"{ranks}-ranks")
+        signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
+        recipe = Recipe(factory="nets:blocks")
+        import_checkpoint(root / "source", recipe, signature, checkpoint=None, folder=HERE)
+        together = dict(trainings(ranks))
+        launch(root, ranks, ALONE, together)
+        return {name: trained(root / name) for name in (*ALONE, *together)}
+
+    return results
+
+
+@pytest.fixture
+def two(results_of):
+    return results_of(2)
+
+
+def largest_difference(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def on_two_and_on_four(names):
+    return [(2, name) for name in names] + [(4, name) for name in names if name in ON_FOUR]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "strategy"), on_two_and_on_four(STRATEGIES))
+def test_the_weights_are_those_of_one_process(results_of, ranks, strategy):
+    results = results_of(ranks)
+    alone, together = results["sgd"], results[f"sgd-{strategy}"]
+    assert largest_difference(alone.weights, together.weights) < TOLERANCE["sgd"]
+    # 37 samples do not divide over the ranks: each is counted once.
+    assert [e.metric for e in together.history] == [e.metric for e in alone.history]
+    assert all((e.metric * 37) % 1 == pytest.approx(0, abs=1e-9) for e in together.history)
+    losses = [e.loss for e in alone.history]
+    assert [e.loss for e in together.history] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "strategy"), on_two_and_on_four(ACCUMULATED))
+def test_accumulation_average_and_checkpointed_activations_go_with_it(results_of, ranks, strategy):
+    results = results_of(ranks)
+    alone, together = results["adamw"], results[f"adamw-{strategy}"]
+    assert largest_difference(alone.weights, together.weights) < TOLERANCE["adamw"]
+    assert largest_difference(alone.kept_weights, together.kept_weights) < TOLERANCE["adamw"]
+    assert largest_difference(alone.weights, alone.kept_weights) > 10 * TOLERANCE["adamw"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", RESUMED)
+def test_a_resumed_training_ends_bit_identical(two, strategy):
+    whole, halves = two[f"adamw-{strategy}"], two[f"adamw-{strategy}-halves"]
+    assert largest_difference(whole.weights, halves.weights) == 0
+    assert largest_difference(whole.kept_weights, halves.kept_weights) == 0
+    assert whole.history == halves.history
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("communication", COMPRESSED)
+def test_fewer_bytes_are_sent(two, communication):
+    sent = [two[f"adamw-{name}"].history[0].sent_bytes for name in (communication, "ddp")]
+    assert 0 < sent[0] < sent[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", OTHER)
+def test_what_one_strategy_saved_another_takes_up(two, strategy):
+    whole, other = two[f"adamw-{strategy}"], two[f"adamw-{strategy}-other"]
+    assert largest_difference(whole.weights, other.weights) < TOLERANCE["adamw"]
+    assert largest_difference(whole.kept_weights, other.kept_weights) < TOLERANCE["adamw"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ALSO_ALONE)
+def test_what_several_processes_saved_one_takes_up(two, strategy):
+    whole, other = two[f"adamw-{strategy}"], two[f"adamw-{strategy}-alone"]
+    assert largest_difference(whole.weights, other.weights) < TOLERANCE["adamw"]
+    assert largest_difference(whole.kept_weights, other.kept_weights) < TOLERANCE["adamw"]
+
+
+def test_the_next_blocks_are_gathered_ahead_and_backward_the_last():
+    blocks = [Mock() for _ in range(4)]
+    prefetch_(blocks, 2)
+    ahead = [b.set_modules_to_forward_prefetch.call_args.args[0] for b in blocks]
+    assert ahead == [blocks[1:3], blocks[2:4], blocks[3:], []]
+    behind = [b.set_modules_to_backward_prefetch.call_args.args[0] for b in blocks]
+    assert behind == [[], blocks[:1], [blocks[1], blocks[0]], [blocks[2], blocks[1]]]
+
+
+@pytest.mark.slow
+def test_gathering_ahead_changes_no_bit(two):
+    ahead, usual = two["sgd-prefetch"], two["sgd-full"]
+    assert largest_difference(ahead.weights, usual.weights) == 0
+
+
+@pytest.mark.slow
+def test_a_mean_loss_is_reduced_over_samples(two):
+    alone, together = two["metric"], two["metric-loss"]
+    expected = [e.metric for e in alone.history]
+    assert [e.metric for e in together.history] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_bf16_shards_keep_fp32_weights(two):
+    full, half = two["sgd-full"], two["bf16"]
+    assert 0 < largest_difference(full.weights, half.weights) < 0.05
+    assert all(w.dtype == torch.float32 for w in half.weights.values())

@@ -1,0 +1,242 @@
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.core.artifact import Artifact
+from compress.core.data import Splits
+from compress.core.eager import EagerModel
+from compress.core.errors import ArtifactInvalid, PipelineInvalid, StageFailed, Unavailable
+from compress.core.gates import Parity
+from compress.core.graph import GraphModel
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from compress.quantization.static_stage import QuantizeStatic
+from export import aot_package
+from export.aot import AotModel, ExportAot
+from export.aot_package import count_kernels
+from pipelines.pipeline import Pipeline
+from pipelines.plan import make_plan
+
+NETWORKS = Path(__file__).parents[1] / "compress" / "quantization"
+IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
+pytestmark = pytest.mark.timeout(900)  # compilers are slow on machines with other work
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def source(path: Path, factory: str, signature: Signature = IMAGE) -> EagerModel:
+    torch.manual_seed(0)
+    recipe = Recipe(factory=factory)
+    state = recipe.build(NETWORKS).state_dict()
+    return EagerModel.create(path, recipe, state, signature, folder=NETWORKS)
+
+
+def int8(folder: Path, factory: str, target: str) -> tuple[GraphModel, Context]:
+    model = source(folder / "source", factory)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(64, 1, 8, 8, generator=generator)
+    samples = [(image, torch.tensor(0)) for image in images]
+    context = Context(root=folder / "int8", data=Splits({"train": samples, "val": samples}))
+    stage = QuantizeStatic.model_validate({"target": target, "calibration_samples": 64})
+    return stage(model, context), context.at(folder / "aot")
+
+
+@pytest.fixture(scope="module")
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Give the folder that temporary files go to."""
+    folder = tmp_path_factory.mktemp("temporary")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> tuple[GraphModel, Context]:
+    return int8(tmp_path_factory.mktemp("mlp"), "networks:mlp", "inductor-cpu")
+
+
+@pytest.fixture(scope="module")
+def package(graph: tuple[GraphModel, Context], temporary: Path) -> AotModel:
+    return ExportAot()(*graph)
+
+
+def test_integers_are_multiplied_by_integer_kernels_and_answers_kept(
+    package: AotModel, graph: tuple[GraphModel, Context]
+) -> None:
+    model, context = graph
+    assert package.manifest.facts["integer_kernels"] == {"qlinear_pointwise_tensor": 3}
+    assert package.manifest.facts["float_kernels"] == {}
+    assert Parity(atol=0).value(model, package, context) < 1e-5
+    assert (package.parameters(), package.macs()) == (model.parameters(), model.macs())
+
+
+def test_nothing_is_left_behind_but_the_package(package: AotModel, temporary: Path) -> None:
+    assert [entry.name for entry in temporary.iterdir()] == []
+    assert sorted(f.name for f in package.path.iterdir()) == ["manifest.json", "model.pt2"]
+    assert b"#include" not in package.payload_path.read_bytes()
+
+
+def test_a_fresh_process_answers_alike(
+    package: AotModel, tmp_path: Path, fresh_process: Callable[[str], str]
+) -> None:
+    (image,) = IMAGE.example(3)
+    with package.open(threads=2) as predict:
+        torch.save({"image": image, "expected": predict(image)[0]}, tmp_path / "answer.pt")
+    code = f"""
+import torch
+from export import AotModel
+saved = torch.load({str(tmp_path / "answer.pt")!r})
+with AotModel.at({str(package.path)!r}).open() as predict:
+    print(torch.equal(predict(saved["image"])[0], saved["expected"]))
+"""
+    assert fresh_process(code) == "True"
+
+
+def test_memory_is_read_as_the_code_expects_it(package: AotModel) -> None:
+    (image,) = IMAGE.example(3)
+    transposed = image.transpose(2, 3).contiguous().transpose(2, 3)
+    assert not transposed.is_contiguous()
+    with package.open() as predict:
+        assert torch.equal(predict(transposed)[0], predict(image)[0])
+        with pytest.raises(ValueError, match=r"image is torch\.float32 \[3, 1, 8, 9\], expected"):
+            predict(torch.zeros(3, 1, 8, 9))
+        with pytest.raises(ValueError, match=r"torch\.float64 .* expected float32 \[batch, 1, 8, "):
+            predict(image.double())
+
+
+def altered(package: AotModel, folder: Path, **built_for: object) -> AotModel:
+    shutil.copytree(package.path, folder, copy_function=shutil.copyfile)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["facts"]["built_for"] |= built_for
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return AotModel.at(folder)
+
+
+@pytest.mark.parametrize(
+    ("built_for", "told"),
+    [
+        ({"instructions": ["avx2", "amx_int9"]}, "a processor with amx_int9, which this one has "),
+        ({"torch": "1.0.0"}, r"compiled for torch 1\.0\.0, found "),
+        ({"machine": "riscv"}, "compiled for machine riscv, found "),
+    ],
+)
+def test_another_machines_package_is_refused(
+    package: AotModel, tmp_path: Path, built_for: dict[str, object], told: str
+) -> None:
+    foreign = altered(package, tmp_path / "foreign", **built_for)
+    with pytest.raises(Unavailable, match=told) as caught, foreign.open():
+        pass
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 4
+
+
+def test_code_that_was_altered_is_not_loaded(package: AotModel, tmp_path: Path) -> None:
+    broken = altered(package, tmp_path / "broken")
+    content = bytearray(broken.payload_path.read_bytes())
+    content[len(content) // 2] ^= 1
+    broken.payload_path.write_bytes(content)
+    with pytest.raises(ArtifactInvalid, match="is not the file that was sealed"), broken.open():
+        pass
+
+
+def test_without_a_compiler_nothing_is_begun(
+    graph: tuple[GraphModel, Context], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Unavailable, match=r"g\+\+ is not here; a C\+\+ compiler") as caught:
+        ExportAot()(graph[0], graph[1].at(tmp_path / "aot"))
+    assert caught.value.exit_code == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_cuda_device_a_plan_for_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match="needs a CUDA device"):
+        make_plan(pipeline(tmp_path, "{stage: export_aot, device: cuda}"))
+
+
+def test_torchserve_does_not_take_it_yet(tmp_path: Path) -> None:
+    with pytest.raises(PipelineInvalid, match="reads onnx or torchscript, and 'export_aot' writes"):
+        make_plan(pipeline(tmp_path, "{stage: export_aot}, {stage: package_torchserve}"))
+
+
+def pipeline(folder: Path, stages: str) -> Pipeline:
+    (folder / "nets.py").write_text("def net(): ...\n")
+    file = folder / "pipeline.yaml"
+    file.write_text(
+        "version: 1\nmodel: {factory: 'nets:net', checkpoint: x.pt, inputs: [{name: x}]}\n"
+        f"stages: [{stages}]\n"
+    )
+    return Pipeline.from_yaml(file)
+
+
+def test_one_channel_of_integers_is_refused_before_it_is_compiled(tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match=r"compiles that into wrong answers; .*inductor-cpu"):
+        ExportAot()(*int8(tmp_path, "networks:residual", "onnxruntime-cpu"))
+
+
+def test_kernels_are_counted_by_their_calls() -> None:
+    source = """
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu__qlinear_pointwise_tensor(buf0, 1));
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mkldnn__convolution_pointwise(buf0, 1));
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mkldnn__convolution_pointwise(buf1, 1));
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_bmm_out(buf2, 1));
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_sort(buf3, 1));
+    // aoti_torch_cpu_bmm_out(
+    """
+    assert count_kernels(source) == {
+        "integer_kernels": {"qlinear_pointwise_tensor": 1},
+        "float_kernels": {"bmm_out": 1, "mkldnn__convolution_pointwise": 2},
+    }
+
+
+@pytest.mark.slow
+def test_wrong_answers_that_compile_without_a_word_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor answers at chance where a convolution reads integers of one channel."""
+    monkeypatch.setattr(aot_package, "refuse_one_channel_integers", lambda _: None)
+    with pytest.raises(StageFailed, match=r"answers differ from the source's by"):
+        ExportAot()(*int8(tmp_path, "networks:residual", "onnxruntime-cpu"))
+    assert not (tmp_path / "aot").exists()
+
+
+@pytest.mark.slow
+def test_convolutions_and_additions_in_integers_answer_alike(tmp_path: Path) -> None:
+    model, context = int8(tmp_path, "networks:residual", "inductor-cpu")
+    artifact = ExportAot()(model, context)
+    assert artifact.manifest.facts["integer_kernels"]["qconv_pointwise_tensor"] >= 1
+    assert artifact.manifest.facts["float_kernels"] == {"mkldnn__convolution_pointwise": 1}
+    assert Parity(atol=0).value(model, artifact, context) < 1e-5
+
+
+@pytest.mark.slow
+def test_several_dynamic_axes_inputs_and_outputs(tmp_path: Path) -> None:
+    signature = Signature(
+        inputs=(
+            TensorSpec(name="image", shape=("batch", 1, "height", "width")),
+            TensorSpec(name="context", shape=("batch", 4)),
+        ),
+        outputs=(OutputSpec(name="logits"), OutputSpec(name="features")),
+    )
+    model = source(tmp_path / "source", "networks:two_inputs", signature)
+    artifact = ExportAot(gates=(Parity(atol=1e-5),))(model, Context(root=tmp_path / "aot"))
+    with Artifact.at(artifact.path).open() as predict:
+        logits, features = predict(torch.randn(5, 1, 12, 9), torch.randn(5, 4))
+        with pytest.raises(ValueError, match="input context is"):
+            predict(torch.randn(5, 1, 12, 9), torch.randn(4, 4))
+    assert (logits.shape, features.shape) == ((5, 3), (5, 8))
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_code_for_cuda_runs_there_alone(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:residual")
+    context = Context(root=tmp_path / "aot", device="cuda")
+    artifact = ExportAot(device="cuda", gates=(Parity(atol=1e-3),))(model, context)
+    with artifact.open("cpu") as predict:
+        assert predict(*IMAGE.example(3))[0].device.type == "cuda"

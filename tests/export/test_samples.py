@@ -1,0 +1,95 @@
+import pytest
+import torch
+
+from compress.core.artifact import Predictor
+from compress.core.data import Splits
+from compress.core.errors import StageFailed
+from compress.core.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from export.agreement import check_agreement
+from export.samples import SAMPLES, check_on_samples, val_inputs
+
+ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+BATCHES = [(torch.randn(32, 4, generator=torch.Generator().manual_seed(i)),) for i in range(4)]
+
+
+def biased(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Answer nearly the same to everything, as an untrained network does."""
+    return (x + torch.tensor([100.0, 0, 0, 0]),)
+
+
+def at_chance(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return biased(x.roll(1, 0))
+
+
+def off_by(error: float) -> Predictor:
+    return lambda x: (x * (1 + error),)
+
+
+def same(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (x,)
+
+
+def test_answers_at_chance_beside_a_large_bias_are_caught_by_samples_alone() -> None:
+    check_agreement(biased, at_chance, ROWS, rounded=True)
+    with pytest.raises(StageFailed, match=r"128 samples of `val` .* by 1\.\d of their spread"):
+        check_on_samples(biased, at_chance, BATCHES, rounded=True)
+
+
+def test_integers_may_differ_more_than_floats() -> None:
+    found = check_on_samples(same, off_by(0.1), BATCHES, rounded=True)
+    assert (found.samples, found.changed) == (128, 0)
+    assert found.relative_error == pytest.approx(0.1, rel=0.02)
+    with pytest.raises(StageFailed, match=r"by 0\.1 of their spread, expected at most 0\.01"):
+        check_on_samples(same, off_by(0.1), BATCHES)
+
+
+def test_a_small_output_at_chance_is_not_hidden_by_a_large_one() -> None:
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (1000 * x, x)
+
+    def wrong(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (1000 * x, x.roll(1, 0))
+
+    with pytest.raises(StageFailed, match=r"by 1\.\d of their spread"):
+        check_on_samples(both, wrong, BATCHES, rounded=True)
+
+
+def test_a_few_samples_with_other_labels_are_caught() -> None:
+    def two_classes(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x.clone()
+        y[:3, 0], y[:3, 1] = y[:3].amax(1) + 0.5, y[:3].amax(1) + 0.7
+        return (y,)
+
+    def swapped(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = two_classes(x)[0]
+        y[:3, :2] = y[:3, :2].flip(1)
+        return (y,)
+
+    with pytest.raises(StageFailed, match=r"gives 12 other labels .* expected at most 6"):
+        check_on_samples(two_classes, swapped, BATCHES, rounded=True)
+
+
+def test_near_ties_are_no_other_labels() -> None:
+    def tied(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.tensor([[1.0, 0.999, -1]]).repeat(len(x), 1),)
+
+    def other_way(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.tensor([[0.999, 1.0, -1]]).repeat(len(x), 1),)
+
+    assert check_on_samples(tied, other_way, BATCHES).changed == 0
+
+
+def test_nan_and_one_sample_a_batch_are_judged_too() -> None:
+    single = [(torch.randn(1, 4),) for _ in range(3)]
+    assert check_on_samples(same, same, single).relative_error == 0
+    with pytest.raises(StageFailed, match="nan"):
+        check_on_samples(same, off_by(float("nan")), single, rounded=True)
+
+
+def test_a_bounded_number_of_samples_is_read(tmp_path: object) -> None:
+    samples = [(torch.zeros(4), torch.tensor(0))] * (SAMPLES + 50)
+    data = Splits({"val": samples}, batch_size=100)
+    context = Context(root=tmp_path, data=data)  # type: ignore[arg-type]
+    assert sum(len(x) for (x,) in val_inputs(context)) == SAMPLES
+    assert list(val_inputs(Context(root=tmp_path))) == []  # type: ignore[arg-type]
