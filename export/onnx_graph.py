@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import onnx
 
 from compress.core.errors import ArtifactInvalid
+from export.onnx_recurrent import INTEGER_LSTM, RECURRENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 UNIT_STEPS = {"dilations": 1, "strides": 1, "pads": 0}
 """Values that convolutions and poolings have where the attribute is left out."""
-INTEGER_LSTM = "DynamicQuantizeLSTM"
-RECURRENT = {"LSTM", "GRU", "RNN"}
 COUNTED = {"Conv", "ConvTranspose", "Gemm", "MatMul", "MatMulInteger", *RECURRENT}
 FEW_BITS = "MatMulNBits"
 UNCOUNTED = {"Attention", "DeformConv", "Einsum", "If", "Loop", "Scan"}

@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.graph import CodeGen
 
 from compress.core.errors import StageFailed, first_line
+from compress.core.graph import reshape_views_
 from export.torchscript_file import quiet
 from export.torchscript_integers import lower_
 
@@ -56,11 +57,10 @@ def plain(module: fx.GraphModule) -> fx.GraphModule:
     """Return a program's module without what torch.export adds around its operators."""
     graph = module.graph
     graph.set_codegen(CodeGen())
+    reshape_views_(module)  # integer convolutions answer with channels last
     for node in list(graph.nodes):
         if node.op == "call_module" or node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)  # checks of inputs and types
-        elif node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default  # integer convolutions answer with channels last
         elif node.target is aten.sym_size.int:
             node.op, node.target = "call_method", "size"
         elif node.op == "output" and len(node.args[0]) == 1:

@@ -104,13 +104,15 @@ class GraphModel(Artifact):
 def reshape_views_(module: Any) -> None:
     """Let views of a graph be copies where need be, in place.
 
-    Attention that is counted as the products it is made of has other strides than the fused one
-    that was traced, and a view of its result may not exist.
+    A kernel that computes an operator otherwise than the one that was traced, as attention that is
+    counted as the products it is made of, may answer with other strides: a view may not exist.
     """
     import torch
 
-    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        node.target = torch.ops.aten.reshape.default
+    aten = torch.ops.aten
+    for view in (aten.view.default, aten._unsafe_view.default):
+        for node in module.graph.find_nodes(op="call_function", target=view):
+            node.target = aten.reshape.default
     module.recompile()
 
 

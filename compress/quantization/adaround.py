@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.quantization.products import Moments, matrix
-from compress.quantization.weighted import observer_of, put_weight_, weight_of
+from compress.quantization.weighted import put_weight_, weight_observer_of, weight_of
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -45,7 +45,7 @@ def round_adaptively_(prepared: GraphModule, layer: Node, pairs: Pairs, steps: i
     Returns:
         Share of the weights that are not rounded to the nearest.
     """
-    weight, observer = weight_of(prepared, layer), observer_of(prepared, layer, 1)
+    weight, observer = weight_of(prepared, layer), weight_observer_of(prepared, layer)
     scale_O, _ = observer.calculate_qparams()
     weight_GOI = matrix(layer, weight)
     scale_GO1 = scale_O.view(*weight_GOI.shape[:2], 1)

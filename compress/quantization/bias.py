@@ -12,7 +12,7 @@ import torch
 
 from compress.quantization.prefix import fake_rounded
 from compress.quantization.quantizer import LINEAR
-from compress.quantization.weighted import bias_of, observer_of, put_bias_, weight_of
+from compress.quantization.weighted import bias_of, put_bias_, weight_observer_of, weight_of
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
@@ -32,7 +32,7 @@ def correct_bias_(prepared: GraphModule, layer: Node, weight: torch.Tensor, pair
     bias_O = bias_of(prepared, layer)
     if bias_O is None:
         return
-    rounded_weight = fake_rounded(observer_of(prepared, layer, 1), weight_of(prepared, layer))
+    rounded_weight = fake_rounded(weight_observer_of(prepared, layer), weight_of(prepared, layer))
     shift_O, count = torch.zeros_like(bias_O, dtype=torch.float64), 0
     for floats, rounded in pairs:
         shift = _answers(layer, floats, weight) - _answers(layer, rounded, rounded_weight)

@@ -58,7 +58,7 @@ def quantize(
             or an activation is not finite or vanishes.
     """
     corrections = corrections or Corrections()
-    graph = functional(export_program(module, signature)).module(check_guards=False)
+    graph = traced(module, signature)
     corrections.smooth_(graph, batches, quantizer.scheme, quantizer.exclude)
     prepared = prepare(graph, quantizer)
     corrections.equalize_(prepared)
@@ -92,10 +92,21 @@ def integer_program(prepared: GraphModule, signature: Signature) -> ExportedProg
         prepared: the graph; it is used up.
         signature: the model's interface.
     """
-    converted = convert_pt2e(prepared)
+    return export_program(integer_graph(prepared), signature)
+
+
+def integer_graph(prepared: GraphModule) -> GraphModule:
+    """Return the integer form of a prepared graph, which is used up."""
+    converted: GraphModule = convert_pt2e(prepared)
     look_up_integers_(converted)
     drop_unread_tensors_(converted)
-    return export_program(converted, signature)
+    return converted
+
+
+def traced(module: torch.nn.Module, signature: Signature) -> GraphModule:
+    """Return a module's graph, made functional; the module is not changed."""
+    graph: GraphModule = functional(export_program(module, signature)).module(check_guards=False)
+    return graph
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:

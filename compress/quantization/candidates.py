@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import fx
 
-from compress.core.program import export_program
 from compress.quantization.calibrate import (
-    drop_unread_tensors_,
-    functional,
+    integer_graph,
     observe_,
     prepare,
+    traced,
 )
-from compress.quantization.embeddings import look_up_integers_
-from compress.quantization.pt2e import Q_ANNOTATION_KEY, convert_pt2e
-from compress.quantization.quantizer import CLAMPS, LINEAR, OnnxRuntimeQuantizer, module_names
-from compress.quantization.ranges import WEIGHTED, fit_ranges_
+from compress.quantization.places import module_of
+from compress.quantization.pt2e import Q_ANNOTATION_KEY
+from compress.quantization.quantizer import CLAMPS, LINEAR, WEIGHTED, OnnxRuntimeQuantizer
+from compress.quantization.ranges import fit_ranges_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -90,7 +89,7 @@ class MixedQuantizer(OnnxRuntimeQuantizer):
 def layer_name(node: fx.Node) -> str:
     """Return the user's module that a convolution or product lies in, or else its weight."""
     weight: Any = node.args[1]
-    return (module_names(node) or [str(weight.target)])[-1]
+    return module_of(node) or str(weight.target)
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,7 @@ class Candidates:
         embeddings: bool,
     ) -> Candidates:
         """Trace a module in eval mode; it is not changed."""
-        graph = functional(export_program(module, signature)).module(check_guards=False)
-        return cls(graph, signature, scheme, exclude, embeddings)
+        return cls(traced(module, signature), signature, scheme, exclude, embeddings)
 
     def observe(
         self, observer: str, batches: Iterable[Batch], report: Callable[[int], None]
@@ -169,10 +167,7 @@ class Candidates:
                     found = self.ranges[chosen][name]
                     observer.min_val, observer.max_val = (limit.clone() for limit in found)
         fit_ranges_(prepared)
-        converted = convert_pt2e(prepared)
-        look_up_integers_(converted)
-        drop_unread_tensors_(converted)
-        return Candidate(converted, quantizer)
+        return Candidate(integer_graph(prepared), quantizer)
 
     def _quantizer(self, observer: Observer, floats: Iterable[str]) -> MixedQuantizer:
         return MixedQuantizer(

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.quantization.quantizer import module_names
+from compress.quantization.quantizer import is_float
 
 if TYPE_CHECKING:
     from torch import fx
 
-    from compress.core.signature import Signature
-
 aten = torch.ops.aten
-INPUT_NAME = "name in the signature"
 PASSING = {
     *("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "flatten", "unflatten"),
     *("squeeze", "unsqueeze", "expand", "slice", "select", "split", "chunk", "unbind"),
@@ -113,28 +110,7 @@ def _gives_floats(node: fx.Node) -> bool:
     return any(isinstance(v, torch.Tensor) and v.dtype is torch.float32 for v in values)
 
 
-def is_float(node: fx.Node) -> bool:
-    """Whether a node was a float32 tensor when it was traced."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype is torch.float32
-
-
 def operator_name(node: fx.Node) -> str:
     """Return an operator's name without namespace, overload and mark of writing in place."""
     parts = str(node.target).split(".")
     return parts[1].rstrip("_") if node.op == "call_function" and len(parts) > 2 else ""
-
-
-def name_inputs_(graph: fx.GraphModule, signature: Signature) -> None:
-    """Note the signature's names of a graph's inputs, in place."""
-    for node, spec in zip(graph.graph.find_nodes(op="placeholder"), signature.inputs, strict=True):
-        node.meta[INPUT_NAME] = spec.name
-
-
-def place(node: fx.Node) -> str:
-    """Return in words where a tensor is made."""
-    if node.op == "get_attr":
-        return f"weight {node.target}"
-    if node.op == "placeholder":
-        return f"input {node.meta.get(INPUT_NAME, node.name)}"
-    return f"{node.name} of {(module_names(node) or ['the model'])[-1]}"

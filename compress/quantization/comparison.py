@@ -18,7 +18,7 @@ from compress.core.errors import StageFailed
 from compress.core.stage import COMPARED_BATCHES
 from compress.quantization.deviation import Deviation
 from compress.quantization.fidelity import Fidelity, LayerFidelity, MetricPair, OutputFidelity
-from compress.quantization.following import Following, Reference, layers_of
+from compress.quantization.following import Following, Reference, layer_calls
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -57,16 +57,16 @@ def compare(
     Raises:
         StageFailed: the graph gives other numbers of outputs, or some that are not finite.
     """
-    layers = {n: call for n, call in layers_of(graph, module).items() if call[0] not in rescaled}
+    layers = {n: call for n, call in layer_calls(graph, module).items() if call[0] not in rescaled}
     reference = Reference(module, graph, set(layers.values()))
-    found, total = _Found(), _count(signature, context)
+    found, sample = _Found(), _Sample.of(signature, context)
     with torch.inference_mode():
-        for inputs, target in _samples(reference, signature, context):
+        for inputs, target in sample.batches(reference):
             expected = reference(*inputs)
             asked = Following(graph, layers, reference.values, found.layers)
             found.add(expected, flatten_outputs(asked.run(*inputs)), target)
             Following(graph, layers, reference.values, found.own, given=True).run(*inputs)
-            context.progress("compare with the float model", found.samples, total)
+            context.progress("compare with the float model", found.samples, len(sample))
     found.refuse_unless_finite(signature)
     return found.told(signature, context)
 
@@ -200,37 +200,48 @@ def _has_val(context: Context) -> bool:
     return context.data is not None and "val" in context.data.datasets
 
 
-def _samples(
-    reference: Reference, signature: Signature, context: Context
-) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor | None]]:
-    """Yield inputs, and their targets where there are any, in batches of bounded memory."""
-    if not _has_val(context) or context.data is None:
-        for i in range(COMPARED_BATCHES):
-            yield signature.example(batch=8, seed=context.seed + i), None
-        return
-    fixed = None if signature.batch_axis else next(iter(signature.inputs[0].shape), None)
-    order = _order(len(context.data.split("val")), context.seed, int(fixed or 1))  # type: ignore[arg-type]
-    rows = int(fixed) if fixed else 1
-    if not fixed:
-        (first,) = context.data.read("val", order[:1], 1)
+@dataclass(frozen=True)
+class _Sample:
+    """The inputs on which both are compared, and their targets where there are any."""
+
+    signature: Signature
+    context: Context
+    order: tuple[int, ...]
+    """Indices into `val`; none where there is no data."""
+    fixed: int | None
+    """Size of a batch, where the signature fixes it."""
+
+    @classmethod
+    def of(cls, signature: Signature, context: Context) -> _Sample:
+        """Choose a seeded sample that fills batches of a fixed size; some come twice."""
+        fixed = None if signature.batch_axis else int(next(iter(signature.inputs[0].shape), 1))
+        order: list[int] = []
+        if _has_val(context) and context.data is not None:
+            generator = torch.Generator().manual_seed(context.seed)
+            available = len(context.data.split("val"))  # type: ignore[arg-type]
+            order = torch.randperm(available, generator=generator)[:SAMPLES].tolist()
+            missing = -len(order) % (fixed or 1)
+            order += (order * (missing // len(order) + 1))[:missing]
+        return cls(signature, context, tuple(order), fixed)
+
+    def __len__(self) -> int:
+        """Return how many samples are compared."""
+        return len(self.order) or COMPARED_BATCHES * len(self.signature.example(batch=8)[0])
+
+    def batches(
+        self, reference: Reference
+    ) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor | None]]:
+        """Yield batches in which the results of the reference's layers take bounded memory."""
+        data = self.context.data
+        if not self.order or data is None:
+            for i in range(COMPARED_BATCHES):
+                yield self.signature.example(batch=8, seed=self.context.seed + i), None
+            return
+        for batch in data.read("val", self.order, self.fixed or self._rows(reference)):
+            yield batch.inputs, batch.target
+
+    def _rows(self, reference: Reference) -> int:
+        (first,) = self.context.data.read("val", self.order[:1], 1)  # type: ignore[union-attr]
         reference(*first.inputs)
         held = sum(value.nbytes for value in reference.values.values())
-        rows = max(1, min(LARGEST_BATCH, HELD_BYTES // max(held, 1)))
-    for batch in context.data.read("val", order, rows):
-        yield batch.inputs, batch.target
-
-
-def _count(signature: Signature, context: Context) -> int:
-    """Return how many samples are compared."""
-    if not _has_val(context) or context.data is None:
-        return COMPARED_BATCHES * len(signature.example(batch=8)[0])
-    fixed = 1 if signature.batch_axis else next(iter(signature.inputs[0].shape), 1)
-    return len(_order(len(context.data.split("val")), context.seed, int(fixed)))  # type: ignore[arg-type]
-
-
-def _order(available: int, seed: int, batch: int) -> list[int]:
-    """Return a seeded sample of indices that fills batches of a fixed size; some come twice."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(available, generator=generator)[:SAMPLES].tolist()
-    missing = -len(order) % batch
-    return order + (order * (missing // len(order) + 1))[:missing]
+        return max(1, min(LARGEST_BATCH, HELD_BYTES // max(held, 1)))

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.core.errors import StageFailed
-from compress.core.program import export_program
-from compress.quantization.calibrate import drop_unread_tensors_, functional
-from compress.quantization.embeddings import look_up_integers_
+from compress.quantization.calibrate import integer_program, traced
+from compress.quantization.places import is_excluded
 from compress.quantization.pt2e import (
     PlaceholderObserver,
     QuantizationSpec,
-    convert_pt2e,
     prepare_pt2e,
 )
 from compress.quantization.quantizer import (
@@ -22,7 +20,6 @@ from compress.quantization.quantizer import (
     OnnxRuntimeQuantizer,
     float_modules,
     is_constant,
-    is_excluded,
     is_float,
 )
 from compress.quantization.specs import SMALLEST_SCALE
@@ -96,7 +93,7 @@ def quantize_dynamic(
     Raises:
         StageFailed: nothing can be quantized.
     """
-    graph = functional(export_program(module, signature)).module(check_guards=False)
+    graph = traced(module, signature)
     if corrections is not None:
         corrections.smooth_(graph, batches, quantizer.scheme, quantizer.exclude)
     prepared = prepare_pt2e(graph, quantizer)
@@ -107,10 +104,7 @@ def quantize_dynamic(
         )
     with torch.inference_mode():
         prepared(*signature.example())  # the weights' observers look when the model is run
-    converted = convert_pt2e(prepared)
-    look_up_integers_(converted)
-    drop_unread_tensors_(converted)
-    return export_program(converted, signature)
+    return integer_program(prepared, signature)
 
 
 def _run_time_spec(numbers: IntegerFormat) -> QuantizationSpec:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compress.quantization.places import module_of
 from compress.quantization.products import groups_of
-from compress.quantization.quantizer import CONVOLUTIONS, module_names
+from compress.quantization.quantizer import CONVOLUTIONS
 from compress.quantization.weighted import bias_of, layers_of, put_bias_, put_weight_, weight_of
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def equalize_(prepared: GraphModule) -> list[str]:
     for _ in range(SWEEPS):
         for first, second in pairs:
             _equalize_pair_(prepared, first, second)
-    return [(module_names(first) or [first.name])[-1] for first, _ in pairs]
+    return [module_of(first) or first.name for first, _ in pairs]
 
 
 def _before(layer: Node) -> Any:

@@ -12,8 +12,8 @@ from compress.quantization.calibrate import integer_program
 from compress.quantization.fake import ActivationGrid, BiasGrid, FakeQuantize, WeightGrid
 from compress.quantization.folded import FoldedLayer, Normed, product_of
 from compress.quantization.pt2e import DerivedObserverOrFakeQuantize
-from compress.quantization.quantizer import is_constant
-from compress.quantization.ranges import LARGEST_BIAS, WEIGHTED
+from compress.quantization.quantizer import WEIGHTED, is_constant
+from compress.quantization.ranges import LARGEST_BIAS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.quantization.constants import readers_of, replace_value_, value_of
-from compress.quantization.quantizer import (
-    LINEAR,
-    is_constant,
-    is_excluded,
-    is_float,
-    module_names,
-)
+from compress.quantization.places import is_excluded, module_of
+from compress.quantization.quantizer import LINEAR, is_constant, is_float
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,7 +35,7 @@ class Family:
     @property
     def name(self) -> str:
         """Module of the first layer."""
-        return (module_names(self.linears[0]) or [self.linears[0].name])[-1]
+        return module_of(self.linears[0]) or self.linears[0].name
 
     def weight_OI(self, graph: GraphModule) -> torch.Tensor:  # noqa: N802 - the letters name the axes
         """Return the layers' weights one below the other."""
@@ -72,7 +67,7 @@ class Family:
         if not absorbers:
             self._multiply_(graph, 1 / scale_I)
         makers = [reader for constant in absorbers for reader in readers_of(graph, constant)]
-        return {module_names(maker)[-1] for maker in makers if module_names(maker)}
+        return {module_of(maker) for maker in makers if module_of(maker)}
 
     def _multiply_(self, graph: GraphModule, factor_I: torch.Tensor) -> None:
         name = f"{self.linears[0].name}_smoothing"

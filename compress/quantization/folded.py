@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from compress.quantization.fake import Switch
 from compress.quantization.folding import BATCH_NORM
-from compress.quantization.quantizer import CONVOLUTIONS, LINEAR, is_constant
+from compress.quantization.quantizer import LINEAR, WEIGHTED, is_constant
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -165,7 +165,7 @@ def _is_layer(node: object) -> bool:
         return False
     if node.target is LINEAR:
         return bool(node.args[0].meta["val"].dim() == 2)  # type: ignore[union-attr]
-    return node.target in CONVOLUTIONS
+    return node.target in WEIGHTED
 
 
 def _held(graph: GraphModule, node: object) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from compress.quantization.quantizer import CONVOLUTIONS, LINEAR
+from compress.quantization.quantizer import WEIGHTED
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -19,7 +19,7 @@ TRANSPOSED = {
     aten.conv_transpose2d.input,
     aten.conv_transpose3d.input,
 }
-LAYERS = {*CONVOLUTIONS, *TRANSPOSED, LINEAR}
+FOLDING = {*WEIGHTED, *TRANSPOSED}
 
 
 def part_from_layers_read_elsewhere_(graph: GraphModule) -> None:
@@ -41,7 +41,7 @@ def part_from_layers_read_elsewhere_(graph: GraphModule) -> None:
 def _layer_before(node: Node) -> Node | None:
     """Return the layer that a BatchNorm follows."""
     source = node.args[0] if node.target is BATCH_NORM else None
-    return source if isinstance(source, Node) and source.target in LAYERS else None
+    return source if isinstance(source, Node) and source.target in FOLDING else None
 
 
 def _folds(layer: Node, norm: Node) -> bool:

@@ -10,7 +10,7 @@ from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from compress.core.eager import flatten_outputs
-from compress.quantization.quantizer import module_names
+from compress.quantization.places import module_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -23,7 +23,7 @@ Call = tuple[str, int]
 """A module's name, and how many times it was called before in the same run."""
 
 
-def layers_of(graph: fx.GraphModule, module: nn.Module) -> dict[fx.Node, Call]:
+def layer_calls(graph: fx.GraphModule, module: nn.Module) -> dict[fx.Node, Call]:
     """Return the node that ends each call of a module which holds a weight (two axes and more)."""
     weighted = {
         name

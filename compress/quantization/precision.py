@@ -12,17 +12,15 @@ from torch.fx.node import map_aggregate
 
 from compress.core.errors import StageFailed, first_line
 from compress.core.program import export_program
-from compress.quantization.calibrate import drop_unread_tensors_, functional, refuse_misfit
+from compress.quantization.calibrate import drop_unread_tensors_, refuse_misfit, traced
 from compress.quantization.casting import (
     PASSING,
     compute_in_half_,
     is_convertible,
-    name_inputs_,
     operator_name,
-    place,
 )
+from compress.quantization.places import is_excluded, name_inputs_, place
 from compress.quantization.pt2e import fuse_conv_bn_
-from compress.quantization.quantizer import is_excluded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -156,7 +154,7 @@ def convert_precision(
         StageFailed: no operator can compute in half precision, the data does not fit the signature,
             or a number is not finite; the message names the place.
     """
-    graph = functional(export_program(module, signature)).module(check_guards=False)
+    graph = traced(module, signature)
     fuse_conv_bn_(graph)
     name_inputs_(graph, signature)
     look(graph, signature, converter, batches, report)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.core.eager import EagerModel
-from compress.core.program import export_program
 from compress.core.recipe import Recipe
 from compress.core.settings import Settings
-from compress.quantization.calibrate import functional, observe_, prepare
+from compress.quantization.calibrate import observe_, prepare, traced
 from compress.quantization.fake_model import FakeQuantized
 from compress.quantization.folded import Normed, normed_layers
 from compress.quantization.patterns import Target
@@ -33,7 +32,7 @@ FOLLOWED = ("minmax", "moving_average")
 """Observers of extremes; the others clip, and the extremes of a batch do not tell where."""
 
 
-class Rounding(Settings):
+class FakeQuantization(Settings):
     """Which numbers of a model are rounded, and how."""
 
     target: Target
@@ -60,7 +59,7 @@ class Prepared:
     """A model's graph with observers; equal models give equal graphs, names included."""
 
     model: EagerModel
-    rounding: Rounding
+    rounding: FakeQuantization
     graph: GraphModule
     normed: dict[str, Normed]
     """The layers that had a BatchNorm, by the names of their nodes."""
@@ -68,14 +67,13 @@ class Prepared:
     """What marked the operators, and knows which."""
 
     @classmethod
-    def of(cls, model: EagerModel, rounding: Rounding) -> Prepared:
+    def of(cls, model: EagerModel, rounding: FakeQuantization) -> Prepared:
         """Return a model's graph with observers that have seen nothing.
 
         Raises:
             StageFailed: nothing can be quantized.
         """
-        program = functional(export_program(model.load(), model.signature))
-        graph = program.module(check_guards=False)
+        graph = traced(model.load(), model.signature)
         normed, quantizer = normed_layers(graph), rounding.quantizer()
         return cls(model, rounding, prepare(graph, quantizer), normed, quantizer)
 
@@ -136,5 +134,5 @@ def fake_quantized(model: str, rounding: dict[str, Any]) -> FakeQuantized:
         model: directory of the eager model.
         rounding: the settings.
     """
-    settings = Rounding.model_validate(rounding)
+    settings = FakeQuantization.model_validate(rounding)
     return Prepared.of(EagerModel.at(Path(model)), settings).uncalibrated()

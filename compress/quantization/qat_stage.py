@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from compress.core.stage import Context
     from compress.quantization.fake_model import FakeQuantized
     from compress.quantization.freezing import Freezing
-    from compress.quantization.prepared import Prepared, Rounding
+    from compress.quantization.prepared import FakeQuantization, Prepared
     from compress.training.objective import Objective
     from compress.training.outcome import Fit
 
@@ -135,10 +135,12 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
         return sealed(self, model, program, quantizer.quantized, facts, context)
 
     @property
-    def _rounding(self) -> Rounding:
-        from compress.quantization.prepared import Rounding
+    def _rounding(self) -> FakeQuantization:
+        from compress.quantization.prepared import FakeQuantization
 
-        return Rounding(**{name: getattr(self, name) for name in Rounding.model_fields})
+        return FakeQuantization(
+            **{name: getattr(self, name) for name in FakeQuantization.model_fields}
+        )
 
     @property
     def _freezing(self) -> Freezing:

@@ -9,14 +9,13 @@ said by :class:`~compress.quantization.patterns.Patterns`.
 from __future__ import annotations
 
 from collections import Counter
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.fx import GraphModule, Node
 
-from compress.core.program import FlatOutputs
 from compress.quantization.observers import OBSERVERS
+from compress.quantization.places import is_excluded, is_wrapped
 from compress.quantization.pt2e import (
     Q_ANNOTATION_KEY,
     PerChannelMinMaxObserver,
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from compress.quantization.scheme import Observer, Scheme
 
 
-FLAT_OUTPUTS = f"{FlatOutputs.__module__}.{FlatOutputs.__qualname__}"
 aten = torch.ops.aten
 CONVOLUTIONS = {
     aten.conv1d.default,
@@ -44,6 +42,7 @@ CONVOLUTIONS = {
     aten.conv3d.padding,
 }
 LINEAR = aten.linear.default
+WEIGHTED = {*CONVOLUTIONS, LINEAR}
 EMBEDDING = aten.embedding.default
 ADDITION = aten.add.Tensor
 CLAMPS = {
@@ -115,7 +114,7 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
                 or is_excluded(node, self.exclude)
             ):
                 continue
-            if node.target in CONVOLUTIONS or node.target is LINEAR:
+            if node.target in WEIGHTED:
                 self._annotate_weighted(node)
             elif node.target is ADDITION:
                 self._annotate_addition(node)
@@ -181,26 +180,6 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
             self.quantized[str(chain[0].target).split(".")[1].rstrip("_")] += 1
 
 
-def is_excluded(node: Node, patterns: Sequence[str]) -> bool:
-    """Whether a node lies in a module that is to stay float."""
-    return any(fnmatchcase(m, p) for m in module_names(node) for p in patterns)
-
-
-def module_names(node: Node) -> list[str]:
-    """Return the dotted names of the user's modules that a node lies in, outermost first."""
-    stack = (node.meta.get("nn_module_stack") or {}).values()
-    names = [path for path, _ in stack]
-    if _wrapped(node):
-        names = [name.removeprefix("module").removeprefix(".") for name in names]
-    return [n for n in names if n]
-
-
-def _wrapped(node: Node) -> bool:
-    """Whether the user's module is the child ``module`` of one that flattens its outputs."""
-    stack = (node.meta.get("nn_module_stack") or {}).values()
-    return any(kind == FLAT_OUTPUTS for _, kind in stack)
-
-
 def _with_clamp(node: Node) -> list[Node]:
     """Return an operator and the activation after it, where that is its only reader."""
     readers = list(node.users)
@@ -244,8 +223,7 @@ def _residual(terms: Sequence[object]) -> Node | None:
 
 
 def _is_result_of_layer(node: Node) -> bool:
-    weighted = node.target in CONVOLUTIONS or node.target is LINEAR
-    return weighted and len(node.users) == 1 and Q_ANNOTATION_KEY in node.meta
+    return node.target in WEIGHTED and len(node.users) == 1 and Q_ANNOTATION_KEY in node.meta
 
 
 def is_sequence_product(node: Node) -> bool:
@@ -254,8 +232,9 @@ def is_sequence_product(node: Node) -> bool:
 
 
 def is_float(value: object) -> TypeGuard[Node]:
-    """Whether an operand is a node with float32 numbers."""
-    return isinstance(value, Node) and value.meta["val"].dtype is torch.float32
+    """Whether an operand is a node that was a float32 tensor when it was traced."""
+    known = value.meta.get("val") if isinstance(value, Node) else None
+    return isinstance(known, torch.Tensor) and known.dtype is torch.float32
 
 
 def is_constant(value: object) -> TypeGuard[Node]:
@@ -281,7 +260,7 @@ def _is_rounded_anyway(value: object) -> bool:
 def float_modules(model: GraphModule) -> list[str]:
     """Return the modules of weights (two axes and more) that no quantized operator reads."""
     tensors = dict(model.named_parameters())
-    prefix = "module." if any(_wrapped(node) for node in model.graph.nodes) else ""
+    prefix = "module." if any(is_wrapped(node) for node in model.graph.nodes) else ""
     names = {
         str(node.target).removeprefix(prefix).rpartition(".")[0]
         for node in model.graph.nodes

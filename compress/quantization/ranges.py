@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.fx import Node
 
 from compress.core.errors import StageFailed
+from compress.quantization.constants import value_of
 from compress.quantization.histogram import Histogram
 from compress.quantization.observers import RangeObserver
+from compress.quantization.places import module_of, name_inputs_, place
 from compress.quantization.pt2e import MinMaxObserver
-from compress.quantization.quantizer import (
-    CLAMPS,
-    CONVOLUTIONS,
-    LINEAR,
-    module_names,
-)
+from compress.quantization.quantizer import CLAMPS, CONVOLUTIONS, WEIGHTED
 from compress.quantization.specs import SMALLEST_SCALE
 
 if TYPE_CHECKING:
@@ -29,7 +25,6 @@ if TYPE_CHECKING:
 
     from compress.core.signature import Signature
 
-WEIGHTED = {*CONVOLUTIONS, LINEAR}
 LARGEST_BIAS = 2.0**30
 """Half of what 32 bits hold; the products are added to it."""
 WORST = 5
@@ -157,14 +152,13 @@ def watching(prepared: GraphModule, signature: Signature) -> Iterator[Watches]:
     """
     watches, hooks, known = Watches(), [], set()
     nodes = prepared.graph.nodes
-    inputs = zip((n for n in nodes if n.op == "placeholder"), signature.inputs, strict=True)
-    names = {node: f"input {spec.name}" for node, spec in inputs}
+    name_inputs_(prepared, signature)
     for node in nodes:
         if node.op == "call_module":
             observer, source = observer_of(prepared, node), observed(node)
             if id(observer) not in known:  # one observer may serve several places
                 known.add(id(observer))
-                watch = Watch(observer, source, names.get(source) or layer(source))
+                watch = Watch(observer, source, layer(source))
                 hooks.append(observer.register_forward_pre_hook(watch))
                 if watch.node.op != "get_attr":
                     watches.of.append(watch)
@@ -191,7 +185,7 @@ def fit_ranges_(prepared: GraphModule) -> None:
         bias = node.args[2] if node.target in WEIGHTED and len(node.args) > 2 else None
         if isinstance(bias, Node) and bias.op == "call_module":
             source, weight = (observer_of(prepared, part) for part in node.args[:2])
-            bias_O = attrgetter(str(observed(bias).target))(prepared).detach()
+            bias_O = value_of(prepared, observed(bias))
             scale, _ = source.calculate_qparams()
             largest_O = bias_O.abs() / (scale * LARGEST_BIAS) * weight.quant_max
             weight.max_val = torch.maximum(weight.max_val, largest_O)
@@ -207,17 +201,10 @@ def observed(node: Node) -> Node:
     return cast("Node", node.args[0])
 
 
-def place(node: Node) -> str:
-    """Return in words where in the model a tensor is."""
-    if node.op == "get_attr":
-        return f"weight {node.target}"
-    return f"{node.name} of {(module_names(node) or ['the model'])[-1]}"
-
-
 def layer(node: Node) -> str:
     """Return the user's module that makes an activation, else its place in words."""
     head = _head(node)
-    return (module_names(head) or [place(node)])[-1] if head.target in WEIGHTED else place(node)
+    return (module_of(head) if head.target in WEIGHTED else "") or place(node)
 
 
 def refuse_unless_finite(values: torch.Tensor, where: str) -> None:

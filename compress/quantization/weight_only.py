@@ -11,17 +11,16 @@ from torch import fx
 from compress.core.errors import StageFailed
 from compress.core.program import export_program
 from compress.quantization.awq import scale_by_activations_
-from compress.quantization.calibrate import drop_unread_tensors_, functional
+from compress.quantization.calibrate import drop_unread_tensors_, traced
 from compress.quantization.constants import value_of
 from compress.quantization.families import drop_copies_
 from compress.quantization.listening import listen
+from compress.quantization.places import is_excluded, module_of
 from compress.quantization.quantizer import (
     EMBEDDING,
     LINEAR,
     is_constant,
-    is_excluded,
     is_float,
-    module_names,
 )
 from compress.quantization.rounding import (
     Rounded,
@@ -91,7 +90,7 @@ class WeightQuantizer:
             return False
         inputs = weight.meta["val"].shape[1]
         if inputs % self.group_size:
-            name = (module_names(node) or [str(weight.target)])[-1]
+            name = module_of(node) or str(weight.target)
             self.left[name] = f"{inputs} inputs are no multiple of group_size {self.group_size}"
             return False
         return True
@@ -153,7 +152,7 @@ def quantize_weights(
     Raises:
         StageFailed: nothing can be quantized.
     """
-    graph = functional(export_program(module, signature)).module(check_guards=False)
+    graph = traced(module, signature)
     drop_copies_(graph)
     moments = second_moments(graph, batches) if quantizer.method in ("gptq", "awq") else {}
     if quantizer.method == "awq":

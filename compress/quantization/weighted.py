@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from compress.quantization.constants import readers_of, replace_value_, value_of
-from compress.quantization.quantizer import CONVOLUTIONS, LINEAR, is_constant
+from compress.quantization.quantizer import WEIGHTED, is_constant
+from compress.quantization.ranges import observer_of
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +18,7 @@ def layers_of(prepared: GraphModule) -> list[Node]:
     return [
         node
         for node in prepared.graph.nodes
-        if node.target is LINEAR or node.target in CONVOLUTIONS
+        if node.target in WEIGHTED
         if is_constant(behind(node.args[1]))
         if all(_is_owned(prepared, operand) for operand in node.args[1:3])
     ]
@@ -35,10 +36,9 @@ def behind(operand: Any) -> Any:
     return operand
 
 
-def observer_of(prepared: GraphModule, layer: Node, place: int) -> Any:
-    """Return the observer that an operand is read through."""
-    operand: Any = layer.args[place]
-    return prepared.get_submodule(str(operand.target))
+def weight_observer_of(prepared: GraphModule, layer: Node) -> Any:
+    """Return the observer that a layer's weight is read through."""
+    return observer_of(prepared, layer.args[1])
 
 
 def weight_of(prepared: GraphModule, layer: Node) -> torch.Tensor:

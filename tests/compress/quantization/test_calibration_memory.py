@@ -7,9 +7,8 @@ import copy, resource
 import torch
 from torch.utils.data import Dataset
 from compress.core.data import Splits
-from compress.core.program import export_program
 from compress.core.signature import Signature, TensorSpec
-from compress.quantization.calibrate import functional, observe_
+from compress.quantization.calibrate import observe_, traced
 from compress.quantization.observers import OBSERVERS
 from compress.quantization.pt2e import prepare_pt2e
 from compress.quantization.quantizer import OnnxRuntimeQuantizer
@@ -29,7 +28,7 @@ torch.set_num_threads(1)
 signature = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 32, 32)),))
 layers = [torch.nn.Conv2d(1 if i == 0 else 16, 16, 1) for i in range(4)]
 network = torch.nn.Sequential(*[part for layer in layers for part in (layer, torch.nn.ReLU())])
-graph = functional(export_program(network.eval(), signature)).module(check_guards=False)
+graph = traced(network.eval(), signature)
 
 def calibrate(observer, samples):
     quantizer = OnnxRuntimeQuantizer(scheme_of("onnxruntime-cpu"), observer)

@@ -23,7 +23,7 @@ from compress.quantization.pt2e import convert_pt2e, prepare_pt2e
 from compress.quantization.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.scheme import scheme_of
 from compress.quantization.static_stage import QuantizeStatic
-from compress.quantization.weighted import behind, layers_of, observer_of, weight_of
+from compress.quantization.weighted import behind, layers_of, weight_observer_of, weight_of
 
 HERE = Path(__file__).parent
 IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
@@ -122,7 +122,7 @@ def test_an_equalized_network_loses_less_with_one_scale_for_all(digits: Splits) 
         graph = prepared("depthwise", weight_bits=8)
         Corrections(equalize=equalize).equalize_(graph)
         for layer in layers_of(graph)[:3]:
-            observer, weight = observer_of(graph, layer, 1), weight_of(graph, layer)
+            observer, weight = weight_observer_of(graph, layer), weight_of(graph, layer)
             step = weight.abs().max() / observer.quant_max
             graph.get_parameter(behind(layer.args[1]).target).data = (weight / step).round() * step
         errors.append(off(digits, graph).norm())

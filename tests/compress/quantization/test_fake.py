@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.core.program import export_program
 from compress.core.signature import Signature, TensorSpec
-from compress.quantization.calibrate import functional, prepare
+from compress.quantization.calibrate import prepare, traced
 from compress.quantization.fake import ActivationGrid, Switch, WeightGrid
 from compress.quantization.fake_model import FakeQuantized
 from compress.quantization.folded import FoldedLayer, Normed
@@ -182,7 +181,7 @@ class Positions(nn.Module):
 
 def test_what_the_graph_makes_moves_with_it() -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", "length", 4)),))
-    graph = functional(export_program(Positions().eval(), signature)).module(check_guards=False)
+    graph = traced(Positions().eval(), signature)
     quantizer = OnnxRuntimeQuantizer(scheme_of("onnxruntime-cpu"), "minmax")
     model = FakeQuantized(prepare(graph, quantizer), {}, learns=False, follows=True)
     made = [n for n in model.graph.graph.nodes if "device" in n.kwargs]

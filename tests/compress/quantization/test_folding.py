@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from compress.core.program import export_program
 from compress.core.signature import Signature, TensorSpec
-from compress.quantization.calibrate import functional, prepare
+from compress.quantization.calibrate import prepare, traced
 from compress.quantization.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.scheme import scheme_of
 
@@ -46,7 +45,7 @@ class Shared(nn.Module):
 def test_a_prepared_graph_answers_as_the_model(readers: str, left: int) -> None:
     torch.manual_seed(0)
     module = Shared(readers).eval()
-    graph = functional(export_program(module, IMAGE)).module(check_guards=False)
+    graph = traced(module, IMAGE)
     quantizer = OnnxRuntimeQuantizer(scheme_of("onnxruntime-cpu"), "minmax")
     prepared = prepare(graph, quantizer)
     assert sum("batch_norm" in str(node.target) for node in prepared.graph.nodes) == left
