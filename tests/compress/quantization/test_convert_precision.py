@@ -181,6 +181,7 @@ def test_float16_needs_data_and_numbers(tmp_path: Path) -> None:
     assert not (tmp_path / "half").exists()
 
 
+@pytest.mark.slow
 def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_process: Callable[[str], str]) -> None:
     half = halved(source(tmp_path / "source", "networks:sequence", TOKENS), tmp_path / "half")
     (tokens,) = TOKENS.example(3)

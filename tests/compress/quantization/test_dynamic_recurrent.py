@@ -83,6 +83,7 @@ def test_recurrent_weights_are_integers_in_every_format(
     assert apart(answer(small), answer(scripted)) < 0.03
 
 
+@pytest.mark.slow
 def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_process: Callable[[str], str]) -> None:
     _, small = quantized(tmp_path, "LSTM", {})
     torch.save(answer(small), tmp_path / "answer.pt")

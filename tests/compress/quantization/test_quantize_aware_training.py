@@ -103,6 +103,7 @@ def stopped_after(context: Context, epoch: int) -> Context:
     return replace(context, progress=progress)
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_ends_bit_identical(
     mlp: EagerModel, few: Splits, tmp_path: Path
 ) -> None:

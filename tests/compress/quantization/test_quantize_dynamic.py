@@ -113,6 +113,7 @@ def test_excluded_modules_stay_float(tmp_path: Path) -> None:
     assert exported.manifest.facts["operators"]["MatMulInteger"] == 1
 
 
+@pytest.mark.slow
 def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_process: Callable[[str], str]) -> None:
     quantized, _ = both(source(tmp_path / "source", "networks:sequence", TOKENS), tmp_path)
     (tokens,) = TOKENS.example(3)

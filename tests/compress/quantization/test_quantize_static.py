@@ -79,6 +79,7 @@ def test_answers_stay_near_the_float_models(
     assert LabelAgreement().value(model, quantized, context) >= 0.97
 
 
+@pytest.mark.slow
 def test_equal_runs_give_equal_bytes(
     resnet: tuple[EagerModel, Context], quantized: GraphModel, tmp_path: Path
 ) -> None:
@@ -87,6 +88,7 @@ def test_equal_runs_give_equal_bytes(
     assert again.digest == quantized.digest
 
 
+@pytest.mark.slow
 def test_another_seed_observes_other_samples(
     resnet: tuple[EagerModel, Context], quantized: GraphModel, tmp_path: Path
 ) -> None:

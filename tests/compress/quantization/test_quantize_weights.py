@@ -114,6 +114,7 @@ def test_what_is_left_float_is_told(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_process: Callable[[str], str]) -> None:
     model = source(tmp_path / "source", "networks:sequence", TOKENS)
     small = quantized(model, tmp_path / "small", group_size=16)

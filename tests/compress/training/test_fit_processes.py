@@ -116,6 +116,7 @@ def test_two_processes_train_one_model_and_leave_the_parent_as_it_was(tmp_path, 
     assert dict(os.environ) == environment
 
 
+@pytest.mark.slow
 def test_a_sharded_model_comes_back_whole_with_any_metric(tmp_path):
     source = make_source(tmp_path / "source", spare_head=True)
     f1 = "torchmetrics.classification.MulticlassF1Score"
