@@ -12,6 +12,7 @@ from compress.core.eager import EagerModel, predicting
 from compress.core.graph import GraphModel
 from compress.core.requirement import Requirement
 from compress.core.stage import Context, Stage
+from export.targets import warn_of_another
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,7 +95,6 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
         from export.agreement import prove_equal
         from export.aot_machine import built_for, refuse_missing
         from export.aot_package import compile_package, load
-        from export.targets import warn_of_another
 
         refuse_missing(self.all_requirements(), self.title)
         warn_of_another(model, ("inductor-cpu",), self.title)

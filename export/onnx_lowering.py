@@ -17,6 +17,7 @@ from export.onnx_dynamic import TRANSLATIONS, multiply_integers_
 from export.onnx_few_bits import with_packed_products
 from export.onnx_half import holds, part_transposes_, refuse_bfloat16
 from export.onnx_recurrent import compute_recurrences_
+from export.targets import SIXTEEN_BITS_SINCE, no_sixteen_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,8 +31,6 @@ LOGGERS = (
     "torch.onnx._internal.exporter._registration",
     "onnxscript.optimizer._constant_folding",  # it leaves alone what it cannot fold
 )
-SIXTEEN_BITS_SINCE = 21
-"""The first operator set whose QuantizeLinear gives 16 bits."""
 TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -76,10 +75,7 @@ def _wide_enough(opset: int | None, program: ExportedProgram) -> int | None:
     if not any(torch.uint16 in node.args for node in program.graph.nodes):
         return opset
     if opset is not None and opset < SIXTEEN_BITS_SINCE:
-        raise StageFailed(
-            f"opset {opset} has no 16-bit activations; set opset: {SIXTEEN_BITS_SINCE} or more, or "
-            "leave it out"
-        )
+        raise StageFailed(no_sixteen_bits(opset))
     return opset or SIXTEEN_BITS_SINCE
 
 

@@ -10,11 +10,15 @@ from compress.core.artifact import Artifact, Predictor
 from compress.core.eager import EagerModel, predicting
 from compress.core.graph import GraphModel
 from compress.core.stage import Context, Stage
+from export.targets import no_such_integers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Set
 
 logger = logging.getLogger(__name__)
+
+SIGNED_OR_WIDE = {"int8", "uint16"}
+"""Activations that torch's integer kernels do not take."""
 
 
 class TorchScriptModel(Artifact):
@@ -61,6 +65,11 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
     method: Literal["trace", "script"] = "trace"
     """How eager models are read: `trace` records one forward pass; `script` compiles the source,
     control flow included."""
+
+    def refusal(self, formats: Set[str]) -> str:
+        """Return why torch has no kernels for such activations, or nothing."""
+        other = formats & SIGNED_OR_WIDE
+        return no_such_integers(min(other)) if other else ""
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> TorchScriptModel:
         """Trace or script, check and seal."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from compress.core.errors import CompressError, GateRefused, StageFailed, first_line
-from compress.core.stage import Context, explain
+from compress.core.gates import explain
+from compress.core.stage import Context
 from pipelines.disk import explained
 from pipelines.inputs import import_source, source_parts
 from pipelines.machine import machine, version_of, versions

@@ -41,6 +41,13 @@ class Verdict(Settings):
     """Why it could not be measured."""
 
 
+def explain(verdict: Verdict) -> str:
+    """Return one line: the rule and what was found."""
+    found = verdict.reason or f"found {verdict.value:.4g}"
+    against = f" against {verdict.against}" if verdict.against not in (None, "input") else ""
+    return f"{verdict.gate}{against}: {verdict.rule}, {found}"
+
+
 class Gate(Settings):
     """A rule with a limit."""
 

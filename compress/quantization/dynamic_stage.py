@@ -12,7 +12,7 @@ from compress.core.settings import Count
 from compress.core.stage import Context, Stage
 from compress.quantization.patterns import SIGNED_ACTIVATIONS, Target
 from compress.quantization.samples import Calibration
-from compress.quantization.scheme import Smoothing, scheme_of
+from compress.quantization.scheme import Smoothing, formats_of, scheme_of
 from compress.quantization.sealing import check_exclude, sealed
 
 RECURRENT = {"gru", "rnn_tanh", "rnn_relu"}
@@ -50,6 +50,11 @@ class QuantizeDynamic(Stage[EagerModel, GraphModel]):
     def uses_data(self) -> bool:
         """Always: the result is compared on `val`."""
         return True
+
+    @property
+    def activation_formats(self) -> frozenset[str]:
+        """The target's integers."""
+        return formats_of(self.target)
 
     @model_validator(mode="after")
     def _target_has_run_time_ranges(self) -> QuantizeDynamic:

@@ -13,7 +13,7 @@ from compress.core.settings import Positive
 from compress.core.stage import Context, Stage
 from compress.quantization.patterns import Target
 from compress.quantization.samples import Calibration
-from compress.quantization.scheme import Observer, scheme_of
+from compress.quantization.scheme import Observer, formats_of, scheme_of
 from compress.quantization.sealing import check_exclude, sealed
 
 if TYPE_CHECKING:
@@ -70,6 +70,11 @@ class QuantizeMixed(Stage[EagerModel, GraphModel]):
     def needs_data(self) -> bool:
         """Always."""
         return True
+
+    @property
+    def activation_formats(self) -> frozenset[str]:
+        """The target's integers."""
+        return formats_of(self.target)
 
     def run(self, model: EagerModel, context: Context) -> GraphModel:
         """Calibrate, search, and seal the graph that keeps the metric."""

@@ -76,6 +76,11 @@ def scheme_of(target: Target, weight_bits: int = 8, activation_bits: int = 8) ->
     )
 
 
+def formats_of(target: Target, activation_bits: int = 8) -> frozenset[str]:
+    """Return the integer type of a target's activations, as stages tell it beforehand."""
+    return frozenset({scheme_of(target, activation_bits=activation_bits).activations.dtype})
+
+
 def _signed(bits: int) -> IntegerFormat:
     largest = 2 ** (bits - 1) - 1
     return IntegerFormat(dtype="int8", low=-largest, high=largest, symmetric=True, per_channel=True)
