@@ -12,10 +12,10 @@ from compress.core.eager import EagerModel, predicting
 from compress.core.graph import GraphModel
 from compress.core.requirement import Requirement
 from compress.core.stage import Context, Stage
-from export.targets import warn_of_another
+from export.targets import NO_WIDE_INTEGERS, warn_of_another
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Set
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,10 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
         from export.aot_machine import CUDA
 
         return (*self.requirements, *((CUDA,) if self.device == "cuda" else ()))
+
+    def refusal(self, formats: Set[str]) -> str:
+        """Return why there are no kernels for such activations, or nothing."""
+        return NO_WIDE_INTEGERS if "uint16" in formats else ""
 
     @property
     def machine_parts(self) -> dict[str, Any]:

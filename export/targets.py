@@ -16,6 +16,10 @@ NO_BFLOAT16 = (
     "the model computes in bfloat16, for which onnxruntime has no kernels on the CPU (of Conv, "
     "Mul, LSTM and most others); use convert_precision with dtype: float16, or export_torchscript"
 )
+NO_WIDE_INTEGERS = (
+    "AOTInductor's integer kernels take 8 bits, found uint16; quantize with 8 bits, or use "
+    "export_onnx"
+)
 
 
 def no_sixteen_bits(opset: int) -> str:

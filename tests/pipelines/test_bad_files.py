@@ -200,6 +200,7 @@ def _quantized_and_exported(tmp_path: Path, quantized: str, exported: str) -> Pa
     ("quantized", "exported", "found"),
     [
         ("stage: quantize_static, activation_bits: 16", "torchscript", "8 bits, found uint16; "),
+        ("stage: quantize_static, activation_bits: 16", "aot", "AOTInductor's .*, found uint16;"),
         ("stage: quantize_static, target: tensorrt", "torchscript", "8 bits, found int8; "),
         ("stage: quantize_mixed, max_drop: 0, target: tensorrt", "torchscript", "found int8"),
         (
@@ -229,6 +230,7 @@ def test_an_export_without_kernels_is_refused_before_anything_is_quantized(
         ("stage: quantize_static, activation_bits: 16", "onnx\n    opset: 21"),
         ("stage: quantize_static, target: inductor-cpu", "torchscript"),
         ("stage: quantize_dynamic", "torchscript"),
+        ("stage: quantize_static, target: tensorrt", "aot"),
         ("stage: convert_precision, dtype: bfloat16", "torchscript"),
         ("stage: convert_precision, dtype: float16", "onnx"),
     ],
