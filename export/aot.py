@@ -120,6 +120,13 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
         return AotModel.at(context.root)
 
+    def prove(self, model: EagerModel | GraphModel, artifact: AotModel, context: Context) -> None:
+        """Compare a package from an earlier run with its source, on the data of this one."""
+        from export.agreement import prove_equal
+
+        with artifact.open(threads=context.threads) as got:
+            prove_equal(model, got, context)
+
 
 def _where(compiled_for: str, device: str) -> str:
     """Return the device to run on: a CUDA one by its number where that is asked for."""

@@ -96,6 +96,13 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         self._tell_of_floats(model, program, facts["float_kernels"].keys())
         return OnnxModel.at(context.root)
 
+    def prove(self, model: EagerModel | GraphModel, artifact: OnnxModel, context: Context) -> None:
+        """Compare a file from an earlier run with its source, on the data of this one."""
+        from export.agreement import prove_equal
+
+        with artifact.open(threads=context.threads) as got:
+            prove_equal(model, got, context)
+
     def _tell_of_floats(
         self, model: EagerModel | GraphModel, program: ExportedProgram, kernels: Set[str]
     ) -> None:

@@ -94,6 +94,15 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
         self._tell(facts)
         return TorchScriptModel.at(context.root)
 
+    def prove(
+        self, model: EagerModel | GraphModel, artifact: TorchScriptModel, context: Context
+    ) -> None:
+        """Compare a file from an earlier run with its source, on the data of this one."""
+        from export.agreement import prove_equal
+
+        with artifact.open(threads=context.threads) as got:
+            prove_equal(model, got, context)
+
     def _tell(self, facts: dict[str, Any]) -> None:
         logger.info("%s: written; torch itself calls TorchScript deprecated", self.title)
         if facts.get("integer_kernels"):

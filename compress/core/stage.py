@@ -5,16 +5,7 @@ from __future__ import annotations
 import shutil
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Generic,
-    Protocol,
-    Self,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from pydantic import Field
 
@@ -183,6 +174,15 @@ class Stage(Settings, Generic[Reads, Writes]):
     def run(self, model: Reads, context: Context) -> Writes:
         """Do the work and seal the result at ``context.root``."""
         raise NotImplementedError
+
+    def prove(self, model: Reads, artifact: Writes, context: Context) -> None:
+        """Hold a result of an earlier run against its input, on the data of this one.
+
+        Only stages whose results are to answer as their inputs do have something to prove.
+
+        Raises:
+            StageFailed: it answers otherwise.
+        """
 
     def __call__(self, model: Reads, context: Context) -> Writes:
         """Run, let the gates judge, and return the artifact.
