@@ -34,8 +34,8 @@ class QuantizeDynamic(Stage[EagerModel, GraphModel]):
     embeddings: bool = True
     """Whether tables of embeddings are held in 8 bits too, each row with its own scale."""
     smooth: Smoothing = "off"
-    """SmoothQuant: how far outliers of what linear layers of sequences read are moved into their
-    weights, from 0 to 1; `auto` searches each layer's best and leaves alone what gains nothing."""
+    """SmoothQuant: how far outliers of what linear layers read are moved into their weights, from 0
+    to 1; `auto` searches each layer's best and leaves alone what gains nothing."""
     calibration_samples: Count = 256
     """Samples that `smooth` looks at."""
     exclude: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class QuantizeDynamic(Stage[EagerModel, GraphModel]):
         quantizer = DynamicQuantizer(
             scheme_of(self.target), self.exclude, embeddings=self.embeddings
         )
-        corrections = Corrections(self.smooth)
+        corrections = Corrections(self.smooth, passes_floats=True)
         sample = (
             Calibration.of(self.calibration_samples, model.signature, context)
             if self.needs_data
