@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from compress.core.data import Splits
 from compress.core.eager import EagerModel
 from compress.core.errors import StageFailed
+from compress.core.gates import Parity
 from compress.core.graph import GraphModel
 from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
@@ -21,6 +22,7 @@ from compress.quantization.mixed_stage import QuantizeMixed
 from compress.quantization.scheme import Target, scheme_of
 from compress.quantization.search import Search
 from compress.quantization.static_stage import QuantizeStatic
+from export.onnx import ExportOnnx
 
 HERE = Path(__file__).parent
 ROWS = Signature(
@@ -36,8 +38,8 @@ def deep() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(16, 4))
 
 
-def ruined(*readers: str) -> dict[str, torch.Tensor]:
-    """Return weights whose readers are handed one number of 30000, which they do not use."""
+def ruined(*readers: str, number: float = 3e4) -> dict[str, torch.Tensor]:
+    """Return weights whose readers are handed one large number, which they do not use."""
     torch.manual_seed(0)
     module = deep()
     with torch.no_grad():
@@ -47,15 +49,16 @@ def ruined(*readers: str) -> dict[str, torch.Tensor]:
         for name in readers:
             index = int(name)
             module[index - 2].weight[0] = 0
-            module[index - 2].bias[0] = 3e4
+            module[index - 2].bias[0] = number
             module[index].weight[:, 0] = 0
     return module.state_dict()
 
 
-def project(root: Path, *readers: str) -> tuple[EagerModel, Context]:
+def project(root: Path, *readers: str, **number: float) -> tuple[EagerModel, Context]:
     """Return a model, and data whose labels are those that it gives."""
     recipe = Recipe(factory="test_quantize_mixed:deep")
-    model = EagerModel.create(root / "source", recipe, ruined(*readers), ROWS, folder=HERE)
+    state = ruined(*readers, **number)
+    model = EagerModel.create(root / "source", recipe, state, ROWS, folder=HERE)
     x = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
     with model.open() as predict:
         labels = predict(x)[0].argmax(1)
@@ -151,6 +154,25 @@ def test_the_metric_can_rank_and_excluded_layers_are_left_alone(tmp_path: Path) 
     assert (first["module"], first["format"]) == ("4", "float")
     assert first["sensitivity"] > 0.1
     assert sum(layer["cost"] for layer in facts["mixed"]["layers"]) == pytest.approx(1, abs=1e-3)
+
+
+def test_sixteen_bits_are_enough_for_what_eight_ruin(tmp_path: Path) -> None:
+    model, context = project(tmp_path, "4", "10", number=500.0)
+    stage = QuantizeMixed(max_drop=0.05, calibration_samples=256, fallback=("uint16", "float"))
+    graph = stage(model, context)
+    facts = graph.manifest.facts
+    formats = {layer["module"]: layer["format"] for layer in facts["mixed"]["layers"]}
+    assert {name for name, chosen in formats.items() if chosen == "uint16"} == {"4", "10"}
+    assert set(formats.values()) == {"uint16", "minmax"}
+    assert facts["float_modules"] == []
+    assert facts["quantized_operators"]["linear"] == 7
+    assert facts["mixed"]["drop_all_quantized"] > 0.3
+    assert facts["mixed"]["drop"] <= 0.05
+    exported = ExportOnnx(gates=(Parity(atol=1e-3),))(graph, context.at(tmp_path / "onnx"))
+    assert exported.manifest.facts["opset"] == 21
+    # onnxruntime has no kernel that reads or gives 16 bits, so those before them are floats too.
+    assert exported.manifest.facts["integer_kernels"] == {"QGemm": 3}
+    assert exported.manifest.facts["float_kernels"] == {"Gemm": 4}
 
 
 @pytest.mark.parametrize(
