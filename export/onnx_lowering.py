@@ -15,6 +15,7 @@ from compress.core.errors import StageFailed, first_line
 from compress.core.program import dynamic_shapes
 from export.onnx_dynamic import TRANSLATIONS, multiply_integers_
 from export.onnx_few_bits import with_packed_products
+from export.onnx_floats import keep_floats_
 from export.onnx_half import holds, part_transposes_, refuse_bfloat16
 from export.onnx_recurrent import compute_recurrences_
 from export.targets import SIXTEEN_BITS_SINCE, no_sixteen_bits
@@ -62,6 +63,7 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
     model: onnx.ModelProto = exported.model_proto
     compute_recurrences_(model)
     multiply_integers_(model)
+    keep_floats_(model)
     if holds(program, torch.float16):
         part_transposes_(model)
     found = model.opset_import[0].version
