@@ -197,25 +197,53 @@ def test_a_fallback_that_is_the_observer_is_refused() -> None:
         QuantizeMixed(max_drop=0, observer="histogram")
 
 
+def test_sixteen_bits_are_refused_where_nothing_reads_them() -> None:
+    with pytest.raises(ValidationError, match="'uint16' is for target: onnxruntime-cpu, found"):
+        QuantizeMixed(max_drop=0, fallback=("uint16",), target="tensorrt")
+    assert QuantizeMixed(max_drop=0).activation_formats == {"uint8"}
+    stage = QuantizeMixed(max_drop=0, fallback=("uint16", "float"))
+    assert stage.activation_formats == {"uint8", "uint16"}
+
+
 class Known:
     """A judge of candidates that are known by their formats: a sum of what rounding loses."""
 
     metric = "accuracy"
 
-    def __init__(self, lost: dict[str, float]) -> None:
-        self.lost = lost
+    def __init__(self, lost: dict[str, float], wide: dict[str, float]) -> None:
+        self.lost, self.wide = lost, wide
 
     def drop(self, formats: dict[str, str]) -> float:
-        return sum(lost for name, lost in self.lost.items() if formats.get(name) != "float")
+        given = {name: formats.get(name) for name in self.lost}
+        return sum(
+            self.wide.get(name, 0.0) if given[name] == "uint16" else lost
+            for name, lost in self.lost.items()
+            if given[name] != "float"
+        )
 
 
-def searched(lost: dict[str, float], max_drop: float, order: list[str]) -> Search:
-    """Return a search over layers whose losses are known and whose ranking is given."""
+def searched(
+    lost: dict[str, float],
+    max_drop: float,
+    order: list[str],
+    fallback: tuple[str, ...] = ("float",),
+    wide: dict[str, float] | None = None,
+) -> Search:
+    """Return a search over layers whose losses are known and whose ranking is given.
+
+    Args:
+        lost: what each layer loses in 8 bits.
+        max_drop: what they may lose together.
+        order: the ranking.
+        fallback: formats that layers may be given.
+        wide: what each layer loses in 16 bits; others lose nothing.
+    """
     candidates = Candidates(None, ROWS, scheme_of("onnxruntime-cpu"), (), {"minmax": {}})
     candidates.layers = list(lost)
     candidates.build = lambda formats: type("Built", (), {"graph": formats})
     costs = dict.fromkeys(lost, 1 / len(lost))
-    search = Search(candidates, None, Known(lost), max_drop, ("float",), costs, float("inf"))
+    judge = Known(lost, wide or {})
+    search = Search(candidates, None, judge, max_drop, fallback, costs, float("inf"))
     search._rank = lambda: None
     search._order = lambda: order
     return search
@@ -226,6 +254,18 @@ def test_the_smallest_prefix_is_found_and_what_it_holds_in_vain_is_rounded_again
     search = searched(lost, 0.02, ["a", "b", "c", "d", "e", "f", "g"])
     assert search.run() == {"a": "float", "c": "float", "d": "float"}
     assert search.evaluations < 2 ** len(lost) / 8
+
+
+def test_float_is_for_what_sixteen_bits_are_not_enough() -> None:
+    lost = {"a": 0.5, "b": 0.0, "c": 0.4, "d": 0.3}
+    search = searched(lost, 0.02, ["a", "c", "d", "b"], ("uint16", "float"), {"c": 0.4})
+    assert search.run() == {"a": "uint16", "c": "float", "d": "uint16"}
+
+
+@pytest.mark.parametrize("fallback", [("uint16",), ("uint16", "float")])
+def test_all_layers_may_read_sixteen_bits(fallback: tuple[str, ...]) -> None:
+    lost = {"a": 0.5, "b": 0.5, "c": 0.4}
+    assert searched(lost, 0.0, [*lost], fallback).run() == dict.fromkeys(lost, "uint16")
 
 
 def test_that_only_the_float_model_keeps_the_metric_is_told() -> None:
