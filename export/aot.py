@@ -12,9 +12,10 @@ from compress.core.eager import EagerModel, predicting
 from compress.core.graph import GraphModel
 from compress.core.requirement import Requirement
 from compress.core.stage import Context, Stage
+from export.targets import NO_WIDE_INTEGERS, warn_of_another
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Set
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,10 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
 
         return (*self.requirements, *((CUDA,) if self.device == "cuda" else ()))
 
+    def refusal(self, formats: Set[str]) -> str:
+        """Return why there are no kernels for such activations, or nothing."""
+        return NO_WIDE_INTEGERS if "uint16" in formats else ""
+
     @property
     def machine_parts(self) -> dict[str, Any]:
         """The processor and system that the code is compiled for."""
@@ -94,7 +99,6 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
         from export.agreement import prove_equal
         from export.aot_machine import built_for, refuse_missing
         from export.aot_package import compile_package, load
-        from export.targets import warn_of_another
 
         refuse_missing(self.all_requirements(), self.title)
         warn_of_another(model, ("inductor-cpu",), self.title)
@@ -115,6 +119,13 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
                 prove_equal(model, compiled, context)
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
         return AotModel.at(context.root)
+
+    def prove(self, model: EagerModel | GraphModel, artifact: AotModel, context: Context) -> None:
+        """Compare a package from an earlier run with its source, on the data of this one."""
+        from export.agreement import prove_equal
+
+        with artifact.open(threads=context.threads) as got:
+            prove_equal(model, got, context)
 
 
 def _where(compiled_for: str, device: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch.export.pt2_archive import PT2ArchiveReader
 
 from compress.core.errors import ArtifactInvalid, StageFailed, first_line
+from export.targets import NO_WIDE_INTEGERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +57,7 @@ def compile_package(
     """
     from torch._inductor.utils import fresh_cache
 
+    refuse_wide_integers(program)
     refuse_one_channel_integers(program)
     failure: Exception | None = None
     with TemporaryDirectory(prefix="compress-aot-") as scratch, _quiet(), fresh_cache(dir=scratch):
@@ -91,6 +93,16 @@ def load(file: Path, signature: Signature, device: str) -> Callable[..., tuple[t
         return tuple(loader.boxed_run([x.contiguous() for x in inputs]))
 
     return run
+
+
+def refuse_wide_integers(program: ExportedProgram) -> None:
+    """Refuse 16-bit activations, which Inductor (torch 2.13) hands to 8-bit kernels.
+
+    Raises:
+        StageFailed: there are some.
+    """
+    if any(torch.uint16 in node.args for node in program.graph.nodes):
+        raise StageFailed(NO_WIDE_INTEGERS)
 
 
 def refuse_one_channel_integers(program: ExportedProgram) -> None:

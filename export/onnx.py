@@ -12,6 +12,7 @@ from compress.core.artifact import Artifact, Predictor
 from compress.core.eager import EagerModel
 from compress.core.graph import GraphModel
 from compress.core.stage import Context, Stage
+from export.targets import NO_BFLOAT16, SIXTEEN_BITS_SINCE, no_sixteen_bits, warn_of_another
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -60,6 +61,14 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
     opset: Annotated[int, Field(ge=18, le=24)] | None = None
     """Version of the ONNX operator set; the exporter's default when left out."""
 
+    def refusal(self, formats: Set[str]) -> str:
+        """Return why onnxruntime, or the operator set, has no such activations, or nothing."""
+        if "bfloat16" in formats:
+            return NO_BFLOAT16
+        if "uint16" in formats and self.opset is not None and self.opset < SIXTEEN_BITS_SINCE:
+            return no_sixteen_bits(self.opset)
+        return ""
+
     def run(self, model: EagerModel | GraphModel, context: Context) -> OnnxModel:
         """Lower, shrink, check and seal."""
         from compress.core.program import export_program
@@ -67,7 +76,6 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         from export.onnx_graph import count_operators, shrink_
         from export.onnx_lowering import lower, write
         from export.onnx_session import count_kernels, session_predictor
-        from export.targets import warn_of_another
 
         warn_of_another(model, ONNX_TARGETS, self.title)
         if isinstance(model, GraphModel):
@@ -87,6 +95,13 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
         self._tell_of_floats(model, program, facts["float_kernels"].keys())
         return OnnxModel.at(context.root)
+
+    def prove(self, model: EagerModel | GraphModel, artifact: OnnxModel, context: Context) -> None:
+        """Compare a file from an earlier run with its source, on the data of this one."""
+        from export.agreement import prove_equal
+
+        with artifact.open(threads=context.threads) as got:
+            prove_equal(model, got, context)
 
     def _tell_of_floats(
         self, model: EagerModel | GraphModel, program: ExportedProgram, kernels: Set[str]

@@ -10,6 +10,7 @@ import torch
 from onnx import helper, numpy_helper
 
 from compress.core.errors import StageFailed
+from export.targets import NO_BFLOAT16
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -27,11 +28,7 @@ def refuse_bfloat16(program: ExportedProgram) -> None:
         StageFailed: weights are bfloat16.
     """
     if holds(program, torch.bfloat16):
-        raise StageFailed(
-            "the model computes in bfloat16, for which onnxruntime has no kernels on the CPU "
-            "(of Conv, Mul, LSTM and most others); use convert_precision with dtype: float16, or "
-            "export_torchscript"
-        )
+        raise StageFailed(NO_BFLOAT16)
 
 
 def part_transposes_(model: onnx.ModelProto) -> None:

@@ -15,8 +15,10 @@ from compress.core.errors import StageFailed, first_line
 from compress.core.program import dynamic_shapes
 from export.onnx_dynamic import TRANSLATIONS, multiply_integers_
 from export.onnx_few_bits import with_packed_products
+from export.onnx_floats import keep_floats_
 from export.onnx_half import holds, part_transposes_, refuse_bfloat16
 from export.onnx_recurrent import compute_recurrences_
+from export.targets import SIXTEEN_BITS_SINCE, no_sixteen_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,8 +32,6 @@ LOGGERS = (
     "torch.onnx._internal.exporter._registration",
     "onnxscript.optimizer._constant_folding",  # it leaves alone what it cannot fold
 )
-SIXTEEN_BITS_SINCE = 21
-"""The first operator set whose QuantizeLinear gives 16 bits."""
 TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -63,6 +63,7 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
     model: onnx.ModelProto = exported.model_proto
     compute_recurrences_(model)
     multiply_integers_(model)
+    keep_floats_(model)
     if holds(program, torch.float16):
         part_transposes_(model)
     found = model.opset_import[0].version
@@ -76,10 +77,7 @@ def _wide_enough(opset: int | None, program: ExportedProgram) -> int | None:
     if not any(torch.uint16 in node.args for node in program.graph.nodes):
         return opset
     if opset is not None and opset < SIXTEEN_BITS_SINCE:
-        raise StageFailed(
-            f"opset {opset} has no 16-bit activations; set opset: {SIXTEEN_BITS_SINCE} or more, or "
-            "leave it out"
-        )
+        raise StageFailed(no_sixteen_bits(opset))
     return opset or SIXTEEN_BITS_SINCE
 
 

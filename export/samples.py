@@ -3,10 +3,15 @@
 Random inputs do not tell everything: a network with large biases answers nearly the same to all of
 them, and a lowering that is at chance on data then seems close. So errors are held against how much
 the answers differ from sample to sample, and labels are compared.
+
+Answers may be infinite, as masked scores are, or NaN: an export that is so at the same places
+answers like its source, and only the other places are measured.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
 
     from compress.core.artifact import Predictor
     from compress.core.stage import Context
+
+logger = logging.getLogger(__name__)
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -33,6 +40,8 @@ FLOAT_CHANGES = 0.01
 ROUNDED_CHANGES = 0.05
 NEAR_TIE = 0.05
 """Distance of two classes, as a share of that of best and worst, below which either may win."""
+NOTHING_FINITE = "all answers of the source are infinite or NaN: nothing can be compared"
+ELSEWHERE = "the exported model is infinite or NaN at other places than the source"
 NO_SPREAD = 0.01
 """Spread, relative to the answers' norm, below which they hardly differ: the norm counts then."""
 
@@ -44,17 +53,26 @@ class Sums:
     error: float = 0.0
     spread: float = 0.0
     norm: float = 0.0
+    measured: int = 0
+    left_out: int = 0
+    """Elements that are the same infinity in both, or NaN in both."""
+    nan: int = 0
 
     def add(self, expected: torch.Tensor, got: torch.Tensor) -> None:
         """Take a batch into account."""
-        a, b = expected.double(), got.double()
+        equal = equally_not_finite(expected, got)
+        a, b = (t.double().masked_fill(equal, 0) for t in (expected, got))
+        mean = a.sum(0) / (~equal).sum(0).clamp(min=1)
         self.error += float((b - a).square().sum())
-        self.spread += float((a - a.mean(0)).square().sum())
+        self.spread += float((a - mean).masked_fill(equal, 0).square().sum())
         self.norm += float(a.square().sum())
+        self.measured += int((~equal).sum())
+        self.left_out += int(equal.sum())
+        self.nan += int((equal & expected.isnan()).sum())
 
     @property
     def relative_error(self) -> float:
-        """Error relative to the spread of the answers, NaN where an answer is."""
+        """Error relative to the spread of the answers; NaN where one side alone is not finite."""
         scale = self.spread if self.spread > NO_SPREAD**2 * self.norm else self.norm
         return float((self.error / max(scale, 1e-18)) ** 0.5)
 
@@ -80,12 +98,21 @@ class SampleErrors:
         """Count the samples whose best class is another one, and no near-tie."""
         best_B1, taken_B1 = (x.argmax(1, keepdim=True) for x in (expected_BC, got_BC))
         lost_B1 = expected_BC.gather(1, best_B1) - expected_BC.gather(1, taken_B1)
-        range_B1 = expected_BC.amax(1, keepdim=True) - expected_BC.amin(1, keepdim=True)
+        known_BC = expected_BC.isfinite()
+        highest_B1 = expected_BC.where(known_BC, -torch.inf).amax(1, keepdim=True)
+        lowest_B1 = expected_BC.where(known_BC, torch.inf).amin(1, keepdim=True)
+        range_B1 = (highest_B1 - lowest_B1).clamp(min=0)
         self.changed += int((lost_B1 > NEAR_TIE * range_B1).sum())
 
     @property
+    def nothing_finite(self) -> bool:
+        """Whether there are answers, and none that can be measured."""
+        left_out = any(sums.left_out for sums in self.outputs)
+        return left_out and not any(sums.measured for sums in self.outputs)
+
+    @property
     def relative_error(self) -> float:
-        """That of the worst output, NaN where an answer is."""
+        """That of the worst output; NaN where one side alone is not finite."""
         return float(torch.tensor([sums.relative_error for sums in self.outputs]).max())
 
 
@@ -111,7 +138,19 @@ def check_on_samples(
     problem = _problem(found, rounded=rounded) if found.samples else ""
     if problem:
         raise StageFailed(f"on {found.samples} samples of `val` {problem}")
+    nan = sum(sums.nan for sums in found.outputs)
+    if nan:
+        logger.warning(
+            "on %d samples of `val` %d of the source's answers are NaN, and the exported model's "
+            "too: these tell nothing of the export",
+            *(found.samples, nan),
+        )
     return found
+
+
+def equally_not_finite(expected: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
+    """Return where two tensors of one shape hold the same infinity, or both NaN."""
+    return ~expected.isfinite() & ((expected == got) | (expected.isnan() & got.isnan()))
 
 
 def val_inputs(context: Context) -> Iterator[Outputs]:
@@ -124,7 +163,11 @@ def val_inputs(context: Context) -> Iterator[Outputs]:
 def _problem(found: SampleErrors, *, rounded: bool) -> str:
     largest = ROUNDED_ERROR if rounded else FLOAT_ERROR
     most = ROUNDED_CHANGES if rounded else FLOAT_CHANGES
-    if not found.relative_error <= largest:  # also true of NaN
+    if found.nothing_finite:
+        return NOTHING_FINITE
+    if not math.isfinite(found.relative_error):
+        return ELSEWHERE
+    if not found.relative_error <= largest:
         return (
             f"the exported model's answers differ from the source's by {found.relative_error:.2g} "
             f"of their spread, expected at most {largest:g}"

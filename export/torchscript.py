@@ -10,11 +10,15 @@ from compress.core.artifact import Artifact, Predictor
 from compress.core.eager import EagerModel, predicting
 from compress.core.graph import GraphModel
 from compress.core.stage import Context, Stage
+from export.targets import no_such_integers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Set
 
 logger = logging.getLogger(__name__)
+
+SIGNED_OR_WIDE = {"int8", "uint16"}
+"""Activations that torch's integer kernels do not take."""
 
 
 class TorchScriptModel(Artifact):
@@ -62,6 +66,11 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
     """How eager models are read: `trace` records one forward pass; `script` compiles the source,
     control flow included."""
 
+    def refusal(self, formats: Set[str]) -> str:
+        """Return why torch has no kernels for such activations, or nothing."""
+        other = formats & SIGNED_OR_WIDE
+        return no_such_integers(min(other)) if other else ""
+
     def run(self, model: EagerModel | GraphModel, context: Context) -> TorchScriptModel:
         """Trace or script, check and seal."""
         from export.agreement import prove_equal
@@ -84,6 +93,15 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
                 prove_equal(model, got, context)
         self._tell(facts)
         return TorchScriptModel.at(context.root)
+
+    def prove(
+        self, model: EagerModel | GraphModel, artifact: TorchScriptModel, context: Context
+    ) -> None:
+        """Compare a file from an earlier run with its source, on the data of this one."""
+        from export.agreement import prove_equal
+
+        with artifact.open(threads=context.threads) as got:
+            prove_equal(model, got, context)
 
     def _tell(self, facts: dict[str, Any]) -> None:
         logger.info("%s: written; torch itself calls TorchScript deprecated", self.title)

@@ -14,6 +14,7 @@ import torch
 import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
 
 from compress.core.errors import StageFailed
+from export.targets import no_such_integers
 from export.torchscript_recurrent import lower_recurrence_
 
 if TYPE_CHECKING:
@@ -69,11 +70,8 @@ class Grid:
         """
         _, scale, zero_point, low, high, dtype = node.args
         if (low, high, dtype) != (0, 255, torch.uint8):
-            raise StageFailed(
-                "TorchScript's integer kernels take activations of unsigned 8 bits, found "
-                f"{str(dtype).removeprefix('torch.')} from {low} to {high}; quantize with target: "
-                "onnxruntime-cpu and 8 bits, or use export_onnx"
-            )
+            found = f"{str(dtype).removeprefix('torch.')} from {low} to {high}"
+            raise StageFailed(no_such_integers(found))
         return cls(float(scale), int(zero_point))
 
     def within(self, low: float, high: float) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from compress.core.eager import EagerModel
 from compress.core.errors import CompressError, PipelineInvalid, Unavailable
 from compress.core.gates import MaxDrop, MinMetric
 from compress.core.metrics import Metric
-from compress.core.stage import kinds_of
 from pipelines.problems import did_you_mean
 
 if TYPE_CHECKING:
@@ -86,6 +85,7 @@ def make_plan(pipeline: Pipeline, start: str | None = None, until: str | None = 
                 f"{option} {name!r}: no such stage; {did_you_mean(name, {p.name for p in planned})}"
             )
     _check_types(pipeline, planned)
+    _check_formats(pipeline, planned)
     order = [p.name for p in planned]
     if start and until and order.index(start) > order.index(until):
         raise PipelineInvalid(f"--from {start!r} comes after --until {until!r}; nothing would run")
@@ -137,7 +137,7 @@ def _beside(pipeline: Pipeline, index: int, stage: Stage[Any, Any]) -> Stage[Any
 def _check_types(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
     written: dict[str, type[Artifact]] = {SOURCE: EagerModel}
     for p in planned:
-        found, wanted = written[p.input], kinds_of(p.stage.reads())
+        found, wanted = written[p.input], _kinds(p.stage.reads())
         if not issubclass(found, wanted):
             kinds = " or ".join(kind.kind for kind in wanted)
             fitting = [name for name, kind in written.items() if issubclass(kind, wanted)]
@@ -156,6 +156,23 @@ def _check_types(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
                     f"{written[other].kind}, and with these settings a teacher must be {kinds}"
                 )
         written[p.name] = p.stage.writes()
+
+
+def _kinds(reads: Any) -> tuple[type[Artifact], ...]:
+    """Return the members of an artifact type or union."""
+    return get_args(reads) or (reads,)
+
+
+def _check_formats(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
+    """Refuse what a stage would refuse only after the one before it has done its work."""
+    stages = {p.name: p.stage for p in planned}
+    for p in planned:
+        formats = stages[p.input].activation_formats if p.input != SOURCE else frozenset()
+        problem = p.stage.refusal(formats)
+        if problem:
+            raise PipelineInvalid(
+                f"{pipeline.place('stages', p.index)} ({p.name}): input {p.input!r}: {problem}"
+            )
 
 
 def _check_needs(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from compress.core.errors import CompressError, GateRefused, StageFailed, first_line
-from compress.core.stage import Context, explain
-from pipelines.disk import explained
+from compress.core.errors import GateRefused
+from compress.core.gates import explain
+from compress.core.stage import Context
 from pipelines.inputs import import_source, source_parts
 from pipelines.machine import machine, version_of, versions
+from pipelines.naming import named
 from pipelines.plan import SOURCE, Plan, PlannedStage
 from pipelines.report import (
     ArtifactReport,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from pipelines.pipeline import Pipeline
     from pipelines.report import Status
 
-Result = TypeVar("Result")
 ASKED = "asked to run again"
 
 
@@ -76,6 +76,7 @@ class Walk:
             lambda context: import_source(self.pipeline, context.root),
             again,
         )
+        publish(self.artifacts[SOURCE], self.out / "artifacts" / SOURCE)
         if self.plan.baseline == SOURCE:
             self.baseline = self._measured(SOURCE)
         self.at = ""
@@ -92,6 +93,8 @@ class Walk:
             planned.name, self.parts(planned), lambda context: stage.run(model, context), again
         )
         artifact = self.artifacts[planned.name]
+        self._prove(planned, cached)
+        publish(artifact, self.out / "artifacts" / planned.name)
         with artifact.held(self.pipeline.device, self.pipeline.threads):
             verdicts = [self._judge(planned, gate) for gate in stage.gates]
             measurements = self._measured(planned.name)
@@ -144,8 +147,8 @@ class Walk:
         values: dict[str, float] = {}
         for name in dict.fromkeys((self.plan.baseline, *self.plan.leaves)):
             score = functools.partial(self._context(name).score, self.artifacts[name], "test")
-            answer = self._guarded(name, self.entries[name].answer, question, score)
-            values[name] = float(str(answer))
+            with named(name, self.out):
+                values[name] = float(str(self.entries[name].answer(question, score)))
         self.tested = TestReport(metric=self.plan.metric.name, values=values)
 
     def report(self, status: Status, error: str = "") -> Report:
@@ -204,7 +207,8 @@ class Walk:
             entry.path.mkdir(parents=True, exist_ok=True)
             began = time.monotonic()
             context = self._context(name, entry.artifact_path)
-            artifact = self._guarded(name, make, context)
+            with named(name, self.out):
+                artifact = make(context)
             record = Record(parts=parts, digest=artifact.digest, seconds=time.monotonic() - began)
             entry.commit(record)
             context.clear_work()
@@ -212,8 +216,19 @@ class Walk:
         artifact, record = found
         self.artifacts[name], self.entries[name] = artifact, entry
         self.store.remember(name, parts)
-        publish(artifact, self.out / "artifacts" / name)
         return not reason, reason, record.seconds
+
+    def _prove(self, planned: PlannedStage, cached: bool) -> None:
+        """Hold a cached result against its input, once for each data and machine."""
+        name, model = planned.name, self.artifacts[planned.input]
+
+        def prove() -> JsonValue:
+            if cached:  # else the stage has just done so itself
+                planned.stage.prove(model, self.artifacts[name], self._context(name))
+            return True
+
+        with named(name, self.out):
+            self._ask(name, {"proved against its input": 1, **self._conditions()}, prove)
 
     def _judge(self, planned: PlannedStage, gate: Gate) -> Verdict:
         other = gate.against or planned.input
@@ -242,8 +257,8 @@ class Walk:
         def measure() -> JsonValue:
             return Measurements.of(artifact, baseline, self._context(name)).model_dump(mode="json")
 
-        answer = self._guarded(name, self._ask, name, question, measure)
-        return Measurements.model_validate(answer)
+        with named(name, self.out):
+            return Measurements.model_validate(self._ask(name, question, measure))
 
     def _context(self, name: str, root: Path | None = None) -> Context:
         return Context(
@@ -279,20 +294,6 @@ class Walk:
             "seed": self.pipeline.seed,
             "versions": versions(),
         }
-
-    def _guarded(self, name: str, work: Callable[..., Result], *given: Any) -> Result:
-        """Do a stage's work, and turn whatever it raises into one line that names the stage."""
-        try:
-            return work(*given)
-        except CompressError as error:
-            if str(error).startswith(f"{name}: "):
-                raise
-            raise type(error)(f"{name}: {error}") from error
-        except OSError as error:
-            known = explained(error, self.out)
-            raise type(known)(f"{name}: {known}") from error
-        except Exception as error:
-            raise StageFailed(f"{name}: {type(error).__name__}: {first_line(error)}") from error
 
 
 class _Unmeasured(Exception):

@@ -5,29 +5,19 @@ from __future__ import annotations
 import shutil
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Generic,
-    Protocol,
-    Self,
-    TypeVar,
-    get_args,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from pydantic import Field
 
 from compress.core.artifact import Artifact, Step
 from compress.core.errors import GateRefused, StageFailed
-from compress.core.gates import AnyGate, Verdict
+from compress.core.gates import AnyGate, Verdict, explain
 from compress.core.metrics import Metric
 from compress.core.requirement import Requirement, requirements_of
 from compress.core.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Set
     from pathlib import Path
 
     import torch
@@ -185,6 +175,15 @@ class Stage(Settings, Generic[Reads, Writes]):
         """Do the work and seal the result at ``context.root``."""
         raise NotImplementedError
 
+    def prove(self, model: Reads, artifact: Writes, context: Context) -> None:
+        """Hold a result of an earlier run against its input, on the data of this one.
+
+        Only stages whose results are to answer as their inputs do have something to prove.
+
+        Raises:
+            StageFailed: it answers otherwise.
+        """
+
     def __call__(self, model: Reads, context: Context) -> Writes:
         """Run, let the gates judge, and return the artifact.
 
@@ -241,6 +240,15 @@ class Stage(Settings, Generic[Reads, Writes]):
         """Kinds that those artifacts may be of."""
         return (Artifact,)
 
+    @property
+    def activation_formats(self) -> frozenset[str]:
+        """What activations of the result may be besides float32, so far as the settings tell."""
+        return frozenset()
+
+    def refusal(self, formats: Set[str]) -> str:
+        """Return why an input with activations of these formats cannot be read, or nothing."""
+        return ""
+
     def beside(self, folder: Path, code: Path) -> Self:
         """Return the same stage with its paths relative to a pipeline's folders.
 
@@ -285,15 +293,3 @@ class Stage(Settings, Generic[Reads, Writes]):
             if arguments:
                 return arguments[0], arguments[1]
         raise TypeError(f"{cls.__name__} must inherit from Stage[Reads, Writes]")
-
-
-def explain(verdict: Verdict) -> str:
-    """Return one line: the rule and what was found."""
-    found = verdict.reason or f"found {verdict.value:.4g}"
-    against = f" against {verdict.against}" if verdict.against not in (None, "input") else ""
-    return f"{verdict.gate}{against}: {verdict.rule}, {found}"
-
-
-def kinds_of(reads: Any) -> tuple[type[Artifact], ...]:
-    """Return the members of an artifact type or union."""
-    return get_args(reads) or (reads,)

@@ -23,10 +23,13 @@ from compress.quantization.calibrate import (
     prepare,
     traced,
 )
+from compress.quantization.observers import OBSERVERS
 from compress.quantization.places import module_of
 from compress.quantization.pt2e import Q_ANNOTATION_KEY
 from compress.quantization.quantizer import CLAMPS, LINEAR, WEIGHTED, OnnxRuntimeQuantizer
 from compress.quantization.ranges import fit_ranges_
+from compress.quantization.scheme import unsigned
+from compress.quantization.specs import spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,13 +38,13 @@ if TYPE_CHECKING:
     from compress.core.signature import Signature
     from compress.quantization.scheme import Observer, Scheme
 
-FLOAT = "float"
+FLOAT, WIDE = "float", "uint16"
 ROUNDS = 11
 """Runs of which the median time of a layer is taken."""
 
 
 class MixedQuantizer(OnnxRuntimeQuantizer):
-    """Annotates what onnxruntime fuses, and leaves the layers that are named in float."""
+    """Annotates what onnxruntime fuses, and gives the layers that are named other formats."""
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class MixedQuantizer(OnnxRuntimeQuantizer):
         observer: Observer,
         exclude: Sequence[str],
         floats: Iterable[str] = (),
+        wides: Iterable[str] = (),
         *,
         embeddings: bool,
     ) -> None:
@@ -59,29 +63,36 @@ class MixedQuantizer(OnnxRuntimeQuantizer):
             observer: how the range of an activation is estimated.
             exclude: patterns of module names whose operators stay float.
             floats: layers that stay float, and no part of them alone.
+            wides: layers that read 16 bits, and whose results stay float.
             embeddings: whether tables are rounded too.
         """
         super().__init__(scheme, observer, exclude, embeddings=embeddings)
-        self.floats = frozenset(floats)
+        self.floats, self.wides = frozenset(floats), frozenset(wides)
+        self.usual, self.wide = self.activation, spec_of(unsigned(16), OBSERVERS[observer])
         self.layers: list[str] = []
         """The layers that are quantized, in graph order, filled while annotating."""
 
     def _annotate_weighted(self, node: fx.Node) -> None:
         name = layer_name(node)
         if name not in self.floats:
+            self.activation = self.wide if name in self.wides else self.usual
             super()._annotate_weighted(node)
             if Q_ANNOTATION_KEY in node.meta:
                 self.layers += [] if name in self.layers else [name]
                 self._keep_result_float_(node)
+            self.activation = self.usual
 
     def _keep_result_float_(self, node: fx.Node) -> None:
-        """Leave a product's result unrounded where only layers in float read it, in place.
+        """Leave a product's result unrounded where no layer reads it in 8 bits, in place.
 
-        A convolution's is rounded even then: without that onnxruntime does not fuse it.
+        A convolution's is rounded even then: without that onnxruntime does not fuse it. Where a
+        layer reads 16 bits it fuses nothing anyway.
         """
         tail = next((r for r in node.users if r.target in CLAMPS and len(node.users) == 1), node)
-        if node.target is LINEAR and all(
-            r.target in WEIGHTED and layer_name(r) in self.floats for r in tail.users
+        others = self.floats | self.wides
+        if layer_name(node) in self.wides or (
+            node.target is LINEAR
+            and all(r.target in WEIGHTED and layer_name(r) in others for r in tail.users)
         ):
             tail.meta[Q_ANNOTATION_KEY].output_qspec = None
 
@@ -113,6 +124,8 @@ class Candidates:
     """Whether tables are rounded too."""
     ranges: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     """Observer → activation → its smallest and largest number."""
+    extremes: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Activation → its smallest and largest number, which 16 bits hold without being coarse."""
     layers: list[str] = field(default_factory=list)
     """All layers that can be quantized, in graph order."""
 
@@ -138,40 +151,45 @@ class Candidates:
             StageFailed: nothing can be quantized, or the data does not fit the signature or is
                 not finite.
         """
-        quantizer = self._quantizer(cast("Observer", observer), ())
+        quantizer = self._quantizer(cast("Observer", observer), {})
         prepared = prepare(_copy(self.graph), quantizer)
         self.layers = quantizer.layers
         observe_(prepared, self.signature, batches, report)
-        self.ranges[observer] = {
-            name: _range(seen) for name, seen, _ in _activation_observers(prepared)
-        }
+        for name, seen, _ in _activation_observers(prepared):
+            self.ranges.setdefault(observer, {})[name] = _range(seen)
+            self.extremes.setdefault(name, (seen.min_val.clone(), seen.max_val.clone()))
 
     def build(self, formats: Mapping[str, str]) -> Candidate:
         """Return the graph with layers in the formats named; others have the usual observer.
 
         Args:
-            formats: layer → the observer that gives the range of what it reads, or `float`.
+            formats: layer → the observer that gives the range of what it reads, `uint16` or
+                `float`.
         """
-        floats = [name for name, chosen in formats.items() if chosen == FLOAT]
-        quantizer = self._quantizer("minmax", floats)
+        quantizer = self._quantizer("minmax", formats)
         prepared = prepare(_copy(self.graph), quantizer)
         with torch.inference_mode():
             prepared(*self.signature.example())  # the weights' observers look when it is run
         usual = next(iter(self.ranges.values()))
         for name, observer, _ in _activation_observers(prepared):
-            observer.min_val, observer.max_val = (limit.clone() for limit in usual[name])
+            found = (self.extremes if observer.dtype is torch.uint16 else usual)[name]
+            observer.min_val, observer.max_val = (limit.clone() for limit in found)
         for name, observer, readers in _activation_observers(prepared):
             # After the usual ranges: operators that only move values share one observer.
             for chosen in (formats.get(layer_name(r)) for r in readers if r.target in WEIGHTED):
-                if chosen is not None and chosen != FLOAT:
+                if chosen in self.ranges:
                     found = self.ranges[chosen][name]
                     observer.min_val, observer.max_val = (limit.clone() for limit in found)
         fit_ranges_(prepared)
         return Candidate(integer_graph(prepared), quantizer)
 
-    def _quantizer(self, observer: Observer, floats: Iterable[str]) -> MixedQuantizer:
+    def _quantizer(self, observer: Observer, formats: Mapping[str, str]) -> MixedQuantizer:
+        floats, wides = (
+            [name for name, chosen in formats.items() if chosen == wanted]
+            for wanted in (FLOAT, WIDE)
+        )
         return MixedQuantizer(
-            self.scheme, observer, self.exclude, floats, embeddings=self.embeddings
+            self.scheme, observer, self.exclude, floats, wides, embeddings=self.embeddings
         )
 
     def costs(self, kind: str) -> dict[str, float]:
@@ -237,7 +255,10 @@ def _activation_observers(
     """Yield each observed activation's name, its observer, and who reads it."""
     for node in prepared.graph.nodes:
         if node.op == "call_module" and node.args[0].op != "get_attr":
-            yield node.args[0].name, prepared.get_submodule(node.target), list(node.users)
+            source = node.args[0]
+            while source.op == "call_module":  # another observer of the same, in other bits
+                source = source.args[0]
+            yield source.name, prepared.get_submodule(node.target), list(node.users)
 
 
 def _range(observer: Any) -> tuple[torch.Tensor, torch.Tensor]:

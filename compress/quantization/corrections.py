@@ -31,6 +31,8 @@ class Corrections:
     rounding: Rounding = "nearest"
     rounding_steps: int = 500
     bias_correction: bool = False
+    passes_floats: bool = False
+    """Whether layers pass floats on to each other, so that outliers may be divided anywhere."""
     facts: dict[str, Any] = field(default_factory=dict)
     rescaled: set[str] = field(default_factory=set)
     """Modules whose results have other scales than the float model's."""
@@ -44,7 +46,9 @@ class Corrections:
     ) -> None:
         """Move outliers of activations into weights, in place, before the graph is prepared."""
         if self.smooth != "off":
-            smoothed = smooth_(graph, batches, scheme, self.smooth, exclude)
+            smoothed = smooth_(
+                graph, batches, scheme, self.smooth, exclude, passes_floats=self.passes_floats
+            )
             self.facts["smoothed"] = smoothed.strengths
             self.rescaled |= smoothed.rescaled
 

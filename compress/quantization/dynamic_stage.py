@@ -12,7 +12,7 @@ from compress.core.settings import Count
 from compress.core.stage import Context, Stage
 from compress.quantization.patterns import SIGNED_ACTIVATIONS, Target
 from compress.quantization.samples import Calibration
-from compress.quantization.scheme import Smoothing, scheme_of
+from compress.quantization.scheme import Smoothing, formats_of, scheme_of
 from compress.quantization.sealing import check_exclude, sealed
 
 RECURRENT = {"gru", "rnn_tanh", "rnn_relu"}
@@ -34,8 +34,8 @@ class QuantizeDynamic(Stage[EagerModel, GraphModel]):
     embeddings: bool = True
     """Whether tables of embeddings are held in 8 bits too, each row with its own scale."""
     smooth: Smoothing = "off"
-    """SmoothQuant: how far outliers of what linear layers of sequences read are moved into their
-    weights, from 0 to 1; `auto` searches each layer's best and leaves alone what gains nothing."""
+    """SmoothQuant: how far outliers of what linear layers read are moved into their weights, from 0
+    to 1; `auto` searches each layer's best and leaves alone what gains nothing."""
     calibration_samples: Count = 256
     """Samples that `smooth` looks at."""
     exclude: tuple[str, ...] = ()
@@ -50,6 +50,11 @@ class QuantizeDynamic(Stage[EagerModel, GraphModel]):
     def uses_data(self) -> bool:
         """Always: the result is compared on `val`."""
         return True
+
+    @property
+    def activation_formats(self) -> frozenset[str]:
+        """The target's integers."""
+        return formats_of(self.target)
 
     @model_validator(mode="after")
     def _target_has_run_time_ranges(self) -> QuantizeDynamic:
@@ -70,7 +75,7 @@ class QuantizeDynamic(Stage[EagerModel, GraphModel]):
         quantizer = DynamicQuantizer(
             scheme_of(self.target), self.exclude, embeddings=self.embeddings
         )
-        corrections = Corrections(self.smooth)
+        corrections = Corrections(self.smooth, passes_floats=True)
         sample = (
             Calibration.of(self.calibration_samples, model.signature, context)
             if self.needs_data

@@ -47,6 +47,11 @@ class ConvertPrecision(Stage[EagerModel, GraphModel]):
         """Always: without data, seeded inputs are looked at."""
         return True
 
+    @property
+    def activation_formats(self) -> frozenset[str]:
+        """The one asked for."""
+        return frozenset({self.dtype})
+
     def run(self, model: EagerModel, context: Context) -> GraphModel:
         """Look at the numbers, choose, cast, and seal the graph."""
         import torch

@@ -14,7 +14,7 @@ from compress.core.graph import GraphModel
 from compress.core.settings import Fraction, Positive
 from compress.core.stage import Stage
 from compress.quantization.patterns import Target
-from compress.quantization.scheme import Observer, WeightBits
+from compress.quantization.scheme import Observer, WeightBits, formats_of
 from compress.quantization.sealing import check_exclude, sealed
 from compress.training.settings import DEFAULT_LEARNING_RATE, Training
 from compress.training.teaching import Teaching
@@ -106,6 +106,11 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
     def needs_data(self) -> bool:
         """Always."""
         return True
+
+    @property
+    def activation_formats(self) -> frozenset[str]:
+        """The target's integers."""
+        return formats_of(self.target)
 
     def hyper_parameters(self) -> Training:
         """Return the settings of the training alone, its learning rate that of a fine-tuning."""

@@ -61,19 +61,29 @@ def scheme_of(target: Target, weight_bits: int = 8, activation_bits: int = 8) ->
     else:
         # x86 multiplies unsigned activations by signed weights in one instruction (VNNI's
         # vpdpbusd); with signed ones onnxruntime leaves about half of the convolutions in float.
-        activations = IntegerFormat(
-            dtype="uint8" if activation_bits <= 8 else "uint16",
-            low=0,
-            high=2**activation_bits - 1,
-            symmetric=False,
-            per_channel=False,
-        )
+        activations = unsigned(activation_bits)
     return Scheme(
         activations=activations,
         weights=_signed(weight_bits),
         tables=_signed(8),
         patterns=PATTERNS[target],
     )
+
+
+def unsigned(bits: int) -> IntegerFormat:
+    """Return the format of activations with a zero point, in 8 or 16 bits."""
+    return IntegerFormat(
+        dtype="uint8" if bits <= 8 else "uint16",
+        low=0,
+        high=2**bits - 1,
+        symmetric=False,
+        per_channel=False,
+    )
+
+
+def formats_of(target: Target, activation_bits: int = 8) -> frozenset[str]:
+    """Return the integer type of a target's activations, as stages tell it beforehand."""
+    return frozenset({scheme_of(target, activation_bits=activation_bits).activations.dtype})
 
 
 def _signed(bits: int) -> IntegerFormat:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import StageFailed
-from compress.quantization.candidates import FLOAT, Candidates
+from compress.quantization.candidates import FLOAT, WIDE, Candidates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from compress.quantization.judging import Harm, Judge
 
 Formats = dict[str, str]
-"""Layer → observer of what it reads, or `float`; layers not named have the usual observer."""
+"""Layer → observer of what it reads, `uint16` or `float`; others have the usual observer."""
 
 
 class OutOfTime(Exception):
@@ -88,9 +88,14 @@ class Search:
         self._rank()
         if self.observers and self._keeps(dict(self.observers)):
             return
-        if FLOAT in self.fallback:
-            order = self._order()
-            self._give_back(order[: self._smallest_prefix(order)])
+        order = self._order()
+        for chosen in [c for c in (FLOAT, WIDE) if c in self.fallback]:
+            count = self._smallest_prefix(order, chosen)
+            if count:
+                left = self._give_back(dict.fromkeys(order[:count], chosen))
+                if chosen == FLOAT and WIDE in self.fallback:
+                    self._narrow(left)
+                return
 
     def _keeps(self, formats: Formats) -> bool:
         kept = self.drop(formats) <= self.max_drop
@@ -101,7 +106,7 @@ class Search:
     def _rank(self) -> None:
         """Find what rounding each layer alone does, with each observer there is."""
         names = self.candidates.layers
-        others = [observer for observer in self.fallback if observer != FLOAT]
+        others = [chosen for chosen in self.fallback if chosen not in (FLOAT, WIDE)]
         for observer in others:
             self.observe(observer)
         for done, name in enumerate(names, 1):
@@ -125,33 +130,45 @@ class Search:
             reverse=True,
         )
 
-    def _smallest_prefix(self, order: Sequence[str]) -> int:
-        """Return how many layers must be float; 0 where no number of them keeps the metric."""
-        most = len(order) - 1  # something must stay in integers
+    def _smallest_prefix(self, order: Sequence[str], chosen: str) -> int:
+        """Return how many layers need a format; 0 where no number of them keeps the metric."""
+        most = len(order) - (chosen == FLOAT)  # something must stay in integers
         low, high = 0, 1
-        while high <= most and not self._keeps(self._with_floats(order[:high])):
+        while high <= most and not self._keeps(self._with(dict.fromkeys(order[:high], chosen))):
             low, high = high, min(2 * high, most) if high < most else most + 1
         if high > most:
             return 0
         while high - low > 1:
             middle = (low + high) // 2
-            kept = self._keeps(self._with_floats(order[:middle]))
+            kept = self._keeps(self._with(dict.fromkeys(order[:middle], chosen)))
             low, high = (low, middle) if kept else (middle, high)
         return high
 
-    def _give_back(self, floats: Sequence[str]) -> None:
+    def _give_back(self, given: Formats) -> Formats:
         """Round layers again one by one, while the metric is kept; the dearest for its harm first.
 
         The prefix is the smallest one, and a smaller set may still be found within it.
-        """
-        left = list(floats)
-        for name in reversed(floats):
-            fewer = [other for other in left if other != name]
-            if fewer and self._keeps(self._with_floats(fewer)):
-                left = fewer
 
-    def _with_floats(self, names: Sequence[str]) -> Formats:
-        return {**self.observers, **dict.fromkeys(names, FLOAT)}
+        Returns:
+            The layers that need what they were given.
+        """
+        left = given
+        for name in reversed(given):
+            fewer = {other: chosen for other, chosen in left.items() if other != name}
+            if fewer and self._keeps(self._with(fewer)):
+                left = fewer
+        return left
+
+    def _narrow(self, floats: Formats) -> None:
+        """Let layers in float read 16 bits instead, one by one, while the metric is kept."""
+        left = floats
+        for name in reversed(floats):
+            narrower = {**left, name: WIDE}
+            if self._keeps(self._with(narrower)):
+                left = narrower
+
+    def _with(self, given: Formats) -> Formats:
+        return {**self.observers, **given}
 
     def _refuse_when_late(self) -> None:
         if self._drops and time.monotonic() > self.deadline:

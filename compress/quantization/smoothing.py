@@ -65,6 +65,8 @@ def smooth_(
     scheme: Scheme,
     smoothing: Smoothing,
     exclude: Sequence[str] = (),
+    *,
+    passes_floats: bool = False,
 ) -> Smoothed:
     """Divide what linear layers read and multiply their weights, in place.
 
@@ -74,6 +76,8 @@ def smooth_(
         scheme: the integers that are to hold both.
         smoothing: a strength for all, or `auto`: each family's own, where one is worth it.
         exclude: patterns of names of modules that stay as they are.
+        passes_floats: whether layers pass floats on to each other, as with run-time ranges, so that
+            a multiplication may stand between any two.
 
     Returns:
         What was smoothed.
@@ -81,7 +85,7 @@ def smooth_(
     if smoothing == "off":
         return Smoothed()
     drop_copies_(graph)
-    found = [family for family in families(graph, exclude) if _can_gain(graph, family)]
+    found = [f for f in families(graph, exclude) if passes_floats or _can_gain(graph, f)]
     seen = observed(graph, found, batches) if found else {}
     done = Smoothed()
     for family in found:

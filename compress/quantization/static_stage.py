@@ -18,6 +18,7 @@ from compress.quantization.scheme import (
     Rounding,
     Smoothing,
     WeightBits,
+    formats_of,
     scheme_of,
 )
 from compress.quantization.sealing import check_exclude, sealed
@@ -81,6 +82,11 @@ class QuantizeStatic(Stage[EagerModel, GraphModel]):
     def needs_data(self) -> bool:
         """Always."""
         return True
+
+    @property
+    def activation_formats(self) -> frozenset[str]:
+        """The target's integers, of as many bits as are asked for."""
+        return formats_of(self.target, self.activation_bits)
 
     def run(self, model: EagerModel, context: Context) -> GraphModel:
         """Calibrate, round, and seal the integer graph."""

@@ -36,13 +36,13 @@ def source(path: Path, factory: str, signature: Signature = IMAGE) -> EagerModel
     return EagerModel.create(path, recipe, state, signature, folder=NETWORKS)
 
 
-def int8(folder: Path, factory: str, target: str) -> tuple[GraphModel, Context]:
+def int8(folder: Path, factory: str, target: str, **bits: int) -> tuple[GraphModel, Context]:
     model = source(folder / "source", factory)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(64, 1, 8, 8, generator=generator)
     samples = [(image, torch.tensor(0)) for image in images]
     context = Context(root=folder / "int8", data=Splits({"train": samples, "val": samples}))
-    stage = QuantizeStatic.model_validate({"target": target, "calibration_samples": 64})
+    stage = QuantizeStatic.model_validate({"target": target, "calibration_samples": 64, **bits})
     return stage(model, context), context.at(folder / "aot")
 
 
@@ -177,6 +177,11 @@ def pipeline(folder: Path, stages: str) -> Pipeline:
 def test_one_channel_of_integers_is_refused_before_it_is_compiled(tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match=r"compiles that into wrong answers; .*inductor-cpu"):
         ExportAot()(*int8(tmp_path, "networks:residual", "onnxruntime-cpu"))
+
+
+def test_sixteen_bits_are_refused_before_they_are_compiled(tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match=r"integer kernels take 8 bits, found uint16"):
+        ExportAot()(*int8(tmp_path, "networks:mlp", "onnxruntime-cpu", activation_bits=16))
 
 
 def test_kernels_are_counted_by_their_calls() -> None:

@@ -83,8 +83,64 @@ def test_near_ties_are_no_other_labels() -> None:
 def test_nan_and_one_sample_a_batch_are_judged_too() -> None:
     single = [(torch.randn(1, 4),) for _ in range(3)]
     assert check_on_samples(same, same, single).relative_error == 0
-    with pytest.raises(StageFailed, match="nan"):
+    with pytest.raises(StageFailed, match="NaN at other places"):
         check_on_samples(same, off_by(float("nan")), single, rounded=True)
+
+
+def masked(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Answer with scores of which some are masked, other ones in each sample."""
+    return (x.masked_fill(x > 1, -torch.inf),)
+
+
+def test_equal_infinities_are_equal_and_the_rest_is_measured() -> None:
+    assert check_on_samples(masked, masked, BATCHES).relative_error == 0
+    check_agreement(masked, masked, ROWS)
+    # Its spread is about the mean of the scores that are not masked, which is below 0.
+    with pytest.raises(StageFailed, match=r"differ from the source's by 0\.11 of their spread"):
+        check_on_samples(masked, lambda x: (masked(x)[0] * 1.1,), BATCHES)
+    with pytest.raises(StageFailed, match=r"differ from the source's by 0\.1 of their norm"):
+        check_agreement(masked, lambda x: (masked(x)[0] * 1.1,), ROWS)
+
+
+@pytest.mark.parametrize("other", [torch.inf, torch.nan, -1e4])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_infinities_at_other_places_are_refused(other: float, swapped: bool) -> None:
+    def elsewhere(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.masked_fill(x > 1, other),)
+
+    pair = (elsewhere, masked) if swapped else (masked, elsewhere)
+    expected = r"is infinite or NaN at other places than the source"
+    with pytest.raises(StageFailed, match=rf"128 samples of `val` the exported model {expected}"):
+        check_on_samples(*pair, BATCHES, rounded=True)
+    with pytest.raises(StageFailed, match=expected):
+        check_agreement(*pair, ROWS, rounded=True)
+
+
+def test_labels_are_compared_beside_masked_ones() -> None:
+    def first(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.tensor([[1.0, 0.8, -1, -torch.inf]]).repeat(len(x), 1),)
+
+    def second(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.tensor([[0.8, 1.0, -1, -torch.inf]]).repeat(len(x), 1),)
+
+    with pytest.raises(StageFailed, match=r"gives 128 other labels"):
+        check_on_samples(first, second, BATCHES, rounded=True)
+
+
+def test_nan_in_both_is_told_and_nan_alone_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    def undefined(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.masked_fill(x > 1, torch.nan),)
+
+    def nothing(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x * torch.nan,)
+
+    assert check_on_samples(undefined, undefined, BATCHES).relative_error == 0
+    count = sum(int((x > 1).sum()) for (x,) in BATCHES)
+    assert f"{count} of the source's answers are NaN, and the exported model's too" in caplog.text
+    with pytest.raises(StageFailed, match="all answers of the source are infinite or NaN"):
+        check_on_samples(nothing, nothing, BATCHES)
+    with pytest.raises(StageFailed, match="all answers of the source are infinite or NaN"):
+        check_agreement(nothing, nothing, ROWS)
 
 
 def test_a_bounded_number_of_samples_is_read(tmp_path: object) -> None:

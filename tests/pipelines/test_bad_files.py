@@ -188,3 +188,54 @@ def test_packaging_needs_no_data(tmp_path: Path) -> None:
     text = text.replace("  - stage: train\n    epochs: 1\n", "")
     (tmp_path / "p.yaml").write_text(text + "  - stage: package_torchserve\n")
     _load(tmp_path / "p.yaml")
+
+
+def _quantized_and_exported(tmp_path: Path, quantized: str, exported: str) -> Path:
+    text = GOOD.replace("stage: export_onnx", f"{{{quantized}}}\n  - stage: export_{exported}")
+    (tmp_path / "p.yaml").write_text(text)
+    return tmp_path / "p.yaml"
+
+
+@pytest.mark.parametrize(
+    ("quantized", "exported", "found"),
+    [
+        ("stage: quantize_static, activation_bits: 16", "torchscript", "8 bits, found uint16; "),
+        ("stage: quantize_static, activation_bits: 16", "aot", "AOTInductor's .*, found uint16;"),
+        ("stage: quantize_static, target: tensorrt", "torchscript", "8 bits, found int8; "),
+        ("stage: quantize_mixed, max_drop: 0, target: tensorrt", "torchscript", "found int8"),
+        (
+            "stage: quantize_aware_training, epochs: 1, target: onnxruntime-cuda",
+            "torchscript",
+            "found int8; quantize with target: onnxruntime-cpu and 8 bits",
+        ),
+        ("stage: convert_precision, dtype: bfloat16", "onnx", "bfloat16, for which onnxruntime"),
+        (
+            "stage: quantize_static, activation_bits: 16",
+            "onnx\n    opset: 20",
+            "opset 20 has no 16-bit activations; set opset: 21 or more",
+        ),
+    ],
+)
+def test_an_export_without_kernels_is_refused_before_anything_is_quantized(
+    tmp_path: Path, quantized: str, exported: str, found: str
+) -> None:
+    file = _quantized_and_exported(tmp_path, quantized, exported)
+    with pytest.raises(PipelineInvalid, match=rf"p\.yaml:10: stages\[2\].*input '\w+': .*{found}"):
+        _load(file)
+
+
+@pytest.mark.parametrize(
+    ("quantized", "exported"),
+    [
+        ("stage: quantize_static, activation_bits: 16", "onnx\n    opset: 21"),
+        ("stage: quantize_static, target: inductor-cpu", "torchscript"),
+        ("stage: quantize_dynamic", "torchscript"),
+        ("stage: quantize_static, target: tensorrt", "aot"),
+        ("stage: convert_precision, dtype: bfloat16", "torchscript"),
+        ("stage: convert_precision, dtype: float16", "onnx"),
+    ],
+)
+def test_an_export_with_kernels_is_not_refused(
+    tmp_path: Path, quantized: str, exported: str
+) -> None:
+    _load(_quantized_and_exported(tmp_path, quantized, exported))

@@ -67,6 +67,20 @@ def test_parity_measures_the_largest_difference(trained, slim, shifted, context)
     assert not verdict.passed
 
 
+def test_equal_infinities_are_equal(trained, shifted, context, tmp_path) -> None:
+    def masked(model: EagerModel, mask: float) -> EagerModel:
+        module = model.load()
+        with torch.no_grad():
+            module[2].bias[2] = mask
+        return model.derive(tmp_path / f"{model.path.name}{mask}", module)
+
+    one, other = masked(trained, -torch.inf), masked(shifted, -torch.inf)
+    assert Parity(atol=0.1).judge(one, one, context).value == 0
+    assert Parity(atol=0.1).judge(one, other, context).value == pytest.approx(0.5)
+    assert Parity(atol=1e9).judge(one, masked(trained, torch.inf), context).value is None
+    assert Parity(atol=1e9).judge(one, trained, context).value is None
+
+
 def test_parity_works_without_data(trained, shifted, context) -> None:
     verdict = Parity(atol=0.1).judge(trained, shifted, replace(context, data=None))
     assert verdict.value == pytest.approx(0.5)

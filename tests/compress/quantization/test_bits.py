@@ -63,6 +63,7 @@ def test_sixteen_bit_activations_lose_less(
     wide = quantized(source, tmp_path / "a16", activation_bits=16)
     types = {n.args[5] for n in wide.program().graph.nodes if "per_tensor" in str(n.target)}
     assert types == {torch.uint16}
+    assert QuantizeStatic(activation_bits=16).activation_formats == {"uint16"}
     assert error(source, wide) < 0.8 * error(source, quantized(source, tmp_path / "a8"))
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from compress.core.data import Splits
 from compress.core.eager import EagerModel
 from compress.core.errors import StageFailed
+from compress.core.gates import Parity
 from compress.core.graph import GraphModel
 from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
@@ -21,6 +22,7 @@ from compress.quantization.mixed_stage import QuantizeMixed
 from compress.quantization.scheme import Target, scheme_of
 from compress.quantization.search import Search
 from compress.quantization.static_stage import QuantizeStatic
+from export.onnx import ExportOnnx
 
 HERE = Path(__file__).parent
 ROWS = Signature(
@@ -36,8 +38,8 @@ def deep() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(16, 4))
 
 
-def ruined(*readers: str) -> dict[str, torch.Tensor]:
-    """Return weights whose readers are handed one number of 30000, which they do not use."""
+def ruined(*readers: str, number: float = 3e4) -> dict[str, torch.Tensor]:
+    """Return weights whose readers are handed one large number, which they do not use."""
     torch.manual_seed(0)
     module = deep()
     with torch.no_grad():
@@ -47,15 +49,16 @@ def ruined(*readers: str) -> dict[str, torch.Tensor]:
         for name in readers:
             index = int(name)
             module[index - 2].weight[0] = 0
-            module[index - 2].bias[0] = 3e4
+            module[index - 2].bias[0] = number
             module[index].weight[:, 0] = 0
     return module.state_dict()
 
 
-def project(root: Path, *readers: str) -> tuple[EagerModel, Context]:
+def project(root: Path, *readers: str, **number: float) -> tuple[EagerModel, Context]:
     """Return a model, and data whose labels are those that it gives."""
     recipe = Recipe(factory="test_quantize_mixed:deep")
-    model = EagerModel.create(root / "source", recipe, ruined(*readers), ROWS, folder=HERE)
+    state = ruined(*readers, **number)
+    model = EagerModel.create(root / "source", recipe, state, ROWS, folder=HERE)
     x = torch.randn(256, 16, generator=torch.Generator().manual_seed(1))
     with model.open() as predict:
         labels = predict(x)[0].argmax(1)
@@ -153,6 +156,25 @@ def test_the_metric_can_rank_and_excluded_layers_are_left_alone(tmp_path: Path) 
     assert sum(layer["cost"] for layer in facts["mixed"]["layers"]) == pytest.approx(1, abs=1e-3)
 
 
+def test_sixteen_bits_are_enough_for_what_eight_ruin(tmp_path: Path) -> None:
+    model, context = project(tmp_path, "4", "10", number=500.0)
+    stage = QuantizeMixed(max_drop=0.05, calibration_samples=256, fallback=("uint16", "float"))
+    graph = stage(model, context)
+    facts = graph.manifest.facts
+    formats = {layer["module"]: layer["format"] for layer in facts["mixed"]["layers"]}
+    assert {name for name, chosen in formats.items() if chosen == "uint16"} == {"4", "10"}
+    assert set(formats.values()) == {"uint16", "minmax"}
+    assert facts["float_modules"] == []
+    assert facts["quantized_operators"]["linear"] == 7
+    assert facts["mixed"]["drop_all_quantized"] > 0.3
+    assert facts["mixed"]["drop"] <= 0.05
+    exported = ExportOnnx(gates=(Parity(atol=1e-3),))(graph, context.at(tmp_path / "onnx"))
+    assert exported.manifest.facts["opset"] == 21
+    # onnxruntime has no kernel that reads or gives 16 bits, so those before them are floats too.
+    assert exported.manifest.facts["integer_kernels"] == {"QGemm": 3}
+    assert exported.manifest.facts["float_kernels"] == {"Gemm": 4}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -175,25 +197,53 @@ def test_a_fallback_that_is_the_observer_is_refused() -> None:
         QuantizeMixed(max_drop=0, observer="histogram")
 
 
+def test_sixteen_bits_are_refused_where_nothing_reads_them() -> None:
+    with pytest.raises(ValidationError, match="'uint16' is for target: onnxruntime-cpu, found"):
+        QuantizeMixed(max_drop=0, fallback=("uint16",), target="tensorrt")
+    assert QuantizeMixed(max_drop=0).activation_formats == {"uint8"}
+    stage = QuantizeMixed(max_drop=0, fallback=("uint16", "float"))
+    assert stage.activation_formats == {"uint8", "uint16"}
+
+
 class Known:
     """A judge of candidates that are known by their formats: a sum of what rounding loses."""
 
     metric = "accuracy"
 
-    def __init__(self, lost: dict[str, float]) -> None:
-        self.lost = lost
+    def __init__(self, lost: dict[str, float], wide: dict[str, float]) -> None:
+        self.lost, self.wide = lost, wide
 
     def drop(self, formats: dict[str, str]) -> float:
-        return sum(lost for name, lost in self.lost.items() if formats.get(name) != "float")
+        given = {name: formats.get(name) for name in self.lost}
+        return sum(
+            self.wide.get(name, 0.0) if given[name] == "uint16" else lost
+            for name, lost in self.lost.items()
+            if given[name] != "float"
+        )
 
 
-def searched(lost: dict[str, float], max_drop: float, order: list[str]) -> Search:
-    """Return a search over layers whose losses are known and whose ranking is given."""
+def searched(
+    lost: dict[str, float],
+    max_drop: float,
+    order: list[str],
+    fallback: tuple[str, ...] = ("float",),
+    wide: dict[str, float] | None = None,
+) -> Search:
+    """Return a search over layers whose losses are known and whose ranking is given.
+
+    Args:
+        lost: what each layer loses in 8 bits.
+        max_drop: what they may lose together.
+        order: the ranking.
+        fallback: formats that layers may be given.
+        wide: what each layer loses in 16 bits; others lose nothing.
+    """
     candidates = Candidates(None, ROWS, scheme_of("onnxruntime-cpu"), (), {"minmax": {}})
     candidates.layers = list(lost)
     candidates.build = lambda formats: type("Built", (), {"graph": formats})
     costs = dict.fromkeys(lost, 1 / len(lost))
-    search = Search(candidates, None, Known(lost), max_drop, ("float",), costs, float("inf"))
+    judge = Known(lost, wide or {})
+    search = Search(candidates, None, judge, max_drop, fallback, costs, float("inf"))
     search._rank = lambda: None
     search._order = lambda: order
     return search
@@ -204,6 +254,18 @@ def test_the_smallest_prefix_is_found_and_what_it_holds_in_vain_is_rounded_again
     search = searched(lost, 0.02, ["a", "b", "c", "d", "e", "f", "g"])
     assert search.run() == {"a": "float", "c": "float", "d": "float"}
     assert search.evaluations < 2 ** len(lost) / 8
+
+
+def test_float_is_for_what_sixteen_bits_are_not_enough() -> None:
+    lost = {"a": 0.5, "b": 0.0, "c": 0.4, "d": 0.3}
+    search = searched(lost, 0.02, ["a", "c", "d", "b"], ("uint16", "float"), {"c": 0.4})
+    assert search.run() == {"a": "uint16", "c": "float", "d": "uint16"}
+
+
+@pytest.mark.parametrize("fallback", [("uint16",), ("uint16", "float")])
+def test_all_layers_may_read_sixteen_bits(fallback: tuple[str, ...]) -> None:
+    lost = {"a": 0.5, "b": 0.5, "c": 0.4}
+    assert searched(lost, 0.0, [*lost], fallback).run() == dict.fromkeys(lost, "uint16")
 
 
 def test_that_only_the_float_model_keeps_the_metric_is_told() -> None:

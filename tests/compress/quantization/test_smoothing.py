@@ -118,6 +118,28 @@ def test_outliers_cost_less(tmp_path: Path, model: EagerModel, data: Splits, kin
     assert errors["auto"] < 0.6 * errors["off"]
 
 
+def test_layers_of_rows_are_smoothed_where_they_pass_floats_on(tmp_path: Path) -> None:
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 16)),))
+    recipe = Recipe(factory="sequences:rows")
+    state = recipe.build(HERE).state_dict()
+    net = EagerModel.create(tmp_path / "source", recipe, state, signature, folder=HERE)
+    x = torch.randn(96, 16, generator=torch.Generator().manual_seed(1))
+    data = Splits({"train": TensorDataset(x, x[:, 0]), "val": TensorDataset(x, x[:, 0])})
+    expected, errors, smoothed = answers(net, data), {}, {}
+    for kind, smooth in (("dynamic", "off"), ("dynamic", "auto"), ("static", "auto")):
+        stage = STAGES[kind].model_validate({"smooth": smooth, "calibration_samples": 64})
+        graph = stage(net, Context(root=tmp_path / kind / smooth, data=data))
+        errors[kind, smooth] = float((answers(graph, data) - expected).norm())
+        smoothed[kind] = graph.manifest.facts.get("smoothed")
+        if (kind, smooth) == ("dynamic", "auto"):
+            exported = ExportOnnx()(graph, Context(root=tmp_path / "onnx"))
+            assert exported.manifest.facts["integer_kernels"] == {"DynamicQuantizeMatMul": 3}
+    assert errors["dynamic", "auto"] < 0.3 * errors["dynamic", "off"]
+    assert "2" in smoothed["dynamic"]
+    # A gelu cannot take a division up, and between integers there is no place for one.
+    assert "2" not in smoothed["static"]
+
+
 def test_auto_leaves_alone_what_gains_nothing(tmp_path: Path, data: Splits) -> None:
     recipe = Recipe(factory="networks:sequence")
     torch.manual_seed(0)

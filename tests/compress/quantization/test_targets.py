@@ -72,6 +72,7 @@ def test_tensorrt_has_signed_integers_before_layers_and_on_the_residual(tmp_path
     model, context = quantized(tmp_path, "tensorrt")
     rounding = nodes(model, THERE)
     assert {(n.args[2], n.args[3], n.args[5]) for n in rounding} == {(0, -128, torch.int8)}
+    assert QuantizeStatic(target="tensorrt").activation_formats == {"int8"}
     assert all(reads_integers(n) for n in nodes(model, CONVOLUTION))
     (addition,) = nodes(model, ADDITION)
     assert [reads_integers(addition, place) for place in (0, 1)] == [False, True]
