@@ -256,10 +256,16 @@ def run_in_eval(
     """Run a module in eval mode without gradients, and put each part back into its own mode."""
     import torch
 
+    with kept_modes(module), torch.inference_mode():
+        return flatten_outputs(module.eval()(*inputs))
+
+
+@contextmanager
+def kept_modes(module: torch.nn.Module) -> Iterator[None]:
+    """Put each part of a module back into its own mode, training or eval, after a block."""
     modes = {part: part.training for part in module.modules()}
     try:
-        with torch.inference_mode():
-            return flatten_outputs(module.eval()(*inputs))
+        yield
     finally:
         for part, training in modes.items():
             part.training = training
