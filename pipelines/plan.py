@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 from compress.core.eager import EagerModel
 from compress.core.errors import CompressError, PipelineInvalid, Unavailable
 from compress.core.gates import MaxDrop, MinMetric
+from compress.core.graph import GraphModel
 from compress.core.metrics import Metric
 from compress.core.stage import kinds_of
+from export.onnx import OnnxModel
+from export.torchscript import TorchScriptModel
 from pipelines.problems import did_you_mean
 
 if TYPE_CHECKING:
@@ -135,7 +138,7 @@ def _beside(pipeline: Pipeline, index: int, stage: Stage[Any, Any]) -> Stage[Any
 
 
 def _check_types(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
-    written: dict[str, type[Artifact]] = {SOURCE: EagerModel}
+    written = {SOURCE: _kind_of_source(pipeline)}
     for p in planned:
         found, wanted = written[p.input], kinds_of(p.stage.reads())
         if not issubclass(found, wanted):
@@ -158,7 +161,21 @@ def _check_types(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
         written[p.name] = p.stage.writes()
 
 
+def _kind_of_source(pipeline: Pipeline) -> type[Artifact]:
+    """Return the kind of artifact that the model comes in as."""
+    kinds: dict[str, type[Artifact]] = {
+        kind.kind: kind for kind in (EagerModel, GraphModel, OnnxModel, TorchScriptModel)
+    }
+    return kinds[pipeline.model.kind]
+
+
 def _check_needs(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
+    for requirement in pipeline.model.requirements:
+        if requirement.missing():
+            raise Unavailable(
+                f"{pipeline.place('model')}: needs {requirement.what}, which is not installed; "
+                f"{requirement.install}"
+            )
     for p in planned:
         where = f"{pipeline.place('stages', p.index)} ({p.name})"
         if p.stage.needs_data and pipeline.data is None:

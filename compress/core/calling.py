@@ -78,9 +78,15 @@ def fit_call(
     with kept_modes(module), torch.inference_mode():
         module.eval()
         answer = module(**dict(zip(keywords, inputs, strict=True))) if keywords else module(*inputs)
-    chosen, signature = _with_outputs(answer, signature)
+    chosen, signature = with_outputs(answer, signature)
     edit = CallByName(inputs=keywords, outputs=chosen) if keywords or chosen else None
     return edit, signature
+
+
+def positional_parameters(module: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters that forward takes by position."""
+    found = inspect.signature(module.forward).parameters.values()
+    return [p.name for p in found if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
 def _keywords(module: torch.nn.Module, names: Sequence[str]) -> tuple[str, ...]:
@@ -88,8 +94,7 @@ def _keywords(module: torch.nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters.values()
     own = [p.name for p in parameters if p.kind not in variable]
-    positional = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    if list(names) == positional[: len(names)]:
+    if list(names) == positional_parameters(module)[: len(names)]:
         return ()
     if set(names) <= set(own):
         return tuple(names)
@@ -103,8 +108,13 @@ def _keywords(module: torch.nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     return ()
 
 
-def _with_outputs(answer: Any, signature: Signature) -> tuple[tuple[str, ...], Signature]:
-    """Return the entries to choose of an answer, if not all, and the signature with their names."""
+def with_outputs(answer: Any, signature: Signature) -> tuple[tuple[str, ...], Signature]:
+    """Return the entries to choose of an answer, if not all, and the signature with their names.
+
+    Raises:
+        PipelineInvalid: there are not as many tensors as names.
+        ArtifactInvalid: there is anything but tensors in it.
+    """
     wanted = [o.name for o in signature.outputs]
     given = "outputs" in signature.model_fields_set
     entries = _entries(answer)

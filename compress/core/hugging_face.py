@@ -163,7 +163,9 @@ def refuse_foreign_folder(folder: Path) -> None:
     if "quantization_config" in config:
         raise ArtifactInvalid(f"{folder}: is quantized already; give the float model")
     if any("/" in str(config.get(key)) for key in ATTENTION if key in config):
-        raise ArtifactInvalid(f"{folder / CONFIG}: names attention code of a hub; remove that entry")
+        raise ArtifactInvalid(
+            f"{folder / CONFIG}: names attention code of a hub; remove that entry"
+        )
 
 
 def folder_digest(folder: Path) -> str | None:
@@ -210,14 +212,16 @@ def _class_of(folder: Path, task: Task | None) -> tuple[Any, Any]:
 @contextmanager
 def _silent() -> Iterator[None]:
     """Keep transformers from printing bars and warnings; what matters is raised."""
+    import logging as levels
+
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
+    logging.set_verbosity(levels.CRITICAL)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
     try:
         yield
     finally:
         logging.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
