@@ -214,7 +214,9 @@ def source_parts(pipeline: Pipeline) -> dict[str, object]:
             "trains": trains,
         }
     if isinstance(spec, ModelFile):
-        return {**parts, "checkpoint": checkpoint_digest(pipeline.folder / spec.file)}
+        from pipelines.model_files import digest_of
+
+        return {**parts, "checkpoint": digest_of(pipeline.folder / spec.file)}
     sources = local_sources(_recipe(spec).factory, pipeline.code_folder)
     checkpoint = pipeline.folder / spec.checkpoint if spec.checkpoint else None
     return {

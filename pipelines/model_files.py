@@ -47,6 +47,26 @@ def parameters_of(file: Path) -> list[str]:
     return [argument.name for argument in load(file).forward.schema.arguments[1:]]
 
 
+def digest_of(file: Path) -> str | None:
+    """Return a SHA-256 of a file, and of those in which an ONNX file keeps its weights."""
+    import hashlib
+
+    from compress.core.files import sha256_of
+
+    if not file.is_file():
+        return None
+    digests = [sha256_of(file)]
+    if file.suffix == ".onnx":
+        digests += [sha256_of(f) for f in _external_files(file) if f.is_file()]
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def _external_files(file: Path) -> list[Path]:
+    tensors = _graph(file).initializer
+    names = {e.value for t in tensors for e in t.external_data if e.key == "location"}
+    return [file.parent / name for name in sorted(names)]
+
+
 def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Artifact:
     """Seal an exported model; it answers once before it is.
 
@@ -77,7 +97,10 @@ def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
         if key in signature.model_fields_set and ours != theirs:
             raise PipelineInvalid(f"model.{key}: {file} has {theirs}, found {ours}")
     signature = signature.model_copy(update={"outputs": own.outputs})
-    model = onnx.load(file)  # what lies in other files beside it comes along
+    try:
+        model = onnx.load(file)  # what lies in other files beside it comes along
+    except Exception as error:
+        raise ArtifactInvalid(f"{file}: {first_line(error)}") from error
     if model.ByteSize() >= LARGEST:
         raise ArtifactInvalid(f"{file}: 2 GB of weights and more are not taken in one ONNX file")
     opset = max((o.version for o in model.opset_import if not o.domain), default=0)
@@ -136,18 +159,22 @@ def _try(file: Path, module: Any, signature: Signature) -> Any:
 
 
 def _of_onnx(file: Path) -> Signature:
-    import onnx
-
-    try:
-        graph = onnx.load(file, load_external_data=False).graph
-    except Exception as error:
-        raise ArtifactInvalid(f"{file}: not an ONNX file: {first_line(error)}") from error
+    graph = _graph(file)
     constants = {tensor.name for tensor in graph.initializer}
     inputs = tuple(_spec_of_onnx(file, i) for i in graph.input if i.name not in constants)
     if not inputs:
         raise ArtifactInvalid(f"{file}: takes no inputs")
     outputs = tuple(OutputSpec(name=output.name) for output in graph.output)
     return Signature(inputs=inputs, outputs=outputs)
+
+
+def _graph(file: Path) -> Any:
+    import onnx
+
+    try:
+        return onnx.load(file, load_external_data=False).graph
+    except Exception as error:
+        raise ArtifactInvalid(f"{file}: not an ONNX file: {first_line(error)}") from error
 
 
 def _spec_of_onnx(file: Path, value: Any) -> TensorSpec:

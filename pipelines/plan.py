@@ -13,6 +13,7 @@ from compress.core.metrics import Metric
 from compress.core.stage import kinds_of
 from export.onnx import OnnxModel
 from export.torchscript import TorchScriptModel
+from pipelines.catalog import stages
 from pipelines.problems import did_you_mean
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ def _check_types(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
             mend = (
                 f"name one with `input:` ({', '.join(fitting)})" if fitting else "add one before it"
             )
+            if written[SOURCE] is not EagerModel and not fitting:
+                mend = f"begin with another form of the model, or with {_readers(found)}"
             raise PipelineInvalid(
                 f"{pipeline.place('stages', p.index)} ({p.name}): reads {kinds}, and {p.input!r} "
                 f"writes {found.kind}; {mend}"
@@ -159,6 +162,12 @@ def _check_types(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
                     f"{written[other].kind}, and with these settings a teacher must be {kinds}"
                 )
         written[p.name] = p.stage.writes()
+
+
+def _readers(found: type[Artifact]) -> str:
+    """Return the stages that read a kind of artifact."""
+    reading = (n for n, s in stages().items() if issubclass(found, kinds_of(s.reads())))
+    return ", ".join(reading)
 
 
 def _kind_of_source(pipeline: Pipeline) -> type[Artifact]:

@@ -101,8 +101,6 @@ def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tup
         ArtifactInvalid: files are missing, the folder brings code of its own or is quantized, it
             has no model for the task, or weights are missing.
     """
-    from compress.core.recipe import Recipe
-
     refuse_foreign_folder(folder)
     with _silent():
         try:
@@ -132,11 +130,18 @@ def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tup
             f"{folder}: has no weights for {', '.join(missing[:3])}{more} of {kind.__name__}; name "
             "the task that it was trained for, or begin with a stage `train`"
         )
-    content = json.loads(config.to_json_string(use_diff=False))
+    return recipe_from(module), module.eval()
+
+
+def recipe_from(module: Any) -> Recipe:
+    """Return the recipe of a model of transformers, by its class and its config."""
+    from compress.core.recipe import Recipe
+
+    content = json.loads(module.config.to_json_string(use_diff=False))
     for name in OF_THE_AUTHOR:
         content.pop(name, None)
-    arguments = {"architecture": kind.__name__, "config": content}
-    return Recipe(factory=FACTORY, arguments=arguments), module.eval()
+    arguments = {"architecture": type(module).__name__, "config": content}
+    return Recipe(factory=FACTORY, arguments=arguments)
 
 
 def refuse_foreign_folder(folder: Path) -> None:
