@@ -121,7 +121,11 @@ def with_outputs(answer: Any, signature: Signature) -> tuple[tuple[str, ...], Si
     if given and set(wanted) <= set(entries):
         flat = list(_named(answer)) if _is_flat(answer) else []
         return (() if wanted == flat else tuple(wanted)), signature
-    flatten_outputs(answer)  # raises where there is nothing but other things
+    try:
+        flatten_outputs(answer)
+    except ArtifactInvalid as error:
+        told = f"; choose among {', '.join(entries)} with model.outputs" if entries else ""
+        raise ArtifactInvalid(f"{error}{told}") from None
     found = _unlike(list(_named(answer)), {spec.name for spec in signature.inputs})
     if not given:
         outputs = tuple(OutputSpec(name=name) for name in found)
