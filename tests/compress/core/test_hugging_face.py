@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-
 from compress import EagerModel
 from compress.core.checkpoint import import_module
 from compress.core.errors import ArtifactInvalid
 from compress.core.hugging_face import build, folder_digest, read_folder
 from compress.core.signature import Signature, TensorSpec
+
+transformers = pytest.importorskip("transformers")
 
 SIZES = {
     "hidden_size": 16,
