@@ -170,13 +170,15 @@ def check(file: PipelineFile, as_json: AsJson = False, debug: Debug = False) -> 
 
     pipeline = Pipeline.from_yaml(file)
     plan = make_plan(pipeline)
-    from pipelines.inputs import check_model, load_data
+    from pipelines.inputs import check_model, settle
 
-    check_model(pipeline)
-    load_data(pipeline)
+    pipeline, _, told = settle(pipeline)
+    signature = check_model(pipeline)
     for warning in () if as_json else plan.warnings:
         _warn(f"warning: {warning}", "yellow")
-    _tell(as_json, {"valid": True, **plan.described()}, [f"{file}: valid ({plan.road})"])
+    content = {"valid": True, **plan.described(), "signature": signature.model_dump(mode="json")}
+    lines = [told] if told else []
+    _tell(as_json, content, [*lines, f"{file}: valid ({plan.road})"])
 
 
 @app.command()

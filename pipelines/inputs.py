@@ -3,23 +3,92 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from compress.core.checkpoint import checkpoint_digest, import_checkpoint
+from compress.core.checkpoint import checkpoint_digest, import_checkpoint, import_module
 from compress.core.data import DataReference, Splits
 from compress.core.errors import CompressError, PipelineInvalid
 from compress.core.factory import local_sources, sources_digest
 from compress.core.recipe import Recipe
 from compress.core.signature import Signature
 from pipelines.machine import version_of
+from pipelines.model import FactoryModel, HuggingFaceModel, ModelFile, TimmModel
 from pipelines.plan import SOURCE
 
 if TYPE_CHECKING:
-    from compress.core.eager import EagerModel
+    from collections.abc import Iterator, Sequence
+
+    from compress.core.artifact import Artifact
+    from compress.core.signature import TensorSpec
     from pipelines.pipeline import Pipeline
+
+TIMM = "timm:create_model"
+
+
+def settle(pipeline: Pipeline) -> tuple[Pipeline, Splits | None, str]:
+    """Load the data, and find out what the model takes where the file does not say it.
+
+    Returns:
+        The pipeline with `model.inputs`, its data if any, and what was found out, in words.
+
+    Raises:
+        CompressError: the data are wrong, or do not tell the model's inputs.
+    """
+    data = load_data(pipeline)
+    if pipeline.model.inputs is not None:
+        return pipeline, data, ""
+    inputs, where = _found_inputs(pipeline, data)
+    from compress.core.inferred import described
+
+    if data is not None:
+        names = tuple(spec.name for spec in inputs)
+        source = replace(data.source, input_names=names) if data.source else None
+        data = replace(data, input_names=names, source=source)
+    model = pipeline.model.model_copy(update={"inputs": inputs})
+    told = f"model.inputs, from {where}: {described(inputs)}"
+    return pipeline.model_copy(update={"model": model}), data, told
+
+
+def _found_inputs(pipeline: Pipeline, data: Splits | None) -> tuple[tuple[TensorSpec, ...], str]:
+    from compress.core.inferred import inputs_of
+
+    spec = pipeline.model
+    try:
+        if isinstance(spec, ModelFile):
+            from pipelines.model_files import signature_of
+
+            file = pipeline.folder / spec.file
+            signature = signature_of(spec.kind, file)
+            if signature is not None:
+                return signature.inputs, file.name
+        if data is None:
+            raise PipelineInvalid(
+                "inputs are not declared, and there is no `data:` whose samples show them"
+            )
+        return inputs_of(data, lambda: _parameters(pipeline)), "the samples of the data"
+    except CompressError as error:
+        raise type(error)(f"{pipeline.place('model')}: {error}") from error
+
+
+def _parameters(pipeline: Pipeline) -> Sequence[str]:
+    """Return the names of what the model takes by position."""
+    from compress.core.calling import positional_parameters
+
+    spec = pipeline.model
+    if isinstance(spec, ModelFile):
+        from pipelines.model_files import parameters_of
+
+        return parameters_of(pipeline.folder / spec.file)
+    if isinstance(spec, HuggingFaceModel):
+        from compress.core.hugging_face import read_folder
+
+        _, module = read_folder(pipeline.folder / spec.huggingface, spec.task, untrained_head=True)
+        return positional_parameters(module)
+    return positional_parameters(_recipe(spec).build(pipeline.code_folder))
 
 
 def load_data(pipeline: Pipeline) -> Splits | None:
@@ -31,7 +100,7 @@ def load_data(pipeline: Pipeline) -> Splits | None:
     if pipeline.data is None:
         return None
     spec = pipeline.data
-    names = tuple(tensor.name for tensor in pipeline.model.inputs)
+    names = tuple(tensor.name for tensor in pipeline.model.inputs or ())
     reference = DataReference(
         spec.factory,
         dict(spec.arguments),
@@ -47,17 +116,17 @@ def load_data(pipeline: Pipeline) -> Splits | None:
         raise PipelineInvalid(f"{pipeline.place('data', 'factory')}: {message}") from error
 
 
-def check_model(pipeline: Pipeline) -> None:
-    """Build the model and read its checkpoint, keeping nothing.
+def check_model(pipeline: Pipeline) -> Signature:
+    """Build the model and read its weights, keeping nothing; return its interface.
 
     Raises:
         CompressError: the factory, the checkpoint or the declared inputs are wrong.
     """
     with tempfile.TemporaryDirectory() as folder:
-        import_source(pipeline, Path(folder) / SOURCE)
+        return import_source(pipeline, Path(folder) / SOURCE).signature
 
 
-def import_source(pipeline: Pipeline, path: Path) -> EagerModel:
+def import_source(pipeline: Pipeline, path: Path) -> Artifact:
     """Seal the model as it came in.
 
     Raises:
@@ -66,34 +135,93 @@ def import_source(pipeline: Pipeline, path: Path) -> EagerModel:
     spec = pipeline.model
     outputs = {} if spec.outputs is None else {"outputs": spec.outputs}
     try:
-        signature = Signature(inputs=spec.inputs, **outputs)
+        signature = Signature.model_validate({"inputs": spec.inputs, **outputs})
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise PipelineInvalid(f"{pipeline.place('model', 'inputs')}: {message}") from None
     try:
-        return import_checkpoint(
-            path,
-            Recipe(factory=spec.factory, arguments=spec.arguments),
-            signature,
-            checkpoint=pipeline.checkpoint,
-            folder=pipeline.code_folder,
-            seed=pipeline.seed,
-        )
+        return _sealed(pipeline, signature, path)
     except CompressError as error:
         found = (k for k in ("checkpoint", "model.inputs", "model.outputs") if k in str(error)[:20])
-        key = next(found, "factory").removeprefix("model.")
+        key = next(found, next(_keys(pipeline))).removeprefix("model.")
         message = str(error).removeprefix(f"model.{key}: ")
         raise type(error)(f"{pipeline.place('model', key)}: {message}") from error
 
 
+def _keys(pipeline: Pipeline) -> Iterator[str]:
+    """Yield the key that says where the model comes from."""
+    fields = type(pipeline.model).model_fields
+    yield from (key for key in ("factory", "huggingface", "timm", "file") if key in fields)
+
+
+def _sealed(pipeline: Pipeline, signature: Signature, path: Path) -> Artifact:
+    spec = pipeline.model
+    if isinstance(spec, ModelFile):
+        from pipelines.model_files import import_file
+
+        return import_file(spec.kind, pipeline.folder / spec.file, signature, path)
+    if isinstance(spec, HuggingFaceModel):
+        return _import_hugging_face(pipeline, spec, signature, path)
+    return import_checkpoint(
+        path,
+        _recipe(spec),
+        signature,
+        checkpoint=pipeline.folder / spec.checkpoint if spec.checkpoint else None,
+        folder=pipeline.code_folder,
+        seed=pipeline.seed,
+    )
+
+
+def _recipe(spec: FactoryModel | TimmModel) -> Recipe:
+    if isinstance(spec, FactoryModel):
+        return Recipe(factory=spec.factory, arguments=spec.arguments)
+    return Recipe(factory=TIMM, arguments={**spec.arguments, "model_name": spec.timm})
+
+
+def _import_hugging_face(
+    pipeline: Pipeline, spec: HuggingFaceModel, signature: Signature, path: Path
+) -> Artifact:
+    import torch
+
+    from compress.core.hugging_face import OUTPUTS, read_folder
+    from compress.core.signature import OutputSpec
+
+    trains = pipeline.stages[0].stage == "train"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(pipeline.seed)
+        recipe, module = read_folder(
+            pipeline.folder / spec.huggingface, spec.task, untrained_head=trains
+        )
+    if spec.outputs is None and spec.task in OUTPUTS:
+        outputs = tuple(OutputSpec(name=name) for name in OUTPUTS[spec.task])
+        signature = Signature(inputs=signature.inputs, outputs=outputs)
+    return import_module(path, recipe, module, signature)
+
+
 def source_parts(pipeline: Pipeline) -> dict[str, object]:
     """Return what decides the imported model: its settings, its source code and its weights."""
-    checkpoint = pipeline.checkpoint
-    sources = local_sources(pipeline.model.factory, pipeline.code_folder)
+    spec = pipeline.model
+    parts: dict[str, object] = {"stage": SOURCE, "settings": spec.model_dump(mode="json")}
+    if isinstance(spec, HuggingFaceModel):
+        from compress.core.hugging_face import folder_digest
+
+        trains = pipeline.stages[0].stage == "train"
+        weights = folder_digest(pipeline.folder / spec.huggingface)
+        return {
+            **parts,
+            "library": version_of("transformers"),
+            "checkpoint": weights,
+            "trains": trains,
+        }
+    if isinstance(spec, ModelFile):
+        from pipelines.model_files import digest_of
+
+        return {**parts, "checkpoint": digest_of(pipeline.folder / spec.file)}
+    sources = local_sources(_recipe(spec).factory, pipeline.code_folder)
+    checkpoint = pipeline.folder / spec.checkpoint if spec.checkpoint else None
     return {
-        "stage": SOURCE,
-        "settings": pipeline.model.model_dump(mode="json"),
+        **parts,
         "code": sources_digest(sources),
-        "library": None if sources else version_of(pipeline.model.factory.partition(":")[0]),
+        "library": None if sources else version_of(_recipe(spec).factory.partition(":")[0]),
         "checkpoint": checkpoint_digest(checkpoint) if checkpoint else None,
     }

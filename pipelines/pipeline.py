@@ -13,8 +13,8 @@ from compress.core.errors import PipelineInvalid
 from compress.core.factory import Reference
 from compress.core.loading import Loading
 from compress.core.settings import Count, Settings
-from compress.core.signature import OutputSpec, TensorSpec
 from pipelines.catalog import stages
+from pipelines.model import ModelSpec
 from pipelines.problems import explain
 from pipelines.source import Location, Source, read
 
@@ -27,22 +27,6 @@ if TYPE_CHECKING:
     AnyStage = Stage[Any, Any]
 else:
     AnyStage = Annotated[reduce(or_, stages().values()), Field(discriminator="stage")]
-
-
-class ModelSpec(Settings):
-    """The model as it comes in."""
-
-    factory: Reference
-    """`module:callable` that returns the torch.nn.Module; looked up in the code folder first."""
-    arguments: dict[str, JsonValue] = {}
-    """Keyword arguments of the factory."""
-    checkpoint: str | None = None
-    """Weights, relative to this file: .safetensors (or the .index.json of several), .pt, .pth, or a
-    directory of torch.distributed.checkpoint; without it the factory's own."""
-    inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
-    """Input tensors in the order in which forward takes them."""
-    outputs: tuple[OutputSpec, ...] | None = None
-    """Names of the output tensors; `output`, or `output_0` and so on, by default."""
 
 
 class DataSpec(Settings):
@@ -155,11 +139,6 @@ class Pipeline(Settings):
     def code_folder(self) -> Path:
         """The folder of the user's modules."""
         return (self.folder / self.code).resolve()
-
-    @property
-    def checkpoint(self) -> Path | None:
-        """The checkpoint file or directory, or None."""
-        return self.folder / self.model.checkpoint if self.model.checkpoint else None
 
     def place(self, *location: str | int) -> str:
         """Return where a setting stands: the file, its line, and its name."""

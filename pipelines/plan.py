@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any, get_args
 from compress.core.eager import EagerModel
 from compress.core.errors import CompressError, PipelineInvalid, Unavailable
 from compress.core.gates import MaxDrop, MinMetric
+from compress.core.graph import GraphModel
 from compress.core.metrics import Metric
+from export.onnx import OnnxModel
+from export.torchscript import TorchScriptModel
+from pipelines.catalog import stages
 from pipelines.problems import did_you_mean
 
 if TYPE_CHECKING:
@@ -135,7 +139,7 @@ def _beside(pipeline: Pipeline, index: int, stage: Stage[Any, Any]) -> Stage[Any
 
 
 def _check_types(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
-    written: dict[str, type[Artifact]] = {SOURCE: EagerModel}
+    written = {SOURCE: _kind_of_source(pipeline)}
     for p in planned:
         found, wanted = written[p.input], _kinds(p.stage.reads())
         if not issubclass(found, wanted):
@@ -144,6 +148,8 @@ def _check_types(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
             mend = (
                 f"name one with `input:` ({', '.join(fitting)})" if fitting else "add one before it"
             )
+            if written[SOURCE] is not EagerModel and not fitting:
+                mend = f"begin with another form of the model, or with {_readers(found)}"
             raise PipelineInvalid(
                 f"{pipeline.place('stages', p.index)} ({p.name}): reads {kinds}, and {p.input!r} "
                 f"writes {found.kind}; {mend}"
@@ -165,9 +171,9 @@ def _kinds(reads: Any) -> tuple[type[Artifact], ...]:
 
 def _check_formats(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
     """Refuse what a stage would refuse only after the one before it has done its work."""
-    stages = {p.name: p.stage for p in planned}
+    named = {p.name: p.stage for p in planned}
     for p in planned:
-        formats = stages[p.input].activation_formats if p.input != SOURCE else frozenset()
+        formats = named[p.input].activation_formats if p.input != SOURCE else frozenset()
         problem = p.stage.refusal(formats)
         if problem:
             raise PipelineInvalid(
@@ -175,7 +181,27 @@ def _check_formats(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> Non
             )
 
 
+def _readers(found: type[Artifact]) -> str:
+    """Return the stages that read a kind of artifact."""
+    reading = (n for n, s in stages().items() if issubclass(found, _kinds(s.reads())))
+    return ", ".join(reading)
+
+
+def _kind_of_source(pipeline: Pipeline) -> type[Artifact]:
+    """Return the kind of artifact that the model comes in as."""
+    kinds: dict[str, type[Artifact]] = {
+        kind.kind: kind for kind in (EagerModel, GraphModel, OnnxModel, TorchScriptModel)
+    }
+    return kinds[pipeline.model.kind]
+
+
 def _check_needs(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
+    for requirement in pipeline.model.requirements:
+        if requirement.missing():
+            raise Unavailable(
+                f"{pipeline.place('model')}: needs {requirement.what}, which is not installed; "
+                f"{requirement.install}"
+            )
     for p in planned:
         where = f"{pipeline.place('stages', p.index)} ({p.name})"
         if p.stage.needs_data and pipeline.data is None:

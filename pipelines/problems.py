@@ -118,7 +118,7 @@ def _resolve(
 
 
 def _tag(model: type[Settings], part: str | int) -> bool:
-    return any(
+    return model.__name__ == part or any(
         key in model.model_fields and model.model_fields[key].default == part
         for key in ("stage", "gate", "edit")
     )

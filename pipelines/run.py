@@ -9,7 +9,7 @@ from compress.core.errors import CompressError, GateRefused
 from compress.core.stage import silent
 from pipelines import interruption
 from pipelines.disk import said_plainly
-from pipelines.inputs import load_data
+from pipelines.inputs import settle
 from pipelines.joining import told_to_other_nodes
 from pipelines.plan import SOURCE, Plan, make_plan
 from pipelines.store import Store
@@ -58,7 +58,9 @@ def run(
     plan = make_plan(pipeline, start, until)
     for warning in plan.warnings:
         announce(f"warning: {warning}")
-    data = load_data(pipeline)
+    pipeline, data, told = settle(pipeline)
+    if told:
+        announce(told)
     root = out / ".store"
     with Store.locked(root, announce) as store, told_to_other_nodes(root):
         walk = Walk(pipeline, plan, out, store, data, progress, announce)
@@ -106,7 +108,7 @@ def look_ahead(
         CompressError: the pipeline is invalid.
     """
     plan = make_plan(pipeline, start, until)
-    data = load_data(pipeline)
+    pipeline, data, _ = settle(pipeline)
     store = Store(out / ".store")
     walk = Walk(pipeline, plan, out, store, data, silent, lambda line: None)
     foreseen: dict[str, str] = {}

@@ -11,7 +11,7 @@ from compress.core.eager import EagerModel
 from compress.core.errors import PipelineInvalid, StageFailed
 from compress.core.files import write_atomically
 from compress.core.stage import Context, silent
-from pipelines.inputs import import_source, load_data
+from pipelines.inputs import import_source, settle
 from pipelines.plan import SOURCE, make_plan
 from pipelines.run import look_ahead
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from compress.core.artifact import Artifact
     from compress.core.stage import Progress
     from compress.pruning.sensitivity import FamilySensitivity, Sensitivity
     from pipelines.pipeline import Pipeline
@@ -61,11 +62,12 @@ def measure(
     if wrong:
         raise PipelineInvalid(f"--ratio {wrong[0]:g}: expected a fraction between 0 and 1")
     plan = make_plan(pipeline)
+    pipeline, data, _ = settle(pipeline)
     planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
     with _model(pipeline, planned, out) as model:
         context = Context(
             root=model.path.with_name("sensitivity"),
-            data=load_data(pipeline),
+            data=data,
             metric=plan.metric,
             device=pipeline.device,
             threads=pipeline.threads,
@@ -157,7 +159,7 @@ def _model(pipeline: Pipeline, planned: PlannedStage | None, out: Path) -> Itera
     """Give the model that a stage reads: as it came in, or as an earlier run has left it."""
     if planned is None or planned.input == SOURCE:
         with tempfile.TemporaryDirectory() as folder:
-            yield import_source(pipeline, Path(folder) / SOURCE)
+            yield _as_eager(SOURCE, import_source(pipeline, Path(folder) / SOURCE))
         return
     foreseen, artifacts = look_ahead(pipeline, out, until=planned.input)
     if planned.input not in artifacts:
@@ -166,12 +168,13 @@ def _model(pipeline: Pipeline, planned: PlannedStage | None, out: Path) -> Itera
             f"({foreseen[planned.input]}); first: compress run {pipeline.file} --out {out} "
             f"--until {planned.input}"
         )
-    model = artifacts[planned.input]
+    yield _as_eager(planned.input, artifacts[planned.input])
+
+
+def _as_eager(name: str, model: Artifact) -> EagerModel:
     if not isinstance(model, EagerModel):
-        raise StageFailed(
-            f"{planned.input!r} is a {model.kind!r} artifact, expected an eager model"
-        )
-    yield model
+        raise StageFailed(f"{name!r} is a {model.kind!r} artifact, expected an eager model")
+    return model
 
 
 def _as_in_the_stage(planned: PlannedStage | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 import compress
 import export
@@ -19,6 +20,7 @@ from compress.distillation.terms import AnyTerm
 from compress.quantization.patterns import Target as Runtime
 from compress.quantization.scheme import Observer
 from pipelines.catalog import stages
+from pipelines.model import SOURCES, ModelSpec
 from pipelines.pipeline import Pipeline
 from pipelines.plan import make_plan
 
@@ -122,6 +124,15 @@ def test_the_stages_in_a_page_are_valid(name: str) -> None:
     for snippet in found:
         for stage in yaml.safe_load(snippet)["stages"]:
             stages()[stage["stage"]].model_validate(stage)
+
+
+def test_the_models_in_the_page_are_valid() -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    found = [
+        TypeAdapter(ModelSpec).validate_python(yaml.safe_load(snippet)["model"])
+        for snippet in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    ]
+    assert {type(spec) for spec in found} == set(SOURCES.values())
 
 
 def test_the_pruning_page_names_every_loss() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from compress.core.eager import EagerModel, name_outputs, run_in_eval
-from compress.core.errors import ArtifactInvalid, first_line
+from compress.core.eager import EagerModel, run_in_eval
+from compress.core.errors import ArtifactInvalid, CompressError, first_line
 from compress.core.files import sha256_of
 from compress.core.weights import load_state_
 
@@ -56,9 +56,38 @@ def import_checkpoint(
     if checkpoint is not None:
         state = without_wrappers(read_state_dict(checkpoint), module.state_dict())
         load_state_(module, state, f"checkpoint {checkpoint}")
+    return import_module(path, recipe, module, signature, folder=folder)
+
+
+def import_module(
+    path: Path,
+    recipe: Recipe,
+    module: torch.nn.Module,
+    signature: Signature,
+    *,
+    folder: Path | None = None,
+) -> EagerModel:
+    """Seal a module that its recipe built and that has its weights.
+
+    Args:
+        path: directory of the artifact.
+        recipe: how the module was built.
+        module: the module; it may be changed so that it takes its inputs by name.
+        signature: the interface; it is checked by one forward pass.
+        folder: where the factory's source lies.
+
+    Raises:
+        PipelineInvalid: the names of inputs or outputs contradict the model.
+        ArtifactInvalid: the model does not take the declared inputs, or answers otherwise when it
+            is loaded again.
+    """
+    from compress.core.calling import fit_call
+
     inputs = signature.example()
     try:
-        outputs = run_in_eval(module, inputs)
+        edit, signature = fit_call(module, signature, inputs)
+    except CompressError:
+        raise
     except Exception as error:
         shapes = ", ".join(
             f"{s.name} {list(x.shape)} {s.dtype}"
@@ -68,7 +97,10 @@ def import_checkpoint(
             f"model.inputs: {recipe.factory!r} does not take {shapes}: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
-    signature = name_outputs(signature, len(outputs))
+    if edit is not None:
+        edit.apply_(module)
+        recipe = recipe.model_copy(update={"edits": (*recipe.edits, edit)})
+    outputs = run_in_eval(module, inputs)
     model = EagerModel.create(path, recipe, module.state_dict(), signature, folder=folder)
     _check_that_it_loads_again(model, inputs, outputs)
     return model

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from compress.core.artifact import Artifact, Predictor, Step
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.factory import local_sources
-from compress.core.recipe import AnyEdit, Recipe
 from compress.core.signature import Signature
-from compress.core.weights import load_state_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
 
+    from compress.core.recipe import AnyEdit, Recipe
     from compress.core.weights import Weights
 
 CODE = "code"
@@ -72,8 +71,8 @@ class EagerModel(Artifact):
         cls,
         module: torch.nn.Module,
         *,
-        factory: str,
-        example_inputs: Sequence[torch.Tensor] | None = None,
+        example_inputs: Sequence[torch.Tensor] | Mapping[str, torch.Tensor] | None = None,
+        factory: str | None = None,
         signature: Signature | None = None,
         arguments: dict[str, Any] | None = None,
         root: Path | None = None,
@@ -82,8 +81,10 @@ class EagerModel(Artifact):
 
         Args:
             module: a trained module; it is not changed.
-            factory: ``module:callable`` that returns the same architecture.
-            example_inputs: inputs from which the signature is inferred (first axis dynamic).
+            example_inputs: inputs from which the signature is inferred (first axis dynamic); a
+                mapping names them as forward's parameters.
+            factory: ``module:callable`` that returns the same architecture; by default the module's
+                class, or its config where it is one of transformers.
             signature: the interface, where it should not be inferred.
             arguments: keyword arguments of the factory.
             root: directory of the artifact; a temporary one when left out.
@@ -92,27 +93,19 @@ class EagerModel(Artifact):
             PipelineInvalid: neither inputs nor signature given, or the factory cannot be imported.
             ArtifactInvalid: the factory builds another architecture, or one that answers otherwise.
         """
-        import torch
+        from compress.core.rebuilding import fitted_recipe, recipe_of
 
         if signature is None:
             if example_inputs is None:
                 raise PipelineInvalid("from_module needs example_inputs or a signature")
             signature = Signature.of(example_inputs)
+        if isinstance(example_inputs, Mapping):
+            example_inputs = [example_inputs[spec.name] for spec in signature.inputs]
         inputs = tuple(example_inputs or signature.example())
-        recipe = Recipe(factory=factory, arguments=arguments or {})
+        recipe = recipe_of(module, factory, arguments)
+        recipe, signature = fitted_recipe(module, recipe, signature, inputs)
         path = root or _temporary_folder() / "source"
-        twin = recipe.build()
-        load_state_(twin, module.state_dict(), f"factory {factory!r}")
-        expected = run_in_eval(module, inputs)
-        signature = name_outputs(signature, len(expected))
-        model = cls.create(path, recipe, module.state_dict(), signature)
-        rebuilt = run_in_eval(model.load(), inputs)
-        if not all(torch.equal(a, b) for a, b in zip(expected, rebuilt, strict=True)):
-            raise ArtifactInvalid(
-                f"factory {factory!r} builds a module with the same weights and other outputs; "
-                "pass the arguments that the module was built with"
-            )
-        return model
+        return cls.create(path, recipe, module.state_dict(), signature)
 
     @property
     def recipe(self) -> Recipe:
@@ -256,10 +249,16 @@ def run_in_eval(
     """Run a module in eval mode without gradients, and put each part back into its own mode."""
     import torch
 
+    with kept_modes(module), torch.inference_mode():
+        return flatten_outputs(module.eval()(*inputs))
+
+
+@contextmanager
+def kept_modes(module: torch.nn.Module) -> Iterator[None]:
+    """Put each part of a module back into its own mode, training or eval, after a block."""
     modes = {part: part.training for part in module.modules()}
     try:
-        with torch.inference_mode():
-            return flatten_outputs(module.eval()(*inputs))
+        yield
     finally:
         for part, training in modes.items():
             part.training = training

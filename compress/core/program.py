@@ -118,7 +118,11 @@ def save_program(program: ExportedProgram, file: Path) -> None:
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     buffer.seek(0)
-    reader = PT2ArchiveReader(buffer)
+    copy_plain(PT2ArchiveReader(buffer), file)
+
+
+def copy_plain(reader: PT2ArchiveReader, file: Path) -> None:
+    """Write what is plain data of an archive, without reading it; :func:`load_program` judges."""
     with file.open("wb") as stream:
         writer = torch._C.PyTorchFileWriter(stream)
         writer.set_min_version(6)  # as torch's own writer of these archives does

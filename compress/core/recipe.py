@@ -60,7 +60,28 @@ class KeepBlocks(Settings):
         keep_blocks_(module, self.kept)
 
 
-AnyEdit = Annotated[KeepIndices | KeepBlocks | SplitAttention, Field(discriminator="edit")]
+class CallByName(Settings):
+    """Inputs passed to forward by keyword, and the entries kept of what it returns.
+
+    Every stage calls a module with tensors in the signature's order; this makes that call right.
+    """
+
+    edit: Literal["call_by_name"] = "call_by_name"
+    inputs: tuple[str, ...] = ()
+    """Parameter of forward for each input, in the signature's order; by position where empty."""
+    outputs: tuple[str, ...] = ()
+    """Entries of the answer, in the signature's order; the whole answer where empty."""
+
+    def apply_(self, module: torch.nn.Module) -> None:
+        """Let the module be called in the signature's order, in place."""
+        from compress.core.calling import call_by_name_
+
+        call_by_name_(module, self.inputs, self.outputs)
+
+
+AnyEdit = Annotated[
+    KeepIndices | KeepBlocks | SplitAttention | CallByName, Field(discriminator="edit")
+]
 """A change to an architecture, told from the others by its key ``edit``."""
 
 

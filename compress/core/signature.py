@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -9,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from compress.core.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -108,13 +109,20 @@ class Signature(Settings):
         return tuple(tensors)
 
     @classmethod
-    def of(cls, inputs: Sequence[torch.Tensor], batch_axis: str | None = "batch") -> Signature:
-        """Infer a signature from example inputs; the first axis becomes dynamic."""
+    def of(
+        cls,
+        inputs: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
+        batch_axis: str | None = "batch",
+    ) -> Signature:
+        """Infer a signature from example inputs, named or not; the first axis becomes dynamic."""
         specs = []
-        for i, tensor in enumerate(inputs):
+        if isinstance(inputs, Mapping):
+            names, inputs = [*inputs], [*inputs.values()]
+        else:
+            names = [f"input_{i}" for i in range(len(inputs))] if len(inputs) > 1 else ["input"]
+        for name, tensor in zip(names, inputs, strict=True):
             rest = tuple(tensor.shape[1:])
             head = (batch_axis or tensor.shape[0],) if tensor.dim() else ()
-            name = "input" if len(inputs) == 1 else f"input_{i}"
             dtype = str(tensor.dtype).removeprefix("torch.")
             specs.append(
                 TensorSpec.model_validate({"name": name, "shape": (*head, *rest), "dtype": dtype})

@@ -1,0 +1,243 @@
+"""Models that were exported elsewhere, as the artifacts that our own exports would be."""
+
+from __future__ import annotations
+
+import io
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from compress.core.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.export import ExportedProgram
+
+    from compress.core.artifact import Artifact
+
+Kind = Literal["onnx", "graph", "torchscript"]
+LARGEST = 2 * 2**30
+"""Bytes that one ONNX file can hold."""
+
+
+def signature_of(kind: Kind, file: Path) -> Signature | None:
+    """Return what a file says of its inputs and outputs; None for TorchScript, which has no shapes.
+
+    Raises:
+        ArtifactInvalid: it cannot be read, or has inputs that are no tensors.
+    """
+    if not file.is_file():
+        raise ArtifactInvalid(f"{file}: no such file")
+    if kind == "torchscript":
+        return None
+    return _of_onnx(file) if kind == "onnx" else _of_program(file)
+
+
+def parameters_of(file: Path) -> list[str]:
+    """Return the names of the inputs of a TorchScript file.
+
+    Raises:
+        ArtifactInvalid: the file is not TorchScript, or truncated.
+    """
+    from export.torchscript_file import load
+
+    return [argument.name for argument in load(file).forward.schema.arguments[1:]]
+
+
+def digest_of(file: Path) -> str | None:
+    """Return a SHA-256 of a file, and of those in which an ONNX file keeps its weights."""
+    import hashlib
+
+    from compress.core.files import sha256_of
+
+    if not file.is_file():
+        return None
+    digests = [sha256_of(file)]
+    if file.suffix == ".onnx":
+        digests += [sha256_of(f) for f in _external_files(file) if f.is_file()]
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def _external_files(file: Path) -> list[Path]:
+    tensors = _graph(file).initializer
+    names = {e.value for t in tensors for e in t.external_data if e.key == "location"}
+    return [file.parent / name for name in sorted(names)]
+
+
+def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Artifact:
+    """Seal an exported model; it answers once before it is.
+
+    Args:
+        kind: the kind of artifact that it becomes.
+        file: the exported model.
+        signature: the interface, as the file or the user tells it.
+        path: directory of the artifact.
+
+    Raises:
+        PipelineInvalid: the declared names are not the file's.
+        ArtifactInvalid: it cannot be read, brings code along, or does not take the inputs.
+    """
+    imports = {"onnx": _import_onnx, "graph": _import_program, "torchscript": _import_script}
+    return imports[kind](file, signature, path)
+
+
+def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
+    import onnx
+
+    from export.onnx import OnnxModel
+    from export.onnx_graph import count_operators
+    from export.onnx_session import count_kernels, session_predictor
+
+    own = _of_onnx(file)
+    for key in ("inputs", "outputs"):
+        ours, theirs = ([t.name for t in getattr(s, key)] for s in (signature, own))
+        if key in signature.model_fields_set and ours != theirs:
+            raise PipelineInvalid(f"model.{key}: {file} has {theirs}, found {ours}")
+    signature = signature.model_copy(update={"outputs": own.outputs})
+    try:
+        model = onnx.load(file)  # what lies in other files beside it comes along
+    except Exception as error:
+        raise ArtifactInvalid(f"{file}: {first_line(error)}") from error
+    if model.ByteSize() >= LARGEST:
+        raise ArtifactInvalid(f"{file}: 2 GB of weights and more are not taken in one ONNX file")
+    opset = max((o.version for o in model.opset_import if not o.domain), default=0)
+    facts: dict[str, Any] = {"opset": opset, "operators": count_operators(model)}
+    with OnnxModel.sealing(path, signature, facts=facts) as partial:
+        payload = partial / OnnxModel.payload
+        payload.write_bytes(model.SerializeToString(deterministic=True))
+        facts |= count_kernels(payload)
+        _try(file, session_predictor(payload, threads=1), signature)
+    return OnnxModel.at(path)
+
+
+def _import_program(file: Path, signature: Signature, path: Path) -> Artifact:
+    from compress.core.graph import GraphModel
+
+    program = _program(file)
+    signature = _named(file, program.module(), signature)
+    return GraphModel.create(path, program, signature)
+
+
+def _import_script(file: Path, signature: Signature, path: Path) -> Artifact:
+    from export.torchscript import TorchScriptModel
+    from export.torchscript_file import load, save
+
+    module = load(file).eval()
+    signature = _named(file, module, signature)
+    # A frozen module has none; its artifact then counts the constants of its graph.
+    facts = {"parameters": sum(p.numel() for p in module.parameters())}
+    with TorchScriptModel.sealing(path, signature, facts=facts) as partial:
+        save(module, partial / TorchScriptModel.payload)
+    return TorchScriptModel.at(path)
+
+
+def _named(file: Path, module: Any, signature: Signature) -> Signature:
+    from compress.core.calling import with_outputs
+
+    chosen, signature = with_outputs(_try(file, module, signature), signature)
+    if chosen:
+        raise PipelineInvalid("model.outputs: a file's outputs are named all, in their order")
+    return signature
+
+
+def _try(file: Path, module: Any, signature: Signature) -> Any:
+    import torch
+
+    from compress.core.inferred import described
+
+    try:
+        with torch.inference_mode():
+            return module(*signature.example())
+    except Exception as error:
+        raise ArtifactInvalid(
+            f"model.inputs: {file} does not take {described(signature.inputs)}: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+def _of_onnx(file: Path) -> Signature:
+    graph = _graph(file)
+    constants = {tensor.name for tensor in graph.initializer}
+    inputs = tuple(_spec_of_onnx(file, i) for i in graph.input if i.name not in constants)
+    if not inputs:
+        raise ArtifactInvalid(f"{file}: takes no inputs")
+    outputs = tuple(OutputSpec(name=output.name) for output in graph.output)
+    return Signature(inputs=inputs, outputs=outputs)
+
+
+def _graph(file: Path) -> Any:
+    import onnx
+
+    try:
+        return onnx.load(file, load_external_data=False).graph
+    except Exception as error:
+        raise ArtifactInvalid(f"{file}: not an ONNX file: {first_line(error)}") from error
+
+
+def _spec_of_onnx(file: Path, value: Any) -> TensorSpec:
+    import numpy as np
+    import onnx
+
+    tensor = value.type.tensor_type
+    try:
+        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)).name
+        dims = [_dimension(value.name, i, d) for i, d in enumerate(tensor.shape.dim)]
+        return TensorSpec.model_validate({"name": value.name, "shape": dims, "dtype": dtype})
+    except (KeyError, ValueError) as error:
+        raise ArtifactInvalid(
+            f"{file}: input {value.name!r} is no tensor of numbers with a known rank"
+        ) from error
+
+
+def _dimension(name: str, axis: int, dim: Any) -> int | str:
+    if dim.dim_value:
+        return int(dim.dim_value)
+    word = re.sub(r"\W", "_", dim.dim_param or ("batch" if axis == 0 else f"{name}_{axis}"))
+    return word if word.isidentifier() else f"axis_{word}"
+
+
+def _program(file: Path) -> ExportedProgram:
+    """Read a program without its pickled example and its guards, which are source code."""
+    from torch.export.pt2_archive import PT2ArchiveReader
+
+    from compress.core.program import copy_plain, load_program
+
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / file.name
+        try:
+            copy_plain(PT2ArchiveReader(io.BytesIO(file.read_bytes())), plain)
+            return load_program(plain)
+        except CompressError as error:
+            raise type(error)(str(error).replace(str(plain), str(file))) from error
+        except Exception as error:
+            raise ArtifactInvalid(
+                f"{file}: not a torch.export program, or truncated ({first_line(error)})"
+            ) from error
+
+
+def _of_program(file: Path) -> Signature:
+    program = _program(file)
+    names = program.graph_signature.user_inputs
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    return Signature(inputs=tuple(_specs_of_program(file, names, values)))
+
+
+def _specs_of_program(
+    file: Path, names: Sequence[Any], values: dict[str, Any]
+) -> Iterator[TensorSpec]:
+    import torch
+
+    axes: dict[str, str] = {}
+    for name in names:
+        value = values.get(name)
+        if not isinstance(value, torch.Tensor):
+            raise ArtifactInvalid(f"{file}: input {name!r} is no tensor")
+        shape = [
+            d if isinstance(d, int) else axes.setdefault(str(d), f"{name}_{i}" if i else "batch")
+            for i, d in enumerate(value.shape)
+        ]
+        dtype = str(value.dtype).removeprefix("torch.")
+        yield TensorSpec.model_validate({"name": name, "shape": shape, "dtype": dtype})

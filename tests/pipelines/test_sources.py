@@ -1,0 +1,297 @@
+"""Where a model may come from, as a pipeline file says it, and what is inferred about it."""
+
+import json
+import warnings
+import zipfile
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+from compress.core.artifact import Artifact
+from compress.core.errors import CompressError, PipelineInvalid, Unavailable
+from compress.core.requirement import Requirement
+from pipelines.inputs import check_model, import_source, settle, source_parts
+from pipelines.pipeline import Pipeline
+from pipelines.plan import make_plan
+
+NETS = """
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+        self.b = nn.Embedding(9, 3)
+
+    def forward(self, x, scale=None, ids=None):
+        scores = self.a(x) + self.b(ids).mean(1)
+        return {"scores": scores, "sums": scores.sum(1)}
+
+class Texts(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        ids = torch.arange(2 + i % 5)
+        return {"ids": ids, "x": torch.full((4,), float(i)), "labels": torch.tensor(i % 3)}
+
+def data():
+    return {"train": Texts(), "val": Texts()}
+
+def pairs():
+    return {"val": [(torch.full((4,), float(i)), torch.tensor(i % 3)) for i in range(20)]}
+"""
+
+
+class Kept(nn.Module):
+    """Not the same in training, so that a file saved in that mode is noticed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor):
+        return {"scores": self.drop(self.linear(x)), "sums": x.sum(1)}
+
+
+class Planted:
+    """A pickle that would leave a file behind."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return open, (str(self.file), "w")
+
+
+def pipeline(folder: Path, model: str, stages: str = "{stage: export_onnx}", data: str = ""):
+    (folder / "nets.py").write_text(NETS)
+    file = folder / "p.yaml"
+    data = f"data: {{factory: 'nets:{data}'}}\n" if data else ""
+    file.write_text(f"version: 1\nmodel: {{{model}}}\n{data}stages: [{stages}]\n")
+    return Pipeline.from_yaml(file)
+
+
+def imported(folder: Path, model: str, stage: str = "package_torchserve", data: str = ""):
+    """Return the sealed source, and what it answers to one input."""
+    read = pipeline(folder, model, f"{{stage: {stage}}}", data)
+    make_plan(read)
+    settled, *_ = settle(read)
+    source = import_source(settled, folder / "sealed")
+    return source, [o.name for o in source.signature.outputs]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, one_registry) -> Path:
+    """Return a folder with one model in each form that files have."""
+    folder = tmp_path_factory.mktemp("files")
+    torch.manual_seed(0)
+    module, x = Kept().eval(), torch.randn(2, 4)
+    shapes = {"x": {0: torch.export.Dim("rows")}}
+    names = {"input_names": ["x"], "output_names": ["scores", "sums"]}
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # torch's exporters warn of each other
+        torch.save((x, list(module(x).values())), folder / "answers")
+        program = torch.export.export(module, (x,), dynamic_shapes=shapes)
+        torch.export.save(program, folder / "net.pt2")
+        exported = torch.onnx.export(
+            program, dynamo=True, dynamic_shapes=shapes, verbose=False, **names
+        )
+        exported.save(folder / "net.onnx")
+        onnx.save(
+            exported.model_proto,
+            folder / "apart.onnx",
+            save_as_external_data=True,
+            location="apart.onnx.data",
+            size_threshold=0,
+        )
+        torch.jit.script(module.train()).save(folder / "net.ts")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "kind"),
+    [
+        ("file: net.onnx", "package_torchserve", "onnx"),
+        ("file: apart.onnx", "package_torchserve", "onnx"),
+        ("file: net.pt2", "export_aot", "graph"),
+        ("file: net.ts, inputs: [{name: x, shape: [n, 4]}]", "package_torchserve", "torchscript"),
+    ],
+)
+def test_a_file_answers_as_it_did_and_lives_without_its_folder(
+    files, tmp_path, model, stage, kind
+) -> None:
+    for file in files.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    source, outputs = imported(tmp_path, model, stage)
+    for file in files.iterdir():
+        (tmp_path / file.name).unlink()
+    assert (source.kind, outputs) == (kind, ["scores", "sums"])
+    assert source.signature.batch_axis is not None
+    assert source.parameters() == 15
+    x, expected = torch.load(files / "answers")
+    again = Artifact.at(source.path)
+    with again.open() as predict:
+        for found, wanted in zip(predict(x), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_a_files_inputs_come_from_the_file_or_the_data(files, tmp_path) -> None:
+    told = settle(pipeline(tmp_path, f"file: {files / 'net.onnx'}"))[2]
+    assert told == "model.inputs, from net.onnx: x [rows, 4] float32"
+    _, data, told = settle(pipeline(tmp_path, f"file: {files / 'net.ts'}", data="pairs"))
+    assert told == "model.inputs, from the samples of the data: x [batch, 4] float32"
+    assert data is not None
+    with pytest.raises(PipelineInvalid, match=r"p\.yaml:2: model: inputs are not declared"):
+        settle(pipeline(tmp_path, f"file: {files / 'net.ts'}"))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("file: pickled.ts, inputs: [{name: x, shape: [n, 4]}]", "model.file: .*not TorchScript"),
+        ("file: pickled.pt2", "holds 'pickled/data.pkl'|not a torch.export program"),
+        ("file: text.onnx", "text.onnx: not an ONNX file"),
+        ("file: missing.onnx", "missing.onnx: no such file"),
+        ("file: net.onnx, inputs: [{name: y, shape: [n, 4]}]", r"has \['x'\], found \['y'\]"),
+        ("file: net.onnx, inputs: [{name: x, shape: [n, 5]}]", r"not take x \[n, 5\] float32"),
+        ("file: net.pt2, outputs: [{name: sums}]", "a file's outputs are named all"),
+        ("file: alone.onnx", "alone.onnx: .*apart.onnx.data"),
+    ],
+)
+def test_a_file_that_cannot_be_taken_is_one_line(files, tmp_path, model, message) -> None:
+    for name in ("net.onnx", "net.pt2"):
+        (tmp_path / name).write_bytes((files / name).read_bytes())
+    (tmp_path / "alone.onnx").write_bytes((files / "apart.onnx").read_bytes())
+    torch.save(Planted(tmp_path / "ran"), tmp_path / "pickled.ts")
+    torch.save(Planted(tmp_path / "ran"), tmp_path / "pickled.pt2")
+    (tmp_path / "text.onnx").write_text("no model")
+    with pytest.raises(CompressError, match=message) as caught:
+        imported(tmp_path, model, "export_onnx" if ".pt2" in model else "package_torchserve")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pickles_within_a_program_are_left_where_they_are(files, tmp_path) -> None:
+    torch.save(Planted(tmp_path / "ran"), tmp_path / "planted")
+    with (
+        zipfile.ZipFile(files / "net.pt2") as old,
+        zipfile.ZipFile(tmp_path / "net.pt2", "w") as new,
+    ):
+        for entry in old.infolist():
+            planted = entry.filename.endswith("sample_inputs/model.pt")
+            content = (tmp_path / "planted").read_bytes() if planted else old.read(entry)
+            new.writestr(entry, content)
+    source, _ = imported(tmp_path, "file: net.pt2", "export_onnx")
+    with source.open() as predict:
+        predict(torch.zeros(2, 4))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_weights_beside_an_onnx_file_decide_its_key(files, tmp_path) -> None:
+    for name in ("apart.onnx", "apart.onnx.data"):
+        (tmp_path / name).write_bytes((files / name).read_bytes())
+    read = pipeline(tmp_path, "file: apart.onnx", "{stage: package_torchserve}")
+    before = source_parts(read)
+    with (tmp_path / "apart.onnx.data").open("r+b") as data:
+        data.write(b"\1\2\3\4")
+    assert source_parts(read) != before
+
+
+def test_stages_that_do_not_read_a_files_kind_are_refused(files, tmp_path) -> None:
+    for stage, name in (("train, epochs: 1", "net.onnx"), ("export_onnx", "net.ts")):
+        read = pipeline(tmp_path, f"file: {files / name}", f"{{stage: {stage}}}", data="pairs")
+        with pytest.raises(PipelineInvalid, match=r"begin with another .* package_torchserve"):
+            make_plan(read)
+
+
+def test_inputs_are_inferred_told_and_used_by_every_stage(tmp_path) -> None:
+    stages = "{stage: train, epochs: 1}, {stage: export_onnx}"
+    read, said = pipeline(tmp_path, "factory: 'nets:Net'", stages, data="data"), []
+    report = read.run(tmp_path / "out", announce=said.append)
+    told = "ids [batch, length] int64, x [batch, 4] float32"
+    assert said[0] == f"model.inputs, from the samples of the data: {told}"
+    inputs = report.lock["settings"]["model"]["inputs"]
+    assert [spec["name"] for spec in inputs] == ["ids", "x"]
+    graph = onnx.load(tmp_path / "out/artifacts/export_onnx/model.onnx").graph
+    assert [i.name for i in graph.input] == ["ids", "x"]
+    assert [o.name for o in graph.output] == ["scores", "sums"]
+    said.clear()
+    again = read.run(tmp_path / "out", announce=said.append)
+    assert all(row.cached for row in again.stages)
+
+
+def test_check_shows_what_was_inferred(tmp_path, capfd) -> None:
+    import cli
+
+    pipeline(tmp_path, "factory: 'nets:Net'", data="data")
+    cli.check(tmp_path / "p.yaml")
+    told = "ids [batch, length] int64, x [batch, 4] float32\n"
+    assert told in capfd.readouterr().out
+    cli.check(tmp_path / "p.yaml", as_json=True)
+    found = json.loads(capfd.readouterr().out)["signature"]
+    assert [o["name"] for o in found["outputs"]] == ["scores", "sums"]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("hugingface: bert", r"model\.hugingface: unknown key; did you mean 'huggingface'"),
+        ("huggingface: bert, task: sums", r"model\.task: .*'text-classification'.*found 'sums'"),
+        ("timm: 'hf-hub:x/y'", "names a place to download from"),
+        ("timm: resnet18, arguments: {pretrained: true}", "pretrained is not taken here"),
+        ("file: model.bin", r"model\.file: .*found 'model\.bin'"),
+        ("inputs: [{name: x}]", r"model\.factory: is required"),
+    ],
+)
+def test_a_mistake_is_one_line_of_its_own_form(tmp_path, model, message) -> None:
+    with pytest.raises(PipelineInvalid, match=message) as caught:
+        pipeline(tmp_path, model)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_missing_library_is_refused_early(tmp_path) -> None:
+    read = pipeline(tmp_path, "timm: resnet18, inputs: [{name: x, shape: [b, 3, 32, 32]}]")
+    missing = [r for r in read.model.requirements if r.missing()]
+    if not missing:
+        pytest.skip("timm and torchvision are installed")
+    assert isinstance(missing[0], Requirement)
+    with pytest.raises(Unavailable, match=r"p\.yaml:2: model: needs .*compress-pipeline\[timm\]"):
+        make_plan(read)
+
+
+@pytest.mark.slow  # importing transformers is what takes long
+def test_a_hugging_face_folder_goes_the_whole_road(tmp_path, fresh_process) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(intermediate_size=24, vocab_size=40, num_labels=3, **sizes)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    names = ", ".join(
+        f"{{name: {n}, shape: [batch, 6], dtype: int64}}" for n in ("attention_mask", "input_ids")
+    )
+    stages = "{stage: prune_channels, ratio: 0.5}, {stage: quantize_dynamic}, {stage: export_onnx}"
+    model = f"huggingface: bert, task: text-classification, inputs: [{names}]"
+    read = pipeline(tmp_path, model, stages)
+    assert [o.name for o in check_model(read).outputs] == ["logits"]
+    report = read.run(tmp_path / "out")
+    assert report.status == "passed"
+    assert report.stages[0].measurements.parameters < report.baseline.parameters
+    graph = onnx.load(tmp_path / "out/artifacts/export_onnx/model.onnx").graph
+    assert [i.name for i in graph.input] == ["attention_mask", "input_ids"]
+    slim = Artifact.at(tmp_path / "out/artifacts/prune_channels")
+    ids = torch.arange(12).reshape(2, 6)
+    with slim.open() as predict:
+        expected = predict((ids % 4 != 0).long(), ids)[0]
+    answered = fresh_process(
+        "import torch\nfrom compress import EagerModel\n"
+        "ids = torch.arange(12).reshape(2, 6)\n"
+        f"with EagerModel.at({str(slim.path)!r}).open() as predict:\n"
+        "    print(predict((ids % 4 != 0).long(), ids)[0].tolist())"
+    )
+    assert answered == str(expected.tolist())
