@@ -65,6 +65,7 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         from compress.core.program import export_program
         from export.agreement import prove_equal
         from export.onnx_graph import count_operators, shrink_
+        from export.onnx_half import refuse_bfloat16
         from export.onnx_lowering import lower, write
         from export.onnx_session import count_kernels, session_predictor
         from export.targets import warn_of_another
@@ -74,6 +75,7 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
             program = model.program()
         else:
             program = export_program(model.load(), model.signature)
+        refuse_bfloat16(program)
         graph = lower(program, model.signature, self.opset)
         shrink_(graph)
         facts = {"opset": graph.opset_import[0].version, "operators": count_operators(graph)}

@@ -15,7 +15,7 @@ from compress.core.errors import StageFailed, first_line
 from compress.core.program import dynamic_shapes
 from export.onnx_dynamic import TRANSLATIONS, multiply_integers_
 from export.onnx_few_bits import with_packed_products
-from export.onnx_half import holds, part_transposes_, refuse_bfloat16
+from export.onnx_half import holds, part_transposes_
 from export.onnx_recurrent import compute_recurrences_
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
         StageFailed: an operator has no ONNX form, or the operator set is not available.
     """
     opset = _wide_enough(opset, program)
-    refuse_bfloat16(program)
     try:
         with _quiet():
             program = with_packed_products(program, signature)

@@ -20,6 +20,7 @@ from compress.quantization.weights_stage import QuantizeWeights
 from compress.training.stage import Train
 from export.aot import ExportAot
 from export.onnx import ExportOnnx
+from export.tensorrt import ExportTensorRT
 from export.torchscript import ExportTorchScript
 from serve.stage import PackageTorchServe
 
@@ -43,6 +44,7 @@ OURS: tuple[type[Stage[Any, Any]], ...] = (
     ExportOnnx,
     ExportTorchScript,
     ExportAot,
+    ExportTensorRT,
     PackageTorchServe,
 )
 

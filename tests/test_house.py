@@ -37,7 +37,8 @@ PUBLIC = {
     "PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed QuantizeStatic "
     "QuantizeWeights Signature Splits Stage StageFailed Target TensorSpec Train "
     "Training Unavailable Verdict consolidate",
-    export: "AotModel ExportAot ExportOnnx ExportTorchScript OnnxModel TorchScriptModel",
+    export: "AotModel ExportAot ExportOnnx ExportTensorRT ExportTorchScript OnnxModel "
+    "TensorRTEngine TorchScriptModel",
     serve: "Client PackageTorchServe TorchServe TorchServeArchive",
 }
 
