@@ -8,7 +8,6 @@ import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import onnx
 import torch
 
 from compress.core.errors import StageFailed, first_line
@@ -20,8 +19,8 @@ from export.onnx_recurrent import compute_recurrences_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
+    import onnx
     from torch.export import ExportedProgram
 
     from compress.core.signature import Signature
@@ -80,20 +79,6 @@ def _wide_enough(opset: int | None, program: ExportedProgram) -> int | None:
             "leave it out"
         )
     return opset or SIXTEEN_BITS_SINCE
-
-
-def write(model: onnx.ModelProto, file: Path) -> None:
-    """Check a model against the ONNX standard and write it.
-
-    Raises:
-        StageFailed: it breaks the standard.
-    """
-    try:
-        onnx.checker.check_model(model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        told = " ".join(str(error).split())
-        raise StageFailed(f"the exported graph is not valid ONNX: {told}") from error
-    file.write_bytes(model.SerializeToString(deterministic=True))
 
 
 def innermost_reason(error: BaseException) -> str:

@@ -75,9 +75,10 @@ def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> No
     """
     import torch
 
+    from export.onnx_file import write
     from export.onnx_graph import shrink_
     from export.onnx_half import holds
-    from export.onnx_lowering import lower, write
+    from export.onnx_lowering import lower
 
     opset = BFLOAT16_SINCE if holds(program, torch.bfloat16) else None
     graph = lower(program, signature, opset)
