@@ -92,6 +92,8 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         describe_(graph, model, self.class_names)
         facts: dict[str, Any] = {"exporter": translation.exporter}
         facts |= {"opset": graph.opset_import[0].version, "operators": count_operators(graph)}
+        if translation.problem:
+            facts["warnings"] = [f"by torch's older, deprecated exporter: {translation.problem}"]
         if self.optimize == "extended":  # fused operators do not tell
             facts |= {"parameters": model.parameters(), "macs": model.macs()}
         with OnnxModel.sealing(
