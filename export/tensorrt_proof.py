@@ -9,13 +9,12 @@ from compress.core.batching import any_batch
 from compress.core.errors import StageFailed
 from compress.core.graph import GraphModel
 from export.agreement import check_agreement
+from export.devices import on_cpu
 from export.samples import check_on_samples, val_inputs
 from export.tensorrt_shapes import fixed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import torch
 
     from compress.core.artifact import Artifact, Predictor
     from compress.core.stage import Context
@@ -51,12 +50,3 @@ def prove_equal(
             "on %d samples of `val` answers differ by %.2g of their spread, %d labels clearly",
             *(found.samples, found.relative_error, found.changed),
         )
-
-
-def on_cpu(predict: Predictor) -> Predictor:
-    """Return a predictor whose answers are on the CPU, where the source's are."""
-
-    def answer(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(t.cpu() for t in predict(*inputs))
-
-    return answer

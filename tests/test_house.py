@@ -37,8 +37,8 @@ PUBLIC = {
     "PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed QuantizeStatic "
     "QuantizeWeights Signature Splits Stage StageFailed Target TensorSpec Train "
     "Training Unavailable Verdict consolidate",
-    export: "AotModel ExportAot ExportOnnx ExportTensorRT ExportTorchScript OnnxModel "
-    "TensorRTEngine TorchScriptModel",
+    export: "AotModel ExportAot ExportOnnx ExportProgram ExportTensorRT ExportTorchScript "
+    "OnnxModel TensorRTEngine TorchScriptModel",
     serve: "Client PackageTorchServe TorchServe TorchServeArchive",
 }
 

@@ -132,7 +132,7 @@ def test_warnings_are_of_the_measured_figures(report: Report) -> None:
 def test_what_artifacts_warn_of_is_told_with_the_stages_name(report: Report) -> None:
     content = report.model_dump(mode="json", exclude={"warnings"})
     content["stages"][0]["artifact"]["facts"]["warnings"] = ["its format is deprecated"]
-    again = Report.model_validate({**content, "lock": {}})
+    again = Report.model_validate({**content, "lock": report.lock})
     told = f"{report.stages[0].name}: its format is deprecated"
     assert told in again.warnings
     assert f"! {told}." in again.html()
