@@ -16,6 +16,10 @@ from compress.core.stage import Context, Stage
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
 
+    from onnx import ModelProto
+
+    from export.onnx_translation import Translation
+
 logger = logging.getLogger(__name__)
 
 UNFUSED = {"Conv", "FusedConv", "Gemm", "FusedGemm"}
@@ -76,26 +80,14 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
     def run(self, model: EagerModel | GraphModel, context: Context) -> OnnxModel:
         """Translate, shrink, check and seal."""
         from export.onnx_file import write
-        from export.onnx_graph import count_operators, shrink_
-        from export.onnx_metadata import describe_
-        from export.onnx_optimize import optimize
         from export.onnx_session import count_kernels, session_predictor
         from export.onnx_translation import prove_equal, translate
         from export.targets import warn_of_another
 
         warn_of_another(model, ONNX_TARGETS, self.title)
         translation = translate(model, self.opset, self.title)
-        graph = translation.model
-        if self.optimize != "none":
-            graph = optimize(graph, self.optimize)
-        shrink_(graph)
-        describe_(graph, model, self.class_names)
-        facts: dict[str, Any] = {"exporter": translation.exporter}
-        facts |= {"opset": graph.opset_import[0].version, "operators": count_operators(graph)}
-        if translation.problem:
-            facts["warnings"] = [f"by torch's older, deprecated exporter: {translation.problem}"]
-        if self.optimize == "extended":  # fused operators do not tell
-            facts |= {"parameters": model.parameters(), "macs": model.macs()}
+        graph = self._prepared(translation.model, model)
+        facts = self._facts(graph, translation, model)
         with OnnxModel.sealing(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
@@ -106,6 +98,31 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
         self._tell_of_floats(model, facts["float_kernels"].keys(), half=translation.half)
         return OnnxModel.at(context.root)
+
+    def _prepared(self, graph: ModelProto, model: Artifact) -> ModelProto:
+        """Return a graph rewritten, small, and with its properties."""
+        from export.onnx_graph import shrink_
+        from export.onnx_metadata import describe_
+        from export.onnx_optimize import optimize
+
+        if self.optimize != "none":
+            graph = optimize(graph, self.optimize)
+        shrink_(graph)
+        describe_(graph, model, self.class_names)
+        return graph
+
+    def _facts(
+        self, graph: ModelProto, translation: Translation, model: EagerModel | GraphModel
+    ) -> dict[str, Any]:
+        from export.onnx_graph import count_operators
+
+        facts: dict[str, Any] = {"exporter": translation.exporter}
+        facts |= {"opset": graph.opset_import[0].version, "operators": count_operators(graph)}
+        if translation.problem:
+            facts["warnings"] = [f"by torch's older, deprecated exporter: {translation.problem}"]
+        if self.optimize == "extended":  # fused operators do not tell
+            facts |= {"parameters": model.parameters(), "macs": model.macs()}
+        return facts
 
     def _tell_of_floats(
         self, model: EagerModel | GraphModel, kernels: Set[str], *, half: bool

@@ -136,7 +136,7 @@ def parse_and_build(file: Path, shapes: Mapping[str, Shapes], stage: ExportTenso
     timings = Path(stage.cache) / TIMINGS if stage.cache else None
     if timings:
         known = timings.read_bytes() if timings.is_file() else b""
-        config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False)
+        config.set_timing_cache(config.create_timing_cache(known), False)  # of this GPU alone
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise StageFailed("TensorRT found no kernels for the model; its own log, above, says where")
