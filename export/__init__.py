@@ -9,20 +9,27 @@ from compress.core.lazy import imported_on_use
 if TYPE_CHECKING:
     from export.aot import AotModel, ExportAot
     from export.onnx import ExportOnnx, OnnxModel
+    from export.program import ExportProgram
+    from export.tensorrt import ExportTensorRT, TensorRTEngine
     from export.torchscript import ExportTorchScript, TorchScriptModel
 
 __all__ = [
     "AotModel",
     "ExportAot",
     "ExportOnnx",
+    "ExportProgram",
+    "ExportTensorRT",
     "ExportTorchScript",
     "OnnxModel",
+    "TensorRTEngine",
     "TorchScriptModel",
 ]
 
 _HOMES = {
     "export.aot": ("AotModel", "ExportAot"),
     "export.onnx": ("ExportOnnx", "OnnxModel"),
+    "export.program": ("ExportProgram",),
+    "export.tensorrt": ("ExportTensorRT", "TensorRTEngine"),
     "export.torchscript": ("ExportTorchScript", "TorchScriptModel"),
 }
 

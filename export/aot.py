@@ -99,6 +99,7 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
         from export.agreement import prove_equal
         from export.aot_machine import built_for, refuse_missing
         from export.aot_package import compile_package, load
+        from export.devices import on_cpu
 
         refuse_missing(self.all_requirements(), self.title)
         warn_of_another(model, ("inductor-cpu",), self.title)
@@ -116,7 +117,7 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
             facts |= compile_package(program, model.signature, file, device)
             module = load(file, model.signature, device)
             with predicting(module, device, context.threads) as compiled:
-                prove_equal(model, compiled, context)
+                prove_equal(model, on_cpu(compiled), context)
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
         return AotModel.at(context.root)
 

@@ -22,6 +22,10 @@ class CudaDevice(Requirement):
 
         return not torch.cuda.is_available()
 
+    def instead(self, advice: str) -> CudaDevice:
+        """Return the same with another way out where there is none."""
+        return self.model_copy(update={"install": advice})
+
 
 CUDA = CudaDevice(what="a CUDA device", install="use `device: cpu`")
 

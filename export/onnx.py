@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,7 +17,9 @@ from export.targets import NO_BFLOAT16, SIXTEEN_BITS_SINCE, no_sixteen_bits, war
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
 
-    from torch.export import ExportedProgram
+    from onnx import ModelProto
+
+    from export.onnx_translation import Translation
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +43,26 @@ class OnnxModel(Artifact):
 
         yield session_predictor(self.payload_path, threads)
 
+    @property
+    def payload_bytes(self) -> int:
+        """Size in bytes of the file, and of the weights beside it where it is large."""
+        return sum(file.bytes for file in self.manifest.files.values())
+
     def parameters(self) -> int:
         """Count the weights; scales and zero points are not weights."""
-        from export.onnx_graph import count_weights, read
+        from export.onnx_file import read
+        from export.onnx_graph import count_weights
 
-        return count_weights(read(self.payload_path))
+        counted: Any = self.manifest.facts.get("parameters")
+        return count_weights(read(self.payload_path)) if counted is None else counted
 
     def macs(self) -> int | None:
         """Count the multiply-accumulates of convolutions and products for one sample."""
-        from export.onnx_graph import count_macs, read
+        from export.onnx_file import read
+        from export.onnx_graph import count_macs
 
-        return count_macs(read(self.payload_path))
+        counted: Any = self.manifest.facts.get("macs")
+        return count_macs(read(self.payload_path)) if counted is None else counted
 
 
 class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
@@ -60,6 +71,12 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
     stage: Literal["export_onnx"] = "export_onnx"
     opset: Annotated[int, Field(ge=18, le=24)] | None = None
     """Version of the ONNX operator set; the exporter's default when left out."""
+    optimize: Literal["none", "basic", "extended"] = "none"
+    """Rewriting by onnxruntime ahead of time, which it otherwise does at each load: `basic` folds
+    constants and BatchNorm, for any runtime; `extended` fuses operators into onnxruntime's own, for
+    it alone. Neither ties the file to a processor."""
+    class_names: tuple[str, ...] = ()
+    """Names of the first output's classes, written into the model's properties."""
 
     def refusal(self, formats: Set[str]) -> str:
         """Return why onnxruntime, or the operator set, has no such activations, or nothing."""
@@ -70,30 +87,24 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         return ""
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> OnnxModel:
-        """Lower, shrink, check and seal."""
-        from compress.core.program import export_program
-        from export.agreement import prove_equal
-        from export.onnx_graph import count_operators, shrink_
-        from export.onnx_lowering import lower, write
+        """Translate, shrink, check and seal."""
+        from export.onnx_file import write
         from export.onnx_session import count_kernels, session_predictor
+        from export.onnx_translation import prove_equal, translate
 
         warn_of_another(model, ONNX_TARGETS, self.title)
-        if isinstance(model, GraphModel):
-            program = model.program()
-        else:
-            program = export_program(model.load(), model.signature)
-        graph = lower(program, model.signature, self.opset)
-        shrink_(graph)
-        facts = {"opset": graph.opset_import[0].version, "operators": count_operators(graph)}
+        translation = translate(model, self.opset, self.title)
+        graph = self._prepared(translation.model, model)
+        facts = self._facts(graph, translation, model)
         with OnnxModel.sealing(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             file = partial / OnnxModel.payload
             write(graph, file)
             facts |= count_kernels(file)
-            prove_equal(model, session_predictor(file, context.threads), context)
+            prove_equal(model, session_predictor(file, context.threads), context, translation)
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
-        self._tell_of_floats(model, program, facts["float_kernels"].keys())
+        self._tell_of_floats(model, facts["float_kernels"].keys(), half=translation.half)
         return OnnxModel.at(context.root)
 
     def prove(self, model: EagerModel | GraphModel, artifact: OnnxModel, context: Context) -> None:
@@ -103,17 +114,38 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         with artifact.open(threads=context.threads) as got:
             prove_equal(model, got, context)
 
+    def _prepared(self, graph: ModelProto, model: Artifact) -> ModelProto:
+        """Return a graph rewritten, small, and with its properties."""
+        from export.onnx_graph import shrink_
+        from export.onnx_metadata import describe_
+        from export.onnx_optimize import optimize
+
+        if self.optimize != "none":
+            graph = optimize(graph, self.optimize)
+        shrink_(graph)
+        describe_(graph, model, self.class_names)
+        return graph
+
+    def _facts(
+        self, graph: ModelProto, translation: Translation, model: EagerModel | GraphModel
+    ) -> dict[str, Any]:
+        from export.onnx_graph import count_operators
+
+        facts: dict[str, Any] = {"exporter": translation.exporter}
+        facts |= {"opset": graph.opset_import[0].version, "operators": count_operators(graph)}
+        if translation.problem:
+            facts["warnings"] = [f"by torch's older, deprecated exporter: {translation.problem}"]
+        if self.optimize == "extended":  # fused operators do not tell
+            facts |= {"parameters": model.parameters(), "macs": model.macs()}
+        return facts
+
     def _tell_of_floats(
-        self, model: EagerModel | GraphModel, program: ExportedProgram, kernels: Set[str]
+        self, model: EagerModel | GraphModel, kernels: Set[str], *, half: bool
     ) -> None:
         """Warn where a graph was to be computed in fewer bits and is not."""
-        import torch
-
-        from export.onnx_half import holds
-
         meant = model.manifest.facts.get("target", ONNX_TARGETS[0]) == ONNX_TARGETS[0]
         unfused = UNFUSED & kernels
-        if holds(program, torch.float16):
+        if half:
             logger.warning(
                 "%s: onnxruntime turns float16 into float32 to compute it on the CPU: a "
                 "smaller file, not a faster answer; float16 kernels are for GPUs",

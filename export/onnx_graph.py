@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from compress.core.errors import ArtifactInvalid
 from export.onnx_recurrent import INTEGER_LSTM, RECURRENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     Described = (
         onnx.ModelProto | onnx.GraphProto | onnx.NodeProto | onnx.ValueInfoProto | onnx.TensorProto
@@ -32,18 +30,6 @@ WEIGHT_TYPES = {
     *(onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE),
     *(onnx.TensorProto.INT8, onnx.TensorProto.UINT8),
 }
-
-
-def read(file: Path) -> onnx.ModelProto:
-    """Read a model.
-
-    Raises:
-        ArtifactInvalid: the file is not ONNX, or truncated.
-    """
-    try:
-        return onnx.load(file)
-    except Exception as error:  # protobuf's own, which has no types to name
-        raise ArtifactInvalid(f"{file}: not an ONNX file, or truncated") from error
 
 
 def shrink_(model: onnx.ModelProto) -> None:

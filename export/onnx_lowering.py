@@ -8,7 +8,6 @@ import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import onnx
 import torch
 
 from compress.core.errors import StageFailed, first_line
@@ -16,14 +15,14 @@ from compress.core.program import dynamic_shapes
 from export.onnx_dynamic import TRANSLATIONS, multiply_integers_
 from export.onnx_few_bits import with_packed_products
 from export.onnx_floats import keep_floats_
-from export.onnx_half import holds, part_transposes_, refuse_bfloat16
+from export.onnx_half import holds, part_transposes_
 from export.onnx_recurrent import compute_recurrences_
 from export.targets import SIXTEEN_BITS_SINCE, no_sixteen_bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
+    import onnx
     from torch.export import ExportedProgram
 
     from compress.core.signature import Signature
@@ -42,7 +41,6 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
         StageFailed: an operator has no ONNX form, or the operator set is not available.
     """
     opset = _wide_enough(opset, program)
-    refuse_bfloat16(program)
     try:
         with _quiet():
             program = with_packed_products(program, signature)
@@ -79,20 +77,6 @@ def _wide_enough(opset: int | None, program: ExportedProgram) -> int | None:
     if opset is not None and opset < SIXTEEN_BITS_SINCE:
         raise StageFailed(no_sixteen_bits(opset))
     return opset or SIXTEEN_BITS_SINCE
-
-
-def write(model: onnx.ModelProto, file: Path) -> None:
-    """Check a model against the ONNX standard and write it.
-
-    Raises:
-        StageFailed: it breaks the standard.
-    """
-    try:
-        onnx.checker.check_model(model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        told = " ".join(str(error).split())
-        raise StageFailed(f"the exported graph is not valid ONNX: {told}") from error
-    file.write_bytes(model.SerializeToString(deterministic=True))
 
 
 def innermost_reason(error: BaseException) -> str:

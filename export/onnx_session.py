@@ -7,11 +7,11 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import onnx
 import onnxruntime
 import torch
 
 from compress.core.errors import ArtifactInvalid, first_line
+from export.onnx_file import read
 
 if TYPE_CHECKING:
     from compress.core.artifact import Predictor
@@ -46,16 +46,31 @@ def session_predictor(file: Path, threads: int) -> Predictor:
 def count_kernels(file: Path) -> dict[str, dict[str, int]]:
     """Return how many integer and float kernels onnxruntime runs the heavy operators with."""
     with tempfile.TemporaryDirectory() as folder:
-        options = _options(threads=1)
-        options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
-        _session(file, options)
-        optimized = onnx.load(options.optimized_model_filepath)
+        everything = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+        optimized = read(optimized_file(file, Path(folder) / "optimized.onnx", everything))
     kernels = Counter(node.op_type for node in optimized.graph.node)
     integer = {k for k in kernels if k in INTEGER_KERNELS or k.startswith("QLinear")}
     return {
         "integer_kernels": {k: kernels[k] for k in sorted(integer)},
         "float_kernels": {k: kernels[k] for k in sorted(FLOAT_KERNELS & kernels.keys())},
     }
+
+
+def optimized_file(file: Path, to: Path, level: Any) -> Path:
+    """Write a model as onnxruntime rewrites it for the CPU; return where.
+
+    Raises:
+        ArtifactInvalid: onnxruntime cannot load the file.
+    """
+    options = _options(threads=1)
+    options.graph_optimization_level = level
+    options.optimized_model_filepath = str(to)
+    # In one file, a model of 2 GiB could not be written.
+    options.add_session_config_entry(
+        "session.optimized_model_external_initializers_file_name", f"{to.name}.data"
+    )
+    _session(file, options)
+    return to
 
 
 def _options(threads: int) -> Any:

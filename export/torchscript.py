@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
 
 from compress.core.artifact import Artifact, Predictor
 from compress.core.eager import EagerModel, predicting
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 SIGNED_OR_WIDE = {"int8", "uint16"}
 """Activations that torch's integer kernels do not take."""
+DEPRECATED = "torch itself calls TorchScript deprecated; export_onnx and export_aot are not"
 
 
 class TorchScriptModel(Artifact):
@@ -32,7 +35,9 @@ class TorchScriptModel(Artifact):
         """Give the module as a predictor."""
         from export.torchscript_file import load
 
-        with predicting(load(self.payload_path, device), device, threads) as predict:
+        optimized = bool(self.manifest.facts.get("optimize_for_inference"))
+        module = load(self.payload_path, device, optimized=optimized)
+        with predicting(module, device, threads) as predict:
             yield predict
 
     def parameters(self) -> int:
@@ -62,9 +67,25 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
     """
 
     stage: Literal["export_torchscript"] = "export_torchscript"
-    method: Literal["trace", "script"] = "trace"
+    method: Literal["trace", "script", "mixed"] = "trace"
     """How eager models are read: `trace` records one forward pass; `script` compiles the source,
-    control flow included."""
+    control flow included; `mixed` traces all but the submodules that branch by the data, which it
+    scripts."""
+    scripted: tuple[str, ...] = ()
+    """Names of the submodules that `mixed` scripts, `*` and `?` standing for any characters; found
+    by tracing when left out."""
+    freeze: bool = True
+    """Whether an eager model's weights become constants of its graph, with BatchNorm folded."""
+    optimize_for_inference: bool = False
+    """Whether the module is also given the layouts of the processor that it is opened on. torch
+    cannot save these: the file stays plain, and whoever loads it without the toolkit calls
+    torch.jit.optimize_for_inference."""
+
+    @model_validator(mode="after")
+    def _parts_are_for_mixed(self) -> Self:
+        if self.scripted and self.method != "mixed":
+            raise ValueError("scripted: names submodules for `method: mixed` alone")
+        return self
 
     def refusal(self, formats: Set[str]) -> str:
         """Return why torch has no kernels for such activations, or nothing."""
@@ -74,22 +95,19 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
     def run(self, model: EagerModel | GraphModel, context: Context) -> TorchScriptModel:
         """Trace or script, check and seal."""
         from export.agreement import prove_equal
-        from export.torchscript_file import freeze, load, save
+        from export.torchscript_file import load, save
 
-        facts: dict[str, Any] = {}
-        if isinstance(model, GraphModel):
-            from export.torchscript_graph import script
-
-            scripted, kernels = script(model.program())
-            facts = {**kernels, "parameters": model.parameters(), "macs": model.macs()}
-        else:
-            scripted = freeze(model.load(), model.signature, self.method)
+        facts: dict[str, Any] = {"warnings": [DEPRECATED]}
+        scripted = self._scripted(model, facts)
+        if self.optimize_for_inference:
+            facts["optimize_for_inference"] = True
         with TorchScriptModel.sealing(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             file = partial / TorchScriptModel.payload
             save(scripted, file)
-            with predicting(load(file), "cpu", context.threads) as got:
+            module = load(file, optimized=self.optimize_for_inference)
+            with predicting(module, "cpu", context.threads) as got:
                 prove_equal(model, got, context)
         self._tell(facts)
         return TorchScriptModel.at(context.root)
@@ -103,8 +121,28 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
         with artifact.open(threads=context.threads) as got:
             prove_equal(model, got, context)
 
+    def _scripted(self, model: EagerModel | GraphModel, facts: dict[str, Any]) -> Any:
+        """Return the model as TorchScript; what was found out is added to the facts."""
+        if isinstance(model, GraphModel):
+            from export.torchscript_graph import script
+
+            module, kernels = script(model.program())
+            facts |= {**kernels, "parameters": model.parameters(), "macs": model.macs()}
+            return module
+        from export.torchscript_file import Method, to_torchscript
+
+        method = Method(self.method, self.scripted, self.freeze)
+        module, guessed = to_torchscript(model.load(), model.signature, method)
+        if guessed:
+            facts["warnings"].append(
+                f"the trace keeps what the example's data decided in {', '.join(guessed)}; "
+                "`method: mixed` scripts such parts"
+            )
+            logger.warning("%s: %s", self.title, facts["warnings"][-1])
+        return module
+
     def _tell(self, facts: dict[str, Any]) -> None:
-        logger.info("%s: written; torch itself calls TorchScript deprecated", self.title)
+        logger.info("%s: %s", self.title, DEPRECATED)
         if facts.get("integer_kernels"):
             told = (self.title, facts["integer_kernels"], facts["float_kernels"])
             logger.info("%s: %s, in floats %s", *told)

@@ -6,12 +6,13 @@ import io
 import re
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from compress.core.errors import ArtifactInvalid, StageFailed, first_line
 from compress.core.program import with_flat_outputs
+from export.torchscript_mixed import guesses, script_parts_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,31 +28,57 @@ VERSIONS = ("version", ".data/version")
 WRITTEN_ANYWAY = (*VERSIONS, "byteorder", ".data/serialization_id")
 
 
-def freeze(
-    module: torch.nn.Module, signature: Signature, method: Literal["trace", "script"]
-) -> torch.jit.ScriptModule:
-    """Return a module in eval mode as TorchScript, its weights constants of the graph.
+class Method(NamedTuple):
+    """How an eager model becomes TorchScript."""
+
+    name: Literal["trace", "script", "mixed"] = "trace"
+    scripted: tuple[str, ...] = ()
+    """Submodules that `mixed` scripts; those that a trace would guess in, where there are none."""
+    freeze: bool = True
+
+
+OTHERS = {"trace": "script", "script": "trace", "mixed": "script"}
+
+
+def to_torchscript(
+    module: torch.nn.Module, signature: Signature, method: Method
+) -> tuple[torch.jit.ScriptModule, list[str]]:
+    """Return a module in eval mode as TorchScript, and the parts in which tracing guessed.
+
+    The module's own parts may be replaced. Frozen, its weights are constants of the graph.
 
     Raises:
         StageFailed: TorchScript cannot express the module.
     """
     inputs = signature.example()
+    guessed: list[str] = []
+
+    def trace() -> Any:
+        flat = with_flat_outputs(module, inputs)
+        # The tracer's own check runs the same inputs again; check_agreement does more.
+        return torch.jit.trace(flat, inputs, check_trace=False)  # type: ignore[no-untyped-call]  # torch
+
     with torch.no_grad(), quiet():
         try:
             scripted: Any
-            if method == "script":
+            if method.name == "mixed":
+                script_parts_(module, method.scripted, trace)
+            if method.name == "script":
                 scripted = torch.jit.script(module)
             else:
-                flat = with_flat_outputs(module, inputs)
-                # The tracer's own check runs the same inputs again; check_agreement does more.
-                scripted = torch.jit.trace(flat, inputs, check_trace=False)  # type: ignore[no-untyped-call]  # torch
-            frozen: torch.jit.ScriptModule = torch.jit.freeze(scripted)
-            return frozen
+                with guesses(module) as guessed:
+                    scripted = trace()
+            frozen: torch.jit.ScriptModule = (
+                torch.jit.freeze(scripted) if method.freeze else scripted
+            )
+            return frozen, guessed
+        except StageFailed:
+            raise
         except Exception as error:
-            other = {"trace": "script", "script": "trace"}[method]
+            verb = "script" if method.name == "script" else "trace"
             raise StageFailed(
-                f"torch.jit.{method} cannot express the model: {type(error).__name__}: "
-                f"{first_line(error)}; try `method: {other}`"
+                f"torch.jit.{verb} cannot express the model: {type(error).__name__}: "
+                f"{first_line(error)}; try `method: {OTHERS[method.name]}`"
             ) from error
 
 
@@ -92,26 +119,35 @@ def _version(reader: torch._C.PyTorchFileReader) -> int:
     return int(reader.get_record(name))
 
 
-def load(file: Path, device: str = "cpu") -> Any:
+def load(file: Path, device: str = "cpu", *, optimized: bool = False) -> Any:
     """Read a module.
+
+    Args:
+        file: the module.
+        device: where it goes.
+        optimized: whether convolutions are given the layout of the processor that is here, which
+            torch (2.13) cannot save.
 
     Raises:
         ArtifactInvalid: the file is not TorchScript, or truncated.
     """
     try:
         with quiet():
-            return torch.jit.load(file, map_location=device)  # type: ignore[no-untyped-call]  # torch
+            module = torch.jit.load(file, map_location=device)  # type: ignore[no-untyped-call]  # torch
+            return torch.jit.optimize_for_inference(module) if optimized else module
     except (RuntimeError, ValueError) as error:
         sentence = re.split(r"\n|\. ", str(error).strip())[0]
         raise ArtifactInvalid(f"{file}: not TorchScript, or truncated ({sentence})") from error
 
 
 def count_weights(module: Any) -> int:
-    """Count the elements of a frozen module's tensors, scalars left out."""
+    """Count the elements of a module's parameters and constants, scalars left out."""
     graph = module.inlined_graph  # the nodes live as long as this name does
     constants = [n for n in graph.findAllNodes("prim::Constant") if n.hasAttribute("value")]
     tensors = [n.t("value") for n in constants if n.kindOf("value") == "t"]
-    return sum(t.numel() for t in tensors if t.dim())
+    held: int = sum(p.numel() for p in module.parameters())  # none where it is frozen
+    constants_held: int = sum(t.numel() for t in tensors if t.dim())
+    return held + constants_held
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from compress.quantization.weights_stage import QuantizeWeights
 from compress.training.stage import Train
 from export.aot import ExportAot
 from export.onnx import ExportOnnx
+from export.program import ExportProgram
+from export.tensorrt import ExportTensorRT
 from export.torchscript import ExportTorchScript
 from serve.stage import PackageTorchServe
 
@@ -43,6 +45,8 @@ OURS: tuple[type[Stage[Any, Any]], ...] = (
     ExportOnnx,
     ExportTorchScript,
     ExportAot,
+    ExportProgram,
+    ExportTensorRT,
     PackageTorchServe,
 )
 

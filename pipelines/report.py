@@ -158,7 +158,7 @@ class Report(Settings):
     baseline: Measurements | None
     stages: tuple[StageReport, ...]
     warnings: tuple[str, ...] = Field(default_factory=lambda known: _warnings(known))
-    """Quantized stages that are slower than their float parent."""
+    """Quantized stages that are slower than their float parent, and what artifacts warn of."""
     failed_stage: FailureReport | None = None
     test: TestReport | None = None
     lock: dict[str, JsonValue] = Field(exclude=True)
@@ -210,7 +210,12 @@ class Report(Settings):
 def _warnings(known: dict[str, Any]) -> tuple[str, ...]:
     from pipelines.quantized import slower_than_float
 
-    return tuple(slower_than_float(known["stages"], known["baseline_name"]))
+    told = (
+        f"{stage.name}: {warning}"
+        for stage in known["stages"]
+        for warning in stage.artifact.facts.get("warnings", ())
+    )
+    return (*slower_than_float(known["stages"], known["baseline_name"]), *told)
 
 
 def rule_in_words(verdict: Verdict, metric: str) -> str:

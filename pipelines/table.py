@@ -77,7 +77,7 @@ def gate_lines(report: Report) -> Iterator[Text]:
 def closing_lines(report: Report, out: Path) -> Iterator[Text]:
     """Yield what stands below the table: fidelity, gates, test split, warnings, the report's place.
 
-    A warning is a quantized stage that is slower than its float parent.
+    A warning is a quantized stage that is slower than its float parent, or an artifact's own.
     """
     for stage in report.stages:
         if fidelity := fidelity_of(stage):

@@ -51,7 +51,8 @@ def members_of(
         HANDLER: Path(handler.__file__).read_bytes(),
         CONFIG: config.encode(),
         PROBE: probe.npz,
-        model.payload: model.payload_path,
+        # A large ONNX model has its weights beside it.
+        **{name: model.path / name for name in model.manifest.files},
     }
     return members | {PROVENANCE: provenance(model, members).encode()}
 

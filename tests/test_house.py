@@ -39,7 +39,8 @@ PUBLIC = {
     "PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed QuantizeStatic "
     "QuantizeWeights Signature Splits Stage StageFailed Target TensorSpec Train "
     "Training Unavailable Verdict consolidate",
-    export: "AotModel ExportAot ExportOnnx ExportTorchScript OnnxModel TorchScriptModel",
+    export: "AotModel ExportAot ExportOnnx ExportProgram ExportTensorRT ExportTorchScript "
+    "OnnxModel TensorRTEngine TorchScriptModel",
     serve: "Client PackageTorchServe TorchServe TorchServeArchive",
 }
 
@@ -116,7 +117,7 @@ def test_the_settings_in_the_training_page_are_valid() -> None:
     Train(**train)
 
 
-@pytest.mark.parametrize("name", ["pruning", "quantization"])
+@pytest.mark.parametrize("name", ["pruning", "quantization", "export"])
 def test_the_stages_in_a_page_are_valid(name: str) -> None:
     page = (ROOT / "docs" / f"{name}.md").read_text()
     found = re.findall(r"```yaml\n(stages:\n.*?)```", page, re.DOTALL)
@@ -149,6 +150,16 @@ def test_the_quantization_page_names_every_observer_target_and_stage() -> None:
     quantizing = [name for name in stages() if name.startswith(("quantize", "convert"))]
     for name in (*get_args(Observer), *get_args(Runtime), *quantizing):
         assert f"`{name}`" in page, name
+
+
+def test_the_export_page_names_every_exporter_and_its_settings() -> None:
+    page = (ROOT / "docs" / "export.md").read_text()
+    for name, stage in stages().items():
+        if name.startswith("export"):
+            own = stage.model_fields.keys() - Stage.model_fields.keys()
+            missing = [setting for setting in own if setting not in page]
+            assert f"`{name}`" in page
+            assert missing == []
 
 
 def test_the_readmes_python_runs(tmp_path: Path) -> None:

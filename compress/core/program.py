@@ -9,6 +9,7 @@ only after every record and every string in it was found to be plain data.
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import json
 import re
@@ -68,7 +69,9 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
     """
     inputs = signature.example()
     shapes: Any = dynamic_shapes(signature)
-    with torch.no_grad(), warnings.catch_warnings():
+    # Where tracing fails, torch prints the graph so far before it raises.
+    unread = contextlib.redirect_stderr(io.StringIO())
+    with torch.no_grad(), warnings.catch_warnings(), unread:
         # LSTM and GRU keep a second list of their own weights, which tracing swaps and restores.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")
         try:

@@ -19,8 +19,8 @@ from compress.core.stage import Context
 from compress.quantization.static_stage import QuantizeStatic
 from export.agreement import check_agreement
 from export.onnx import ExportOnnx, OnnxModel
+from export.onnx_file import write
 from export.onnx_graph import count_macs
-from export.onnx_lowering import write
 
 ROOT = Path(__file__).parents[2]
 NETWORKS = ROOT / "tests" / "compress" / "quantization"

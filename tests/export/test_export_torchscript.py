@@ -1,10 +1,13 @@
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from compress.core.artifact import Artifact
+from compress.core.data import Splits
 from compress.core.eager import EagerModel
 from compress.core.errors import ArtifactInvalid, GateRefused, StageFailed
 from compress.core.gates import Parity
@@ -13,10 +16,11 @@ from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from export.agreement import check_agreement
 from export.torchscript import ExportTorchScript, TorchScriptModel
-from export.torchscript_file import quiet
+from export.torchscript_file import load, quiet
 
 ROOT = Path(__file__).parents[2]
 NETWORKS = ROOT / "tests" / "compress" / "quantization"
+HERE = Path(__file__).parent
 DIGITS = ROOT / "examples" / "digits"
 IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
@@ -154,3 +158,74 @@ def test_a_truncated_file_is_refused(resnet: EagerModel, tmp_path: Path) -> None
         TorchScriptModel.at(artifact.path).open(),
     ):
         pass
+
+
+def untraceable(path: Path) -> EagerModel:
+    return source(path, "nets:untraceable", ROWS, HERE)
+
+
+def test_mixed_scripts_the_part_that_loops_by_the_data_and_traces_the_rest(
+    tmp_path: Path,
+) -> None:
+    model = untraceable(tmp_path / "source")
+    with pytest.raises(StageFailed, match=r"torch\.jit\.script cannot express the model"):
+        ExportTorchScript(method="script")(model, Context(root=tmp_path / "ts"))
+    mixed = ExportTorchScript(method="mixed")
+    artifact = mixed(model, Context(root=tmp_path / "ts"))
+    named = ExportTorchScript(method="mixed", scripted=("halv*",))
+    assert named(model, Context(root=tmp_path / "named")).payload_bytes == artifact.payload_bytes
+    assert mixed(model, Context(root=tmp_path / "again")).digest == artifact.digest
+    with artifact.open() as got, model.open() as expected:
+        for size in (0.01, 1, 1000):  # none, a few and many turns of the loop
+            x = size * torch.randn(3, 4)
+            assert torch.allclose(got(x)[0], expected(x)[0], atol=1e-6)
+    with pytest.raises(StageFailed, match="scripted: no submodule is named 'nothing'"):
+        ExportTorchScript(method="mixed", scripted=("nothing",))(model, Context(root=tmp_path))
+
+
+def test_what_a_trace_guesses_is_told_by_name_and_kept_from_passing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = untraceable(tmp_path / "source")
+    samples = [(size * torch.ones(4), torch.tensor(0)) for size in (0.01, 1.0, 1000.0)]
+    context = Context(root=tmp_path / "ts", data=Splits({"val": samples}))
+    with pytest.raises(StageFailed, match="answers differ"):
+        ExportTorchScript()(model, context)
+    assert "in halving; `method: mixed` scripts such parts" in caplog.text
+    whole = source(tmp_path / "whole", "nets:guessing", ROWS, HERE)
+    with pytest.raises(StageFailed, match=r"own forward branches .* use `method: script`"):
+        ExportTorchScript(method="mixed")(whole, context)
+
+
+def test_names_of_parts_are_for_mixed_alone() -> None:
+    with pytest.raises(ValidationError, match="for `method: mixed` alone"):
+        ExportTorchScript(scripted=("body",))
+
+
+def test_weights_stay_parameters_where_nothing_is_frozen(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "nets:convolutions", IMAGE, HERE)
+    artifact = ExportTorchScript(freeze=False)(model, Context(root=tmp_path / "ts"))
+    assert artifact.parameters() == model.parameters()
+    with quiet():
+        names = dict(torch.jit.load(artifact.payload_path).named_parameters())
+    assert "body.0.weight" in names
+
+
+def test_layouts_of_this_processor_are_chosen_when_it_is_opened(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "nets:convolutions", IMAGE, HERE)
+    stage = ExportTorchScript(optimize_for_inference=True, gates=(Parity(atol=1e-5),))
+    artifact = stage(model, Context(root=tmp_path / "ts"))
+    assert "mkldnn_convolution" in str(load(artifact.payload_path, optimized=True).graph)
+    plain = ExportTorchScript()(model, Context(root=tmp_path / "plain"))
+    assert artifact.payload_path.read_bytes() == plain.payload_path.read_bytes()
+    assert artifact.parameters() == plain.parameters()
+
+
+def test_the_deprecation_is_told_by_the_report_and_not_by_python(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "nets:convolutions", IMAGE, HERE)
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        artifact = ExportTorchScript()(model, Context(root=tmp_path / "ts"))
+    assert raised == []
+    (told,) = artifact.manifest.facts["warnings"]
+    assert "TorchScript deprecated" in told

@@ -127,3 +127,12 @@ def test_warnings_are_of_the_measured_figures(report: Report) -> None:
     again = Report.model_validate({**content, "lock": report.lock})
     assert again.warnings == ("int8_onnx: slower than export_onnx (0.25×)",)
     assert Report.model_validate({**again.model_dump(), "lock": {}}).warnings == again.warnings
+
+
+def test_what_artifacts_warn_of_is_told_with_the_stages_name(report: Report) -> None:
+    content = report.model_dump(mode="json", exclude={"warnings"})
+    content["stages"][0]["artifact"]["facts"]["warnings"] = ["its format is deprecated"]
+    again = Report.model_validate({**content, "lock": report.lock})
+    told = f"{report.stages[0].name}: its format is deprecated"
+    assert told in again.warnings
+    assert f"! {told}." in again.html()

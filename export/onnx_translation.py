@@ -1,0 +1,135 @@
+"""From a module or a graph to ONNX, by torch's exporter, or by its older one where that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import onnx
+import torch
+
+from compress.core.errors import StageFailed
+from compress.core.graph import GraphModel
+from compress.core.program import export_program, with_flat_outputs
+from export import agreement
+from export.onnx_half import holds, refuse_bfloat16
+from export.onnx_lowering import innermost_reason, lower
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from compress.core.artifact import Artifact, Predictor
+    from compress.core.eager import EagerModel
+    from compress.core.signature import Signature
+    from compress.core.stage import Context
+
+logger = logging.getLogger(__name__)
+
+
+class Translation(NamedTuple):
+    """A model as ONNX."""
+
+    model: onnx.ModelProto
+    exporter: Literal["dynamo", "legacy"]
+    half: bool
+    """Whether weights are float16."""
+    problem: str = ""
+    """Why the usual exporter failed, where the older one did not."""
+
+
+def translate(source: EagerModel | GraphModel, opset: int | None, title: str) -> Translation:
+    """Return a model as ONNX; where torch's exporter fails, its older one has a try.
+
+    Args:
+        source: what is exported; a graph has no module that the older exporter could trace.
+        opset: version of the operator set; the exporter's default where None.
+        title: name of the stage, for the log.
+
+    Raises:
+        StageFailed: no exporter can translate the model; the usual one's reason is told.
+    """
+    try:
+        if isinstance(source, GraphModel):
+            program = source.program()
+        else:
+            program = export_program(source.load(), source.signature)
+        refuse_bfloat16(program)
+        graph = lower(program, source.signature, opset)
+        return Translation(graph, "dynamo", holds(program, torch.float16))
+    except StageFailed as error:
+        if isinstance(source, GraphModel):
+            raise
+        module = source.load()
+        traced = _traced(module, source.signature, opset)
+        if traced is None:
+            raise
+        problem = str(error)
+    logger.warning(
+        "%s: %s; exported by torch's older, deprecated exporter instead (dynamo=False)",
+        *(title, problem),
+    )
+    half = any(tensor.dtype is torch.float16 for tensor in module.state_dict().values())
+    return Translation(traced, "legacy", half, problem)
+
+
+def prove_equal(
+    source: Artifact, got: Predictor, context: Context, translation: Translation
+) -> None:
+    """Compare a translation with its source.
+
+    Raises:
+        StageFailed: they answer otherwise; where the older exporter was tried, the usual one's
+            failure is told first.
+    """
+    try:
+        agreement.prove_equal(source, got, context)
+    except StageFailed as error:
+        if not translation.problem:
+            raise
+        raise StageFailed(
+            f"{translation.problem} (what torch's older exporter writes is wrong: {error})"
+        ) from error
+
+
+def _traced(
+    module: torch.nn.Module, signature: Signature, opset: int | None
+) -> onnx.ModelProto | None:
+    """Return a module as the older exporter traces it; None where it fails, or guesses."""
+    inputs = signature.example()
+    try:
+        with torch.no_grad(), _refusing_guesses(), TemporaryDirectory() as folder:
+            file = Path(folder) / "model.onnx"
+            torch.onnx.export(
+                with_flat_outputs(module, inputs),
+                inputs,
+                file,
+                dynamo=False,
+                input_names=[spec.name for spec in signature.inputs],
+                output_names=[spec.name for spec in signature.outputs],
+                dynamic_axes={
+                    spec.name: {i: d for i, d in enumerate(spec.shape) if isinstance(d, str)}
+                    for spec in signature.inputs
+                },
+                opset_version=opset,
+            )
+            return onnx.load(file)
+    except Exception as error:  # noqa: BLE001 - the usual exporter's failure is told instead
+        logger.debug("the older exporter failed too: %s", innermost_reason(error))
+        return None
+
+
+@contextlib.contextmanager
+def _refusing_guesses() -> Iterator[None]:
+    """Raise where tracing records a branch or number that other inputs would change; be quiet."""
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),  # whole graphs, at errors
+    ):
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", torch.jit._trace.TracerWarning)
+        yield

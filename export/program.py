@@ -1,0 +1,40 @@
+"""The stage that writes a model's traced graph: a file for those who have PyTorch, not its code."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from compress.core.eager import EagerModel, predicting
+from compress.core.graph import GraphModel
+from compress.core.stage import Context, Stage
+
+logger = logging.getLogger(__name__)
+
+
+class ExportProgram(Stage[EagerModel, GraphModel]):
+    """Write the traced graph with its weights as one `.pt2` file, proved to answer like its source.
+
+    It is portable: tied to no processor, and read with `torch.export.load` without the model's code
+    or this toolkit. The other exporters read it as well.
+    """
+
+    stage: Literal["export_program"] = "export_program"
+
+    def run(self, model: EagerModel, context: Context) -> GraphModel:
+        """Trace, write, read back, check and seal."""
+        from compress.core.program import export_program, load_program, save_program
+        from export.agreement import prove_equal
+
+        program = export_program(model.load(), model.signature)
+        with GraphModel.sealing(
+            context.root, model.signature, lineage=self.lineage(model)
+        ) as partial:
+            file = partial / GraphModel.payload
+            save_program(program, file)
+            module = load_program(file).module()
+            with predicting(module, "cpu", context.threads) as graph:
+                prove_equal(model, graph, context)
+        operators = sum(node.op == "call_function" for node in program.graph.nodes)
+        logger.info("%s: %d operators", self.title, operators)
+        return GraphModel.at(context.root)

@@ -1,0 +1,63 @@
+"""Sizes that an engine is built for: the smallest, the usual and the largest of each named axis."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from compress.core.errors import StageFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from compress.core.signature import Signature, TensorSpec
+
+BATCH = (1, 8, 32)
+"""The batch where nothing was said."""
+
+
+class Shapes(NamedTuple):
+    """The shapes of one input, as an optimization profile takes them."""
+
+    smallest: tuple[int, ...]
+    usual: tuple[int, ...]
+    largest: tuple[int, ...]
+
+
+def sizes_of(
+    signature: Signature, given: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[int, int, int]]:
+    """Return the sizes of every named axis.
+
+    Raises:
+        StageFailed: an axis other than the batch has none, or there is no such axis.
+    """
+    axes = signature.dynamic_axes
+    for name in given:
+        if name not in axes:
+            raise StageFailed(
+                f"sizes: {name!r} is no named axis of the model's inputs; they have "
+                f"{', '.join(axes) or 'none'}"
+            )
+    found = {}
+    for name in axes:
+        if name not in given and name != signature.batch_axis:
+            raise StageFailed(
+                f"axis {name!r} has no sizes to build the engine for; add them, for example "
+                f"sizes: {{{name}: [1, 128, 512]}}"
+            )
+        smallest, usual, largest = given.get(name, BATCH)
+        found[name] = (smallest, usual, largest)
+    return found
+
+
+def shapes_of(spec: TensorSpec, sizes: Mapping[str, Sequence[int]]) -> Shapes:
+    """Return the three shapes of an input."""
+    return Shapes(*(spec.sized({name: s[i] for name, s in sizes.items()}) for i in range(3)))
+
+
+def fixed(signature: Signature, sizes: Mapping[str, int]) -> Signature:
+    """Return a signature whose named axes are numbers."""
+    inputs = tuple(
+        spec.model_copy(update={"shape": spec.sized(dict(sizes))}) for spec in signature.inputs
+    )
+    return signature.model_copy(update={"inputs": inputs})

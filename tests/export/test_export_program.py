@@ -1,0 +1,60 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.core.eager import EagerModel
+from compress.core.errors import StageFailed
+from compress.core.gates import Parity
+from compress.core.graph import GraphModel
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from export.program import ExportProgram
+from export.torchscript import ExportTorchScript
+
+HERE = Path(__file__).parent
+ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
+
+
+def source(path: Path, factory: str, signature: Signature) -> EagerModel:
+    torch.manual_seed(0)
+    recipe = Recipe(factory=f"nets:{factory}")
+    state = recipe.build(HERE).state_dict()
+    return EagerModel.create(path, recipe, state, signature, folder=HERE)
+
+
+def test_torch_alone_answers_alike_and_the_other_exporters_read_it(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "convolutions", IMAGE)
+    stage = ExportProgram(gates=(Parity(atol=1e-6),))
+    graph = stage(model, Context(root=tmp_path / "program"))
+    assert (graph.parameters(), graph.macs()) == (model.parameters(), model.macs())
+    assert [step.stage for step in graph.manifest.lineage][-1] == "export_program"
+    assert stage(model, Context(root=tmp_path / "again")).digest == graph.digest
+    x = torch.randn(7, 1, 8, 8)
+    torch.save([x, model.load()(x).detach()], tmp_path / "expected.pt")
+    code = (
+        "import sys, torch; x, y = torch.load('expected.pt', weights_only=True)\n"
+        "got = torch.export.load('program/model.pt2').module()(x)\n"
+        "assert torch.allclose(got, y, atol=1e-6)\n"
+        "assert not {'nets', 'compress'} & sys.modules.keys()"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    scripted = ExportTorchScript(gates=(Parity(atol=1e-5),))
+    scripted(GraphModel.at(graph.path), Context(root=tmp_path / "ts"))
+
+
+def test_what_cannot_be_traced_is_told_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = source(tmp_path / "source", "guessing", ROWS)
+    with pytest.raises(StageFailed, match="data-dependent expression") as caught:
+        ExportProgram()(model, Context(root=tmp_path / "program"))
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+    assert not (tmp_path / "program").exists()
