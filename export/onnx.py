@@ -10,13 +10,17 @@ from pydantic import Field
 
 from compress.core.artifact import Artifact, Predictor
 from compress.core.eager import EagerModel
-from compress.core.graph import GraphModel
+from compress.core.graph import GraphModel, program_of
 from compress.core.stage import Context, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
+    from pathlib import Path
 
+    import torch
     from torch.export import ExportedProgram
+
+    from compress.core.signature import Signature
 
 logger = logging.getLogger(__name__)
 
@@ -62,18 +66,16 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> OnnxModel:
         """Lower, shrink, check and seal."""
-        from compress.core.program import export_program
         from export.agreement import prove_equal
         from export.onnx_graph import count_operators, shrink_
         from export.onnx_lowering import lower, write
         from export.onnx_session import count_kernels, session_predictor
+        from export.parity_report import Account, accounting
+        from export.reproduction import ONNX
         from export.targets import warn_of_another
 
         warn_of_another(model, ONNX_TARGETS, self.title)
-        if isinstance(model, GraphModel):
-            program = model.program()
-        else:
-            program = export_program(model.load(), model.signature)
+        program = program_of(model)
         graph = lower(program, model.signature, self.opset)
         shrink_(graph)
         facts = {"opset": graph.opset_import[0].version, "operators": count_operators(graph)}
@@ -83,10 +85,30 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
             file = partial / OnnxModel.payload
             write(graph, file)
             facts |= count_kernels(file)
-            prove_equal(model, session_predictor(file, context.threads), context)
+            got = session_predictor(file, context.threads)
+            account = Account(self.title, model, got, program, self._export_again, ONNX, context)
+            with accounting(account):
+                prove_equal(model, got, context)
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
         self._tell_of_floats(model, program, facts["float_kernels"].keys())
         return OnnxModel.at(context.root)
+
+    def _export_again(
+        self,
+        program: ExportedProgram,
+        signature: Signature,
+        file: Path,
+        inputs: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, ...]:
+        """Export a part of the graph and return its answers."""
+        from export.onnx_graph import shrink_
+        from export.onnx_lowering import lower, write
+        from export.onnx_session import session_predictor
+
+        graph = lower(program, signature, self.opset)
+        shrink_(graph)
+        write(graph, file)
+        return session_predictor(file, threads=1)(*inputs)
 
     def _tell_of_floats(
         self, model: EagerModel | GraphModel, program: ExportedProgram, kernels: Set[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -13,6 +14,12 @@ from compress.core.stage import Context, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+    import torch
+    from torch.export import ExportedProgram
+
+    from compress.core.signature import Signature
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +72,8 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
     def run(self, model: EagerModel | GraphModel, context: Context) -> TorchScriptModel:
         """Trace or script, check and seal."""
         from export.agreement import prove_equal
+        from export.parity_report import Account, accounting
+        from export.reproduction import TORCHSCRIPT
         from export.torchscript_file import freeze, load, save
 
         facts: dict[str, Any] = {}
@@ -81,7 +90,10 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
             file = partial / TorchScriptModel.payload
             save(scripted, file)
             with predicting(load(file), "cpu", context.threads) as got:
-                prove_equal(model, got, context)
+                again = functools.partial(_export_again, isinstance(model, GraphModel))
+                account = Account(self.title, model, got, None, again, TORCHSCRIPT, context)
+                with accounting(account):
+                    prove_equal(model, got, context)
         self._tell(facts)
         return TorchScriptModel.at(context.root)
 
@@ -90,3 +102,23 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
         if facts.get("integer_kernels"):
             told = (self.title, facts["integer_kernels"], facts["float_kernels"])
             logger.info("%s: %s, in floats %s", *told)
+
+
+def _export_again(
+    quantized: bool,
+    program: ExportedProgram,
+    signature: Signature,
+    file: Path,
+    inputs: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, ...]:
+    """Write a part of the graph and return its answers."""
+    from export.torchscript_file import freeze, load, save
+    from export.torchscript_graph import script
+
+    if quantized:
+        scripted, _ = script(program)
+    else:
+        scripted = freeze(program.module(check_guards=False), signature, "trace")
+    save(scripted, file)
+    with predicting(load(file), "cpu", 1) as got:
+        return got(*inputs)
