@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.core.artifact import Artifact, Predictor
+from compress.core.bounds import limits_of
 from compress.core.eager import EagerModel, predicting
 from compress.core.graph import GraphModel, program_of
 from compress.core.requirement import Requirement
@@ -108,6 +109,7 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
         program = program_of(model)
         facts: dict[str, Any] = {"built_for": built_for(self.device)}
         facts |= {"parameters": model.parameters(), "macs": model.macs()}
+        facts |= limits_of(program, model.signature, self.title)
         device = _where(self.device, context.device)
         with AotModel.sealing(
             context.root, model.signature, lineage=self.lineage(model), facts=facts

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from compress.core.bounds import trace
 from compress.core.errors import StageFailed, first_line
-from compress.core.program import dynamic_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,10 +82,9 @@ def retrace(
     Raises:
         StageFailed: torch.export refuses the part.
     """
-    shapes = dynamic_shapes(signature)
     try:
         with torch.no_grad():
-            return torch.export.export(module, tuple(inputs), dynamic_shapes=shapes)
+            return trace(module, inputs, signature)
     except Exception as error:
         raise StageFailed(f"torch.export: {first_line(error)}") from error
 

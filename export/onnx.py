@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from compress.core.artifact import Artifact, Predictor
+from compress.core.bounds import limits_of
 from compress.core.eager import EagerModel
 from compress.core.graph import GraphModel, program_of
 from compress.core.stage import Context, Stage
@@ -79,6 +80,7 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         graph = lower(program, model.signature, self.opset)
         shrink_(graph)
         facts = {"opset": graph.opset_import[0].version, "operators": count_operators(graph)}
+        facts |= limits_of(program, model.signature, self.title)
         with OnnxModel.sealing(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:

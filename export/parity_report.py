@@ -1,4 +1,4 @@
-"""What a user finds after an export that answers otherwise: where it went wrong, and how to see it."""
+"""What a user finds after an export that answers otherwise: where, and how to see it."""
 
 from __future__ import annotations
 
