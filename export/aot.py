@@ -119,7 +119,7 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
             module = load(file, model.signature, device)
             with predicting(module, device, context.threads) as compiled:
                 again = self._export_again
-                account = Account(self.title, model, compiled, program, again, AOT, context)
+                account = Account(self.title, model, compiled, file, program, again, AOT, context)
                 with accounting(account):
                     prove_equal(model, compiled, context)
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])

@@ -77,6 +77,10 @@ class Search:
     exports: int = 0
     """How many parts were exported."""
     out_of_time: bool = False
+    refused: bool = False
+    """Whether not even the whole graph could be exported again."""
+    refusal: str = ""
+    """Why the last part that could not be exported was not."""
     node: fx.Node | None = None
     """What was found."""
     module: fx.GraphModule = field(init=False)
@@ -89,7 +93,9 @@ class Search:
     def run(self) -> Layer | None:
         """Return the first layer out of tolerance; None where no part of the graph is."""
         outputs = [n for n in self.module.graph.output_node().all_input_nodes if leading_to(n)]
-        bad = [n for n in outputs if (self._error(n) or 0) > self.limit]
+        errors = {n: self._error(n) for n in outputs}
+        self.refused = bool(errors) and all(e is None for e in errors.values())
+        bad = [n for n, e in errors.items() if (e or 0) > self.limit]
         if not bad:
             return None
         worst, verified = bad[0], False
@@ -97,11 +103,11 @@ class Search:
             worst = self._bisect(worst)
             before = values_before(worst)
             # Errors need not grow along the graph, so what was found is looked at again.
-            errors = self._errors([*before, worst])
-            if errors is None:
+            found = self._errors([*before, worst])
+            if found is None:
                 break
-            earlier = [n for n, e in zip(before, errors, strict=False) if e > self.limit]
-            verified = not earlier and errors[-1] > self.limit
+            earlier = [n for n, e in zip(before, found, strict=False) if e > self.limit]
+            verified = not earlier and found[-1] > self.limit
             if not earlier:
                 break
             worst = earlier[0]
@@ -137,7 +143,8 @@ class Search:
         self.exports += 1
         try:
             errors = errors_of(part, self.named(len(nodes)), self.inputs, self)
-        except StageFailed:
+        except StageFailed as error:
+            self.refusal = str(error)
             return None
         self._found |= dict(zip(nodes, errors, strict=True))
         return errors
@@ -193,7 +200,7 @@ def relative_error(expected: torch.Tensor, got: torch.Tensor) -> float:
     """
     if expected.shape != got.shape:
         return float("inf")
-    a, b = expected.cpu().double(), got.cpu().double()
+    a, b = expected.detach().cpu().double(), got.detach().cpu().double()
     equal = (a == b) | (a.isnan() & b.isnan())
     a, b = a.masked_fill(equal & ~a.isfinite(), 0), b.masked_fill(equal & ~b.isfinite(), 0)
     if not (a.isfinite().all() and b.isfinite().all()):

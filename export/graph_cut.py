@@ -52,7 +52,7 @@ def prefix(module: fx.GraphModule, ends: Sequence[fx.Node]) -> fx.GraphModule:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[n] for n in ends))
     graph.eliminate_dead_code()
-    return fx.GraphModule(module, graph)
+    return fx.GraphModule(module, graph).eval()
 
 
 def alone(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
@@ -71,7 +71,7 @@ def alone(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[f
         if before.op == "get_attr":
             copies[before] = graph.node_copy(before)
     graph.output((graph.node_copy(node, copies.__getitem__),))
-    return fx.GraphModule(module, graph), taken
+    return fx.GraphModule(module, graph).eval(), taken
 
 
 def retrace(

@@ -88,7 +88,9 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
             write(graph, file)
             facts |= count_kernels(file)
             got = session_predictor(file, context.threads)
-            account = Account(self.title, model, got, program, self._export_again, ONNX, context)
+            account = Account(
+                self.title, model, got, file, program, self._export_again, ONNX, context
+            )
             with accounting(account):
                 prove_equal(model, got, context)
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import onnx
 import torch
 
-from compress.core.errors import StageFailed, first_line
 from compress.core.bounds import dynamic_shapes
+from compress.core.errors import StageFailed, first_line
 from export.onnx_dynamic import TRANSLATIONS, multiply_integers_
 from export.onnx_few_bits import with_packed_products
 from export.onnx_half import holds, part_transposes_, refuse_bfloat16

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import onnx
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    import onnx
 
 INPUT = "compress_input_{}"
 OUTPUT = "compress_output_{}"
@@ -43,4 +43,6 @@ def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 def _names(graph: onnx.GraphProto) -> set[str]:
     values = (*graph.input, *graph.output, *graph.value_info, *graph.initializer)
-    return {v.name for v in values} | {n for node in graph.node for n in (*node.input, *node.output)}
+    return {v.name for v in values} | {
+        n for node in graph.node for n in (*node.input, *node.output)
+    }

@@ -48,6 +48,8 @@ class Account:
     """Name of the stage."""
     source: Artifact
     got: Predictor
+    file: Path
+    """What answers so."""
     program: ExportedProgram | None
     """Its graph; traced where it is needed and was not."""
     exporting: Exporting
@@ -118,10 +120,12 @@ def _tell(account: Account, error: StageFailed) -> str:
     text = json.dumps(report, indent=1, allow_nan=False)
     (partial / REPORT).write_text(text + "\n", encoding="utf-8")
     partial.rename(folder)
-    return f"{_sentence(layer)}; see {folder / REPORT}"
+    return f"{_sentence(layer, search)}; see {folder / REPORT}"
 
 
-def _sentence(layer: Layer | None) -> str:
+def _sentence(layer: Layer | None, search: Search) -> str:
+    if search.refused:
+        return f"where is not known, as its graph cannot be exported again ({search.refusal})"
     if layer is None:
         return "no part of the graph that is exported alone differs"
     first = "the first layer" if layer.verified else "a layer (perhaps not the first)"
@@ -204,7 +208,7 @@ def _reproduce(
 ) -> dict[str, Any] | None:
     what = f"{account.runtime.name} and PyTorch differ" + (f" at {layer}." if layer else ".")
     try:
-        error = reproduction.write(folder, search, account.runtime, what)
+        error = reproduction.write(folder, search, account, what)
     except CompressError as fault:
         logger.warning("%s: no %s: %s", account.title, reproduction.SCRIPT, fault)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from export.first_layer import Search
+    from export.parity_report import Account
 
 SOURCE = "source.pt2"
 INPUTS = "inputs.npz"
@@ -115,20 +117,27 @@ AOT = Runtime(
 )
 
 
-def write(folder: Path, search: Search, runtime: Runtime, what: str) -> float:
+def write(folder: Path, search: Search, account: Account, what: str) -> float:
     """Write script, program, exported file and inputs; return the error that they show.
+
+    Where no part differs on its own, the file is the one that was found to.
 
     Raises:
         StageFailed: the part cannot be exported on its own.
     """
     from export.first_layer import relative_error
 
+    runtime = account.runtime
     part, signature, inputs = search.smallest()
     program = retrace(part, signature, signature.example())
     with torch.no_grad():
         outputs = part(*inputs)
     expected = outputs if isinstance(outputs, tuple | list) else (outputs,)
-    got = search.exporting(program, signature, folder / runtime.file, inputs)
+    if search.node is None:
+        shutil.copyfile(account.file, folder / runtime.file)
+        got = account.got(*inputs)
+    else:
+        got = search.exporting(program, signature, folder / runtime.file, inputs)
     save_program(program, folder / SOURCE)
     names = [spec.name for spec in signature.inputs]
     arrays = {n: _as_array(x) for n, x in zip(names, inputs, strict=True)}

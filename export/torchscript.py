@@ -91,7 +91,7 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
             save(scripted, file)
             with predicting(load(file), "cpu", context.threads) as got:
                 again = functools.partial(_export_again, isinstance(model, GraphModel))
-                account = Account(self.title, model, got, None, again, TORCHSCRIPT, context)
+                account = Account(self.title, model, got, file, None, again, TORCHSCRIPT, context)
                 with accounting(account):
                     prove_equal(model, got, context)
         self._tell(facts)
@@ -112,13 +112,17 @@ def _export_again(
     inputs: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, ...]:
     """Write a part of the graph and return its answers."""
+    from export.graph_cut import prefix
     from export.torchscript_file import freeze, load, save
     from export.torchscript_graph import script
 
     if quantized:
         scripted, _ = script(program)
     else:
-        scripted = freeze(program.module(check_guards=False), signature, "trace")
+        graph = program.module(check_guards=False)
+        # The checks of a program's module cannot be traced, nor its sizes: they become constants.
+        part = prefix(graph, graph.graph.output_node().all_input_nodes)
+        scripted = freeze(part, signature, "trace", inputs)
     save(scripted, file)
     with predicting(load(file), "cpu", 1) as got:
         return got(*inputs)

@@ -28,14 +28,23 @@ WRITTEN_ANYWAY = (*VERSIONS, "byteorder", ".data/serialization_id")
 
 
 def freeze(
-    module: torch.nn.Module, signature: Signature, method: Literal["trace", "script"]
+    module: torch.nn.Module,
+    signature: Signature,
+    method: Literal["trace", "script"],
+    inputs: tuple[torch.Tensor, ...] | None = None,
 ) -> torch.jit.ScriptModule:
     """Return a module in eval mode as TorchScript, its weights constants of the graph.
+
+    Args:
+        module: the module.
+        signature: its interface.
+        method: how it is read.
+        inputs: what is traced; seeded inputs when left out.
 
     Raises:
         StageFailed: TorchScript cannot express the module.
     """
-    inputs = signature.example()
+    inputs = signature.example() if inputs is None else inputs
     with torch.no_grad(), quiet():
         try:
             scripted: Any

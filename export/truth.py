@@ -51,7 +51,8 @@ class Truth:
                 for e, m, n in zip(others, mine, norms, strict=True)
             ):
                 return True
-        jumps = _errors(answers, self._expected(*_nudged(inputs)))
+        beside = [_errors(answers, self._expected(*_nudged(inputs, s))) for s in (1, -1)]
+        jumps = [max(pair) for pair in zip(*beside, strict=True)]
         return all(
             e <= TIMES_TORCH * j or e <= limit * float(torch.linalg.vector_norm(a.double()))
             for e, j, a in zip(theirs, jumps, answers, strict=True)
@@ -79,10 +80,11 @@ def _errors(expected: Outputs, got: Outputs) -> list[float]:
     ]
 
 
-def _nudged(inputs: Outputs) -> Outputs:
+def _nudged(inputs: Outputs, sign: int) -> Outputs:
     generator = torch.Generator().manual_seed(0)
     return tuple(
-        x + NUDGE * x.abs().max() * torch.randn(x.shape, generator=generator).to(x)
+        x
+        + sign * NUDGE * float(x.abs().max() or 1) * torch.randn(x.shape, generator=generator).to(x)
         if x.is_floating_point() and x.numel()
         else x
         for x in inputs
