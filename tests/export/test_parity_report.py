@@ -146,10 +146,9 @@ def test_torchscript_is_searched_and_its_folder_is_of_the_run(
     context = Context(root=tmp_path / "script", results=tmp_path / "results")
     with pytest.raises(StageFailed, match=r"first layer .* is blocks\.0 \(aten\.erf\.default\)"):
         ExportTorchScript(name="script")(model, context)
-    folder = tmp_path / "results" / "parity" / "script"
-    done = reproduced(folder)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert json.loads((folder / "parity.json").read_text())["metric"] is None
+    report = json.loads((tmp_path / "results" / "parity" / "script" / "parity.json").read_text())
+    assert report["metric"] is None
+    assert report["reproduce"]["error"] > 0.1
 
 
 def test_what_tracing_alone_gets_wrong_is_shown_whole(tmp_path: Path) -> None:
