@@ -8,14 +8,21 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compress.core.artifact import Artifact, Predictor
+from compress.core.bounds import limits_of
 from compress.core.eager import EagerModel, predicting
-from compress.core.graph import GraphModel
+from compress.core.graph import GraphModel, program_of
 from compress.core.requirement import Requirement
 from compress.core.stage import Context, Stage
 from export.targets import NO_WIDE_INTEGERS, warn_of_another
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
+    from pathlib import Path
+
+    import torch
+    from torch.export import ExportedProgram
+
+    from compress.core.signature import Signature
 
 logger = logging.getLogger(__name__)
 
@@ -95,20 +102,19 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> AotModel:
         """Trace, compile, check and seal."""
-        from compress.core.program import export_program
         from export.agreement import prove_equal
         from export.aot_machine import built_for, refuse_missing
         from export.aot_package import compile_package, load
         from export.devices import on_cpu
+        from export.parity_report import Account, accounting
+        from export.reproduction import AOT
 
         refuse_missing(self.all_requirements(), self.title)
         warn_of_another(model, ("inductor-cpu",), self.title)
-        if isinstance(model, GraphModel):
-            program = model.program()
-        else:
-            program = export_program(model.load(), model.signature)
+        program = program_of(model)
         facts: dict[str, Any] = {"built_for": built_for(self.device)}
         facts |= {"parameters": model.parameters(), "macs": model.macs()}
+        facts |= limits_of(program, model.signature, self.title)
         device = _where(self.device, context.device)
         with AotModel.sealing(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
@@ -117,7 +123,10 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
             facts |= compile_package(program, model.signature, file, device)
             module = load(file, model.signature, device)
             with predicting(module, device, context.threads) as compiled:
-                prove_equal(model, on_cpu(compiled), context)
+                got, again = on_cpu(compiled), self._export_again
+                account = Account(self.title, model, got, file, program, again, AOT, context)
+                with accounting(account):
+                    prove_equal(model, got, context)
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
         return AotModel.at(context.root)
 
@@ -127,6 +136,20 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
 
         with artifact.open(threads=context.threads) as got:
             prove_equal(model, got, context)
+
+    def _export_again(
+        self,
+        program: ExportedProgram,
+        signature: Signature,
+        file: Path,
+        inputs: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, ...]:
+        """Compile a part of the graph and return its answers."""
+        from export.aot_package import compile_package, load
+
+        compile_package(program, signature, file, self.device)
+        with predicting(load(file, signature, self.device), self.device, 1) as compiled:
+            return tuple(t.cpu() for t in compiled(*inputs))
 
 
 def _where(compiled_for: str, device: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from compress.core.artifact import Artifact, Predictor
+from compress.core.bounds import limits_of
 from compress.core.eager import EagerModel
 from compress.core.graph import GraphModel
 from compress.core.stage import Context, Stage
@@ -16,9 +17,13 @@ from export.targets import NO_BFLOAT16, SIXTEEN_BITS_SINCE, no_sixteen_bits, war
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
+    from pathlib import Path
 
+    import torch
     from onnx import ModelProto
+    from torch.export import ExportedProgram
 
+    from compress.core.signature import Signature
     from export.onnx_translation import Translation
 
 logger = logging.getLogger(__name__)
@@ -91,6 +96,8 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         from export.onnx_file import write
         from export.onnx_session import count_kernels, session_predictor
         from export.onnx_translation import prove_equal, translate
+        from export.parity_report import Account, accounting
+        from export.reproduction import ONNX
 
         warn_of_another(model, ONNX_TARGETS, self.title)
         translation = translate(model, self.opset, self.title)
@@ -102,7 +109,12 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
             file = partial / OnnxModel.payload
             write(graph, file)
             facts |= count_kernels(file)
-            prove_equal(model, session_predictor(file, context.threads), context, translation)
+            got, program = session_predictor(file, context.threads), translation.program
+            account = Account(
+                self.title, model, got, file, program, self._export_again, ONNX, context
+            )
+            with accounting(account):
+                prove_equal(model, got, context, translation)
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
         self._tell_of_floats(model, facts["float_kernels"].keys(), half=translation.half)
         return OnnxModel.at(context.root)
@@ -133,11 +145,31 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
 
         facts: dict[str, Any] = {"exporter": translation.exporter}
         facts |= {"opset": graph.opset_import[0].version, "operators": count_operators(graph)}
+        if translation.program is not None:
+            facts |= limits_of(translation.program, model.signature, self.title)
         if translation.problem:
             facts["warnings"] = [f"by torch's older, deprecated exporter: {translation.problem}"]
         if self.optimize == "extended":  # fused operators do not tell
             facts |= {"parameters": model.parameters(), "macs": model.macs()}
         return facts
+
+    def _export_again(
+        self,
+        program: ExportedProgram,
+        signature: Signature,
+        file: Path,
+        inputs: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, ...]:
+        """Export a part of the graph and return its answers."""
+        from export.onnx_file import write
+        from export.onnx_graph import shrink_
+        from export.onnx_lowering import lower
+        from export.onnx_session import session_predictor
+
+        graph = lower(program, signature, self.opset)
+        shrink_(graph)
+        write(graph, file)
+        return session_predictor(file, threads=1)(*inputs)
 
     def _tell_of_floats(
         self, model: EagerModel | GraphModel, kernels: Set[str], *, half: bool

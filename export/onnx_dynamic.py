@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 import torch
+import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
 from onnx import helper, numpy_helper
 from onnxscript import opset18 as op
 

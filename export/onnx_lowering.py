@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from compress.core.bounds import dynamic_shapes
 from compress.core.errors import StageFailed, first_line
-from compress.core.program import dynamic_shapes
 from export.onnx_dynamic import TRANSLATIONS, multiply_integers_
 from export.onnx_few_bits import with_packed_products
 from export.onnx_floats import keep_floats_
 from export.onnx_half import holds, part_transposes_
+from export.onnx_names import INPUT, OUTPUT, rename_
 from export.onnx_recurrent import compute_recurrences_
 from export.targets import SIXTEEN_BITS_SINCE, no_sixteen_bits
 
@@ -41,14 +42,16 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
         StageFailed: an operator has no ONNX form, or the operator set is not available.
     """
     opset = _wide_enough(opset, program)
+    inputs = {INPUT.format(i): spec.name for i, spec in enumerate(signature.inputs)}
+    outputs = {OUTPUT.format(i): spec.name for i, spec in enumerate(signature.outputs)}
     try:
         with _quiet():
             program = with_packed_products(program, signature)
             exported = torch.onnx.export(
                 program,
                 dynamo=True,
-                input_names=[spec.name for spec in signature.inputs],
-                output_names=[spec.name for spec in signature.outputs],
+                input_names=list(inputs),
+                output_names=list(outputs),
                 dynamic_shapes=dynamic_shapes(signature),
                 opset_version=opset,
                 custom_translation_table=TRANSLATIONS,
@@ -59,6 +62,7 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
     if exported is None:
         raise StageFailed("torch.onnx.export gave nothing back, expected a model")
     model: onnx.ModelProto = exported.model_proto
+    rename_(model, inputs | outputs)
     compute_recurrences_(model)
     multiply_integers_(model)
     keep_floats_(model)

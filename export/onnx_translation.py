@@ -14,14 +14,16 @@ import onnx
 import torch
 
 from compress.core.errors import StageFailed
-from compress.core.graph import GraphModel
-from compress.core.program import export_program, with_flat_outputs
+from compress.core.graph import GraphModel, program_of
+from compress.core.program import with_flat_outputs
 from export import agreement
 from export.onnx_half import holds, refuse_bfloat16
 from export.onnx_lowering import innermost_reason, lower
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch.export import ExportedProgram
 
     from compress.core.artifact import Artifact, Predictor
     from compress.core.eager import EagerModel
@@ -38,6 +40,8 @@ class Translation(NamedTuple):
     exporter: Literal["dynamo", "legacy"]
     half: bool
     """Whether weights are float16."""
+    program: ExportedProgram | None
+    """What was translated; the older exporter traces the module itself."""
     problem: str = ""
     """Why the usual exporter failed, where the older one did not."""
 
@@ -54,13 +58,10 @@ def translate(source: EagerModel | GraphModel, opset: int | None, title: str) ->
         StageFailed: no exporter can translate the model; the usual one's reason is told.
     """
     try:
-        if isinstance(source, GraphModel):
-            program = source.program()
-        else:
-            program = export_program(source.load(), source.signature)
+        program = program_of(source)
         refuse_bfloat16(program)
         graph = lower(program, source.signature, opset)
-        return Translation(graph, "dynamo", holds(program, torch.float16))
+        return Translation(graph, "dynamo", holds(program, torch.float16), program)
     except StageFailed as error:
         if isinstance(source, GraphModel):
             raise
@@ -74,7 +75,7 @@ def translate(source: EagerModel | GraphModel, opset: int | None, title: str) ->
         *(title, problem),
     )
     half = any(tensor.dtype is torch.float16 for tensor in module.state_dict().values())
-    return Translation(traced, "legacy", half, problem)
+    return Translation(traced, "legacy", half, None, problem)
 
 
 def prove_equal(

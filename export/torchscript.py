@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -16,6 +17,12 @@ from export.targets import no_such_integers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
+    from pathlib import Path
+
+    import torch
+    from torch.export import ExportedProgram
+
+    from compress.core.signature import Signature
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +102,8 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
     def run(self, model: EagerModel | GraphModel, context: Context) -> TorchScriptModel:
         """Trace or script, check and seal."""
         from export.agreement import prove_equal
+        from export.parity_report import Account, accounting
+        from export.reproduction import TORCHSCRIPT
         from export.torchscript_file import load, save
 
         facts: dict[str, Any] = {"warnings": [DEPRECATED]}
@@ -108,7 +117,10 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
             save(scripted, file)
             module = load(file, optimized=self.optimize_for_inference)
             with predicting(module, "cpu", context.threads) as got:
-                prove_equal(model, got, context)
+                again = functools.partial(_export_again, isinstance(model, GraphModel))
+                account = Account(self.title, model, got, file, None, again, TORCHSCRIPT, context)
+                with accounting(account):
+                    prove_equal(model, got, context)
         self._tell(facts)
         return TorchScriptModel.at(context.root)
 
@@ -146,3 +158,27 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
         if facts.get("integer_kernels"):
             told = (self.title, facts["integer_kernels"], facts["float_kernels"])
             logger.info("%s: %s, in floats %s", *told)
+
+
+def _export_again(
+    quantized: bool,
+    program: ExportedProgram,
+    signature: Signature,
+    file: Path,
+    inputs: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, ...]:
+    """Write a part of the graph and return its answers."""
+    from export.graph_cut import prefix
+    from export.torchscript_file import Method, load, save, to_torchscript
+    from export.torchscript_graph import script
+
+    if quantized:
+        scripted, _ = script(program)
+    else:
+        graph = program.module(check_guards=False)
+        # The checks of a program's module cannot be traced, nor its sizes: they become constants.
+        part = prefix(graph, graph.graph.output_node().all_input_nodes)
+        scripted, _ = to_torchscript(part, signature, Method("trace"), inputs)
+    save(scripted, file)
+    with predicting(load(file), "cpu", 1) as got:
+        return got(*inputs)

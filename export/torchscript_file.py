@@ -15,7 +15,7 @@ from compress.core.program import with_flat_outputs
 from export.torchscript_mixed import guesses, script_parts_
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from compress.core.signature import Signature
@@ -41,16 +41,25 @@ OTHERS = {"trace": "script", "script": "trace", "mixed": "script"}
 
 
 def to_torchscript(
-    module: torch.nn.Module, signature: Signature, method: Method
+    module: torch.nn.Module,
+    signature: Signature,
+    method: Method,
+    inputs: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.jit.ScriptModule, list[str]]:
     """Return a module in eval mode as TorchScript, and the parts in which tracing guessed.
 
     The module's own parts may be replaced. Frozen, its weights are constants of the graph.
 
+    Args:
+        module: the module.
+        signature: its interface.
+        method: how it is read.
+        inputs: what is traced; seeded inputs when left out.
+
     Raises:
         StageFailed: TorchScript cannot express the module.
     """
-    inputs = signature.example()
+    inputs = signature.example() if inputs is None else tuple(inputs)
     guessed: list[str] = []
 
     def trace() -> Any:

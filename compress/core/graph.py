@@ -101,6 +101,21 @@ class GraphModel(Artifact):
         return count_macs(module, self.signature.example(batch=1))
 
 
+def program_of(model: Artifact) -> torch.export.ExportedProgram:
+    """Return a model's graph: the stored one, or that of an eager model traced.
+
+    Raises:
+        StageFailed: the model cannot be traced, or has no graph.
+    """
+    from compress.core.program import export_program
+
+    if isinstance(model, GraphModel):
+        return model.program()
+    if isinstance(model, EagerModel):
+        return export_program(model.load(), model.signature)
+    raise StageFailed(f"{model.kind} artifacts have no graph")
+
+
 def reshape_views_(module: Any) -> None:
     """Let views of a graph be copies where need be, in place.
 

@@ -22,6 +22,7 @@ import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and
 from torch import nn
 from torch.export.pt2_archive import PT2ArchiveReader
 
+from compress.core.bounds import trace
 from compress.core.eager import flatten_outputs
 from compress.core.errors import ArtifactInvalid, StageFailed
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from torch.export import Dim, ExportedProgram
+    from torch.export import ExportedProgram
 
     from compress.core.signature import Signature
 
@@ -62,13 +63,13 @@ SHAPE_FUNCTION = re.compile(
 def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
     """Trace a module in eval mode into an ATen graph whose named axes are dynamic.
 
+    An axis that the model's code bounds, as a table of positions does, is dynamic up to there.
     Outputs are flattened into the order of the signature. The module is not changed.
 
     Raises:
         StageFailed: the module cannot be traced, or its code fixes the size of a named axis.
     """
     inputs = signature.example()
-    shapes: Any = dynamic_shapes(signature)
     # Where tracing fails, torch prints the graph so far before it raises.
     unread = contextlib.redirect_stderr(io.StringIO())
     with torch.no_grad(), warnings.catch_warnings(), unread:
@@ -76,20 +77,9 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")
         try:
             flat = with_flat_outputs(module, inputs)
-            if flat is not module:
-                shapes = {"inputs": shapes}
-            return torch.export.export(flat, inputs, dynamic_shapes=shapes)
+            return trace(flat, inputs, signature, gathered=flat is not module)
         except Exception as error:
             raise StageFailed(f"torch.export cannot trace the model: {_reason(error)}") from error
-
-
-def dynamic_shapes(signature: Signature) -> tuple[dict[int, Dim] | None, ...]:
-    """Return the named axes of each input, in the form that torch.export and its kin take."""
-    sizes = {name: torch.export.Dim(name) for name in signature.dynamic_axes}
-    return tuple(
-        {axis: sizes[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} or None
-        for spec in signature.inputs
-    )
 
 
 def with_flat_outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> nn.Module:

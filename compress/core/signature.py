@@ -42,6 +42,12 @@ class TensorSpec(Settings):
         """Return the shape with each named axis replaced by its size (2 where none is given)."""
         return tuple(d if isinstance(d, int) else sizes.get(d, 2) for d in self.shape)
 
+    @property
+    def is_mask(self) -> bool:
+        """Whether it says which elements of a row count, as its name and dtype tell."""
+        whole = self.dtype == "bool" or "int" in self.dtype
+        return whole and "mask" in self.name.lower() and len(self.shape) > 1
+
 
 class OutputSpec(Settings):
     """Name of one output; its shape follows from the model."""
@@ -85,7 +91,10 @@ class Signature(Settings):
         device: str = "cpu",
         sizes: Mapping[str, int] | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return seeded inputs: standard normal for floats, 0 or 1 for integers and masks.
+        """Return seeded inputs: standard normal for floats, 0 or 1 for integers.
+
+        Masks let through one element at least of each row, from the left: a row of which nothing
+        counts has no meaning, and models answer anything to it.
 
         Args:
             batch: size of the batch axis; other named axes get 8 elements.
@@ -101,7 +110,10 @@ class Signature(Settings):
         tensors = []
         for spec in self.inputs:
             dtype, shape = getattr(torch, spec.dtype), spec.sized(axes)
-            if dtype.is_floating_point:
+            if spec.is_mask and shape[-1]:
+                lengths = torch.randint(1, shape[-1] + 1, (*shape[:-1], 1), generator=generator)
+                value = (torch.arange(shape[-1]) < lengths).to(dtype)
+            elif dtype.is_floating_point:
                 value = torch.randn(shape, generator=generator).to(dtype)
             else:
                 value = torch.randint(0, 2, shape, generator=generator).to(dtype)

@@ -1,0 +1,122 @@
+"""Interfaces that exporters trip over: names of operators, axes that end, masks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+
+from compress.core.eager import EagerModel
+from compress.core.errors import StageFailed
+from compress.core.graph import GraphModel
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from export.onnx import ExportOnnx
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Encoder(nn.Module):
+    def __init__(self, causal):
+        super().__init__()
+        self.causal = causal
+        self.tokens, self.positions = nn.Embedding(50, 8), nn.Embedding(20, 8)
+        self.register_buffer("places", torch.arange(20))
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 3)
+
+    def forward(self, tokens, mask):
+        length = tokens.shape[1]
+        x = self.tokens(tokens) + self.positions(self.places[:length])
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.transpose(1, 2)
+        seen = mask[:, None, :].bool()
+        if self.causal:
+            seen = seen & torch.ones(length, length, dtype=torch.bool).tril()
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return self.tokens(tokens), self.head(weights @ v)
+
+def encoder(causal=False):
+    return Encoder(causal)
+"""
+
+
+def tokens(*outputs: str, mask: str = "attention_mask") -> Signature:
+    shape = ("batch", "length")
+    return Signature(
+        inputs=(
+            TensorSpec(name="tokens", shape=shape, dtype="int64"),
+            TensorSpec(name=mask, shape=shape, dtype="int64"),
+        ),
+        outputs=tuple(OutputSpec(name=name) for name in outputs),
+    )
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., EagerModel]:
+    folder = tmp_path_factory.mktemp("encoder")
+    (folder / "encoders.py").write_text(SOURCE)
+
+    def made(name: str, signature: Signature, *, causal: bool = False) -> EagerModel:
+        torch.manual_seed(0)
+        recipe = Recipe(factory="encoders:encoder", arguments={"causal": causal})
+        state = recipe.build(folder).state_dict()
+        return EagerModel.create(folder / name, recipe, state, signature, folder=folder)
+
+    return made
+
+
+@pytest.mark.usefixtures("one_registry")
+def test_outputs_may_be_named_like_operators_and_axes_may_end(
+    source: Callable[..., EagerModel], tmp_path: Path
+) -> None:
+    model = source("names", tokens("linear", "embedding"), causal=True)
+    exported = ExportOnnx()(model, Context(root=tmp_path / "onnx"))
+    graph = onnx.load(exported.payload_path).graph
+    assert [i.name for i in graph.input] == ["tokens", "attention_mask"]
+    assert [o.name for o in graph.output] == ["linear", "embedding"]
+    made = [name for node in graph.node for name in node.output]
+    assert len(made) == len(set(made))
+    assert exported.manifest.facts["axis_limits"] == {"length": 20}
+    inputs = model.signature.example(sizes={"length": 20})
+    with model.open() as expected, exported.open() as got:
+        for a, b in zip(expected(*inputs), got(*inputs), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_stored_graph_still_knows_where_an_axis_ends(
+    source: Callable[..., EagerModel], tmp_path: Path
+) -> None:
+    from compress.core.bounds import axis_limits
+
+    model = source("stored", tokens("states", "logits"))
+    graph = GraphModel.of(model, tmp_path / "graph")
+    assert axis_limits(graph.program(), graph.signature) == {"length": 20}
+
+
+def test_masks_let_something_through_in_every_row() -> None:
+    for size in (1, 2, 8):
+        _, mask = tokens("x").example(batch=64, sizes={"length": size})
+        assert mask[:, 0].all()
+        assert (mask.diff(dim=1) <= 0).all(), "left-aligned"
+    assert 0 < mask.double().mean() < 1
+    _, other = tokens("x", mask="segments").example(batch=64)
+    assert not other[:, 0].all()
+
+
+def test_an_axis_that_is_baked_in_is_still_refused(tmp_path: Path) -> None:
+    (tmp_path / "fixed.py").write_text(
+        "from torch import nn\n\n"
+        "class Fixed(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x + nn.functional.one_hot(x.long()[:, 0] * 0, 8)[: x.shape[0], :]\n\n"
+        "def fixed():\n"
+        "    return Fixed()\n"
+    )
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", "width")),))
+    recipe = Recipe(factory="fixed:fixed")
+    model = EagerModel.create(tmp_path / "source", recipe, {}, signature, folder=tmp_path)
+    with pytest.raises(StageFailed, match="axis 'width' is baked in"):
+        ExportOnnx()(model, Context(root=tmp_path / "onnx"))
