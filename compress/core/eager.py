@@ -133,14 +133,10 @@ class EagerModel(Artifact):
         Raises:
             ArtifactInvalid: the weights do not fit the recipe.
         """
-        from safetensors.torch import load_model
+        from safetensors.torch import load_file
 
         module = self.recipe.build(self.code)
-        try:
-            load_model(module, self.payload_path, strict=True)
-        except RuntimeError as error:
-            told = " ".join(str(error).split())
-            raise ArtifactInvalid(f"{self.payload_path}: {told}") from error
+        load_state_(module, load_file(self.payload_path), str(self.payload_path))
         return module.eval().to(device)
 
     def skeleton(self) -> torch.nn.Module | None:
