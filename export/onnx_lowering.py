@@ -13,6 +13,7 @@ import torch
 
 from compress.core.errors import StageFailed, first_line
 from compress.core.program import dynamic_shapes
+from compress.core.recurrence import any_length
 from export.onnx_dynamic import TRANSLATIONS, multiply_integers_
 from export.onnx_few_bits import with_packed_products
 from export.onnx_half import holds, part_transposes_, refuse_bfloat16
@@ -44,8 +45,10 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
     opset = _wide_enough(opset, program)
     refuse_bfloat16(program)
     try:
-        with _quiet():
+        # With gradients, attention whose mask is learned is decomposed otherwise than it was traced.
+        with _quiet(), any_length(), torch.no_grad():
             program = with_packed_products(program, signature)
+            lay_out_attention_(program)
             exported = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -69,6 +72,28 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
     if opset is not None and found != opset:
         raise StageFailed(f"opset {opset} was asked for and the exporter wrote {found}")
     return model
+
+
+def lay_out_attention_(program: ExportedProgram) -> None:
+    """Copy fused attention's transposed answers into memory of their own, in place.
+
+    They lie in memory as the tracer's kernel left them, and then as what the exporter decomposes it
+    to leaves them: a reshape made a view for the first does not fit the second. In ONNX the copy
+    is no operator.
+    """
+    aten = torch.ops.aten
+    layout = {"memory_format": torch.contiguous_format}
+    for part in program.graph_module.modules():
+        graph = part.graph if isinstance(part, torch.fx.GraphModule) else torch.fx.Graph()
+        for attention in graph.find_nodes(
+            op="call_function", target=aten.scaled_dot_product_attention.default
+        ):
+            for moved in attention.users:
+                if moved.target in (aten.transpose.int, aten.permute.default):
+                    with graph.inserting_after(moved):
+                        copy = graph.call_function(aten.clone.default, (moved,), layout)
+                    copy.meta["val"] = moved.meta["val"]
+                    moved.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
 
 
 def _wide_enough(opset: int | None, program: ExportedProgram) -> int | None:
