@@ -6,7 +6,7 @@ import logging
 import re
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import torch
@@ -45,7 +45,7 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
     opset = _wide_enough(opset, program)
     refuse_bfloat16(program)
     try:
-        # With gradients, attention whose mask is learned is decomposed otherwise than it was traced.
+        # With gradients, attention with a learned mask is decomposed otherwise than it was traced.
         with _quiet(), any_length(), torch.no_grad():
             program = with_packed_products(program, signature)
             lay_out_attention_(program)
@@ -82,7 +82,7 @@ def lay_out_attention_(program: ExportedProgram) -> None:
     is no operator.
     """
     aten = torch.ops.aten
-    layout = {"memory_format": torch.contiguous_format}
+    layout: dict[str, Any] = {"memory_format": torch.contiguous_format}
     for part in program.graph_module.modules():
         graph = part.graph if isinstance(part, torch.fx.GraphModule) else torch.fx.Graph()
         for attention in graph.find_nodes(

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
 from torch import nn
-from torch._dynamo.exc import UserError
 from torch.export.pt2_archive import PT2ArchiveReader
 
 from compress.core.eager import flatten_outputs
 from compress.core.errors import ArtifactInvalid, StageFailed
-from compress.core.recurrence import any_length
+from compress.core.tracing import trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
     from compress.core.signature import Signature
 
-SOME_SIZES = "in the specified range satisfy the generated guard"
-"""What torch.export says where a graph is right for some sizes of an axis alone."""
 GRAPH = "models/model.json"
 SAMPLE_INPUTS = "data/sample_inputs/model.pt"
 TENSOR_LISTS = (
@@ -79,23 +76,9 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
             flat = with_flat_outputs(module, inputs)
             if flat is not module:
                 shapes = {"inputs": shapes}
-            return _traced(flat, inputs, shapes)
+            return trace(flat, inputs, shapes)
         except Exception as error:
             raise StageFailed(f"torch.export cannot trace the model: {_reason(error)}") from error
-
-
-def _traced(module: nn.Module, inputs: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
-    with any_length():
-        try:
-            return torch.export.export(module, inputs, dynamic_shapes=shapes)
-        except UserError as error:
-            if SOME_SIZES not in str(error):
-                raise
-        # Guards such as `(width - 1) // 2 + 1 != 1` cannot be solved for a range of the axis: sizes
-        # of 1 may broadcast. As checks in the graph they need not be, and sizes are tried later on.
-        return torch.export.export(
-            module, inputs, dynamic_shapes=shapes, prefer_deferred_runtime_asserts_over_guards=True
-        )
 
 
 def dynamic_shapes(signature: Signature) -> tuple[dict[int, Dim] | None, ...]:
