@@ -49,5 +49,19 @@ def _more(name: str) -> Case:
 
 
 TRANSFORMERS = (*map(_known, architectures.TRANSFORMERS), *map(_more, MORE))
-HAND = (*HARD, *registry.HAND)
-ZOO = {case.name: case for case in (*TRANSFORMERS, *HAND)}
+KINDS = (
+    *("separable", "dense", "shuffled", "grouped", "transposed", "mha_cross", "encoder", "decoder"),
+    *("einsum", "both_ways_lstm", "both_ways_gru", "cells", "speech", "inverted_residual"),
+    *("inception", "unet", "transposed_groups", "group_norm", "instance_norm", "signal", "volume"),
+    *("selective_kernel", "pyramid", "experts", "several_ways", "shared_embedding", "res2net"),
+    *("rotary", "state_space", "unfolded", "resampled", "graph", "unknown_operator"),
+)
+"""Models of pruning's zoo, one of each kind."""
+HAND = (*HARD, *(case for case in registry.HAND if case.name in KINDS))
+ZOO = {case.name: case for case in (*HAND, *TRANSFORMERS)}
+COMPILED = (
+    *(case.name for case in HARD),
+    *("bert_classifier", "distilbert", "gpt2", "llama", "t5", "vit", "swin", "resnet", "convnext"),
+    *("segformer", "wav2vec2", "whisper", "clip", "roberta", "mobilenet_v2", "dinov2"),
+)
+"""Models that AOTInductor compiles too."""
