@@ -1,4 +1,4 @@
-"""Writes docs/coverage.md: what pruning at 0.5 makes of every model of the zoo.
+"""Writes docs/coverage.md's part on pruning: what pruning at 0.5 makes of every model of the zoo.
 
     python benchmarks/coverage.py
 
@@ -12,20 +12,13 @@ Each model is pruned in a process of its own, which has a minute of the processo
 
 import copy
 import importlib.util
-import multiprocessing
 import os
 import platform
-import resource
 import sys
-import time
-import warnings
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
 from importlib.metadata import version
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from queue import Empty
 
 import torch
 
@@ -33,6 +26,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import torch_pruning_as_is as peer  # noqa: E402
+from benchmarks.apart import within  # noqa: E402
+from benchmarks.page import write_part  # noqa: E402
 from compress.core.eager import run_in_eval  # noqa: E402
 from compress.core.measure import count_macs  # noqa: E402
 from compress.core.surgery import keep_indices_  # noqa: E402
@@ -42,9 +37,8 @@ from compress.pruning.rewriting import rewrite_  # noqa: E402
 from tests.compress.pruning.zoo.architectures import TRANSFORMERS  # noqa: E402
 from tests.compress.pruning.zoo.registry import HAND, Case  # noqa: E402
 
-PAGE = ROOT / "docs" / "coverage.md"
-SECONDS, MOST_SECONDS = 60, 900
-"""Deadlines: in the processor's time, so that a busy machine changes nothing, and in all."""
+SECONDS = 60
+"""What a model has of the processor's time."""
 PROCESSES = int(os.environ.get("PROCESSES", "2"))
 """Models tried at once."""
 OUTPUT = "it is an output of the model"
@@ -52,10 +46,9 @@ LAYERS = (torch.nn.Linear, torch.nn.modules.conv._ConvNd)
 REASON = 90
 """Characters shown of what stays."""
 
-HEAD = """# What can be pruned
-
-Every model of the tests' zoo, pruned at `ratio: 0.5` without a word about it. This page is written
-by `benchmarks/coverage.py`; {versions}.
+TITLE = "What can be pruned"
+HEAD = """Every model of the tests' zoo, pruned at `ratio: 0.5` without a word about it. This part
+is written by `benchmarks/coverage.py`; {versions}.
 
 - **MACs, parameters**: what is removed for good, for one sample.
 - **Error**: the largest difference between the pruned model and the original whose removed channels
@@ -111,40 +104,9 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
 
 
-def _answer(question: Callable[..., object], arguments: tuple[object, ...], queue) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    sys.stdout = sys.stderr = open("/dev/null", "w")  # noqa: SIM115, PTH123 - the process ends soon
-    try:
-        queue.put(question(*arguments))
-    except Exception as error:  # noqa: BLE001 - whatever a model does is an answer
-        queue.put(f"{type(error).__name__}: {error}")
-
-
-def within_a_minute(question: Callable[..., object], *arguments: object) -> object:
-    """Ask in a process of its own; an error is an answer, and None says that none came."""
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    process = context.Process(target=_answer, args=(question, arguments, queue), daemon=True)
-    process.start()
-    deadline = time.monotonic() + MOST_SECONDS
-    try:
-        while time.monotonic() < deadline:
-            was_alive = process.is_alive()
-            with suppress(Empty):
-                return queue.get(timeout=1)
-            if not was_alive:
-                break
-        return None
-    finally:
-        process.kill()
-        process.join()
-
-
 def row(case: Case, has_peer: bool) -> str:
     """Return a model's line of the table."""
-    found = within_a_minute(ours, case)
+    found = within(SECONDS, ours, case)
     heads: list[str] = []
     if isinstance(found, dict):
         heads = found["heads"]
@@ -155,7 +117,7 @@ def row(case: Case, has_peer: bool) -> str:
     else:
         cells = ["–", "–", "–", "hang" if found is None else str(found)]
     if has_peer:
-        answer = within_a_minute(theirs, case, heads)
+        answer = within(SECONDS, theirs, case, heads)
         cells.append("hang" if answer is None else str(answer).split("\n")[0])
     line = f"| {case.name} | {' | '.join(cell.replace('|', '/') for cell in cells)} |"
     print(line, flush=True)
@@ -203,8 +165,7 @@ def main() -> None:
         table("Architectures of transformers", TRANSFORMERS, has_peer),
         table("Modules written by hand", HAND, has_peer),
     ]
-    PAGE.write_text(head + "\n".join(sections))
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    write_part(TITLE, head + "\n".join(sections))
 
 
 if __name__ == "__main__":

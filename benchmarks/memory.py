@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
+from resident import forget_peak, kibibytes
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,11 +40,6 @@ def transformer() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def kibibytes(key: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition(f"{key}:")[2].split()[0])
-
-
 def load_rank(rank: int, model: str, group: str, whole: bool, out) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": group}
@@ -54,7 +50,7 @@ def load_rank(rank: int, model: str, group: str, whole: bool, out) -> None:
     with process_group("cpu"):
         strategy = Sharded(parallel)
         strategy.wait()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        forget_peak()
         before = kibibytes("VmRSS")
         module = artifact.load() if whole else strategy.load(artifact, "cpu")
         strategy.wrap(module, Training(epochs=1, parallel=parallel), lambda: None)

@@ -20,7 +20,8 @@ PARTS = ("digits", "shapes", "minilm", "hard", "memory")
 def main() -> None:
     if sys.argv[1:2] == [] or sys.argv[1] not in PARTS:
         sys.exit(f"{__doc__}\nchoose a part: {', '.join(PARTS)}")
-    sys.path.insert(0, str(Path(__file__).parent))
+    here = Path(__file__).parent
+    sys.path[:1] = [str(here.parent), str(here)]  # `export` is the package, not the file here
     part = sys.argv.pop(1)
     import_module(f"quantizer.{part}").main()
 

@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper
 from onnxscript import opset18 as op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 quantized = torch.ops.quantized_decomposed
 
@@ -88,7 +88,7 @@ class Graph:
     def drop_unread_(self) -> None:
         """Remove what nothing reads any more."""
         while True:
-            read = {name for node in self._graph.node for name in node.input}
+            read = {name for node in self._graph.node for name in _read_by(node)}
             read |= {output.name for output in self._graph.output}
             idle = [node for node in self._graph.node if not read & set(node.output)]
             if not idle:
@@ -142,3 +142,12 @@ class Graph:
             self._added.add(name)
             self._graph.initializer.append(numpy_helper.from_array(value, name))
         return name
+
+
+def _read_by(node: onnx.NodeProto) -> Iterator[str]:
+    """Yield the names that an operator reads, the graphs of its branches among it."""
+    yield from node.input
+    for attribute in node.attribute:
+        for inner in attribute.g.node:
+            yield from _read_by(inner)
+        yield from (output.name for output in attribute.g.output)

@@ -6,12 +6,13 @@ import logging
 import re
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from compress.core.bounds import dynamic_shapes
 from compress.core.errors import StageFailed, first_line
+from compress.core.recurrence import any_length
 from export.onnx_dynamic import TRANSLATIONS, multiply_integers_
 from export.onnx_few_bits import with_packed_products
 from export.onnx_floats import keep_floats_
@@ -45,8 +46,10 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
     inputs = {INPUT.format(i): spec.name for i, spec in enumerate(signature.inputs)}
     outputs = {OUTPUT.format(i): spec.name for i, spec in enumerate(signature.outputs)}
     try:
-        with _quiet():
+        # With gradients, attention with a learned mask is decomposed otherwise than it was traced.
+        with _quiet(), any_length(), torch.no_grad():
             program = with_packed_products(program, signature)
+            lay_out_attention_(program)
             exported = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -72,6 +75,28 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
     if opset is not None and found != opset:
         raise StageFailed(f"opset {opset} was asked for and the exporter wrote {found}")
     return model
+
+
+def lay_out_attention_(program: ExportedProgram) -> None:
+    """Copy fused attention's transposed answers into memory of their own, in place.
+
+    They lie in memory as the tracer's kernel left them, and then as what the exporter decomposes it
+    to leaves them: a reshape made a view for the first does not fit the second. In ONNX the copy
+    is no operator.
+    """
+    aten = torch.ops.aten
+    layout: dict[str, Any] = {"memory_format": torch.contiguous_format}
+    for part in program.graph_module.modules():
+        graph = part.graph if isinstance(part, torch.fx.GraphModule) else torch.fx.Graph()
+        for attention in graph.find_nodes(
+            op="call_function", target=aten.scaled_dot_product_attention.default
+        ):
+            for moved in attention.users:
+                if moved.target in (aten.transpose.int, aten.permute.default):
+                    with graph.inserting_after(moved):
+                        copy = graph.call_function(aten.clone.default, (moved,), layout)
+                    copy.meta["val"] = moved.meta["val"]
+                    moved.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
 
 
 def _wide_enough(opset: int | None, program: ExportedProgram) -> int | None:

@@ -96,10 +96,16 @@ def save(module: torch.jit.ScriptModule, file: Path) -> None:
 
     Classes are numbered by appearance, not by how many the process has made before. Source
     locations, which name the author's folders, are left out.
+
+    Raises:
+        StageFailed: the module calls what only Python can run.
     """
     buffer = io.BytesIO()
     with quiet():
-        torch.jit.save(module, buffer)
+        try:
+            torch.jit.save(module, buffer)
+        except RuntimeError as error:
+            raise StageFailed(f"torch.jit.save: {first_line(error)}") from error
     buffer.seek(0)
     reader = torch._C.PyTorchFileReader(buffer)
     numbers: dict[bytes, bytes] = {}

@@ -17,7 +17,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pruner.nets import minilm, resnet50
+from resident import forget_peak, kibibytes
+from shapes import minilm, resnet50
 
 RESNET = "ResNet-50-shaped, 2×3×224×224"
 MINILM = "MiniLM-shaped, 2×128 tokens"
@@ -81,7 +82,7 @@ def measured(name: str, depth: int, what: str) -> tuple[float, float, float]:
     from compress.pruning.plan import plan_cut
 
     module, inputs = model(name, depth)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    forget_peak()
     before = kibibytes("VmRSS")
     work, clock = time.process_time(), time.perf_counter()
     if what == "trace":
@@ -111,11 +112,6 @@ def split(name: str, depth: int) -> tuple[int, float, float]:
     program, seconds = spent[0]
     operators = sum(node.op == "call_function" for node in program.graph.nodes)
     return operators, seconds, whole - seconds
-
-
-def kibibytes(key: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition(f"{key}:")[2].split()[0])
 
 
 if __name__ == "__main__":

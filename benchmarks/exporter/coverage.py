@@ -1,0 +1,172 @@
+"""Writes docs/coverage.md's part on export: what becomes of every model of the zoo in each format.
+
+Each export is a process of its own. What was made is kept in a folder, so that a run that was
+stopped goes on; `--again` forgets it. `--aot` names the models that are compiled by
+AOTInductor too, which takes half a minute each.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from importlib import import_module
+from importlib.metadata import version
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.apart import within  # noqa: E402
+from benchmarks.page import write_part  # noqa: E402
+from tests.compress.pruning.zoo.registry import Case  # noqa: E402
+from tests.export.zoo.models import COMPILED, HAND, TRANSFORMERS, ZOO  # noqa: E402
+from tests.export.zoo.walk import FORMATS, OPENING, imported, walk  # noqa: E402
+
+SECONDS = 300
+"""What an export has of the processor's time."""
+PROCESSES = int(os.environ.get("PROCESSES", "2"))
+"""Models tried at once."""
+Found = dict[tuple[str, str], dict]
+TITLE = "What can be exported"
+HEAD = """Models of the tests' zoo (small, without trained weights), each exported to every format
+and compared with its source. This part is written by `benchmarks/export.py coverage`; {versions}.
+
+- A number: the largest difference to the source, relative to its largest output, on inputs of
+  another batch size (5) and seed than those that the stage itself compares (batches of 1, 3 and 8,
+  and three sizes of every other named axis). The sealed artifact was opened again in a fresh
+  process and gave the same answers to the last bit.
+- **no**: there is no artifact; the reason is what the stage says. *Nothing*: not tried.
+- **TorchScript**: by `method: trace`, and where that refuses by `method: script`.
+- Words, frames, heights and widths are open (named) axes, beside the batch, unless a column of the
+  zoo's list says otherwise.
+
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("export.py coverage", description=__doc__)
+    parser.add_argument("--small", action="store_true", help="three models, nothing written")
+    parser.add_argument("--again", action="store_true", help="forget what was found before")
+    parser.add_argument("--as-it-is", action="store_true", help="write what was found so far")
+    parser.add_argument("--aot", nargs="*", default=COMPILED, help="models that are compiled")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "export_coverage")
+    options = parser.parse_args()
+    if options.again or options.small:
+        shutil.rmtree(options.folder, ignore_errors=True)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    _import_once()
+    cases = [ZOO[name] for name in ("separable", "gate", "pooled")]
+    cases = cases if options.small else list(ZOO.values())
+    slow = {"AOTInductor": options.aot}
+    wanted = [(c, name) for c in cases for name in FORMATS if name not in slow]
+    wanted += [(c, name) for c in cases for name in slow if c.name in slow[name]]
+    if not options.as_it_is:
+        _fill(wanted, options.folder)
+    found = _read(options.folder)
+    if not options.small:
+        _open_again(found, options.folder)
+        write_part(TITLE, _text(found))
+
+
+def _import_once() -> None:
+    """Import what each export would, before processes are forked."""
+    for name in (
+        "onnxruntime",
+        "torch._inductor.compile_fx",
+        "torch.onnx._internal.exporter._core",
+    ):
+        import_module(name)
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    registry = ONNXRegistry.from_torchlib()
+    ONNXRegistry.from_torchlib = staticmethod(lambda *_, **__: registry)
+
+
+def _read(folder: Path) -> Found:
+    rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    return {(row["model"], row["format"]): row for row in rows}
+
+
+def _fill(wanted: list[tuple[Case, str]], folder: Path) -> None:
+    """Try the cells that are not in the folder yet."""
+    known = _read(folder)
+    missing = [(*cell, folder) for cell in wanted if (cell[0].name, cell[1]) not in known]
+    with ThreadPool(PROCESSES) as pool:
+        for row in pool.imap_unordered(_cell, missing):
+            told = row["refusal"] or f"{row['error']:.1e}"
+            print(f"{row['model']:20}{row['format']:12}{row['seconds']:6} s  {told}", flush=True)
+
+
+def _cell(asked: tuple[Case, str, Path]) -> dict:
+    case, name, folder = asked
+    began = time.monotonic()
+    made = folder / f"{case.name}-{name}"
+    answer = within(SECONDS, _walk, case, name, made)
+    if not isinstance(answer, dict):
+        answer = {"refusal": f"traceback: {answer or 'no answer in time'}"}
+    seconds = round(time.monotonic() - began, 1)
+    row = {"model": case.name, "format": name, **answer, "seconds": seconds}
+    made.with_name(f"{made.name}.json").write_text(json.dumps(row))
+    return row
+
+
+def _open_again(found: Found, folder: Path) -> None:
+    """Refuse, in place, what answers otherwise in one fresh process."""
+    rows = [row for row in found.values() if not row["refusal"]]
+    paths = [str(folder / f"{row['model']}-{row['format']}") for row in rows]
+    code = OPENING.format(folder=str(ROOT), paths=paths)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    digests = done.stdout.splitlines()
+    print(f"opened {len(digests)} of {len(rows)} artifacts in a fresh process")
+    for i, row in enumerate(rows):
+        if digests[i : i + 1] != [row["digest"]]:
+            row["refusal"] = "it answers otherwise in a fresh process"
+
+
+def _walk(case: Case, name: str, made: Path) -> dict:
+    with TemporaryDirectory(prefix="compress-zoo-") as folder:
+        return vars(walk(imported(case, Path(folder) / "source"), name, made))
+
+
+def _text(found: Found) -> str:
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "onnx", "transformers"))
+    text = HEAD.format(versions=f"Python {platform.python_version()}, {versions}")
+    good = sum(not row["refusal"] for row in found.values())
+    text += f"{good} of {len(found)} cells ({good / len(found):.1%}): "
+    counts = []
+    for name in FORMATS:
+        column = [row for (_, fmt), row in found.items() if fmt == name]
+        counts.append(f"{name} {sum(not row['refusal'] for row in column)} of {len(column)}")
+    text += f"{', '.join(counts)}.\n"
+    for title, cases in (
+        ("Architectures of transformers", TRANSFORMERS),
+        ("Modules written by hand", HAND),
+    ):
+        text += f"\n## {title}, exported\n\n"
+        text += f"| model | {' | '.join(FORMATS)} | reason |\n|{' --- |' * (len(FORMATS) + 2)}\n"
+        text += "".join(_row(case.name, found) for case in cases)
+    return text
+
+
+def _row(model: str, found: Found) -> str:
+    cells, reasons = [], []
+    for name in FORMATS:
+        row = found.get((model, name))
+        if row is None:
+            cells.append("")
+        elif row["refusal"]:
+            cells.append("**no**")
+            reasons.append(f"{name}: {' '.join(row['refusal'].split())}")
+        else:
+            cells.append(f"{row['error']:.0e}")
+    told = "; ".join(reasons).replace("|", "/")
+    return f"| {model} | {' | '.join(cells)} | {told} |\n"

@@ -1,0 +1,156 @@
+"""Each format of a model: latency over eager, and what the export and the loading cost.
+
+- `batch 1`, `batch 8`: time of a call as a ratio to the eager module's, all measured call by call
+  in turn in one process, one thread; below 1 is faster.
+- `export s`, `peak`: seconds of the export with its proof, in a process of its own, and the most
+  memory above what the process had before, as a multiple of the weights' bytes; a compiler that it
+  starts is a process beside it, whose peak counts where that is larger.
+- `load s`: from an interpreter with PyTorch imported to the first answer.
+- `size`: of the file, as a multiple of the weights' bytes.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from resident import forget_peak, kibibytes
+
+from compress import Context
+from compress.core.artifact import Artifact
+from compress.core.eager import EagerModel, predicting
+from compress.core.errors import CompressError
+from compress.core.measure import latencies
+from export import ExportAot, ExportOnnx, ExportTorchScript
+from exporter.models import MODELS, made
+
+STAGES = {
+    "ONNX": ExportOnnx,
+    "TorchScript": ExportTorchScript,
+    "AOTInductor": ExportAot,
+}
+EAGER, COMPILED = "eager", "torch.compile"
+BATCHES = (1, 8)
+TIMEOUT = 1800
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("export.py formats", description=__doc__)
+    parser.add_argument("--small", action="store_true", help="two models at 64², one short round")
+    parser.add_argument("--models", nargs="+", choices=MODELS)
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    if options.one:
+        what, name, path = options.one
+        print(json.dumps(load(Path(path)) if what == "load" else export(name, Path(path))))
+        return
+    for name in options.models or (["mobilenet_v2", "gpt2"] if options.small else MODELS):
+        with tempfile.TemporaryDirectory() as folder:
+            _table(name, Path(folder), small=options.small)
+
+
+def _table(name: str, root: Path, *, small: bool) -> None:
+    model = made(name, root, small=small)
+    weights = model.payload_bytes
+    print(f"\n{name}, {weights / 1e6:.1f} MB of weights")
+    columns = ("batch 1", "batch 8", "export s", "peak", "load s", "size")
+    print(f"{'':16}{''.join(f'{column:>10}' for column in columns)}")
+    found: dict[str, dict] = {}
+    for kind in STAGES:
+        asked = apart("export", kind, root)
+        if "refused" in asked:
+            print(f"{kind:16}refused: {asked['refused']}")
+        else:
+            found[kind] = asked | apart("load", kind, root / kind)
+    found = {EAGER: apart("load", EAGER, model.path), COMPILED: {}, **found}
+    for kind, ratios in _ratios(model, root, list(found), small=small).items():
+        row = found[kind]
+        size = 1.0 if kind == EAGER else _bytes(root / kind) / weights if kind in STAGES else None
+        peak = row["peak"] / weights if "peak" in row else None
+        values = (*ratios, row.get("export"), peak, row.get("load"), size)
+        cells = ("–" if value is None else f"{value:.2f}" for value in values)
+        print(f"{kind:16}{''.join(f'{cell:>10}' for cell in cells)}", flush=True)
+
+
+def _bytes(path: Path) -> int:
+    return Artifact.at(path).payload_bytes
+
+
+def apart(what: str, kind: str, path: Path) -> dict:
+    """Return what exporting or loading gives in a fresh process."""
+    command = [sys.executable, sys.argv[0], "formats", "--one", what, kind, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    if done.returncode:
+        sys.exit(f"{what} {kind}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def export(kind: str, root: Path) -> dict:
+    """Export the model in a folder; return seconds, and bytes of memory at the peak."""
+    model, stage = EagerModel.at(root / "source"), STAGES[kind]()
+    _warm_up(kind, root / "warm")
+    before = kibibytes("VmRSS")
+    forget_peak()
+    began = time.perf_counter()
+    try:
+        stage(model, Context(root=root / kind))
+    except CompressError as error:
+        return {"refused": str(error)}
+    seconds = time.perf_counter() - began
+    beside = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return {"export": seconds, "peak": 1024 * max(kibibytes("VmHWM") - before, beside)}
+
+
+def _warm_up(kind: str, folder: Path) -> None:
+    """Import what a first export imports, which the model's size has no part in."""
+    if kind == "AOTInductor":
+        import_module("torch._inductor.compile_fx")
+
+        return
+    small = torch.nn.Linear(4, 2)
+    tiny = EagerModel.from_module(
+        small,
+        factory="torch.nn:Linear",
+        arguments={"in_features": 4, "out_features": 2},
+        example_inputs=(torch.zeros(2, 4),),
+        root=folder / "source",
+    )
+    STAGES[kind]()(tiny, Context(root=folder / "made"))
+
+
+def load(path: Path) -> dict:
+    """Return the seconds from the file to a first answer."""
+    began = time.perf_counter()
+    artifact = Artifact.at(path)
+    with artifact.open() as predict:
+        predict(*artifact.signature.example(batch=1))
+    return {"load": time.perf_counter() - began}
+
+
+def _ratios(model: EagerModel, root: Path, kinds: list[str], *, small: bool) -> dict:
+    """Return for each kind the times of its calls over those of eager ones, by batch size."""
+    with ExitStack() as stack:
+        predictors = []
+        for kind in kinds:
+            if kind == COMPILED:
+                compiled = torch.compile(model.load(), dynamic=False)
+                opened = predicting(compiled, "cpu", 1)
+            else:
+                opened = (model if kind == EAGER else Artifact.at(root / kind)).open()
+            predictors.append(stack.enter_context(opened))
+        by_batch = []
+        for batch in BATCHES:
+            inputs = model.signature.example(batch=batch)
+            measured = latencies(predictors, inputs, 0.2 if small else 3.0)
+            by_batch.append([latency.p50 / measured[0].p50 for latency in measured])
+    return dict(zip(kinds, zip(*by_batch, strict=True), strict=True))

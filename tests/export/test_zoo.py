@@ -1,0 +1,92 @@
+"""Models of the export zoo go the whole way, and docs/coverage.md says truly what becomes of them.
+
+Here a part of the zoo that fits CI; `benchmarks/export.py coverage` walks all of it.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from compress.core.eager import EagerModel
+from tests.export.zoo.hard import HARD
+from tests.export.zoo.models import ZOO
+from tests.export.zoo.walk import FORMATS, LARGEST_ERROR, OPENING, Cell, imported, walk
+
+ROOT = Path(__file__).parents[2]
+COMPILED = ("ranker", "pooled", "cached")
+WALKED = (
+    *(case.name for case in HARD),
+    *("bert_classifier", "distilbert", "gpt2", "t5", "vit", "swin", "resnet", "wav2vec2"),
+)
+CELLS = [
+    (name, kind) for name in WALKED for kind in FORMATS if kind != "AOTInductor" or name in COMPILED
+]
+
+pytestmark = pytest.mark.slow
+
+
+def page() -> dict[str, list[str]]:
+    """Return the table's cells by model: one for each format, and the reasons."""
+    text = (ROOT / "docs" / "coverage.md").read_text()
+    part = text.partition("# What can be exported\n")[2]
+    rows = re.findall(r"^\| (\w+) \|(.*)\|$", part, re.MULTILINE)
+    return {name: [cell.strip() for cell in rest.split("|")] for name, rest in rows}
+
+
+TABLE = page()
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Path, Cell]]:
+    """Return what was walked so far; tests add to it."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], EagerModel]:
+    """Return a function that gives a model of the zoo, imported once."""
+    root = tmp_path_factory.mktemp("zoo")
+
+    def get(name: str) -> EagerModel:
+        path = root / name / "source"
+        return EagerModel.at(path) if path.exists() else imported(ZOO[name], path)
+
+    return get
+
+
+@pytest.mark.usefixtures("one_registry")
+@pytest.mark.parametrize(("name", "kind"), CELLS)
+def test_a_cell_is_what_the_page_says(name: str, kind: str, sources, walked) -> None:
+    source = sources(name)
+    path = source.path.parent / kind
+    cell = walk(source, kind, path)
+    *told, reasons = TABLE[name]
+    if told[list(FORMATS).index(kind)] == "**no**":
+        assert cell.refusal, "it works now: write the page anew"
+        assert f"{kind}: {cell.refusal.replace('|', '/')}" in reasons
+        assert "\n" not in cell.refusal
+    else:
+        assert not cell.refusal
+        assert cell.error <= LARGEST_ERROR
+        walked[name, kind] = path, cell
+
+
+def test_a_fresh_process_answers_alike(walked, fresh_process: Callable[[str], str]) -> None:
+    paths = [str(path) for path, _ in walked.values()]
+    assert paths
+    digests = fresh_process(OPENING.format(folder=str(ROOT), paths=paths)).splitlines()
+    for key, found in zip(walked, digests, strict=True):
+        assert found == walked[key][1].digest, key
+
+
+def test_the_goal_is_met() -> None:
+    cells = [cell for *found, _ in TABLE.values() for cell in found if cell]
+    assert sum(cell != "**no**" for cell in cells) >= 0.95 * len(cells)
+    tried = [model for model, (*found, _) in TABLE.items() if sum(map(bool, found)) >= 2]
+    assert len(tried) >= 25
+    assert not [row for row in TABLE.values() if "traceback" in row[-1]]
+    assert set(TABLE) == set(ZOO)
