@@ -13,6 +13,7 @@ import contextlib
 import io
 import json
 import re
+import sys
 import warnings
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from compress.core.eager import flatten_outputs
 from compress.core.errors import ArtifactInvalid, StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from torch.export import ExportedProgram
@@ -70,9 +71,7 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
         StageFailed: the module cannot be traced, or its code fixes the size of a named axis.
     """
     inputs = signature.example()
-    # Where tracing fails, torch prints the graph so far before it raises.
-    unread = contextlib.redirect_stderr(io.StringIO())
-    with torch.no_grad(), warnings.catch_warnings(), unread:
+    with torch.no_grad(), warnings.catch_warnings(), _silent_at_failures():
         # LSTM and GRU keep a second list of their own weights, which tracing swaps and restores.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")
         try:
@@ -80,6 +79,15 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
             return trace(flat, inputs, signature, gathered=flat is not module)
         except Exception as error:
             raise StageFailed(f"torch.export cannot trace the model: {_reason(error)}") from error
+
+
+@contextlib.contextmanager
+def _silent_at_failures() -> Iterator[None]:
+    """Drop what is printed where tracing fails: torch prints the graph so far, and then raises."""
+    held = io.StringIO()
+    with contextlib.redirect_stderr(held):
+        yield
+    sys.stderr.write(held.getvalue())
 
 
 def with_flat_outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> nn.Module:

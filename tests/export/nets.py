@@ -1,5 +1,7 @@
 """Networks that exporters stumble over."""
 
+import sys
+
 import torch
 from torch import nn
 
@@ -60,6 +62,15 @@ class Untraceable(nn.Module):
         return self.head(self.halving(sum(inputs) * 1.0, **options))
 
 
+class Talking(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print("forward was called", file=sys.stderr)
+        return super().forward(x)
+
+
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -77,4 +88,4 @@ class Convolutions(nn.Module):
 
 
 branching, guessing, halving, untraceable = Branching, Guessing, Halving, Untraceable
-convolutions = Convolutions
+convolutions, talking = Convolutions, Talking

@@ -9,6 +9,7 @@ from compress.core.eager import EagerModel
 from compress.core.errors import StageFailed
 from compress.core.gates import Parity
 from compress.core.graph import GraphModel
+from compress.core.program import export_program
 from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
@@ -58,3 +59,9 @@ def test_what_cannot_be_traced_is_told_in_one_line(
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "program").exists()
+
+
+def test_what_a_model_prints_is_not_lost(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = source(tmp_path / "source", "talking", ROWS)
+    export_program(model.load(), ROWS)
+    assert "forward was called" in capfd.readouterr().err
