@@ -170,15 +170,13 @@ def check(file: PipelineFile, as_json: AsJson = False, debug: Debug = False) -> 
 
     pipeline = Pipeline.from_yaml(file)
     plan = make_plan(pipeline)
-    from pipelines.inputs import check_model, settle
+    from pipelines.inputs import check_model
 
-    pipeline, _, told = settle(pipeline)
-    signature = check_model(pipeline)
+    signature, told = check_model(pipeline)
     for warning in () if as_json else plan.warnings:
         _warn(f"warning: {warning}", "yellow")
     content = {"valid": True, **plan.described(), "signature": signature.model_dump(mode="json")}
-    lines = [told] if told else []
-    _tell(as_json, content, [*lines, f"{file}: valid ({plan.road})"])
+    _tell(as_json, content, [*filter(None, [told]), f"{file}: valid ({plan.road})"])
 
 
 @app.command()

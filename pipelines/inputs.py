@@ -116,14 +116,18 @@ def load_data(pipeline: Pipeline) -> Splits | None:
         raise PipelineInvalid(f"{pipeline.place('data', 'factory')}: {message}") from error
 
 
-def check_model(pipeline: Pipeline) -> Signature:
-    """Build the model and read its weights, keeping nothing; return its interface.
+def check_model(pipeline: Pipeline) -> tuple[Signature, str]:
+    """Build the model and read its weights and the data, keeping nothing.
+
+    Returns:
+        The model's interface, and what of it was found out, in words.
 
     Raises:
-        CompressError: the factory, the checkpoint or the declared inputs are wrong.
+        CompressError: the factory, the checkpoint, the data or the declared inputs are wrong.
     """
+    pipeline, _, told = settle(pipeline)
     with tempfile.TemporaryDirectory() as folder:
-        return import_source(pipeline, Path(folder) / SOURCE).signature
+        return import_source(pipeline, Path(folder) / SOURCE).signature, told
 
 
 def import_source(pipeline: Pipeline, path: Path) -> Artifact:

@@ -278,7 +278,7 @@ def test_a_hugging_face_folder_goes_the_whole_road(tmp_path, fresh_process) -> N
     stages = "{stage: prune_channels, ratio: 0.5}, {stage: quantize_dynamic}, {stage: export_onnx}"
     model = f"huggingface: bert, task: text-classification, inputs: [{names}]"
     read = pipeline(tmp_path, model, stages)
-    assert [o.name for o in check_model(read).outputs] == ["logits"]
+    assert [o.name for o in check_model(read)[0].outputs] == ["logits"]
     report = read.run(tmp_path / "out")
     assert report.status == "passed"
     assert report.stages[0].measurements.parameters < report.baseline.parameters
