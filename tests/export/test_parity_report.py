@@ -59,6 +59,22 @@ class Net(nn.Module):
     def forward(self, x):
         return 1.5 * x if torch.jit.is_tracing() else 1 * x
 """
+ERROR_FUNCTION = """
+import torch
+from torch import nn
+
+class Error(nn.Module):
+    def forward(self, x):
+        return torch.erf(x)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.error = Error()
+
+    def forward(self, x):
+        return self.error(x.tanh())
+"""
 ALONE = """
 import runpy, sys
 for name in ("compress", "export", "serve", "pipelines"):
@@ -206,15 +222,15 @@ def test_a_search_tells_the_certain_from_the_unsure(model: EagerModel, tmp_path:
 
 
 @pytest.mark.slow
-def test_aot_inductor_is_searched_too(
-    model: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_aot_inductor_is_searched_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.lowering import lowerings
 
-    monkeypatch.setitem(
-        lowerings, torch.ops.aten.erf.default, lowerings[torch.ops.aten.cos.default]
-    )
-    with pytest.raises(StageFailed, match=r"is blocks\.0 \(aten\.erf\.default\)"):
+    aten = torch.ops.aten
+    monkeypatch.setitem(lowerings, aten.erf.default, lowerings[aten.cos.default])
+    (tmp_path / "errors.py").write_text(ERROR_FUNCTION)
+    recipe = Recipe(factory="errors:Net")
+    model = EagerModel.create(tmp_path / "source", recipe, {}, ROWS, folder=tmp_path)
+    with pytest.raises(StageFailed, match=r"is error \(aten\.erf\.default\)"):
         ExportAot()(model, Context(root=tmp_path / "aot"))
     done = reproduced(tmp_path / "parity" / "export_aot")
     assert (done.returncode, done.stderr) == (1, "")
