@@ -46,8 +46,11 @@ def trace(
     try:
         return traced({})
     except torch._dynamo.exc.UserError as error:
-        limits = {axis: int(most) for axis, most in SUGGESTED.findall(str(error))}
-        if not limits.keys() & set(signature.dynamic_axes):
+        # A batch that is limited is a mistake, and is refused.
+        others = set(signature.dynamic_axes) - {signature.batch_axis}
+        found = SUGGESTED.findall(str(error))
+        limits = {axis: int(most) for axis, most in found if axis in others}
+        if not limits:
             raise
     return traced(limits)
 
