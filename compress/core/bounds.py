@@ -6,8 +6,6 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
-from compress.core.recurrence import any_length
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -45,6 +43,8 @@ def trace(
         gathered: whether the module takes its inputs as ``*inputs``.
     """
     import torch
+
+    from compress.core.recurrence import any_length
 
     def traced(limits: dict[str, int], *, checks: bool = False) -> ExportedProgram:
         shapes: Any = dynamic_shapes(signature, limits)

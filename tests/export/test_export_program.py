@@ -23,7 +23,7 @@ IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
 
 def source(path: Path, factory: str, signature: Signature) -> EagerModel:
     torch.manual_seed(0)
-    recipe = Recipe(factory=f"nets:{factory}")
+    recipe = Recipe(factory=f"branching_nets:{factory}")
     state = recipe.build(HERE).state_dict()
     return EagerModel.create(path, recipe, state, signature, folder=HERE)
 
@@ -41,7 +41,7 @@ def test_torch_alone_answers_alike_and_the_other_exporters_read_it(tmp_path: Pat
         "import sys, torch; x, y = torch.load('expected.pt', weights_only=True)\n"
         "got = torch.export.load('program/model.pt2').module()(x)\n"
         "assert torch.allclose(got, y, atol=1e-6)\n"
-        "assert not {'nets', 'compress'} & sys.modules.keys()"
+        "assert not {'branching_nets', 'compress'} & sys.modules.keys()"
     )
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -161,7 +161,7 @@ def test_a_truncated_file_is_refused(resnet: EagerModel, tmp_path: Path) -> None
 
 
 def untraceable(path: Path) -> EagerModel:
-    return source(path, "nets:untraceable", ROWS, HERE)
+    return source(path, "branching_nets:untraceable", ROWS, HERE)
 
 
 def test_mixed_scripts_the_part_that_loops_by_the_data_and_traces_the_rest(
@@ -192,7 +192,7 @@ def test_what_a_trace_guesses_is_told_by_name_and_kept_from_passing(
     with pytest.raises(StageFailed, match="answers differ"):
         ExportTorchScript()(model, context)
     assert "in halving; `method: mixed` scripts such parts" in caplog.text
-    whole = source(tmp_path / "whole", "nets:guessing", ROWS, HERE)
+    whole = source(tmp_path / "whole", "branching_nets:guessing", ROWS, HERE)
     with pytest.raises(StageFailed, match=r"own forward branches .* use `method: script`"):
         ExportTorchScript(method="mixed")(whole, context)
 
@@ -203,7 +203,7 @@ def test_names_of_parts_are_for_mixed_alone() -> None:
 
 
 def test_weights_stay_parameters_where_nothing_is_frozen(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "nets:convolutions", IMAGE, HERE)
+    model = source(tmp_path / "source", "branching_nets:convolutions", IMAGE, HERE)
     artifact = ExportTorchScript(freeze=False)(model, Context(root=tmp_path / "ts"))
     assert artifact.parameters() == model.parameters()
     with quiet():
@@ -212,7 +212,7 @@ def test_weights_stay_parameters_where_nothing_is_frozen(tmp_path: Path) -> None
 
 
 def test_layouts_of_this_processor_are_chosen_when_it_is_opened(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "nets:convolutions", IMAGE, HERE)
+    model = source(tmp_path / "source", "branching_nets:convolutions", IMAGE, HERE)
     stage = ExportTorchScript(optimize_for_inference=True, gates=(Parity(atol=1e-5),))
     artifact = stage(model, Context(root=tmp_path / "ts"))
     assert "mkldnn_convolution" in str(load(artifact.payload_path, optimized=True).graph)
@@ -222,7 +222,7 @@ def test_layouts_of_this_processor_are_chosen_when_it_is_opened(tmp_path: Path) 
 
 
 def test_the_deprecation_is_told_by_the_report_and_not_by_python(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "nets:convolutions", IMAGE, HERE)
+    model = source(tmp_path / "source", "branching_nets:convolutions", IMAGE, HERE)
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         artifact = ExportTorchScript()(model, Context(root=tmp_path / "ts"))

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_registry")
 
 def source(path: Path, factory: str, signature: Signature = ROWS) -> EagerModel:
     torch.manual_seed(0)
-    recipe = Recipe(factory=f"nets:{factory}")
+    recipe = Recipe(factory=f"branching_nets:{factory}")
     state = recipe.build(HERE).state_dict()
     return EagerModel.create(path, recipe, state, signature, folder=HERE)
 
