@@ -45,8 +45,8 @@ and compared with its source. This part is written by `benchmarks/export.py cove
   process and gave the same answers to the last bit.
 - **no**: there is no artifact; the reason is what the stage says. *Nothing*: not tried.
 - **TorchScript**: by `method: trace`, and where that refuses by `method: script`.
-- Words, frames, heights and widths are open (named) axes, beside the batch, unless a column of the
-  zoo's list says otherwise.
+- Words are open (named) axes beside the batch, and frames, heights and widths where the zoo names
+  them so.
 
 """
 
