@@ -235,7 +235,10 @@ def test_control_c_in_training_resumes_to_the_same_weights(user: Path) -> None:
     assert weights.read_bytes() == first
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow)],
+)
 def test_a_signal_in_training_is_an_interruption(
     user: Path, number: signal.Signals, code: int
 ) -> None:
@@ -285,6 +288,7 @@ def test_what_user_code_writes_never_gets_between_the_json(user: Path) -> None:
     assert compress("run", "small.yaml", "--json", cwd=user).returncode == 2
 
 
+@pytest.mark.slow
 def test_a_failure_says_which_stage_failed(user: Path) -> None:
     diverging = FILE.replace("epochs: 2", "epochs: 2, learning_rate: 1.0e+30")
     (user / "small.yaml").write_text(diverging)

@@ -28,6 +28,7 @@ def source(path: Path, factory: str, signature: Signature) -> EagerModel:
     return EagerModel.create(path, recipe, state, signature, folder=HERE)
 
 
+@pytest.mark.slow
 def test_torch_alone_answers_alike_and_the_other_exporters_read_it(tmp_path: Path) -> None:
     model = source(tmp_path / "source", "convolutions", IMAGE)
     stage = ExportProgram(gates=(Parity(atol=1e-6),))

@@ -72,6 +72,7 @@ def test_equal_runs_give_equal_bytes(resnet: EagerModel, tmp_path: Path, method:
     assert b"models.py" not in first.payload_path.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_fresh_process_answers_alike(
     resnet: EagerModel, tmp_path: Path, fresh_process: Callable[[str], str]
 ) -> None:

@@ -167,6 +167,7 @@ def test_torchscript_is_searched_and_its_folder_is_of_the_run(
     assert report["reproduce"]["error"] > 0.1
 
 
+@pytest.mark.slow
 def test_what_tracing_alone_gets_wrong_is_shown_whole(tmp_path: Path) -> None:
     (tmp_path / "tracers.py").write_text(TRACED_OTHERWISE)
     recipe = Recipe(factory="tracers:Net")

@@ -52,6 +52,7 @@ def saved(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_peak_is_one_tensor_and_a_fifth(saved) -> None:
     command = [sys.executable, "-c", MEASURE, saved]

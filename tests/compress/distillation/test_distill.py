@@ -121,6 +121,7 @@ def test_a_gate_refuses(tmp_path, taught):
         stage(student, replace(where, root=tmp_path / "a"))
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_every_rank_loads_the_teacher(tmp_path, taught):
     student, where = taught

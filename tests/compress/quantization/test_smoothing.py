@@ -108,7 +108,7 @@ def test_layers_that_read_one_tensor_share_one_scale(data: Splits) -> None:
     assert key.max() > 5 * key.min()
 
 
-@pytest.mark.parametrize("kind", STAGES)
+@pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])
 def test_outliers_cost_less(tmp_path: Path, model: EagerModel, data: Splits, kind: str) -> None:
     expected, errors = answers(model, data), {}
     for smooth in ("off", "auto"):
