@@ -38,6 +38,7 @@ MAX_BYTES = 256 * 1024**2
 """Largest request and response; a response above it would kill the worker."""
 GIVEN_UP = ("Retry worker:", "Load model failed", "Failed to load model", "BindException")
 """What the server's log says when a worker did not become ready."""
+SECONDS_OF_LAST_WORDS, SECONDS_OF_SILENCE = 10, 1
 # The JVM must not outlive this process, however it ends (prctl 1 is PR_SET_PDEATHSIG, which exec
 # keeps). It follows the thread that started it: keep that thread alive while the server is used.
 DIE_WITH_PARENT = (
@@ -169,9 +170,18 @@ class TorchServe:
         return len(states) >= max(1, model["minWorkers"]) and set(states) == {"READY"}
 
     def _failure(self, what: str) -> str:
-        log = self._read("model.log") or self._read("server.log") or self._read("output.log")
+        log = self._last("model.log") or self._read("server.log") or self._read("output.log")
         shown = last_lines(log.replace(f"{self.folder}/", ""))  # that folder is about to go
         return f"{self.mar}: {what}; its log ends: {shown}"
+
+    def _last(self, name: str) -> str:
+        """Return a log that no longer grows: a worker's last words come after the server's."""
+        deadline = time.monotonic() + SECONDS_OF_LAST_WORDS
+        log, before = self._read(name), None
+        while log != before and time.monotonic() < deadline:
+            time.sleep(SECONDS_OF_SILENCE)
+            log, before = self._read(name), log
+        return log
 
     def _read(self, name: str) -> str:
         file = self.folder / name
