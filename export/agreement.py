@@ -66,14 +66,15 @@ def prove_equal(source: Artifact, got: Predictor, context: Context) -> None:
     with source.open(threads=context.threads) as expected:
         truth = Truth(source, expected)
         check_agreement(expected, got, signature, rounded=rounded, truth=truth)
+        seen = list(val_inputs(context))
         found = check_on_samples(
             any_batch(expected, signature),
             any_batch(got, signature),
-            val_inputs(context),
+            seen,
             rounded=rounded,
         )
         limit = samples.ROUNDED_ERROR if rounded else FLOAT_ERROR
-        kinds = hostile_inputs(signature, list(val_inputs(context)))
+        kinds = hostile_inputs(signature, seen)
         hostile = check_on_hostile(expected, got, signature, kinds, limit, truth)
     if hostile:
         kind, inputs, error = hostile
@@ -88,6 +89,16 @@ def prove_equal(source: Artifact, got: Predictor, context: Context) -> None:
             "on %d samples of `val` answers differ by %.2g of their spread, %d labels clearly",
             *(found.samples, found.relative_error, found.changed),
         )
+
+
+def prove_again(source: Artifact, artifact: Artifact, context: Context) -> None:
+    """Compare an artifact from an earlier run with its source, on the data of this one.
+
+    Raises:
+        StageFailed: they answer otherwise.
+    """
+    with artifact.open(threads=context.threads) as got:
+        prove_equal(source, got, context)
 
 
 def cases(signature: Signature, context: Context) -> Iterator[tuple[str, Outputs]]:

@@ -128,10 +128,9 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
         self, model: EagerModel | GraphModel, artifact: TorchScriptModel, context: Context
     ) -> None:
         """Compare a file from an earlier run with its source, on the data of this one."""
-        from export.agreement import prove_equal
+        from export.agreement import prove_again
 
-        with artifact.open(threads=context.threads) as got:
-            prove_equal(model, got, context)
+        prove_again(model, artifact, context)
 
     def _scripted(self, model: EagerModel | GraphModel, facts: dict[str, Any]) -> Any:
         """Return the model as TorchScript; what was found out is added to the facts."""
