@@ -310,8 +310,8 @@ def test_an_error_of_several_lines_is_said_in_one(user: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_lesser_encoding_stops_nothing(user: Path) -> None:
-    done = compress("run", "small.yaml", cwd=user, PYTHONIOENCODING="ascii")
+def test_a_lesser_encoding_stops_nothing(ran: Path) -> None:
+    done = compress("run", "small.yaml", cwd=ran, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
 
 
@@ -341,26 +341,27 @@ def test_colours_and_bars_are_left_out_where_they_are_not_wanted(user: Path) -> 
         said = _on_a_terminal("check", "absent.yaml", cwd=user, **unwanted)
         assert "error: absent.yaml" in said
         assert "\x1b" not in said
-    said = _on_a_terminal("run", "small.yaml", cwd=user, TERM="dumb", NO_COLOR="")
+    options = ("small.yaml", "--until", "train")
+    said = _on_a_terminal("run", *options, cwd=user, TERM="dumb", NO_COLOR="")
     assert "epoch 2/2" in said
     assert "\x1b" not in said
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_early_sees_no_traceback(user: Path) -> None:
+def test_a_reader_that_leaves_early_sees_no_traceback(ran: Path) -> None:
     command = shlex.join([*COMPRESS, "run", "small.yaml"])
     done = subprocess.run(
         f"{{ {command}; echo $? > code; }} 2>&1 | head -1",
         shell=True,
-        cwd=user,
+        cwd=ran,
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert len(done.stdout.splitlines()) == 1
     assert done.stderr == ""
-    assert (user / "code").read_text().strip() in ("0", "1")
-    assert json.loads((user / "runs/small/report.json").read_text())["status"] == "passed"
+    assert (ran / "code").read_text().strip() in ("0", "1")
+    assert json.loads((ran / "runs/small/report.json").read_text())["status"] == "passed"
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
