@@ -36,6 +36,8 @@ class LatencyReport(Settings):
     batch: int
     p50: float
     p95: float
+    outliers: float
+    """Fraction of the calls that took far longer than the others, by Tukey's fence."""
 
 
 class Measurements(Settings):
@@ -48,6 +50,8 @@ class Measurements(Settings):
     latency_ms: LatencyReport
     speedup: float
     """How many times faster than the baseline, both measured in turn."""
+    speedup_interval: tuple[float, float]
+    """Where that lies, with the confidence of 95 %."""
     bytes_ratio: float
     """The baseline's bytes divided by this artifact's."""
 
@@ -66,6 +70,7 @@ class Measurements(Settings):
             bytes=artifact.payload_bytes,
             latency_ms=LatencyReport.model_validate(compared.after.model_dump()),
             speedup=compared.speedup,
+            speedup_interval=compared.interval,
             bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
         )
 

@@ -28,7 +28,7 @@ from compress import Context
 from compress.core.artifact import Artifact
 from compress.core.eager import EagerModel, predicting
 from compress.core.errors import CompressError
-from compress.core.measure import latencies
+from compress.core.latency import latencies
 from export import ExportAot, ExportOnnx, ExportTorchScript
 from exporter.models import MODELS, made
 

@@ -25,7 +25,8 @@ from compress import Context, PruneChannels, Splits, Train
 from compress.core.checkpoint import import_checkpoint
 from compress.core.data import DataReference
 from compress.core.eager import EagerModel
-from compress.core.measure import compare_latency, count_macs
+from compress.core.latency import compare_latency
+from compress.core.measure import count_macs
 from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from compress import QuantizeStatic
-from compress.core.measure import compare_latency
+from compress.core.latency import compare_latency
 from export.onnx_session import session_predictor
 from quantizer.peers import peers
 from quantizer.sources import HERE, at, megabytes, onnx, trained

@@ -237,17 +237,17 @@ class MinSpeedup(Gate):
 
     gate: Literal["min_speedup"] = "min_speedup"
     ratio: Positive
-    """How many times faster, by the median latency."""
+    """How many times faster at least, by the lower end of the speedup's 95 % interval."""
     batch: Count = 1
     """Samples per call."""
 
     limit_field: ClassVar[str] = "ratio"
-    words: ClassVar[str] = "speedup at batch {batch} >= {ratio:g}"
+    words: ClassVar[str] = "speedup at batch {batch} >= {ratio:g} with 95 % confidence"
     at_least: ClassVar[bool] = True
 
     def value(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Return the ratio of median latencies."""
-        return context.compare_latency(before, after, self.batch).speedup
+        """Return the lower end of the interval in which the ratio of median latencies lies."""
+        return context.compare_latency(before, after, self.batch).interval.low
 
 
 class MaxLatency(Gate):

@@ -1,81 +1,15 @@
-"""Measuring a model: weights, multiply-accumulates, latency."""
+"""Counting what a model holds and does: weights, multiply-accumulates."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from compress.core.settings import Settings
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from compress.core.artifact import Predictor
-
-MEASURED_SECONDS = 0.6
-MINIMUM_ROUNDS = 15
-
-
-class Latency(Settings):
-    """Time of one call."""
-
-    batch: int
-    """Samples per call."""
-    p50: float
-    """Median, in milliseconds."""
-    p95: float
-    """95th percentile, in milliseconds."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Latencies of two models measured in turn in one process."""
-
-    before: Latency
-    after: Latency
-
-    @property
-    def speedup(self) -> float:
-        """How many times faster ``after`` is, by the medians."""
-        return self.before.p50 / self.after.p50
-
-
-def compare_latency(
-    before: Predictor,
-    after: Predictor,
-    inputs: Sequence[torch.Tensor],
-    seconds: float = MEASURED_SECONDS,
-) -> Comparison:
-    """Measure two models call by call in turn, so that both see the same noise.
-
-    Args:
-        before: the model compared with.
-        after: the candidate.
-        inputs: one batch, the same for both.
-        seconds: how long each is measured, after a quarter of that to warm up.
-    """
-    return Comparison(*latencies([before, after], inputs, seconds))
-
-
-def latencies(
-    predictors: Sequence[Predictor],
-    inputs: Sequence[torch.Tensor],
-    seconds: float = MEASURED_SECONDS,
-) -> list[Latency]:
-    """Measure any number of models call by call in turn, so that all see the same noise.
-
-    Args:
-        predictors: the models.
-        inputs: one batch, the same for all.
-        seconds: how long each is measured, after a quarter of that to warm up.
-    """
-    return [_latency(times, len(inputs[0])) for times in _rounds(predictors, inputs, seconds)]
 
 
 def count_macs(module: Any, inputs: Sequence[torch.Tensor]) -> int:
@@ -133,27 +67,3 @@ def _weights_per_element(tensor: Any, reader: Any) -> int:
     is_table = "embedding" in operator and value.shape[-1] > 1
     is_packed = "view" in operator and value.dtype is torch.uint8
     return int("dequantize" in operator or is_table or is_packed)
-
-
-def _rounds(
-    predictors: Sequence[Predictor], inputs: Sequence[torch.Tensor], seconds: float
-) -> list[list[float]]:
-    deadline = time.perf_counter() + seconds / 4 * len(predictors)
-    while True:
-        for predict in predictors:
-            predict(*inputs)
-        if time.perf_counter() >= deadline:
-            break
-    times: list[list[float]] = [[] for _ in predictors]
-    deadline = time.perf_counter() + seconds * len(predictors)
-    while len(times[0]) < MINIMUM_ROUNDS or time.perf_counter() < deadline:
-        for predict, own in zip(predictors, times, strict=True):
-            start = time.perf_counter()
-            predict(*inputs)
-            own.append(time.perf_counter() - start)
-    return times
-
-
-def _latency(seconds: Sequence[float], batch: int) -> Latency:
-    p95 = statistics.quantiles(seconds, n=20)[-1]
-    return Latency(batch=batch, p50=statistics.median(seconds) * 1e3, p95=p95 * 1e3)

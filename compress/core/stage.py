@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from compress.core.artifact import Predictor
     from compress.core.data import Splits
-    from compress.core.measure import Comparison
+    from compress.core.latency import Comparison
     from compress.core.signature import Signature
 
 Reads = TypeVar("Reads", bound=Artifact)
@@ -131,7 +131,7 @@ class Context:
 
     def compare_latency(self, before: Artifact, after: Artifact, batch: int) -> Comparison:
         """Measure two artifacts' latencies in turn, with equal threads."""
-        from compress.core.measure import compare_latency
+        from compress.core.latency import compare_latency
 
         inputs = before.signature.example(batch, self.seed)
         if len(inputs[0]) != batch:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.core.eager import predicting
 from compress.core.errors import StageFailed
-from compress.core.measure import compare_latency
+from compress.core.latency import compare_latency
 from compress.core.recipe import KeepIndices
 from compress.core.surgery import keep_indices_
 from compress.pruning.allocation import Limits

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.core.eager import predicting
-from compress.core.measure import compare_latency, count_macs
+from compress.core.latency import compare_latency
+from compress.core.measure import count_macs
 from compress.core.settings import Settings
 from compress.core.surgery import keep_indices_
 from compress.pruning.allocation import Limits

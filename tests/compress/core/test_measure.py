@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from compress.core.measure import compare_latency, count_macs
+from compress.core.measure import count_macs
 
 
 def test_macs_are_those_of_the_textbook() -> None:
@@ -17,23 +17,6 @@ def test_the_fused_encoder_layer_is_counted() -> None:
     products = tokens * (4 * 16 * 16 + 2 * 16 * 32) + 2 * tokens * tokens * 16
     assert count_macs(layer, (torch.zeros(1, tokens, 16),)) == products
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-def test_two_models_are_asked_in_turn() -> None:
-    asked: list[str] = []
-
-    def predictor(name: str):
-        def predict(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            asked.append(name)
-            return (x,)
-
-        return predict
-
-    compared = compare_latency(predictor("a"), predictor("b"), (torch.zeros(3, 1),))
-    assert asked[:4] == ["a", "b", "a", "b"]
-    assert asked.count("a") == asked.count("b")
-    assert compared.before.batch == 3
-    assert 0 < compared.after.p50 <= compared.after.p95
 
 
 @pytest.mark.parametrize(("layer", "gates"), [(nn.RNN, 1), (nn.GRU, 3), (nn.LSTM, 4)])
