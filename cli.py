@@ -5,28 +5,17 @@ from __future__ import annotations
 import functools
 import io
 import json
-import logging
 import os
 import sys
-import traceback
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from compress import __version__
-from compress.core.errors import CompressError, PipelineInvalid, StageFailed, lines_of
+from compress.core.errors import PipelineInvalid
 from pipelines import answers, interruption
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from rich.console import Console
-    from rich.table import Table
-
-    from pipelines.report import Report
-
+from pipelines.terminal import command, print_table, say, show, tell, warn
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,6 +27,7 @@ PipelineFile = Annotated[Path, typer.Argument(metavar="PIPELINE.YAML", help="The
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug logs.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of results.", show_default="runs/<name>")]
 Ratios = Annotated[list[float], typer.Option(help="Fraction of channels to cut; again for more.")]
+RunDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="A run's directory, its --out.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
@@ -53,47 +43,6 @@ def main() -> None:
         raise SystemExit(interruption.exit_code() or end.code) from None
     finally:
         interruption.ignore()
-
-
-def _command(function: Callable[..., None]) -> Callable[..., None]:
-    """Turn the toolkit's errors into one line on standard error and an exit code."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, debug: bool = False, **kwargs: Any) -> None:
-        logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR, format="%(message)s")
-        try:
-            with answers.only_json() if kwargs.get("as_json") else nullcontext():
-                function(*args, debug=debug, **kwargs)
-        except typer.Exit:
-            raise
-        except BaseException as error:  # noqa: BLE001 - a newcomer gets one line, not a traceback
-            _end(error, debug)
-
-    return wrapped
-
-
-def _end(error: BaseException, debug: bool) -> NoReturn:
-    if debug:
-        traceback.print_exception(error)
-    if interruption.exit_code() or isinstance(error, KeyboardInterrupt):
-        typer.echo("interrupted; run the same command again to resume", err=True)
-        raise typer.Exit(interruption.exit_code() or 130) from None
-    if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
-    if not isinstance(error, Exception):
-        raise error
-    code, message = getattr(error, "exit_code", StageFailed.exit_code), str(error)
-    if not isinstance(error, CompressError | OSError):
-        message = f"internal error, {type(error).__name__}: {error} (--debug shows where)"
-    for line in lines_of(message):
-        _warn(f"error: {line}", "red")
-    raise typer.Exit(code) from None
-
-
-def _warn(line: str, colour: str) -> None:
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    typer.echo(line if plain else typer.style(line, fg=colour), err=True)
 
 
 def _version(wanted: bool) -> None:
@@ -112,7 +61,7 @@ def _options(
 
 
 @app.command()
-@_command
+@command
 def run(
     file: PipelineFile,
     out: Out = None,
@@ -120,6 +69,7 @@ def run(
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     force: Annotated[bool, typer.Option(help="Run every stage again.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors alone.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -133,19 +83,17 @@ def run(
     options: dict[str, Any] = {"start": start, "until": until, "force": force}
     if dry_run:
         foreseen = foresee(pipeline, directory, **options)
-        _tell(as_json, foreseen, (f"{name}: {what}" for name, what in foreseen.items()))
+        tell(as_json, foreseen, (f"{name}: {what}" for name, what in foreseen.items()))
         return
-    finished = functools.partial(_show, out=directory, as_json=as_json)
-    with shown(quiet=as_json) as (progress, announce):
+    finished = functools.partial(show, out=directory, as_json=as_json, quiet=quiet)
+    with shown(quiet=as_json or quiet) as (progress, announce):
         pipeline.run(directory, **options, progress=progress, announce=announce, finished=finished)
 
 
 @app.command()
-@_command
+@command
 def join(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The run's directory, its --out.")
-    ],
+    directory: RunDirectory,
     wait: Annotated[
         float, typer.Option(min=0, help="Seconds within which the run must have begun.")
     ] = 600,
@@ -158,11 +106,11 @@ def join(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a run that ended is no stack trace
     from pipelines.joining import join as take_part
 
-    take_part(directory, lambda line: typer.echo(line, err=True), wait=wait, silence=silence)
+    take_part(directory, say, wait=wait, silence=silence)
 
 
 @app.command()
-@_command
+@command
 def check(file: PipelineFile, as_json: AsJson = False, debug: Debug = False) -> None:
     """Refuse what can be refused without running a stage."""
     from pipelines.pipeline import Pipeline
@@ -174,13 +122,13 @@ def check(file: PipelineFile, as_json: AsJson = False, debug: Debug = False) -> 
 
     signature, told = check_model(pipeline)
     for warning in () if as_json else plan.warnings:
-        _warn(f"warning: {warning}", "yellow")
+        warn(f"warning: {warning}", "yellow")
     content = {"valid": True, **plan.described(), "signature": signature.model_dump(mode="json")}
-    _tell(as_json, content, [*filter(None, [told]), f"{file}: valid ({plan.road})"])
+    tell(as_json, content, [*filter(None, [told]), f"{file}: valid ({plan.road})"])
 
 
 @app.command()
-@_command
+@command
 def sensitivity(
     file: PipelineFile,
     out: Out = None,
@@ -202,11 +150,11 @@ def sensitivity(
     if as_json:
         answers.give(found.model_dump(mode="json"))
     else:
-        _print(lambda _: table(found), lines_below(found, directory))
+        print_table(lambda _: table(found), lines_below(found, directory))
 
 
 @app.command()
-@_command
+@command
 def schema(debug: Debug = False) -> None:
     """Print the JSON Schema of the pipeline file, for editors."""
     from pipelines.pipeline import json_schema
@@ -218,7 +166,7 @@ ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artif
 
 
 @app.command()
-@_command
+@command
 def inspect(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = False) -> None:
     """Show what an artifact says about itself."""
     from compress.core.artifact import Artifact
@@ -227,11 +175,11 @@ def inspect(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = Fals
 
     found = Artifact.at(artifact)
     content = found.manifest.model_dump(mode="json")
-    _tell(as_json, {"digest": found.digest, **content}, described(found))
+    tell(as_json, {"digest": found.digest, **content}, described(found))
 
 
 @app.command()
-@_command
+@command
 def verify(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = False) -> None:
     """Prove an artifact is what was sealed; serve a .mar."""
     from pipelines import catalog  # noqa: F401 - importing it makes every kind known
@@ -239,11 +187,74 @@ def verify(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = False
 
     proven = prove(artifact)
     lines = (f"proven: {line}" for line in proven)
-    _tell(as_json, {"artifact": str(artifact), "proven": list(proven)}, lines)
+    tell(as_json, {"artifact": str(artifact), "proven": list(proven)}, lines)
 
 
 @app.command()
-@_command
+@command
+def why(
+    file: PipelineFile,
+    stage: Annotated[str, typer.Argument(metavar="STAGE", help="The stage's name, or `source`.")],
+    out: Out = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show what decides a stage, and why it is cached or runs."""
+    from pipelines.pipeline import Pipeline
+    from pipelines.why import why as explain
+
+    pipeline = Pipeline.from_yaml(file)
+    reason = explain(pipeline, out or Path("runs") / pipeline.name, stage)
+    tell(as_json, reason.model_dump(mode="json"), reason.lines())
+
+
+@app.command()
+@command
+def diff(
+    before: RunDirectory, after: RunDirectory, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Show two runs side by side, as far as they differ."""
+    from pipelines.diff import compare
+
+    found = compare(before, after)
+    if as_json:
+        answers.give(found.model_dump(mode="json"))
+    else:
+        from pipelines.table import difference_lines, difference_table
+
+        print_table(lambda _: difference_table(found), difference_lines(found))
+
+
+@app.command()
+@command
+def report(
+    directory: RunDirectory,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show a run's report again, and write its page anew."""
+    from pipelines.report import Report
+
+    found = Report.read(directory)
+    found.write(directory)
+    show(found, out=directory, as_json=as_json)
+    if open_it:
+        typer.launch(str((directory / "report.html").resolve()))
+
+
+@app.command()
+@command
+def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
+    """Show what this machine has, and what each stage lacks."""
+    from pipelines.doctor import examine
+
+    found = examine()
+    tell(as_json, found.model_dump(mode="json"), found.lines())
+
+
+@app.command()
+@command
 def init(
     file: PipelineFile = Path("pipeline.yaml"),
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for Slurm.")] = False,
@@ -268,32 +279,5 @@ def init(
     missing = list(what_to_put(file, cluster))
     write_script(script, file, out or Path("runs") / file.stem, cluster)
     for line in missing:
-        _warn(f"to do: {line}", "yellow")
+        warn(f"to do: {line}", "yellow")
     typer.echo(f"{script}: submit it with `sbatch {script}`")
-
-
-def _tell(as_json: bool, content: object, lines: Iterable[str]) -> None:
-    """Print JSON, or lines for people."""
-    if as_json:
-        answers.give(content)
-    for line in () if as_json else lines:
-        typer.echo(line)
-
-
-def _show(report: Report, out: Path, as_json: bool) -> None:
-    from pipelines.table import closing_lines, stage_table
-
-    if as_json:
-        answers.give(report.model_dump(mode="json"))
-    elif report.stages or not report.failed_stage or report.failed_stage.name != "source":
-        # Where the model did not come in there is nothing to show beside the error.
-        _print(functools.partial(stage_table, report), closing_lines(report, out))
-
-
-def _print(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:
-    from pipelines.table import wide_console
-
-    console = wide_console()
-    console.print(table(console))
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from compress.core.artifact import Artifact
     from compress.core.stage import Progress
     from pipelines.pipeline import Pipeline
     from pipelines.report import Report, Status
@@ -101,8 +100,8 @@ def look_ahead(
     start: str | None = None,
     until: str | None = None,
     force: bool = False,
-) -> tuple[dict[str, str], dict[str, Artifact]]:
-    """Return what :func:`foresee` does, and the artifacts of the stages that are cached.
+) -> tuple[dict[str, str], Walk]:
+    """Return what :func:`foresee` does, and a walk that holds what is cached.
 
     Raises:
         CompressError: the pipeline is invalid.
@@ -128,7 +127,7 @@ def look_ahead(
         else:
             again = planned.index >= _first_again(plan, start, force)
             look(planned.name, walk.parts(planned), again)
-    return foreseen, walk.artifacts
+    return foreseen, walk
 
 
 def _first_again(plan: Plan, start: str | None, force: bool) -> int:

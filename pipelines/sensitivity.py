@@ -161,14 +161,14 @@ def _model(pipeline: Pipeline, planned: PlannedStage | None, out: Path) -> Itera
         with tempfile.TemporaryDirectory() as folder:
             yield _as_eager(SOURCE, import_source(pipeline, Path(folder) / SOURCE))
         return
-    foreseen, artifacts = look_ahead(pipeline, out, until=planned.input)
-    if planned.input not in artifacts:
+    foreseen, walk = look_ahead(pipeline, out, until=planned.input)
+    if planned.input not in walk.artifacts:
         raise StageFailed(
             f"{planned.name} reads {planned.input!r}, which is not made yet "
             f"({foreseen[planned.input]}); first: compress run {pipeline.file} --out {out} "
             f"--until {planned.input}"
         )
-    yield _as_eager(planned.input, artifacts[planned.input])
+    yield _as_eager(planned.input, walk.artifacts[planned.input])
 
 
 def _as_eager(name: str, model: Artifact) -> EagerModel:

@@ -109,10 +109,14 @@ class Store:
 
     def why(self, name: str, parts: dict[str, Any]) -> str:
         """Return why a stage must run: what differs from its last run here."""
-        before = self._last().get(name)
+        before = self.last_parts(name)
         if before is None:
             return "not run before"
         return _difference(before, parts) or "its artifact is gone or damaged"
+
+    def last_parts(self, name: str) -> dict[str, Any] | None:
+        """Return what decided a stage's artifact when it was last run here, if it was."""
+        return self._last().get(name)
 
     def remember(self, name: str, parts: dict[str, Any]) -> None:
         """Note what a stage of this name was last run with."""

@@ -9,6 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from pipelines.diff import shown
 from pipelines.plan import SOURCE
 from pipelines.quantized import fidelity_of, sameness_of
 from pipelines.report import readable_bytes, readable_count, rule_in_words
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from pipelines.diff import Differences
     from pipelines.report import Measurements, Report, StageReport
 
 COLUMNS = (
@@ -93,6 +95,26 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
     cached = sum(stage.cached for stage in report.stages)
     counted = f"{cached} of {len(report.stages)} stages cached; "
     yield Text(f"{'' if report.failed_stage else counted}report: {out / 'report.html'}")
+
+
+def difference_table(differences: Differences) -> Table:
+    """Return one row for each thing that differs between two runs."""
+    table = Table(title_justify="left", title=f"{differences.before} → {differences.after}")
+    for column in ("what", "before", "after"):
+        table.add_column(column, overflow="fold")
+    for part in (differences.asked, differences.surroundings, differences.found):
+        for difference in part:
+            table.add_row(*shown(difference))
+        table.add_section()
+    return table
+
+
+def difference_lines(differences: Differences) -> Iterator[Text]:
+    """Yield what stands below that table."""
+    if not (differences.asked or differences.surroundings):
+        yield Text("the same settings, data, versions and machine")
+    if not differences.found:
+        yield Text("the same results")
 
 
 def _table(report: Report, shown: list[str], tight: bool = False) -> Table:

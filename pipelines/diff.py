@@ -1,0 +1,127 @@
+"""Two runs side by side: what was asked of them, on what, and what came out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import JsonValue
+
+from compress.core.settings import Settings
+from pipelines.report import Measurements, Report, readable_bytes, readable_count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MISSING = "–"
+
+
+class Difference(Settings):
+    """One thing that is not the same in two runs."""
+
+    what: str
+    """Dotted path: `settings.stages.0.epochs`, `versions.torch`, `onnx.p50_ms`."""
+    before: JsonValue
+    after: JsonValue
+
+
+class Differences(Settings):
+    """What differs between two runs; what is equal is left out."""
+
+    before: str
+    """Directory of the first run."""
+    after: str
+    asked: tuple[Difference, ...]
+    """Settings, data and seed."""
+    surroundings: tuple[Difference, ...]
+    """Versions and hardware."""
+    found: tuple[Difference, ...]
+    """Status, and by stage the metric, sizes, latencies, verdicts and the digest."""
+
+
+def compare(before: Path, after: Path) -> Differences:
+    """Compare two runs' reports.
+
+    Args:
+        before: directory of the first run.
+        after: directory of the second.
+
+    Raises:
+        ArtifactInvalid: a directory holds no readable report.
+    """
+    one, two = Report.read(before), Report.read(after)
+    return Differences(
+        before=str(before),
+        after=str(after),
+        asked=tuple(_between(_asked(one), _asked(two))),
+        surroundings=tuple(_between(_surroundings(one), _surroundings(two))),
+        found=tuple(_between(_found(one), _found(two))),
+    )
+
+
+def shown(difference: Difference) -> tuple[str, str, str]:
+    """Return a row for people: what, before, after."""
+    return difference.what, _readable(difference, "before"), _readable(difference, "after")
+
+
+def _asked(report: Report) -> dict[str, Any]:
+    settings: Any = report.lock["settings"]
+    stages = {stage["name"] or stage["stage"]: stage for stage in settings["stages"]}
+    return {"settings": {**settings, "stages": stages}, "data": report.lock["data"]}
+
+
+def _surroundings(report: Report) -> dict[str, Any]:
+    return {name: report.lock.get(name) for name in ("versions", "machine")}
+
+
+def _found(report: Report) -> dict[str, Any]:
+    return {
+        "status": report.status,
+        **{
+            stage.name: {
+                **_figures(stage.measurements),
+                "gates": {v.rule: "passed" if v.passed else "refused" for v in stage.verdicts},
+                "made_seconds": round(stage.seconds, 1),
+                "sha256": stage.artifact.sha256,
+            }
+            for stage in report.stages
+        },
+        "test": dict(report.test.values) if report.test else {},
+    }
+
+
+def _figures(measured: Measurements) -> dict[str, Any]:
+    return {
+        **({measured.metric.name: measured.metric.value} if measured.metric else {}),
+        "bytes": measured.bytes,
+        "parameters": measured.parameters,
+        "macs": measured.macs,
+        "p50_ms": measured.latency_ms.p50,
+        "p95_ms": measured.latency_ms.p95,
+        "speedup": measured.speedup,
+    }
+
+
+def _between(before: Any, after: Any, path: str = "") -> Iterator[Difference]:
+    """Yield what differs, by path; the order is that of the first run."""
+    sides = [{} if side is None else side for side in (before, after)]
+    if any(sides) and all(isinstance(side, dict) for side in sides):
+        for key in dict.fromkeys((*sides[0], *sides[1])):
+            inner = f"{path}.{key}" if path else str(key)
+            yield from _between(sides[0].get(key), sides[1].get(key), inner)
+    elif before != after:
+        yield Difference(what=path, before=before, after=after)
+
+
+def _readable(difference: Difference, side: str) -> str:
+    value, what = getattr(difference, side), difference.what.rpartition(".")[2]
+    if value is None:
+        return MISSING
+    if what == "bytes":
+        return readable_bytes(int(value))
+    if what in ("parameters", "macs"):
+        return readable_count(int(value))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return f"{text[:12]}…" if what in ("sha256", "data") else text

@@ -1,0 +1,75 @@
+"""What `why`, `diff`, `report` and `doctor` tell of runs and of the machine."""
+
+import shutil
+
+import pytest
+
+from compress.core.errors import ArtifactInvalid, PipelineInvalid
+from pipelines import doctor
+from pipelines.diff import compare, shown
+from pipelines.pipeline import Pipeline
+from pipelines.why import why
+
+
+def reason(project, stage):
+    return why(Pipeline.from_yaml(project.file), project.out, stage)
+
+
+def changed(found):
+    return {p.what: (p.before, p.value) for p in found.parts if p.before != p.value}
+
+
+def test_every_change_of_a_stage_is_told(project) -> None:
+    assert reason(project, "train").does == "cached"
+    assert not changed(reason(project, "train"))
+    project.edit("epochs: 3, batch_size: 24", "epochs: 4, batch_size: 32")
+    found = reason(project, "train")
+    assert found.does.startswith("runs (settings.")
+    assert changed(found) == {"settings.epochs": (3, 4), "settings.batch_size": (24, 32)}
+    line = next(line for line in found.lines() if "settings.epochs" in line)
+    assert line.split() == ["settings.epochs", "4", "was", "3"]
+
+
+def test_a_stage_whose_input_is_not_made_has_no_parts_yet(project) -> None:
+    project.edit("epochs: 3", "epochs: 4")
+    found = reason(project, "export_onnx")
+    assert (found.does, found.parts) == ("runs (after prune_channels)", ())
+    with pytest.raises(PipelineInvalid, match="did you mean 'export_onnx'"):
+        reason(project, "export_onx")
+
+
+def test_two_runs_are_compared_by_stage(project, walked) -> None:
+    assert compare(walked.out, walked.out).found == ()
+    project.edit("epochs: 3", "epochs: 4")
+    project.run()
+    found = compare(walked.out, project.out)
+    asked = {d.what: (d.before, d.after) for d in found.asked}
+    assert asked.pop("settings.stages.train.epochs") == (3, 4)
+    assert not found.surroundings
+    told = {d.what for d in found.found}
+    assert {"train.sha256", "export_onnx.sha256", "export_onnx.p50_ms"} <= told
+    assert not {"status", "train.parameters"} & told
+
+
+def test_a_stage_of_one_run_alone_is_shown_against_nothing(project, walked) -> None:
+    project.run(until="train")
+    rows = {what: (a, b) for what, a, b in map(shown, compare(walked.out, project.out).found)}
+    before, after = rows["export_onnx.bytes"]
+    assert before.endswith("B")
+    assert after == "–"
+
+
+def test_a_folder_without_a_report_is_named(walked, tmp_path) -> None:
+    with pytest.raises(ArtifactInvalid, match="holds no readable report"):
+        compare(walked.out, tmp_path)
+
+
+def test_the_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = doctor.examine()
+    assert here.stages["train"] == ()
+    assert here.versions["torch"]
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    without = doctor.examine()
+    assert without.programs == {"java": None, "g++": None}
+    assert any("java" in need for need in without.stages["package_torchserve"])
+    assert any(line.startswith("✗ package_torchserve: needs java") for line in without.lines())
