@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.core.artifact import Artifact, FileDigest, canonical_json
 from compress.core.errors import StageFailed
-from serve import handler
 from serve.archive import PROBE, PROVENANCE, Packaged, Provenance
+from serve.joined import handler_text
 from serve.mar import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest
+from serve.worker.wire import to_npz
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     import torch
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from compress.core.signature import Signature
     from compress.core.stage import Context
     from serve.stage import PackageTorchServe
+    from serve.worker.wire import Array
 
 PROBE_ROWS = 4
 RESPONSE_SECONDS = 120
@@ -48,7 +50,7 @@ def members_of(
     config = yaml.safe_dump(model_config(model, settings, probe.joins_rows), sort_keys=True)
     members: dict[str, bytes | Path] = {
         MAR_MANIFEST: mar_manifest(settings.model_name, model.payload),
-        HANDLER: Path(handler.__file__).read_bytes(),
+        HANDLER: handler_text(),
         CONFIG: config.encode(),
         PROBE: probe.npz,
         # A large ONNX model has its weights beside it.
@@ -101,7 +103,7 @@ def record_probe(model: Artifact, context: Context, max_rows: int) -> Probe:
         joins_rows = rows_stay_first(predict, signature, inputs, outputs)
     names = [*(spec.name for spec in signature.inputs), *(o.name for o in signature.outputs)]
     named = dict(zip(names, (*inputs, *outputs), strict=True))
-    return Probe(handler.to_npz(_as_arrays(named)), joins_rows)
+    return Probe(to_npz(_as_arrays(named)), joins_rows)
 
 
 def rows_stay_first(
@@ -152,7 +154,7 @@ def digest_of(content: bytes | Path) -> FileDigest:
     return FileDigest(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
 
 
-def _as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, handler.Array]:
+def _as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, Array]:
     import torch
 
     for name, tensor in tensors.items():

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from compress.core.errors import StageFailed, Unavailable
-from serve.handler import THREADS_VARIABLE
 from serve.mar import model_name_of
+from serve.worker.loaders import THREADS_VARIABLE
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,11 @@ from pydantic import ValidationError
 from compress.core.artifact import Artifact
 from compress.core.errors import ArtifactInvalid
 from compress.core.files import sha256_of
-from serve import handler
 from serve.archive import PROBE, PROVENANCE, Provenance, TorchServeArchive
+from serve.joined import handler_text
 from serve.mar import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest, model_name_of, read_mar
 from serve.pack import digest_of
+from serve.worker.wire import from_npz
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -127,7 +128,7 @@ def check_code(members: Mapping[str, bytes], origin: Provenance, mar: Path) -> N
         ArtifactInvalid: the handler, or the manifest that names it, is another one.
     """
     ours = {
-        HANDLER: Path(handler.__file__).read_bytes(),
+        HANDLER: handler_text(),
         MAR_MANIFEST: mar_manifest(model_name_of(mar), origin.artifact.payload),
     }
     for name, expected in ours.items():
@@ -169,7 +170,7 @@ def _replay(mar: Path, members: Mapping[str, bytes], origin: Provenance) -> str:
     from serve.server import TorchServe
 
     settings = yaml.safe_load(members[CONFIG])["handler"]
-    probe = handler.from_npz(members[PROBE])
+    probe = from_npz(members[PROBE])
     inputs = [probe[spec.name] for spec in origin.signature.inputs]
     with (
         TorchServe(mar) as server,

@@ -1,5 +1,8 @@
 """The handler without Java: TorchServe's own loader, context and request objects."""
 
+import ast
+import builtins
+import dis
 import importlib
 import io
 import json
@@ -8,7 +11,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +21,10 @@ import torch
 import yaml
 from onnx import TensorProto, helper
 
-from serve import handler
-from serve.handler import JSON, NPY, NPZ, RAW, from_npz, to_npz
+from serve import worker
+from serve.joined import MODULES, handler_text
 from serve.mar import mar_manifest
+from serve.worker.wire import JSON, NPY, NPZ, RAW, encode, from_npz, from_raw, to_npz
 
 ONE_INPUT = [{"name": "x", "shape": ["batch", 3], "dtype": "float32"}]
 TWO_INPUTS = [
@@ -80,7 +84,7 @@ def unpack(
     (folder / "MAR-INF" / "MANIFEST.json").write_bytes(mar_manifest("m", payload))
     (folder / "model-config.yaml").write_text(yaml.safe_dump({"handler": settings}))
     (folder / "probe.npz").write_bytes(to_npz(probe))
-    (folder / "handler.py").write_bytes(Path(handler.__file__).read_bytes())
+    (folder / "handler.py").write_bytes(handler_text())
 
 
 @pytest.fixture
@@ -187,9 +191,9 @@ def test_every_form_of_a_request_is_answered_with_the_same_bits(reciprocal: Any,
 def test_bare_bytes_need_a_shape_where_several_axes_vary() -> None:
     spec = {"name": "x", "shape": ["batch", "time"], "dtype": "float32"}
     body = np.arange(6, dtype=np.float32).tobytes()
-    assert handler.from_raw(body, {"x-shape": "2,3"}, spec).shape == (2, 3)
+    assert from_raw(body, {"x-shape": "2,3"}, spec).shape == (2, 3)
     with pytest.raises(ValueError, match="one unknown dimension"):
-        handler.from_raw(body, {}, spec)
+        from_raw(body, {}, spec)
 
 
 def pickled() -> bytes:
@@ -248,7 +252,7 @@ def test_infinity_is_answered_losslessly_and_refused_in_json(reciprocal: Any) ->
 def test_an_answer_with_nan_is_refused_in_every_form() -> None:
     for accept in (NPZ, RAW, JSON):
         with pytest.raises(ValueError, match="answered NaN"):
-            handler.encode({"y": np.array([np.nan])}, accept)
+            encode({"y": np.array([np.nan])}, accept)
 
 
 def test_a_request_without_a_body_is_refused(reciprocal: Any) -> None:
@@ -338,17 +342,34 @@ def test_a_model_that_answers_otherwise_does_not_load(
         load(tmp_path)
 
 
-def test_the_handler_is_one_class_and_imports_nothing_of_ours_nor_torch_for_onnx(
-    fresh_process: Any,
+def test_the_joined_handler_is_one_class_and_imports_nothing_of_ours_nor_torch_for_onnx(
+    tmp_path: Path, fresh_process: Any
 ) -> None:
-    folder = Path(handler.__file__).parent
+    (tmp_path / "handler.py").write_bytes(handler_text())
     code = (
-        f"import sys; sys.path.insert(0, {str(folder)!r}); import handler; "
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import handler; "
         "ours = {'compress', 'export', 'serve', 'torch', 'onnxruntime', 'ts'} & set(sys.modules); "
         "classes = [n for n, v in vars(handler).items() "
         "if isinstance(v, type) and v.__module__ == 'handler']; print(sorted(ours), classes)"
     )
     assert fresh_process(code) == "[] ['PackagedModel']"
+
+
+def test_every_name_in_the_joined_handler_is_bound_there_once() -> None:
+    tree = ast.parse(handler_text())
+    bound = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+    assert len(bound) == len(set(bound)) > 10
+    modules = {p.stem for p in Path(worker.__file__).parent.glob("*.py")} - {"__init__"}
+    assert modules == set(MODULES)
+    scope: dict[str, Any] = {"__name__": "joined"}
+    whole = compile(tree, "handler.py", "exec")
+    exec(whole, scope)
+    codes, used = [whole], set[str]()
+    while codes:
+        code = codes.pop()
+        codes += [c for c in code.co_consts if isinstance(c, CodeType)]
+        used |= {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    assert {"decode", "LOADERS"} <= used and used <= {*scope, *dir(builtins)}
 
 
 def test_npz_is_what_numpy_reads_under_any_name() -> None:

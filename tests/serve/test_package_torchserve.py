@@ -22,12 +22,13 @@ from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from export.onnx import ExportOnnx, OnnxModel
 from export.torchscript import ExportTorchScript
-from serve import handler
 from serve.archive import TorchServeArchive
+from serve.joined import handler_text
 from serve.mar import check_member_name, mar_manifest, read_mar, write_mar
 from serve.pack import rows_stay_first
 from serve.stage import PackageTorchServe
 from serve.verify import verify
+from serve.worker.wire import from_npz
 
 pytestmark = pytest.mark.torchserve
 
@@ -83,7 +84,7 @@ def test_torchserve_finds_what_it_reads(archive: TorchServeArchive, model: OnnxM
     for key in ("serializedFile", "handler", "configFile"):
         assert manifest["model"][key] in members
     assert members["model.onnx"] == model.payload_path.read_bytes()
-    assert members["handler.py"] == Path(handler.__file__).read_bytes()
+    assert members["handler.py"] == handler_text()
     with zipfile.ZipFile(archive.payload_path) as stored:
         assert stored.testzip() is None
         assert stored.namelist() == sorted(stored.namelist())
@@ -106,7 +107,7 @@ def test_settings_reach_torchserve_as_numbers(
 def test_the_probe_holds_the_first_validation_samples_and_the_models_answers(
     archive: TorchServeArchive, model: OnnxModel, blobs: Splits
 ) -> None:
-    probe = handler.from_npz(read_mar(archive.payload_path)["probe.npz"])
+    probe = from_npz(read_mar(archive.payload_path)["probe.npz"])
     first = next(iter(blobs.batches("val", batch_size=4))).inputs[0]
     assert np.array_equal(probe["x"], first.numpy())
     with model.open() as predict:
@@ -146,7 +147,7 @@ def test_rows_are_not_joined_where_an_output_has_them_on_another_axis(
     model = ExportTorchScript().run(source, Context(root=tmp_path / "ts"))
     archive = PackageTorchServe(max_rows=rows).run(model, Context(root=tmp_path / "mar"))
     members = read_mar(archive.payload_path)
-    assert handler.from_npz(members["probe.npz"])["state"].shape == (layers, rows, 5)
+    assert from_npz(members["probe.npz"])["state"].shape == (layers, rows, 5)
     assert yaml.safe_load(members["model-config.yaml"])["handler"]["joins_rows"] is False
 
 
