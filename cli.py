@@ -22,9 +22,6 @@ from pipelines import answers, interruption
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from rich.console import Console
-    from rich.table import Table
-
     from pipelines.report import Report
 
 
@@ -194,6 +191,7 @@ def sensitivity(
     from pipelines.pipeline import Pipeline
     from pipelines.progress import shown
     from pipelines.sensitivity import lines_below, measure, table
+    from pipelines.table import printed
 
     pipeline = Pipeline.from_yaml(file)
     directory = out or Path("runs") / pipeline.name
@@ -202,7 +200,7 @@ def sensitivity(
     if as_json:
         answers.give(found.model_dump(mode="json"))
     else:
-        _print(lambda _: table(found), lines_below(found, directory))
+        printed(lambda _: table(found), lines_below(found, directory))
 
 
 @app.command()
@@ -232,14 +230,19 @@ def inspect(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = Fals
 
 @app.command()
 @_command
-def verify(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = False) -> None:
+def verify(
+    artifact: ArtifactPath,
+    sha256: Annotated[str | None, typer.Option(help="What its file must hash to.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write what was proven, as JSON.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
     """Prove an artifact is what was sealed; serve a .mar."""
-    from pipelines import catalog  # noqa: F401 - importing it makes every kind known
-    from serve.verify import verify as prove
+    from pipelines.evidence import prove
 
-    proven = prove(artifact)
-    lines = (f"proven: {line}" for line in proven)
-    _tell(as_json, {"artifact": str(artifact), "proven": list(proven)}, lines)
+    proof = prove(artifact, sha256, report)
+    content = {"artifact": str(artifact), **proof.model_dump(mode="json")}
+    _tell(as_json, content, (f"proven: {line}" for line in proof.proven))
 
 
 @app.command()
@@ -281,19 +284,10 @@ def _tell(as_json: bool, content: object, lines: Iterable[str]) -> None:
 
 
 def _show(report: Report, out: Path, as_json: bool) -> None:
-    from pipelines.table import closing_lines, stage_table
+    from pipelines.table import closing_lines, printed, stage_table
 
     if as_json:
         answers.give(report.model_dump(mode="json"))
     elif report.stages or not report.failed_stage or report.failed_stage.name != "source":
         # Where the model did not come in there is nothing to show beside the error.
-        _print(functools.partial(stage_table, report), closing_lines(report, out))
-
-
-def _print(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:
-    from pipelines.table import wide_console
-
-    console = wide_console()
-    console.print(table(console))
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        printed(functools.partial(stage_table, report), closing_lines(report, out))
