@@ -15,7 +15,7 @@ import typer
 from compress import __version__
 from compress.core.errors import PipelineInvalid
 from pipelines import answers, interruption
-from pipelines.terminal import command, print_table, say, show, tell, warn
+from pipelines.terminal import command, say, show, tell, warn
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -142,6 +142,7 @@ def sensitivity(
     from pipelines.pipeline import Pipeline
     from pipelines.progress import shown
     from pipelines.sensitivity import lines_below, measure, table
+    from pipelines.table import printed
 
     pipeline = Pipeline.from_yaml(file)
     directory = out or Path("runs") / pipeline.name
@@ -150,7 +151,7 @@ def sensitivity(
     if as_json:
         answers.give(found.model_dump(mode="json"))
     else:
-        print_table(lambda _: table(found), lines_below(found, directory))
+        printed(lambda _: table(found), lines_below(found, directory))
 
 
 @app.command()
@@ -180,14 +181,19 @@ def inspect(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = Fals
 
 @app.command()
 @command
-def verify(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = False) -> None:
+def verify(
+    artifact: ArtifactPath,
+    sha256: Annotated[str | None, typer.Option(help="What its file must hash to.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write what was proven, as JSON.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
     """Prove an artifact is what was sealed; serve a .mar."""
-    from pipelines import catalog  # noqa: F401 - importing it makes every kind known
-    from serve.verify import verify as prove
+    from pipelines.evidence import prove
 
-    proven = prove(artifact)
-    lines = (f"proven: {line}" for line in proven)
-    tell(as_json, {"artifact": str(artifact), "proven": list(proven)}, lines)
+    proof = prove(artifact, sha256, report)
+    content = {"artifact": str(artifact), **proof.model_dump(mode="json")}
+    tell(as_json, content, (f"proven: {line}" for line in proof.proven))
 
 
 @app.command()
@@ -220,9 +226,9 @@ def diff(
     if as_json:
         answers.give(found.model_dump(mode="json"))
     else:
-        from pipelines.table import difference_lines, difference_table
+        from pipelines.table import difference_lines, difference_table, printed
 
-        print_table(lambda _: difference_table(found), difference_lines(found))
+        printed(lambda _: difference_table(found), difference_lines(found))
 
 
 @app.command()

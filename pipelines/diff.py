@@ -59,7 +59,7 @@ def compare(before: Path, after: Path) -> Differences:
     )
 
 
-def shown(difference: Difference) -> tuple[str, str, str]:
+def row_of(difference: Difference) -> tuple[str, str, str]:
     """Return a row for people: what, before, after."""
     return difference.what, _readable(difference, "before"), _readable(difference, "after")
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.diff import shown
+from pipelines.diff import row_of
 from pipelines.plan import SOURCE
 from pipelines.quantized import fidelity_of, sameness_of
 from pipelines.report import readable_bytes, readable_count, rule_in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from rich.console import Console
@@ -104,7 +104,7 @@ def difference_table(differences: Differences) -> Table:
         table.add_column(column, overflow="fold")
     for part in (differences.asked, differences.surroundings, differences.found):
         for difference in part:
-            table.add_row(*shown(difference))
+            table.add_row(*row_of(difference))
         table.add_section()
     return table
 
@@ -169,3 +169,11 @@ def _cells(m: Measurements) -> dict[str, str | Text]:
         "p95 ms": f"{m.latency_ms.p95:.3f}",
         "faster": f"{m.speedup:.2f}×",
     }
+
+
+def printed(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:
+    """Show a table as wide as the terminal, and lines below it."""
+    console = wide_console()
+    console.print(table(console))
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)

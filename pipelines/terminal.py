@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from rich.console import Console
-    from rich.table import Table
-
     from pipelines.report import Report
 
 COLOURS = {"red": 31, "yellow": 33}
@@ -84,24 +81,14 @@ def tell(as_json: bool, content: object, lines: Iterable[str]) -> None:
 
 def show(report: Report, out: Path, as_json: bool, quiet: bool = False) -> None:
     """Print a run's report; nothing where all is to be quiet and no JSON is asked for."""
-    from pipelines.table import closing_lines, stage_table
+    from pipelines.table import closing_lines, printed, stage_table
 
     if as_json:
         answers.give(report.model_dump(mode="json"))
     elif not quiet and (report.stages or not _failed_at_once(report)):
         # Where the model did not come in there is nothing to show beside the error.
-        print_table(functools.partial(stage_table, report), closing_lines(report, out))
+        printed(functools.partial(stage_table, report), closing_lines(report, out))
 
 
 def _failed_at_once(report: Report) -> bool:
     return report.failed_stage is not None and report.failed_stage.name == "source"
-
-
-def print_table(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:
-    """Print a table, made for the terminal's width, and lines below it."""
-    from pipelines.table import wide_console
-
-    console = wide_console()
-    console.print(table(console))
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 from urllib.parse import quote, urlsplit
 
 from compress.core.errors import StageFailed
-from serve.handler import NPZ, from_npz, to_npz
+from serve.worker.wire import NPZ, from_npz, to_npz
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from compress.core.artifact import Predictor
     from compress.core.signature import Signature
-    from serve.handler import Array
+    from serve.worker.tensors import Array
 
 REQUEST_BYTES = 4 * 1024**2
 """Requests are split above this: TorchServe takes 6.5 MB unless told otherwise."""

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from compress.core.errors import StageFailed, Unavailable
-from serve.handler import THREADS_VARIABLE
 from serve.mar import model_name_of
+from serve.worker.loaders import THREADS_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,8 @@ MAX_BYTES = 256 * 1024**2
 """Largest request and response; a response above it would kill the worker."""
 GIVEN_UP = ("Retry worker:", "Load model failed", "Failed to load model", "BindException")
 """What the server's log says when a worker did not become ready."""
+WORKERS_END = "Backend worker process died."
+"""What a worker's log says at its end, before a traceback that tells nothing of the model."""
 SECONDS_OF_LAST_WORDS, SECONDS_OF_SILENCE = 10, 1
 # The JVM must not outlive this process, however it ends (prctl 1 is PR_SET_PDEATHSIG, which exec
 # keeps). It follows the thread that started it: keep that thread alive while the server is used.
@@ -263,6 +265,7 @@ def last_lines(log: str) -> str:
     A traceback's frames are left out: they would hide what was raised before.
     """
     shown = ""
+    log = log.partition(WORKERS_END)[0] or log
     for line in reversed(log.splitlines()):
         if not line.strip() or line[0].isspace() or line.startswith("Traceback "):
             continue

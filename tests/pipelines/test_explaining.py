@@ -6,7 +6,7 @@ import pytest
 
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from pipelines import doctor
-from pipelines.diff import compare, shown
+from pipelines.diff import compare, row_of
 from pipelines.pipeline import Pipeline
 from pipelines.why import why
 
@@ -53,7 +53,7 @@ def test_two_runs_are_compared_by_stage(project, walked) -> None:
 
 def test_a_stage_of_one_run_alone_is_shown_against_nothing(project, walked) -> None:
     project.run(until="train")
-    rows = {what: (a, b) for what, a, b in map(shown, compare(walked.out, project.out).found)}
+    rows = {what: (a, b) for what, a, b in map(row_of, compare(walked.out, project.out).found)}
     before, after = rows["export_onnx.bytes"]
     assert before.endswith("B")
     assert after == "–"

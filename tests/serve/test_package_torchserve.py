@@ -22,12 +22,14 @@ from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from export.onnx import ExportOnnx, OnnxModel
 from export.torchscript import ExportTorchScript
-from serve import handler
 from serve.archive import TorchServeArchive
+from serve.joined import handler_text
 from serve.mar import check_member_name, mar_manifest, read_mar, write_mar
-from serve.pack import rows_stay_first
+from serve.probe import rows_stay_first
+from serve.provenance import Provenance
 from serve.stage import PackageTorchServe
 from serve.verify import verify
+from serve.worker.wire import from_npz
 
 pytestmark = pytest.mark.torchserve
 
@@ -83,7 +85,7 @@ def test_torchserve_finds_what_it_reads(archive: TorchServeArchive, model: OnnxM
     for key in ("serializedFile", "handler", "configFile"):
         assert manifest["model"][key] in members
     assert members["model.onnx"] == model.payload_path.read_bytes()
-    assert members["handler.py"] == Path(handler.__file__).read_bytes()
+    assert members["handler.py"] == handler_text()
     with zipfile.ZipFile(archive.payload_path) as stored:
         assert stored.testzip() is None
         assert stored.namelist() == sorted(stored.namelist())
@@ -106,7 +108,7 @@ def test_settings_reach_torchserve_as_numbers(
 def test_the_probe_holds_the_first_validation_samples_and_the_models_answers(
     archive: TorchServeArchive, model: OnnxModel, blobs: Splits
 ) -> None:
-    probe = handler.from_npz(read_mar(archive.payload_path)["probe.npz"])
+    probe = from_npz(read_mar(archive.payload_path)["probe.npz"])
     first = next(iter(blobs.batches("val", batch_size=4))).inputs[0]
     assert np.array_equal(probe["x"], first.numpy())
     with model.open() as predict:
@@ -146,7 +148,7 @@ def test_rows_are_not_joined_where_an_output_has_them_on_another_axis(
     model = ExportTorchScript().run(source, Context(root=tmp_path / "ts"))
     archive = PackageTorchServe(max_rows=rows).run(model, Context(root=tmp_path / "mar"))
     members = read_mar(archive.payload_path)
-    assert handler.from_npz(members["probe.npz"])["state"].shape == (layers, rows, 5)
+    assert from_npz(members["probe.npz"])["state"].shape == (layers, rows, 5)
     assert yaml.safe_load(members["model-config.yaml"])["handler"]["joins_rows"] is False
 
 
@@ -222,10 +224,10 @@ def test_a_damaged_model_is_not_packed(model: OnnxModel, tmp_path: Path) -> None
 
 
 def test_bfloat16_is_refused(tmp_path: Path) -> None:
-    from serve.pack import _as_arrays
+    from serve.probe import as_arrays
 
     with pytest.raises(StageFailed, match="x is bfloat16"):
-        _as_arrays({"x": torch.zeros(1, dtype=torch.bfloat16)})
+        as_arrays({"x": torch.zeros(1, dtype=torch.bfloat16)})
 
 
 def test_a_gate_refuses_and_names_what_was_kept(model: OnnxModel, tmp_path: Path) -> None:
@@ -307,7 +309,7 @@ def test_an_altered_member_is_named(archive: TorchServeArchive, tmp_path: Path) 
 
 
 def test_other_artifacts_are_verified_by_their_hashes(model: OnnxModel) -> None:
-    lines = verify(model.path)
+    lines = verify(model.path).proven
     assert lines[0] == f"onnx artifact, digest {model.digest}"
     assert any(line.startswith("model.onnx: ") for line in lines)
     assert lines[-1].startswith("export_onnx read input ")
@@ -330,11 +332,13 @@ def test_foreign_code_is_not_run_however_consistent_its_hashes(
     members = read_mar(archive.payload_path)
     provenance = json.loads(members["provenance.json"])
     provenance["members"][name] = digest_of(FOREIGN[name])
-    members |= {name: FOREIGN[name], "provenance.json": json.dumps(provenance).encode()}
+    sealed = Provenance.model_validate(provenance).sealed()
+    members |= {name: FOREIGN[name], "provenance.json": sealed}
     folder = tmp_path / "artifact"
     folder.mkdir()
     write_mar(folder / "model.mar", members)
     manifest = json.loads((archive.path / "manifest.json").read_text())
+    manifest["facts"]["provenance"] = digest_of(sealed)["sha256"]
     manifest["files"]["model.mar"] = digest_of((folder / "model.mar").read_bytes())
     (folder / "manifest.json").write_text(json.dumps(manifest))
     for path in (folder / "model.mar", folder):
@@ -344,7 +348,7 @@ def test_foreign_code_is_not_run_however_consistent_its_hashes(
 
 @pytest.mark.slow
 def test_a_bare_mar_is_verified(archive: TorchServeArchive) -> None:
-    lines = verify(archive.payload_path)
+    lines = verify(archive.payload_path).proven
     assert archive.manifest.files["model.mar"].sha256 in lines[0]
     assert "largest difference" in lines[-1]
 
@@ -353,8 +357,10 @@ def test_a_bare_mar_is_verified(archive: TorchServeArchive) -> None:
 def test_verifying_replays_the_probe_in_a_fresh_process(
     archive: TorchServeArchive, fresh_process: Callable[[str], str]
 ) -> None:
-    code = f"from serve.verify import verify; print(*verify({str(archive.path)!r}), sep='\\n')"
+    code = (
+        f"from serve.verify import verify; print(*verify({str(archive.path)!r}).proven, sep='\\n')"
+    )
     lines = fresh_process(code).splitlines()
     assert lines[0] == f"torchserve artifact, digest {archive.digest}"
-    assert "6 members have safe names; 5 hash to what provenance.json records" in lines
+    assert "7 members have safe names; 6 hash to what provenance.json records" in lines
     assert lines[-1].startswith("TorchServe answered the recorded probe; largest difference")

@@ -29,10 +29,10 @@ from export.onnx import ExportOnnx
 from export.torchscript import ExportTorchScript
 from serve.archive import TorchServeArchive
 from serve.client import Client
-from serve.handler import NPZ, from_npz, to_npz
 from serve.mar import read_mar, write_mar
 from serve.server import TorchServe, has_ended, last_lines, stop
 from serve.stage import PackageTorchServe
+from serve.worker.wire import NPZ, from_npz, to_npz
 
 pytestmark = pytest.mark.torchserve
 

@@ -1,0 +1,185 @@
+"""Bodies of requests and answers as arrays: pure functions of bytes, headers and the inputs' specs.
+
+A refusal is ``ValueError(status, message)``; :func:`refusal` tells a client of any exception.
+
+Requests (Content-Type decides, nothing is guessed from the bytes):
+
+    application/x-npz         every input by name, as numpy.savez writes them; lossless
+    application/x-npy         the input of a single-input model
+    application/octet-stream  its bytes, little-endian, C order; X-Shape where axes vary, and
+                              X-Dtype, where given, must be the model's
+    application/json          [...] for a single input, {"inputs": {"name": [...], ...}}, or the
+                              Open Inference Protocol's {"inputs": [{"name", "shape", ...}]}
+    image/png, image/jpeg     one image, where the archive was packed with ``image``
+    text/plain                one text, where it was packed with ``text``; several as JSON [...]
+
+Answers (Accept decides): ``application/x-npz``, lossless; ``application/octet-stream`` for a single
+output, with X-Shape and X-Dtype; else JSON, ``{"outputs": {"name": [...], ...}}``, and ``"labels"``
+where classes have names: the likeliest of each row. What came by the Open Inference Protocol is
+answered by it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from serve.worker.inference_protocol import from_protocol, is_protocol, to_protocol
+from serve.worker.tensors import exact, in_order, likeliest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from serve.worker.tensors import Array, Named, Specs
+
+    Readers = Mapping[str, Callable[[Any], list[Array]]]
+
+JSON, NPY, NPZ = "application/json", "application/x-npy", "application/x-npz"
+RAW, TEXT, IMAGES = "application/octet-stream", "text/plain", ("image/png", "image/jpeg")
+
+
+def decode(
+    body: Any, content_type: str, headers: Named, specs: Specs, readers: Readers
+) -> tuple[list[Array], Named]:
+    """Return a body's arrays in the signature's order, and how the answer is wanted.
+
+    Args:
+        body: bytes, or JSON that was parsed already.
+        content_type: what it is, without parameters, in lower case.
+        headers: the request's others, their names in lower case.
+        specs: name, shape and dtype of each input.
+        readers: by content type, how the body of an image, and how a list of texts, is read.
+
+    Returns:
+        The arrays, and the request where it came by the Open Inference Protocol; else nothing.
+    """
+    own = (JSON, NPZ) if len(specs) > 1 else (JSON, NPZ, NPY, RAW)
+    if content_type not in (*own, *readers):
+        taken = ", ".join((*own, *readers))
+        raise ValueError(415, f"Content-Type is {content_type[:80]}, expected one of {taken}")
+    if isinstance(body, bytes | bytearray) and not body:
+        names = [spec["name"] for spec in specs]
+        raise ValueError(400, f"the body is empty, expected {names} as {JSON} or {NPZ}")
+    if content_type == JSON:
+        # TorchServe has parsed it already where decode_input_request is on, its default.
+        value = parse(body) if isinstance(body, bytes | bytearray) else body
+        if is_protocol(value):
+            return from_protocol(value, specs, readers.get(TEXT)), value
+        return from_json(value, specs, readers), {}
+    if content_type == NPZ:
+        return in_order(from_npz(bytes(body)), specs), {}
+    if content_type == NPY:
+        return [np.lib.format.read_array(io.BytesIO(bytes(body)), allow_pickle=False)], {}
+    if content_type == RAW:
+        return [from_raw(bytes(body), headers, specs[0])], {}
+    if content_type == TEXT:
+        return readers[TEXT]([bytes(body).decode()]), {}
+    return readers[content_type](bytes(body)), {}
+
+
+def from_raw(body: bytes, headers: Named, spec: Named) -> Array:
+    """Return the array in bare bytes; its shape from X-Shape, else from the signature."""
+    sent = headers.get("x-dtype", spec["dtype"])
+    if sent != spec["dtype"]:
+        raise ValueError(400, f"{spec['name']} is {sent[:40]}, expected {spec['dtype']}")
+    shape = [-1 if isinstance(d, str) else d for d in spec["shape"]]
+    if "x-shape" in headers:
+        shape = [int(d) for d in headers["x-shape"].split(",")]
+    little_endian = np.dtype(spec["dtype"]).newbyteorder("<")
+    return np.frombuffer(body, little_endian).reshape(shape).astype(spec["dtype"])
+
+
+def parse(body: bytes | bytearray) -> Any:
+    """Return what a JSON text holds; NaN and Infinity are not JSON."""
+    try:
+        return json.loads(body, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError(400, "the body is JSON nested too deeply for any tensor") from None
+    except ValueError as error:
+        raise ValueError(400, f"the body is not JSON: {str(error)[:120]}") from None
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"it holds {word}")
+
+
+def from_json(value: Any, specs: Specs, readers: Readers) -> list[Array]:
+    """Return the arrays in a parsed JSON body: whole numbers for integers, 0 and 1 for booleans."""
+    inputs = value.get("inputs") if isinstance(value, dict) else value
+    words = isinstance(inputs, list) and bool(inputs) and all(isinstance(i, str) for i in inputs)
+    if words and TEXT in readers:
+        return readers[TEXT](inputs)
+    if isinstance(inputs, list) and len(specs) == 1:
+        inputs = {specs[0]["name"]: inputs}
+    if not isinstance(inputs, dict):
+        raise ValueError(400, 'the body is not {"inputs": {"name": [...], ...}}')
+    ordered = zip(in_order(inputs, specs), specs, strict=True)
+    return [exact(values, spec) for values, spec in ordered]
+
+
+def encode(
+    named: dict[str, Array], accept: str, asked: Named, model_name: str, classes: Named | None
+) -> tuple[str | bytes, dict[str, str]]:
+    """Return a body and its headers in the form that the client accepts.
+
+    Args:
+        named: the outputs by name; none of them holds NaN.
+        accept: the Accept header, in lower case.
+        asked: the request where it came by the Open Inference Protocol; else nothing.
+        model_name: under which the model is served.
+        classes: ``names``, ``top`` and ``softmax`` for the first output; None where it has none.
+    """
+    if NPZ in accept:
+        return to_npz(named), {"content-type": NPZ}
+    if RAW in accept:
+        (output, *others) = named.values()
+        if others:
+            raise ValueError(406, f"the model has {len(named)} outputs: accept {NPZ} or {JSON}")
+        headers = {"X-Shape": ",".join(map(str, output.shape)), "X-Dtype": str(output.dtype)}
+        little_endian = output.astype(output.dtype.newbyteorder("<"))
+        return little_endian.tobytes(), {"content-type": RAW, **headers}
+    if any(array.dtype.kind == "f" and np.isinf(array).any() for array in named.values()):
+        raise ValueError(406, f"the answer holds infinity, which JSON cannot: accept {NPZ}")
+    labels = likeliest(next(iter(named.values())), classes) if classes else []
+    answer: dict[str, Any]
+    if asked:
+        answer = to_protocol(named, asked, model_name, labels)
+    else:
+        outputs = {name: array.tolist() for name, array in named.items()}
+        answer = {"outputs": outputs, **({"labels": labels} if labels else {})}
+    return json.dumps(answer, allow_nan=False), {"content-type": JSON}
+
+
+def to_npz(arrays: Named) -> bytes:
+    """Return arrays as ``numpy.savez`` writes them, under any name, the same bytes every time."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
+    return stream.getvalue()
+
+
+def from_npz(data: bytes) -> dict[str, Array]:
+    """Return arrays by name; nothing is unpickled."""
+    arrays = {}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for member in archive.infolist():
+            if member.compress_type != zipfile.ZIP_STORED:  # few bytes could unfold to any size
+                raise ValueError(400, "the npz is compressed: write it with numpy.savez")
+            with archive.open(member) as stream:
+                array = np.lib.format.read_array(stream, allow_pickle=False)
+            arrays[member.filename.removesuffix(".npy")] = array
+    return arrays
+
+
+def refusal(error: Exception, status: int = 400) -> tuple[int, str]:
+    """Return the status and the JSON body that tell a client of an error."""
+    message = f"{type(error).__name__}: {str(error)[:160]}"
+    if type(error) is ValueError and len(error.args) == 2:
+        status, message = error.args
+    return status, json.dumps({"code": status, "message": message})
