@@ -80,6 +80,7 @@ class Application:
         self.metrics = Metrics(model.name, lambda: batcher.depth)
         self.specs = [spec.model_dump(mode="json") for spec in model.signature.inputs]
         self.outputs = [output.name for output in model.signature.outputs]
+        self._inside = 0  # requests whose body is read or which are answered
         self._authorization = f"Bearer {token}".encode()
         base = f"/v2/models/{model.name}"
         self._infer_paths = (f"{base}/infer", f"{base}/versions/1/infer")
@@ -137,11 +138,12 @@ class Application:
         return _json(self._told[path])
 
     async def _infer(self, headers: Headers, receive: Receive) -> Answer:
-        if self.batcher.depth >= self.limits.queue:
+        if max(self.batcher.depth, self._inside) >= self.limits.queue:
             closing = await self._discard(headers, receive)
             message = f"{self.limits.queue} requests wait, which is all that may; try again"
             raise Refused(503, message, retry_after="1", **closing)
         request: open_inference.Request | None = None
+        self._inside += 1
         try:
             async with asyncio.timeout(self.limits.seconds):
                 body = await self._body(headers, receive)
@@ -157,6 +159,8 @@ class Application:
             raise
         except Exception as error:
             raise _failed(error) from error
+        finally:
+            self._inside -= 1
         return self._write(headers, request, own, outputs)
 
     def _understood(self, headers: Headers, body: bytes) -> tuple[open_inference.Request, bool]:

@@ -72,7 +72,12 @@ class TorchServe:
     """
 
     def __init__(
-        self, mar: Path, *, threads: int | None = None, startup_seconds: float = 120.0
+        self,
+        mar: Path,
+        *,
+        threads: int | None = None,
+        startup_seconds: float = 120.0,
+        port: int = 0,
     ) -> None:
         """Remember what to serve; nothing is started yet.
 
@@ -80,10 +85,12 @@ class TorchServe:
             mar: the archive. It is code: verify it before it is served.
             threads: CPU threads of each worker's model; the archive's own setting by default.
             startup_seconds: how long every worker may take to become ready.
+            port: where predictions are asked for; 0 lets the system choose.
         """
         self.mar = mar.resolve()
         self.model_name = model_name_of(mar)
         self.startup_seconds = startup_seconds
+        self.port = port
         self.token = ""
         """Key of the inference API."""
         self.url = self._management_url = ""
@@ -113,8 +120,13 @@ class TorchServe:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def has_ended(self) -> bool:
+        """Return whether the server has ended by itself."""
+        return has_ended(self._process.pid)
+
     def _start(self, java: str, packages: Path) -> None:
         folder, ports = self.folder, free_ports(5)
+        ports[0] = self.port or ports[0]
         (folder / "tmp").mkdir()
         (folder / "log4j2.xml").write_text(LOGGING.format(folder=folder))
         (folder / "config.properties").write_text(configuration(self.mar, ports))
