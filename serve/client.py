@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from compress.core.artifact import Predictor
     from compress.core.signature import Signature
-    from serve.worker.wire import Array
+    from serve.worker.tensors import Array
 
 REQUEST_BYTES = 4 * 1024**2
 """Requests are split above this: TorchServe takes 6.5 MB unless told otherwise."""

@@ -1,4 +1,4 @@
-"""The one ``handler.py`` of an archive: the modules of :mod:`serve.worker`, joined into one text.
+"""The one ``handler.py`` of an archive: the modules that travel, joined into one text.
 
 TorchServe wants one file with one class, and none of our packages is installed where it runs.
 """
@@ -8,20 +8,32 @@ from __future__ import annotations
 import ast
 from importlib.resources import files
 
-WORKER = "serve.worker"
-MODULES = ("wire", "loaders", "handler")
+MODULES = (
+    "compress.core.plain_program",
+    "serve.worker.tensors",
+    "serve.worker.inference_protocol",
+    "serve.worker.wire",
+    "serve.worker.readers",
+    "serve.worker.loaders",
+    "serve.worker.handler",
+)
 """In the order in which they are joined: each uses what stands before it."""
 
 
 def handler_text() -> bytes:
     """Return the source of the handler: the same bytes from the same modules."""
-    sources = [files(WORKER).joinpath(f"{name}.py").read_text("utf-8") for name in MODULES]
+    sources = [_source(name) for name in MODULES]
     trees = [ast.parse(source) for source in sources]
     docs = "\n\n".join(str(ast.get_docstring(tree)) for tree in trees)
     imports = sorted({line for tree in trees for line in _imports(tree)})
     bodies = [_body(*pair) for pair in zip(sources, trees, strict=True)]
     parts = [f'"""{docs}\n"""\n', "from __future__ import annotations\n", *imports, "\n"]
     return ("\n".join(parts) + "\n\n\n".join(bodies) + "\n").encode()
+
+
+def _source(module: str) -> str:
+    package, _, name = module.rpartition(".")
+    return files(package).joinpath(f"{name}.py").read_text("utf-8")
 
 
 def _imports(tree: ast.Module) -> list[str]:
@@ -35,7 +47,7 @@ def _imports(tree: ast.Module) -> list[str]:
 
 
 def _is_ours(module: str) -> bool:
-    return module == "__future__" or module.startswith(f"{WORKER}.")
+    return module == "__future__" or module in MODULES
 
 
 def _body(source: str, tree: ast.Module) -> str:

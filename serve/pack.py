@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from compress.core.signature import Signature
     from compress.core.stage import Context
     from serve.stage import PackageTorchServe
-    from serve.worker.wire import Array
+    from serve.worker.tensors import Array
 
 PROBE_ROWS = 4
 RESPONSE_SECONDS = 120
@@ -79,6 +79,7 @@ def model_config(model: Artifact, settings: PackageTorchServe, joins_rows: bool)
             "probe_atol": settings.probe_atol,
             "inputs": [spec.model_dump(mode="json") for spec in signature.inputs],
             "outputs": [output.name for output in signature.outputs],
+            "classes": None,
         },
     }
 

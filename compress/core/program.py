@@ -1,22 +1,18 @@
 """torch.export programs: traced from modules, written byte for byte alike, read without risk.
 
-``torch.export.load`` is built for trusted files: it unpickles sample inputs, tensors and constants,
-loads compiled libraries that lie in the archive, and turns strings of the graph (guards, shape
-expressions, names) into Python source that it executes. :func:`load_program` therefore reads a file
-only after every record and every string in it was found to be plain data.
+:func:`load_program` reads a file only after every record and every string in it was found to be
+plain data: see :mod:`compress.core.plain_program`.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import io
 import json
 import re
 import sys
 import warnings
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
@@ -26,6 +22,7 @@ from torch.export.pt2_archive import PT2ArchiveReader
 from compress.core.bounds import trace
 from compress.core.eager import flatten_outputs
 from compress.core.errors import ArtifactInvalid, StageFailed
+from compress.core.plain_program import GRAPH, SAMPLE_INPUTS, code_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,31 +31,6 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from compress.core.signature import Signature
-
-GRAPH = "models/model.json"
-SAMPLE_INPUTS = "data/sample_inputs/model.pt"
-TENSOR_LISTS = (
-    "data/weights/model_weights_config.json",
-    "data/constants/model_constants_config.json",
-)
-RECORD = re.compile(
-    r"models/model\.json|data/sample_inputs/model\.pt|data/weights/(weight_\d+|model_weights_config"
-    r"\.json)|data/constants/(tensor_\d+|model_constants_config\.json)|archive_format|"
-    r"archive_version|byteorder|\.data/(version|serialization_id)"
-)
-OPERATOR = re.compile(
-    r"torch\.ops\.(aten(?!\.from_file\b)|prims|quantized_decomposed|torchao|higher_order)"
-    r"(\.\w+){1,2}"
-    r"|_operator\.(getitem|add|sub|mul|floordiv|truediv|mod|pow|neg|eq|ne|lt|le|gt|ge|and_|or_)"
-    r"|torch\.sym_(int|float|max|min|not|ite|sqrt|sum)|math\.(ceil|floor|trunc)"
-)
-WORD = re.compile(r"[\w.+-]*", re.ASCII)
-SHAPE_FUNCTION = re.compile(
-    r"Symbol|Integer|Float|Rational|Add|Mul|Pow|Max|Min|And|Or|Not|Equality|Unequality|"
-    r"LessThan|StrictLessThan|GreaterThan|StrictGreaterThan|FloorDiv|CleanDiv|CeilDiv|"
-    r"IntTrueDiv|FloatTrueDiv|Mod|PythonMod|ModularIndexing|Where|PowByNatural|FloatPow|"
-    r"LShift|RShift|ToFloat|TruncToInt|FloorToInt|CeilToInt|RoundToInt"
-)
 
 
 def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
@@ -147,96 +119,17 @@ def load_program(file: Path) -> ExportedProgram:
 
     content = file.read_bytes()
     try:
-        refuse_code(PT2ArchiveReader(io.BytesIO(content)))
+        for danger in code_in(PT2ArchiveReader(io.BytesIO(content))):
+            raise ArtifactInvalid(f"{file}: {danger}; it was not read")
         # Not torch.export.load: on an error it falls back to an older format, which is pickled.
         return load_pt2(io.BytesIO(content)).exported_programs["model"]
-    except ArtifactInvalid as error:
-        raise ArtifactInvalid(f"{file}: {error}; it was not read") from None
+    except ArtifactInvalid:
+        raise
     except Exception as error:
         raise ArtifactInvalid(
             f"{file}: not a torch.export program that torch {torch.__version__} can read, or "
             f"truncated ({type(error).__name__}: {_first_sentence(error)})"
         ) from error
-
-
-def refuse_code(archive: PT2ArchiveReader) -> None:
-    """Check that reading an archive cannot run anything.
-
-    Raises:
-        ArtifactInvalid: it holds a pickle, a library, or a string that would become source code.
-    """
-    names = archive.get_file_names()
-    for name in names:
-        if not RECORD.fullmatch(name):
-            raise ArtifactInvalid(f"holds {name!r}, expected a graph and plain tensors alone")
-    if archive.read_bytes(SAMPLE_INPUTS):
-        raise ArtifactInvalid("holds pickled sample inputs")
-    for listing in TENSOR_LISTS:
-        for name, entry in json.loads(archive.read_bytes(listing))["config"].items():
-            folder = PurePosixPath(listing).parent
-            if entry["use_pickle"] or (folder / entry["path_name"]).as_posix() not in names:
-                raise ArtifactInvalid(f"tensor {name!r} is pickled")
-            _refuse_code_in({name: entry}, "")
-    graph = json.loads(archive.read_bytes(GRAPH))
-    if graph.get("guards_code"):
-        raise ArtifactInvalid("holds guards, which are Python source")
-    _refuse_code_in(graph, "")
-
-
-def _refuse_code_in(value: Any, key: str) -> None:
-    """Accept words, operators, shape expressions and tree specs; refuse every other string."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            _refuse_code_in(name, "")
-            _refuse_code_in(item, name)
-    elif isinstance(value, list):
-        for item in value:
-            _refuse_code_in(item, key)
-    elif isinstance(value, str) and not _is_plain(value, key):
-        raise ArtifactInvalid(f"{key or 'a name'} is {value[:80]!r}, which could run code")
-
-
-def _is_plain(text: str, key: str) -> bool:
-    if key == "target":
-        return OPERATOR.fullmatch(text) is not None
-    if key == "expr_str":
-        return _is_shape_expression(text)
-    if key in ("in_spec", "out_spec"):
-        return _is_tree_of_builtins(json.loads(text)[1])
-    if key == "as_string":
-        return True  # an operator's argument: torch writes it with repr() and never evaluates it
-    if key in ("name", "as_name", "forward_arg_names"):
-        return text.isidentifier() or not text
-    return WORD.fullmatch(text) is not None
-
-
-def _is_shape_expression(text: str) -> bool:
-    """Whether sympy, which evaluates the text as Python, would only build an expression."""
-    for node in ast.walk(ast.parse(text, mode="eval")):
-        if isinstance(node, ast.Call):
-            if not (isinstance(node.func, ast.Name) and SHAPE_FUNCTION.fullmatch(node.func.id)):
-                return False
-        elif isinstance(node, ast.Constant):
-            if isinstance(node.value, str) and not WORD.fullmatch(node.value):
-                return False
-        elif isinstance(node, ast.Name):
-            if not SHAPE_FUNCTION.fullmatch(node.id):
-                return False
-        elif not isinstance(node, ast.Expression | ast.keyword | ast.Load | ast.UnaryOp | ast.USub):
-            return False
-    return True
-
-
-def _is_tree_of_builtins(spec: dict[str, Any]) -> bool:
-    """Whether a tree spec names only tuples, lists and dicts; others import what they name."""
-    context = json.loads(spec["context"] or "null")
-    keys = context if isinstance(context, list) else []
-    return (
-        spec["type"] in (None, "builtins.tuple", "builtins.list", "builtins.dict")
-        and (context is None or isinstance(context, list))
-        and all(isinstance(k, str) and WORD.fullmatch(k) for k in keys)
-        and all(_is_tree_of_builtins(child) for child in spec["children_spec"])
-    )
 
 
 def _without_provenance(record: bytes) -> bytes:

@@ -18,14 +18,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from serve.worker.loaders import LOADERS, THREADS_VARIABLE, replay
-from serve.worker.wire import JSON, NPZ, RAW, check, decode, encode, from_npz, refusal
+from serve.worker.readers import readers_of
+from serve.worker.tensors import check
+from serve.worker.wire import JSON, NPZ, RAW, decode, encode, from_npz, refusal
 
 if TYPE_CHECKING:
     from ts.context import Context
 
-    from serve.worker.wire import Array, Named, Specs
+    from serve.worker.tensors import Array, Named, Specs
+    from serve.worker.wire import Readers
 
     Requests = dict[int, list[Array]]
+
+WARMING_RUNS = 3
+"""TorchScript profiles its first runs: READY means warm."""
 
 
 class PackagedModel:
@@ -35,29 +41,34 @@ class PackagedModel:
         """Load the model and replay the probe; a model that answers otherwise is never READY."""
         folder = Path(context.system_properties["model_dir"])
         settings = context.model_yaml_config["handler"]
+        self.name: str = context.manifest["model"]["modelName"]
         self.inputs: Specs = settings["inputs"]
         self.outputs: list[str] = settings["outputs"]
+        self.classes: Named | None = settings["classes"]
         self.max_rows = int(settings["max_rows"])
-        names = [spec["name"] for spec in self.inputs]
+        self.joins_rows = bool(settings["joins_rows"])
+        self.readers = readers_of(settings, self.inputs, folder)
         payload = folder / context.manifest["model"]["serializedFile"]
         threads = int(os.environ.get(THREADS_VARIABLE) or settings["threads"])
-        self.run = LOADERS[settings["kind"]](payload, names, self.outputs, threads)
+        self.run = LOADERS[settings["kind"]](payload, settings, threads)
         probe = from_npz((folder / "probe.npz").read_bytes())
-        given = [probe[name] for name in names]
-        expected = [probe[name] for name in self.outputs]
-        # float: PyYAML reads 1e-05 as a string.
-        replay(self.run, given, expected, float(settings["probe_atol"]))
-        self.joins_rows = bool(settings["joins_rows"])
+        self.given = [probe[spec["name"]] for spec in self.inputs]
+        self.expected = [probe[name] for name in self.outputs]
+        self.atol = float(settings["probe_atol"])  # PyYAML reads 1e-05 as a string
+        for _ in range(WARMING_RUNS):
+            replay(self.run, self.given, self.expected, self.atol)
 
     def handle(self, data: list[dict[str, Any]], context: Context) -> list[str | bytes]:
         """Answer a batch of requests, each with its own status; what can be joined runs at once."""
         sent = [context.get_all_request_header(i) for i in range(len(data))]
         headers = [{key.lower(): value for key, value in each.items()} for each in sent]
         answers: dict[int, str | bytes] = {}
+        asked: dict[int, Named] = {}
         groups: dict[Any, Requests] = {}
         for i, row in enumerate(data):
             try:
-                arrays = read_request(row, headers[i], self.inputs, self.max_rows)
+                arrays, asked[i] = read_request(row, headers[i], self.inputs, self.readers)
+                check(arrays, self.inputs, self.max_rows)
             except Exception as error:  # noqa: BLE001 - RecursionError too; its neighbours live on
                 answers[i] = refuse(context, i, error)
             else:
@@ -65,7 +76,8 @@ class PackagedModel:
                 groups.setdefault(alike, {})[i] = arrays
         for group in groups.values():
             for i, outputs in self.answer(group).items():
-                answers[i] = self.write_answer(context, i, headers[i], outputs)
+                accept = str(headers[i].get("accept", "")).lower()
+                answers[i] = self.write_answer(context, i, accept, asked[i], outputs)
         return [answers[i] for i in range(len(data))]
 
     def answer(self, group: Requests) -> dict[int, list[Array] | Exception]:
@@ -85,33 +97,50 @@ class PackagedModel:
         return {i: self.answer({i: arrays})[i] for i, arrays in group.items()}
 
     def write_answer(
-        self, context: Context, i: int, headers: Named, outputs: list[Array] | Exception
+        self,
+        context: Context,
+        i: int,
+        accept: str,
+        asked: Named,
+        outputs: list[Array] | Exception,
     ) -> str | bytes:
         """Return one response body and set its status and headers."""
         try:
             if isinstance(outputs, Exception):
-                raise ValueError(500, f"inference failed: {type(outputs).__name__}")
+                raise self.blame(f"{type(outputs).__name__}: {str(outputs)[:160]}")
+            if any(array.dtype.kind == "f" and np.isnan(array).any() for array in outputs):
+                raise self.blame("it answers NaN")
             named = dict(zip(self.outputs, outputs, strict=True))
-            body, own_headers = encode(named, str(headers.get("accept", "")).lower())
+            body, headers = encode(named, accept, asked, self.name, self.classes)
         except Exception as error:  # noqa: BLE001
             return refuse(context, i, error, status=500)
         if self.joins_rows:
-            own_headers["X-Batch-Axis"] = "0"
-        for key, value in own_headers.items():
+            headers["X-Batch-Axis"] = "0"
+        for key, value in headers.items():
             context.set_response_header(i, key, value)
         return body
 
+    def blame(self, what: str) -> ValueError:
+        """Return whose fault a failure is: the request's, where the probe is still answered."""
+        try:
+            replay(self.run, self.given, self.expected, self.atol)
+        except Exception:  # noqa: BLE001
+            return ValueError(500, f"the model does not work any more: {what}")
+        return ValueError(422, f"the model cannot answer these values: {what}")
 
-def read_request(row: Named, headers: Named, specs: Specs, max_rows: int) -> list[Array]:
-    """Return a request's inputs in the signature's order, checked."""
+
+def read_request(
+    row: Named, headers: Named, specs: Specs, readers: Readers
+) -> tuple[list[Array], Named]:
+    """Return a request's inputs in the signature's order, and how the answer is wanted."""
     field = "body" if "body" in row else "data"
     if field not in row:
         raise ValueError(400, f"the request has no body; send one as {JSON} or {NPZ}")
     # TorchServe keeps each form field's own Content-Type under the field's name.
     content_type = (headers.get(field) or headers).get("content-type") or RAW
-    arrays = decode(row[field], content_type.partition(";")[0].strip().lower(), headers, specs)
-    check(arrays, specs, max_rows)
-    return arrays
+    return decode(
+        row[field], content_type.partition(";")[0].strip().lower(), headers, specs, readers
+    )
 
 
 def refuse(context: Context, i: int, error: Exception, status: int = 400) -> str:

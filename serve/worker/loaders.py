@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import platform
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from compress.core.plain_program import code_in
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from serve.worker.wire import Array
+    from serve.worker.tensors import Array, Named
 
     Run = Callable[[Sequence[Array]], list[Array]]
 
@@ -19,7 +23,7 @@ THREADS_VARIABLE = "HANDLER_THREADS"
 """Environment variable that overrides the packaged number of threads."""
 
 
-def load_onnx(payload: Path, inputs: list[str], outputs: list[str], threads: int) -> Run:
+def load_onnx(payload: Path, settings: Named, threads: int) -> Run:
     """Return an ONNX Runtime session as a function of arrays."""
     import onnxruntime
 
@@ -29,10 +33,12 @@ def load_onnx(payload: Path, inputs: list[str], outputs: list[str], threads: int
     # Spinning threads take the cores from the other workers.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session = onnxruntime.InferenceSession(str(payload), options, ["CPUExecutionProvider"])
+    inputs = [spec["name"] for spec in settings["inputs"]]
+    outputs = settings["outputs"]
     return lambda arrays: list(session.run(outputs, dict(zip(inputs, arrays, strict=True))))
 
 
-def load_torchscript(payload: Path, inputs: list[str], outputs: list[str], threads: int) -> Run:
+def load_torchscript(payload: Path, settings: Named, threads: int) -> Run:
     """Return a TorchScript module as a function of arrays."""
     import torch
 
@@ -40,30 +46,82 @@ def load_torchscript(payload: Path, inputs: list[str], outputs: list[str], threa
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r".*torch\.jit.* is deprecated")
         module = load(str(payload), map_location="cpu").eval()
+        if settings.get("optimize_for_inference"):  # torch cannot save what this does
+            module = torch.jit.optimize_for_inference(module)
+    return in_torch(module, threads)
+
+
+def load_graph(payload: Path, settings: Named, threads: int) -> Run:
+    """Return a ``torch.export`` program as a function of arrays; what could run code is refused."""
+    from torch.export.pt2_archive import PT2ArchiveReader
+    from torch.export.pt2_archive._package import load_pt2
+
+    content = payload.read_bytes()
+    for danger in code_in(PT2ArchiveReader(io.BytesIO(content))):
+        raise RuntimeError(f"{payload.name} {danger}; it was not read")
+    program = load_pt2(io.BytesIO(content)).exported_programs["model"]
+    return in_torch(program.module(), threads)
+
+
+def load_aot(payload: Path, settings: Named, threads: int) -> Run:
+    """Return an AOTInductor package as a function of arrays; refused where it was not built for."""
+    import torch
+
+    lacking = lacking_here(settings["built_for"])
+    if lacking:
+        raise RuntimeError(f"{payload.name} was compiled for {lacking}; compile it on this machine")
+    # Not torch._inductor.aoti_load_package, which compiles test programs where no cache is.
+    package = torch._C._aoti.AOTIModelPackageLoader(str(payload), "model", True, 1, -1)
+    return in_torch(lambda *inputs: package.boxed_run([x.contiguous() for x in inputs]), threads)
+
+
+def lacking_here(built_for: Named) -> str:
+    """Return what compiled code needs and this machine has not, or nothing."""
+    import torch
+
+    found = torch.cpu.get_capabilities()
+    here = {"device": "cpu", "system": platform.system(), "machine": platform.machine()}
+    here["torch"] = torch.__version__.partition("+")[0]
+    for name, value in here.items():
+        if built_for[name] != value:
+            return f"{name} {built_for[name]}, and here it is {value}"
+    absent = [name for name in built_for["instructions"] if not found.get(name)]
+    return f"a processor with {', '.join(absent)}, which this one has not" if absent else ""
+
+
+def in_torch(module: Callable[..., Any], threads: int) -> Run:
+    """Return a function of tensors as one of arrays."""
+    import torch
+
     torch.set_num_threads(threads)
 
     def run(arrays: Sequence[Array]) -> list[Array]:
         with torch.inference_mode():
-            return [out.numpy() for out in _flatten(module(*map(torch.from_numpy, arrays)))]
+            return [out.numpy() for out in flatten(module(*map(torch.from_numpy, arrays)))]
 
     return run
 
 
-LOADERS = {"onnx": load_onnx, "torchscript": load_torchscript}
+LOADERS = {
+    "onnx": load_onnx,
+    "torchscript": load_torchscript,
+    "graph": load_graph,
+    "aot": load_aot,
+}
 
 
 def replay(run: Run, given: list[Array], expected: list[Array], atol: float) -> None:
     """Raise RuntimeError unless the recorded inputs give the recorded outputs."""
-    for _ in range(3):  # TorchScript profiles its first runs: READY means warm
-        got = run(given)
+    got = run(given)
     kinds = [[(array.shape, array.dtype) for array in arrays] for arrays in (got, expected)]
     pairs = zip(got, expected, strict=False)
     if kinds[0] != kinds[1] or not all(np.allclose(a, b, 0, atol) for a, b in pairs):
         raise RuntimeError(f"the model does not answer the probe as packaged (within {atol:g})")
 
 
-def _flatten(answer: Any) -> list[Any]:
+def flatten(answer: Any) -> list[Any]:
+    """Return the tensors in a model's answer, in order."""
     answer = list(answer.values()) if isinstance(answer, dict) else answer
     if isinstance(answer, list | tuple):
-        return [tensor for part in answer if part is not None for tensor in _flatten(part)]
+        return [tensor for part in answer if part is not None for tensor in flatten(part)]
     return [answer]

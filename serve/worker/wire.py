@@ -1,16 +1,22 @@
 """Bodies of requests and answers as arrays: pure functions of bytes, headers and the inputs' specs.
 
-A refusal is ``ValueError(status, message)``; :func:`refusal` turns any exception into one.
+A refusal is ``ValueError(status, message)``; :func:`refusal` tells a client of any exception.
 
 Requests (Content-Type decides, nothing is guessed from the bytes):
 
     application/x-npz         every input by name, as numpy.savez writes them; lossless
     application/x-npy         the input of a single-input model
-    application/octet-stream  its bytes, little-endian, C order; X-Shape where axes vary
-    application/json          [...] for a single input, or {"inputs": {"name": [...], ...}}
+    application/octet-stream  its bytes, little-endian, C order; X-Shape where axes vary, and
+                              X-Dtype, where given, must be the model's
+    application/json          [...] for a single input, {"inputs": {"name": [...], ...}}, or the
+                              Open Inference Protocol's {"inputs": [{"name", "shape", ...}]}
+    image/png, image/jpeg     one image, where the archive was packed with ``image``
+    text/plain                one text, where it was packed with ``text``; several as JSON [...]
 
 Answers (Accept decides): ``application/x-npz``, lossless; ``application/octet-stream`` for a single
-output, with X-Shape and X-Dtype; else JSON, ``{"outputs": {"name": [...], ...}}``.
+output, with X-Shape and X-Dtype; else JSON, ``{"outputs": {"name": [...], ...}}``, and ``"labels"``
+where classes have names: the likeliest of each row. What came by the Open Inference Protocol is
+answered by it.
 """
 
 from __future__ import annotations
@@ -22,36 +28,64 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from serve.worker.inference_protocol import from_protocol, is_protocol, to_protocol
+from serve.worker.tensors import exact, in_order, likeliest
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    import numpy.typing as npt
+    from serve.worker.tensors import Array, Named, Specs
 
-    Array = npt.NDArray[Any]
-    Named = Mapping[str, Any]
-    Specs = Sequence[Named]
+    Readers = Mapping[str, Callable[[Any], list[Array]]]
 
 JSON, NPY, NPZ = "application/json", "application/x-npy", "application/x-npz"
-RAW = "application/octet-stream"
+RAW, TEXT, IMAGES = "application/octet-stream", "text/plain", ("image/png", "image/jpeg")
 
 
-def decode(body: Any, content_type: str, headers: Named, specs: Specs) -> list[Array]:
-    """Return a body's arrays in the signature's order."""
-    accepted = (JSON, NPZ) if len(specs) > 1 else (JSON, NPZ, NPY, RAW)
-    if content_type not in accepted:
-        raise ValueError(415, f"{content_type[:80]}: this model takes {', '.join(accepted)}")
+def decode(
+    body: Any, content_type: str, headers: Named, specs: Specs, readers: Readers
+) -> tuple[list[Array], Named]:
+    """Return a body's arrays in the signature's order, and how the answer is wanted.
+
+    Args:
+        body: bytes, or JSON that was parsed already.
+        content_type: what it is, without parameters, in lower case.
+        headers: the request's others, their names in lower case.
+        specs: name, shape and dtype of each input.
+        readers: by content type, how the body of an image, and how a list of texts, is read.
+
+    Returns:
+        The arrays, and the request where it came by the Open Inference Protocol; else nothing.
+    """
+    own = (JSON, NPZ) if len(specs) > 1 else (JSON, NPZ, NPY, RAW)
+    if content_type not in (*own, *readers):
+        taken = ", ".join((*own, *readers))
+        raise ValueError(415, f"Content-Type is {content_type[:80]}, expected one of {taken}")
+    if isinstance(body, bytes | bytearray) and not body:
+        names = [spec["name"] for spec in specs]
+        raise ValueError(400, f"the body is empty, expected {names} as {JSON} or {NPZ}")
     if content_type == JSON:
         # TorchServe has parsed it already where decode_input_request is on, its default.
-        return from_json(json.loads(body) if isinstance(body, bytes | bytearray) else body, specs)
+        value = parse(body) if isinstance(body, bytes | bytearray) else body
+        if is_protocol(value):
+            return from_protocol(value, specs, readers.get(TEXT)), value
+        return from_json(value, specs, readers), {}
     if content_type == NPZ:
-        return _in_order(from_npz(bytes(body)), specs)
+        return in_order(from_npz(bytes(body)), specs), {}
     if content_type == NPY:
-        return [np.lib.format.read_array(io.BytesIO(bytes(body)), allow_pickle=False)]
-    return [from_raw(bytes(body), headers, specs[0])]
+        return [np.lib.format.read_array(io.BytesIO(bytes(body)), allow_pickle=False)], {}
+    if content_type == RAW:
+        return [from_raw(bytes(body), headers, specs[0])], {}
+    if content_type == TEXT:
+        return readers[TEXT]([bytes(body).decode()]), {}
+    return readers[content_type](bytes(body)), {}
 
 
 def from_raw(body: bytes, headers: Named, spec: Named) -> Array:
     """Return the array in bare bytes; its shape from X-Shape, else from the signature."""
+    sent = headers.get("x-dtype", spec["dtype"])
+    if sent != spec["dtype"]:
+        raise ValueError(400, f"{spec['name']} is {sent[:40]}, expected {spec['dtype']}")
     shape = [-1 if isinstance(d, str) else d for d in spec["shape"]]
     if "x-shape" in headers:
         shape = [int(d) for d in headers["x-shape"].split(",")]
@@ -59,57 +93,65 @@ def from_raw(body: bytes, headers: Named, spec: Named) -> Array:
     return np.frombuffer(body, little_endian).reshape(shape).astype(spec["dtype"])
 
 
-def from_json(value: Any, specs: Specs) -> list[Array]:
+def parse(body: bytes | bytearray) -> Any:
+    """Return what a JSON text holds; NaN and Infinity are not JSON."""
+    try:
+        return json.loads(body, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError(400, "the body is JSON nested too deeply for any tensor") from None
+    except ValueError as error:
+        raise ValueError(400, f"the body is not JSON: {str(error)[:120]}") from None
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"it holds {word}")
+
+
+def from_json(value: Any, specs: Specs, readers: Readers) -> list[Array]:
     """Return the arrays in a parsed JSON body: whole numbers for integers, 0 and 1 for booleans."""
     inputs = value.get("inputs") if isinstance(value, dict) else value
+    words = isinstance(inputs, list) and bool(inputs) and all(isinstance(i, str) for i in inputs)
+    if words and TEXT in readers:
+        return readers[TEXT](inputs)
     if isinstance(inputs, list) and len(specs) == 1:
         inputs = {specs[0]["name"]: inputs}
     if not isinstance(inputs, dict):
         raise ValueError(400, 'the body is not {"inputs": {"name": [...], ...}}')
-    arrays = []
-    for array, spec in zip(_in_order(inputs, specs), specs, strict=True):
-        found = np.asarray(array)
-        whole = found.dtype.kind in "biuf"
-        arrays.append(found.astype(spec["dtype"]) if whole else found)
-        if not whole or (arrays[-1].dtype.kind != "f" and (arrays[-1] != found).any()):
-            raise ValueError(400, f"{spec['name']} holds values that are not {spec['dtype']}")
-    return arrays
+    ordered = zip(in_order(inputs, specs), specs, strict=True)
+    return [exact(values, spec) for values, spec in ordered]
 
 
-def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
-    """Raise ValueError for inputs that the signature does not allow."""
-    sizes: dict[str, int] = {}
-    for array, spec in zip(arrays, specs, strict=True):
-        name, shape = spec["name"], spec["shape"]
-        if array.dtype != spec["dtype"]:
-            raise ValueError(400, f"{name} is {array.dtype}, expected {spec['dtype']}")
-        fits = array.size and len(array.shape) == len(shape)
-        for wanted, size in zip(shape, array.shape, strict=False):
-            fits &= size == (sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted)
-        if not fits:
-            raise ValueError(400, f"{name} has shape {list(array.shape)}, expected {shape}")
-        if array.dtype.kind == "f" and np.isnan(array).any():
-            raise ValueError(400, f"{name} holds NaN")
-    rows = sizes.get(next(iter(specs[0]["shape"]), ""), 0)
-    if rows > max_rows:
-        raise ValueError(413, f"{rows} rows, at most {max_rows} in one request")
+def encode(
+    named: dict[str, Array], accept: str, asked: Named, model_name: str, classes: Named | None
+) -> tuple[str | bytes, dict[str, str]]:
+    """Return a body and its headers in the form that the client accepts.
 
-
-def encode(named: dict[str, Array], accept: str) -> tuple[str | bytes, dict[str, str]]:
-    """Return a body and its headers in the form that the client accepts."""
-    if any(array.dtype.kind == "f" and np.isnan(array).any() for array in named.values()):
-        raise ValueError(500, "the model answered NaN")
+    Args:
+        named: the outputs by name; none of them holds NaN.
+        accept: the Accept header, in lower case.
+        asked: the request where it came by the Open Inference Protocol; else nothing.
+        model_name: under which the model is served.
+        classes: ``names``, ``top`` and ``softmax`` for the first output; None where it has none.
+    """
     if NPZ in accept:
         return to_npz(named), {"content-type": NPZ}
     if RAW in accept:
         (output, *others) = named.values()
         if others:
-            raise ValueError(400, f"the model has {len(named)} outputs: accept {NPZ} or {JSON}")
+            raise ValueError(406, f"the model has {len(named)} outputs: accept {NPZ} or {JSON}")
         headers = {"X-Shape": ",".join(map(str, output.shape)), "X-Dtype": str(output.dtype)}
         little_endian = output.astype(output.dtype.newbyteorder("<"))
         return little_endian.tobytes(), {"content-type": RAW, **headers}
-    outputs = {name: array.tolist() for name, array in named.items()}
-    return json.dumps({"outputs": outputs}, allow_nan=False), {"content-type": JSON}
+    if any(array.dtype.kind == "f" and np.isinf(array).any() for array in named.values()):
+        raise ValueError(406, f"the answer holds infinity, which JSON cannot: accept {NPZ}")
+    labels = likeliest(next(iter(named.values())), classes) if classes else []
+    answer: dict[str, Any]
+    if asked:
+        answer = to_protocol(named, asked, model_name, labels)
+    else:
+        outputs = {name: array.tolist() for name, array in named.items()}
+        answer = {"outputs": outputs, **({"labels": labels} if labels else {})}
+    return json.dumps(answer, allow_nan=False), {"content-type": JSON}
 
 
 def to_npz(arrays: Named) -> bytes:
@@ -141,10 +183,3 @@ def refusal(error: Exception, status: int = 400) -> tuple[int, str]:
     if type(error) is ValueError and len(error.args) == 2:
         status, message = error.args
     return status, json.dumps({"code": status, "message": message})
-
-
-def _in_order(named: Named, specs: Specs) -> list[Any]:
-    names = [spec["name"] for spec in specs]
-    if sorted(named) != sorted(names):
-        raise ValueError(400, f"the inputs are {sorted(named)}, expected {names}")
-    return [named[name] for name in names]
