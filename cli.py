@@ -16,14 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from compress import __version__
-from compress.core.errors import CompressError, PipelineInvalid, StageFailed, lines_of
+from compress.core.errors import PipelineInvalid, StageFailed, told_of
 from pipelines import answers, interruption
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-    from rich.console import Console
-    from rich.table import Table
 
     from pipelines.report import Report
 
@@ -67,28 +64,26 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
         except typer.Exit:
             raise
         except BaseException as error:  # noqa: BLE001 - a newcomer gets one line, not a traceback
-            _end(error, debug)
+            _end(error, debug, resumes=function.__name__ != "serve")
 
     return wrapped
 
 
-def _end(error: BaseException, debug: bool) -> NoReturn:
+def _end(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
     if debug:
         traceback.print_exception(error)
     if interruption.exit_code() or isinstance(error, KeyboardInterrupt):
-        typer.echo("interrupted; run the same command again to resume", err=True)
+        how = "interrupted; run the same command again to resume" if resumes else "stopped"
+        typer.echo(how, err=True)
         raise typer.Exit(interruption.exit_code() or 130) from None
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     if not isinstance(error, Exception):
         raise error
-    code, message = getattr(error, "exit_code", StageFailed.exit_code), str(error)
-    if not isinstance(error, CompressError | OSError):
-        message = f"internal error, {type(error).__name__}: {error} (--debug shows where)"
-    for line in lines_of(message):
+    for line in told_of(error):
         _warn(f"error: {line}", "red")
-    raise typer.Exit(code) from None
+    raise typer.Exit(getattr(error, "exit_code", StageFailed.exit_code)) from None
 
 
 def _warn(line: str, colour: str) -> None:
@@ -143,15 +138,9 @@ def run(
 @app.command()
 @_command
 def join(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The run's directory, its --out.")
-    ],
-    wait: Annotated[
-        float, typer.Option(min=0, help="Seconds within which the run must have begun.")
-    ] = 600,
-    silence: Annotated[
-        float, typer.Option(min=5, help="Seconds without a sign of life until it counts as dead.")
-    ] = 60,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run's --out.")],
+    wait: Annotated[float, typer.Option(min=0, help="Seconds within which the run begins.")] = 600,
+    silence: Annotated[float, typer.Option(min=5, help="Seconds until it counts as dead.")] = 60,
     debug: Debug = False,
 ) -> None:
     """Take part in a run's trainings on another node."""
@@ -194,6 +183,7 @@ def sensitivity(
     from pipelines.pipeline import Pipeline
     from pipelines.progress import shown
     from pipelines.sensitivity import lines_below, measure, table
+    from pipelines.table import printed
 
     pipeline = Pipeline.from_yaml(file)
     directory = out or Path("runs") / pipeline.name
@@ -202,7 +192,7 @@ def sensitivity(
     if as_json:
         answers.give(found.model_dump(mode="json"))
     else:
-        _print(lambda _: table(found), lines_below(found, directory))
+        printed(lambda _: table(found), lines_below(found, directory))
 
 
 @app.command()
@@ -244,14 +234,37 @@ def verify(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = False
 
 @app.command()
 @_command
+def serve(
+    artifact: ArtifactPath,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Threads that call the model.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of a call.")] = 1,
+    max_rows: Annotated[int, typer.Option(min=1, help="Rows of a request, and a call.")] = 128,
+    max_mib: Annotated[int, typer.Option(min=1, help="Mebibytes of a request.")] = 8,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 128,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Time for a request.")] = 30,
+    debug: Debug = False,
+) -> None:
+    """Answer over HTTP until a signal; a .mar by TorchServe."""
+    from pipelines import catalog  # noqa: F401 - importing it makes every kind known
+    from serve.foreground import serve_artifact
+    from serve.options import Limits, Options
+
+    limits = Limits(body_bytes=max_mib * 2**20, rows=max_rows, queue=queue, seconds=seconds)
+    options = Options(host=host, port=port, workers=workers, threads=threads, limits=limits)
+    serve_artifact(artifact, options, token_file, typer.echo)
+
+
+@app.command()
+@_command
 def init(
     file: PipelineFile = Path("pipeline.yaml"),
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for Slurm.")] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=0, help="One process for each.")] = 0,
-    cpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Cores of a node.", show_default="8 for each GPU")
-    ] = None,
+    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Cores; 8 for a GPU.")] = None,
     hours: Annotated[int, typer.Option(min=1, help="Time limit; the job is queued again.")] = 24,
     out: Out = None,
     script: Annotated[Path, typer.Option(help="The file to write.")] = Path("compress.sbatch"),
@@ -281,19 +294,9 @@ def _tell(as_json: bool, content: object, lines: Iterable[str]) -> None:
 
 
 def _show(report: Report, out: Path, as_json: bool) -> None:
-    from pipelines.table import closing_lines, stage_table
+    from pipelines.table import show_report
 
     if as_json:
         answers.give(report.model_dump(mode="json"))
-    elif report.stages or not report.failed_stage or report.failed_stage.name != "source":
-        # Where the model did not come in there is nothing to show beside the error.
-        _print(functools.partial(stage_table, report), closing_lines(report, out))
-
-
-def _print(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:
-    from pipelines.table import wide_console
-
-    console = wide_console()
-    console.print(table(console))
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    else:
+        show_report(report, out)

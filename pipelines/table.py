@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.measure import Measurement
@@ -14,7 +15,7 @@ from pipelines.quantized import fidelity_of, sameness_of
 from pipelines.report import readable_bytes, readable_count, rule_in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from rich.console import Console
@@ -43,6 +44,12 @@ def wide_console() -> Console:
 
     console = Console()
     return console if console.is_terminal else Console(width=160)
+
+
+def show_report(report: Report, out: Path) -> None:
+    """Print a report's table; where the model did not come in there is nothing beside the error."""
+    if report.stages or not report.failed_stage or report.failed_stage.name != SOURCE:
+        printed(partial(stage_table, report), closing_lines(report, out))
 
 
 def stage_table(report: Report, console: Console) -> Table:
@@ -147,3 +154,11 @@ def _cells(m: Measurements) -> dict[str, str | Text]:
         "p95 ms": f"{m.latency_ms.p95:.3f}",
         "faster": f"{m.speedup:.2f}×",
     }
+
+
+def printed(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:
+    """Show a table as wide as the terminal, and lines below it."""
+    console = wide_console()
+    console.print(table(console))
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -14,18 +14,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from compress import __version__
 from serve import open_inference
 from serve.metrics import Metrics
 from serve.worker import wire
+from serve.worker.tensors import check
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
 
     from serve.batching import Batcher
-    from serve.limits import Limits
+    from serve.open_inference import Wanted
+    from serve.options import Limits
     from serve.served import ServedModel
-    from serve.worker.wire import Array
+    from serve.worker.tensors import Array
 
     Message = MutableMapping[str, Any]
     Receive = Callable[[], Awaitable[Message]]
@@ -142,16 +146,16 @@ class Application:
             closing = await self._discard(headers, receive)
             message = f"{self.limits.queue} requests wait, which is all that may; try again"
             raise Refused(503, message, retry_after="1", **closing)
-        request: open_inference.Request | None = None
+        arrays: list[Array] | None = None
         self._inside += 1
         try:
             async with asyncio.timeout(self.limits.seconds):
                 body = await self._body(headers, receive)
-                request, own = self._understood(headers, body)
-                outputs = await self.batcher.submit(request.arrays)
+                arrays, wanted = self._understood(headers, body)
+                outputs = await self.batcher.submit(arrays)
         except TimeoutError:
             seconds = f"{self.limits.seconds:g} s"
-            if request is None:
+            if arrays is None:
                 message = f"the body was not here after {seconds}"
                 raise Refused(408, message, connection="close") from None
             raise Refused(504, f"the model did not answer within {seconds}") from None
@@ -161,55 +165,50 @@ class Application:
             raise _failed(error) from error
         finally:
             self._inside -= 1
-        return self._write(headers, request, own, outputs)
+        body, written = self._written(headers, wanted, outputs)
+        return Answer(200, body, written, len(arrays[0]) if arrays[0].ndim else 1)
 
-    def _understood(self, headers: Headers, body: bytes) -> tuple[open_inference.Request, bool]:
-        """Return a request that the model can be given, and whether it is of the protocol."""
+    def _understood(self, headers: Headers, body: bytes) -> tuple[list[Array], Wanted | None]:
+        """Return what the model can be given, and how a request of the protocol is answered."""
         try:
-            request, own = self._read(headers, body)
-            wire.check(request.arrays, self.specs, self.limits.rows)
+            arrays, wanted = self._read(headers, body)
+            check(arrays, self.specs, self.limits.rows)
         except Exception as error:
             raise _unreadable(error) from error
-        return request, own
+        return arrays, wanted
 
-    def _read(self, headers: Headers, body: bytes) -> tuple[open_inference.Request, bool]:
-        """Return a request, in the protocol's form or in one that the archive's handler takes."""
+    def _read(self, headers: Headers, body: bytes) -> tuple[list[Array], Wanted | None]:
         if headers.get("content-encoding", "identity") != "identity":
-            raise Refused(415, f"Content-Encoding {headers['content-encoding'][:40]}: not taken")
-        if not body:
-            raise Refused(400, f"the request has no body; send one as {wire.JSON} or {wire.NPZ}")
+            found = headers["content-encoding"][:40]
+            raise Refused(415, f"Content-Encoding is {found}, expected none")
+        if open_inference.HEADER_LENGTH in headers:
+            length = headers[open_inference.HEADER_LENGTH]
+            value, raw = open_inference.split(body, length)
+            arrays = open_inference.arrays_of(value, raw, self.specs)
+            return arrays, open_inference.wanted_of(value, self.outputs)
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        header_length = headers.get(open_inference.HEADER_LENGTH)
-        inputs = self.model.interface.inputs
-        if header_length is not None:
-            value, raw = open_inference.split(body, header_length)
-            return open_inference.decode(value, raw, inputs, self.outputs), True
-        if content_type != wire.JSON:
-            arrays = wire.decode(body, content_type, headers, self.specs)
-            return open_inference.Request(arrays), False
-        value = open_inference.parse(body)
-        if open_inference.is_request(value):
-            return open_inference.decode(value, memoryview(b""), inputs, self.outputs), True
-        return open_inference.Request(wire.from_json(value, self.specs)), False
+        arrays, asked = wire.decode(body, content_type, headers, self.specs, {})
+        return arrays, open_inference.wanted_of(asked, self.outputs) if asked else None
 
-    def _write(
-        self, headers: Headers, request: open_inference.Request, own: bool, outputs: list[Array]
-    ) -> Answer:
+    def _written(
+        self, headers: Headers, wanted: Wanted | None, outputs: list[Array]
+    ) -> tuple[bytes, Headers]:
+        """Return the answer's body and headers: by the protocol, or as Accept says."""
+        name = self.model.name
         named = dict(zip(self.outputs, outputs, strict=True))
+        for output, array in named.items():
+            if array.dtype.kind == "f" and np.isnan(array).any():
+                raise Refused(500, f"the model answered NaN in {output}")
         try:
-            if own:
-                body, written = open_inference.encode(self.model.name, named, request)
-            else:
-                text, written = wire.encode(named, headers.get("accept", "").lower())
-                body = text.encode() if isinstance(text, str) else text
+            if wanted is not None:
+                return open_inference.encode(name, named, wanted)
+            accept = headers.get("accept", "").lower()
+            text, written = wire.encode(named, accept, {}, name, None)
         except ValueError as error:
-            message = "an answer is infinite, which JSON cannot say: ask for bytes"
-            status = 406 if len(error.args) == 1 else error.args[0]
-            raise Refused(status, message if status == 406 else error.args[1]) from error
-        if self.model.interface.rows_stay_first and not own:
+            raise _unreadable(error) from error
+        if self.model.interface.rows_stay_first:
             written["X-Batch-Axis"] = "0"
-        rows = len(request.arrays[0]) if request.arrays[0].ndim else 1
-        return Answer(200, body, written, rows)
+        return text.encode() if isinstance(text, str) else text, written
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         limit = self.limits.body_bytes

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from serve.interface import Call
-    from serve.worker.wire import Array
+    from serve.worker.tensors import Array
 
 logger = logging.getLogger(__name__)
 

@@ -8,17 +8,16 @@ import os
 import secrets
 import socket
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import PipelineInvalid, Unavailable
 from compress.core.requirement import Requirement
-from serve.limits import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from serve.options import Options
     from serve.served import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -33,26 +32,6 @@ TOKEN_CHARACTERS = 16
 KEEP_ALIVE_SECONDS = 75
 CONNECTIONS = 1024
 """Open connections above which new ones are refused."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a model is served."""
-
-    host: str = "127.0.0.1"
-    port: int = 8080
-    """0 lets the system choose."""
-    name: str = "model"
-    token: str = field(default="", repr=False)
-    workers: int = 1
-    """Threads that call the model."""
-    threads: int = 1
-    """CPU threads of one call."""
-    delay_seconds: float = 0.0
-    """How long a request waits to be joined by others."""
-    limits: Limits = field(default_factory=Limits)
-    stop_seconds: float = 30.0
-    """How long requests that run may take once the server is told to stop."""
 
 
 def refuse_missing() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.open_inference import DATATYPES
+from serve.worker.inference_protocol import DATATYPES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +65,9 @@ def torchserve_line(url: str, name: str, signature: Signature, token: str) -> st
         zeros = counts[0] * np.dtype(signature.inputs[0].dtype).itemsize
         shape = ",".join(map(str, sizes[0]))
         headers = f"-H 'Content-Type: application/octet-stream' -H 'X-Shape: {shape}'"
-        return f"head -c {zeros} /dev/zero | curl -sS {authorization} {headers} --data-binary @- {to}"
+        return (
+            f"head -c {zeros} /dev/zero | curl -sS {authorization} {headers} --data-binary @- {to}"
+        )
     inputs = {
         spec.name: np.full(size, _value(spec)).tolist()
         for spec, size in zip(signature.inputs, sizes, strict=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from serve.builtin import Options
+    from serve.options import Options
 
     Tell = Callable[[str], None]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from compress.core.artifact import Predictor
     from compress.core.signature import Signature, TensorSpec
-    from serve.worker.wire import Array
+    from serve.worker.tensors import Array
 
     Call = Callable[..., Sequence[Array]]
 

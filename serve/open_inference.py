@@ -1,4 +1,4 @@
-"""Open Inference Protocol v2 over HTTP: JSON tensors, and raw ones behind a JSON header.
+"""The Open Inference Protocol's binary extension and metadata, over its JSON of the handler.
 
 A refusal is ``ValueError(status, message)``, as in :mod:`serve.worker.wire`.
 """
@@ -12,119 +12,113 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from serve.worker.inference_protocol import DATATYPES, from_protocol, is_protocol
+from serve.worker.tensors import in_order
+from serve.worker.wire import parse
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from serve.interface import Interface, Tensor
-    from serve.worker.wire import Array
+    from serve.worker.tensors import Array, Named, Specs
 
 HEADER_LENGTH = "inference-header-content-length"
-DATATYPES = {
-    "bool": "BOOL",
-    **{
-        f"{kind}{bits}": f"{kind.upper()}{bits}"
-        for kind in ("int", "uint")
-        for bits in (8, 16, 32, 64)
-    },
-    **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
-}
 EXTENSIONS = ("binary_tensor_data",)
 
 
 @dataclass(frozen=True)
-class Request:
-    """A request's inputs, and how its answer is wanted."""
+class Wanted:
+    """How the answer to a request of the protocol is wanted."""
 
-    arrays: list[Array]
-    """In the signature's order."""
-    id: str | None = None
-    outputs: tuple[str, ...] | None = None
-    """Names of the outputs wanted; all where None."""
-    binary: frozenset[str] = frozenset()
-    """Names of the outputs wanted as raw bytes."""
-
-
-def is_request(value: Any) -> bool:
-    """Whether parsed JSON is of this protocol: a list of tensors, each an object."""
-    inputs = value.get("inputs") if isinstance(value, dict) else None
-    return isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], dict)
-
-
-def parse(text: bytes) -> Any:
-    """Return parsed JSON; NaN and Infinity, which JSON does not have, are refused."""
-    try:
-        return json.loads(text, parse_constant=_no_number)
-    except RecursionError:
-        raise ValueError(400, "the body is JSON nested too deeply") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(400, f"the body is no JSON: {error}") from None
+    id: str | None
+    outputs: tuple[str, ...]
+    binary: frozenset[str]
+    """Those of the outputs that are wanted as bytes."""
 
 
 def split(body: bytes, header_length: str) -> tuple[Any, memoryview]:
-    """Return the parsed header of a body, and the raw tensors behind it."""
+    """Return the parsed JSON at a body's beginning, and the raw tensors behind it."""
     if not header_length.isascii() or not header_length.isdigit():
         _refuse(f"Inference-Header-Content-Length is {header_length[:40]!r}, expected a number")
     length = int(header_length)
     if length > len(body):
         _refuse(f"Inference-Header-Content-Length is {length}, the body has {len(body)} bytes")
-    return parse(body[:length]), memoryview(body)[length:]
+    value = parse(body[:length])
+    if not is_protocol(value):
+        _refuse('the body is not {"inputs": [{"name", "shape", "datatype", ...}, ...]}')
+    return value, memoryview(body)[length:]
 
 
-def decode(
-    value: Any, raw: memoryview, inputs: Sequence[Tensor], outputs: Sequence[str]
-) -> Request:
-    """Return a parsed request.
+def arrays_of(value: Named, raw: memoryview, specs: Specs) -> list[Array]:
+    """Return a request's arrays in the signature's order.
 
     Args:
-        value: the JSON.
-        raw: what follows it.
-        inputs: the model's inputs, in order.
-        outputs: names of its outputs.
+        value: the parsed JSON.
+        raw: the bytes behind it, of the tensors that say so, in order.
+        specs: name, shape and dtype of each input.
     """
-    if not is_request(value):
-        _refuse('the body is not {"inputs": [{"name", "shape", "datatype", "data"}, ...]}')
-    given: dict[str, Array] = {}
-    known = {tensor.name: tensor for tensor in inputs}
+    known = {spec["name"]: spec for spec in specs}
+    arrays: dict[str, Array] = {}
     for i, tensor in enumerate(value["inputs"]):
-        name = tensor.get("name") if isinstance(tensor, dict) else None
-        if not isinstance(name, str) or name not in known or name in given:
+        name = tensor.get("name")
+        if not isinstance(name, str) or name not in known or name in arrays:
             _refuse(f"inputs[{i}].name is {_shown(name)}, expected each once of {[*known]}")
-        given[name], raw = _array(tensor, known[name], raw)
-    if len(given) != len(known):
-        _refuse(f"the inputs are {sorted(given)}, expected {[*known]}")
+        size = _parameters(tensor).get("binary_data_size")
+        if size is None:
+            (arrays[name],) = from_protocol({"inputs": [tensor]}, [known[name]])
+        else:
+            arrays[name] = _from_bytes(tensor, size, raw, known[name])
+            raw = raw[arrays[name].nbytes :]
     if len(raw):
         _refuse(f"{len(raw)} bytes follow the last tensor, expected none")
-    wanted, binary = _wanted(value, outputs)
-    id_ = value.get("id")
-    return Request(
-        [given[name] for name in known], None if id_ is None else str(id_), wanted, binary
-    )
+    return in_order(arrays, specs)
+
+
+def wanted_of(value: Named, outputs: Sequence[str]) -> Wanted:
+    """Return how a request wants its answer.
+
+    Args:
+        value: the parsed JSON.
+        outputs: names of the model's outputs.
+    """
+    everything = bool(_parameters(value).get("binary_data_output"))
+    asked = value.get("outputs") or [{"name": name} for name in outputs]
+    if not isinstance(asked, list) or not all(isinstance(each, dict) for each in asked):
+        _refuse(f"outputs is {_shown(asked)}, expected a list of objects")
+    names = [each.get("name") for each in asked]
+    for i, name in enumerate(names):
+        if name not in outputs or name in names[:i]:
+            _refuse(f"outputs[{i}].name is {_shown(name)}, expected each once of {[*outputs]}")
+    binary = (e["name"] for e in asked if _parameters(e).get("binary_data", everything))
+    id_ = None if value.get("id") is None else str(value["id"])
+    return Wanted(id_, tuple(names), frozenset(binary))
 
 
 def encode(
-    model_name: str, named: Mapping[str, Array], request: Request
+    model_name: str, named: Mapping[str, Array], wanted: Wanted
 ) -> tuple[bytes, dict[str, str]]:
     """Return an answer's body and headers.
 
     Raises:
-        ValueError: an output is NaN, or infinite and wanted as JSON, which cannot say so.
+        ValueError: an output that is wanted as JSON is infinite, which JSON cannot say.
     """
     tensors, raw = [], []
-    for name in request.outputs or named:
+    for name in wanted.outputs:
         array = named[name]
-        if array.dtype.kind == "f" and np.isnan(array).any():
-            raise ValueError(500, f"the model answered NaN in {name}")
-        tensor: dict[str, Any] = {"name": name, "datatype": DATATYPES[str(array.dtype)]}
-        tensor["shape"] = [*array.shape]
-        if name in request.binary:
-            raw.append(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
+        tensor: dict[str, Any] = {"name": name, "shape": [*array.shape]}
+        tensor["datatype"] = DATATYPES[str(array.dtype)]
+        if name in wanted.binary:
+            raw.append(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
             tensor["parameters"] = {"binary_data_size": len(raw[-1])}
+        elif array.dtype.kind == "f" and np.isinf(array).any():
+            message = f"{name} holds infinity, which JSON cannot: ask for binary_data_output"
+            raise ValueError(406, message)
         else:
             tensor["data"] = array.ravel().tolist()
         tensors.append(tensor)
     answer: dict[str, Any] = {"model_name": model_name, "model_version": "1", "outputs": tensors}
-    if request.id is not None:
-        answer["id"] = request.id
+    if wanted.id is not None:
+        answer["id"] = wanted.id
     text = json.dumps(answer, allow_nan=False).encode()
     if not raw:
         return text, {"content-type": "application/json"}
@@ -148,74 +142,25 @@ def _described(tensor: Tensor) -> dict[str, Any]:
     return {"name": tensor.name, "datatype": datatype, "shape": [*tensor.shape]}
 
 
-def _array(tensor: dict[str, Any], expected: Tensor, raw: memoryview) -> tuple[Array, memoryview]:
-    """Return one input, and the raw bytes that are left for the next."""
-    name, datatype = expected.name, DATATYPES[expected.dtype]
-    if tensor.get("datatype") != datatype:
-        _refuse(f"{name}: datatype is {_shown(tensor.get('datatype'))}, expected {datatype}")
-    shape = tensor.get("shape")
+def _from_bytes(tensor: Named, size: Any, raw: memoryview, spec: Named) -> Array:
+    name, shape, expected = spec["name"], tensor.get("shape"), DATATYPES[spec["dtype"]]
+    if tensor.get("datatype") != expected:
+        _refuse(f"{name}: datatype is {_shown(tensor.get('datatype'))}, expected {expected!r}")
     if not isinstance(shape, list) or not all(type(d) is int and 0 <= d < 2**31 for d in shape):
-        _refuse(f"{name}: shape is {_shown(shape)}, expected sizes such as {[*expected.shape]}")
-    count = math.prod(shape)
-    parameters = tensor.get("parameters")
-    size = parameters.get("binary_data_size") if isinstance(parameters, dict) else None
-    if size is None:
-        if "data" not in tensor:
-            _refuse(f"{name}: found neither data nor parameters.binary_data_size")
-        return _from_numbers(tensor["data"], expected, shape, count), raw
-    dtype = np.dtype(expected.dtype).newbyteorder("<")
-    needed = count * dtype.itemsize
+        _refuse(f"{name}: shape is {_shown(shape)}, expected a list of sizes")
+    dtype = np.dtype(spec["dtype"]).newbyteorder("<")
+    needed = math.prod(shape) * dtype.itemsize
     if size != needed or len(raw) < needed:
-        found = f"{_shown(size)} of {len(raw)} bytes that are left"
+        found = f"{_shown(size)}, and {len(raw)} bytes are left"
         _refuse(f"{name}: binary_data_size is {found}, expected {needed} for shape {shape}")
-    array = np.frombuffer(raw[:needed], dtype).reshape(shape)
-    return array.astype(expected.dtype, copy=False), raw[needed:]
+    return np.frombuffer(raw[:needed], dtype).reshape(shape).astype(spec["dtype"], copy=False)
 
 
-def _from_numbers(data: Any, expected: Tensor, shape: list[int], count: int) -> Array:
-    name = expected.name
-    try:
-        found = np.asarray(data)
-    except (ValueError, OverflowError):
-        _refuse(f"{name}: data is no regular list of numbers")
-    if found.size != count:
-        _refuse(f"{name}: data holds {found.size} values, expected {count} for shape {shape}")
-    if found.dtype.kind not in "biuf" and count:
-        _refuse(f"{name}: data holds values that are not {DATATYPES[expected.dtype]}")
-    with np.errstate(over="ignore", invalid="ignore"):
-        array = found.astype(expected.dtype)
-    if array.dtype.kind != "f" and (array != found).any():
-        _refuse(f"{name}: data holds values that are not {DATATYPES[expected.dtype]}")
-    return array.reshape(shape)
-
-
-def _wanted(
-    value: dict[str, Any], outputs: Sequence[str]
-) -> tuple[tuple[str, ...] | None, frozenset[str]]:
-    """Return the outputs asked for, and those of them asked for as bytes."""
-    everything = _flag(value, "binary_data_output")
-    asked = value.get("outputs")
-    if asked is None:
-        return None, frozenset(outputs if everything else ())
-    if not isinstance(asked, list) or not all(isinstance(each, dict) for each in asked):
-        _refuse(f"outputs is {_shown(asked)}, expected a list of objects")
-    names = tuple(each.get("name") for each in asked)
-    for i, name in enumerate(names):
-        if name not in outputs:
-            _refuse(f"outputs[{i}].name is {_shown(name)}, expected one of {[*outputs]}")
-    binary = {each["name"] for each in asked if _flag(each, "binary_data", everything)}
-    return names or None, frozenset(binary if names else outputs if everything else ())
-
-
-def _flag(owner: dict[str, Any], key: str, default: bool = False) -> bool:
+def _parameters(owner: Named) -> Named:
     parameters = owner.get("parameters") or {}
     if not isinstance(parameters, dict):
         _refuse(f"parameters is {_shown(parameters)}, expected an object")
-    return bool(parameters.get(key, default))
-
-
-def _no_number(found: str) -> NoReturn:
-    _refuse(f"the body holds {found}, which is no JSON number")
+    return parameters
 
 
 def _shown(value: Any) -> str:

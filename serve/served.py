@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from compress.core.artifact import Artifact
 from compress.core.errors import ArtifactInvalid, StageFailed
 from serve.interface import Interface, as_call, example, interface_of, refuse_bfloat16
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
+    from compress.core.artifact import Artifact
     from compress.core.signature import Signature
     from serve.interface import Call
 
@@ -36,15 +35,6 @@ class ServedModel:
     signature: Signature
     interface: Interface
     call: Call
-
-
-def artifact_at(path: Path) -> Artifact:
-    """Return the artifact in a directory, or the one whose file is named.
-
-    Raises:
-        ArtifactInvalid: there is none.
-    """
-    return Artifact.at(path.parent if path.is_file() else path)
 
 
 @contextmanager
@@ -104,7 +94,10 @@ def _call_of(artifact: Artifact, threads: int) -> Iterator[Call]:
         return
     from serve.worker.loaders import load_onnx
 
-    names = [spec.name for spec in artifact.signature.inputs]
-    outputs = [output.name for output in artifact.signature.outputs]
-    run = load_onnx(artifact.payload_path, names, outputs, threads)
+    signature = artifact.signature
+    settings = {
+        "inputs": [spec.model_dump(mode="json") for spec in signature.inputs],
+        "outputs": [output.name for output in signature.outputs],
+    }
+    run = load_onnx(artifact.payload_path, settings, threads)
     yield lambda *arrays: run(arrays)

@@ -21,9 +21,10 @@ import urllib.error
 import urllib.request
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from compress.core.errors import StageFailed, Unavailable
+from serve.configuration import LOGGING, configuration
 from serve.mar import model_name_of
 from serve.worker.loaders import THREADS_VARIABLE
 
@@ -34,8 +35,6 @@ TORCHSERVE_MISSING = "needs TorchServe: pip install 'compress-pipeline[serve]'"
 STOP_SECONDS = 15.0
 POLL_SECONDS = 0.1
 SHOWN_CHARACTERS = 300
-MAX_BYTES = 256 * 1024**2
-"""Largest request and response; a response above it would kill the worker."""
 GIVEN_UP = ("Retry worker:", "Load model failed", "Failed to load model", "BindException")
 """What the server's log says when a worker did not become ready."""
 SECONDS_OF_LAST_WORDS, SECONDS_OF_SILENCE = 10, 1
@@ -46,21 +45,6 @@ DIE_WITH_PARENT = (
     f"ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)}); "
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
-LOGGING = """\
-<Configuration>
-  <Appenders>
-    <File name="server" fileName="{folder}/server.log"><PatternLayout pattern="%m%n"/></File>
-    <File name="model" fileName="{folder}/model.log"><PatternLayout pattern="%m%n"/></File>
-  </Appenders>
-  <Loggers>
-    <Logger name="MODEL_LOG" level="info" additivity="false"><AppenderRef ref="model"/></Logger>
-    <Logger name="MODEL_METRICS" level="off"/>
-    <Logger name="TS_METRICS" level="off"/>
-    <Logger name="ACCESS_LOG" level="off"/>
-    <Root level="info"><AppenderRef ref="server"/></Root>
-  </Loggers>
-</Configuration>
-"""
 
 
 class TorchServe:
@@ -232,32 +216,6 @@ def short_folder() -> str:
     """
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) < 70 else "/tmp"
-
-
-def configuration(mar: Path, ports: list[int]) -> str:
-    """Return ``config.properties``: loopback only, keys required, only the archive loaded."""
-    settings: dict[str, Any] = {
-        "inference_address": f"http://127.0.0.1:{ports[0]}",
-        "management_address": f"http://127.0.0.1:{ports[1]}",
-        "metrics_address": f"http://127.0.0.1:{ports[2]}",
-        "grpc_inference_address": "127.0.0.1",
-        "grpc_management_address": "127.0.0.1",
-        "grpc_inference_port": ports[3],
-        "grpc_management_port": ports[4],
-        "disable_token_authorization": "false",
-        "token_expiration_min": 525600,
-        "enable_model_api": "false",
-        "allowed_urls": "none://disabled",
-        "load_models": mar.name,
-        "decode_input_request": "false",
-        "max_request_size": MAX_BYTES,
-        "max_response_size": MAX_BYTES,
-        "number_of_gpu": 0,
-        "disable_system_metrics": "true",
-        "metrics_mode": "prometheus",
-        "install_py_dep_per_model": "false",
-    }
-    return "".join(f"{key}={value}\n" for key, value in settings.items())
 
 
 def free_ports(count: int) -> list[int]:
