@@ -199,11 +199,13 @@ class Application:
         for output, array in named.items():
             if array.dtype.kind == "f" and np.isnan(array).any():
                 raise Refused(500, f"the model answered NaN in {output}")
+        text: str | bytes
         try:
             if wanted is not None:
-                return open_inference.encode(name, named, wanted)
-            accept = headers.get("accept", "").lower()
-            text, written = wire.encode(named, accept, {}, name, None)
+                text, written = open_inference.encode(name, named, wanted)
+            else:
+                accept = headers.get("accept", "").lower()
+                text, written = wire.encode(named, accept, {}, name, None)
         except ValueError as error:
             raise _unreadable(error) from error
         if self.model.interface.rows_stay_first:

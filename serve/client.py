@@ -142,15 +142,15 @@ class Connection(http.client.HTTPConnection):
 
     def begin(self) -> None:
         """Begin an exchange: from now on it may take as long as the timeout says."""
-        self.due = time.monotonic() + (self.timeout or 0)
+        due = time.monotonic() + (self.timeout or 0)
         if self.sock is None:
             self.connect()
-        self.sock.due = self.due
+        self._due_socket.due = due
 
     def connect(self) -> None:
         """Connect, with a socket that knows when the exchange is due."""
         super().connect()
-        self.sock = DueSocket(fileno=self.sock.detach())
+        self.sock = self._due_socket = DueSocket(fileno=self.sock.detach())
 
 
 class DueSocket(socket.socket):
@@ -190,7 +190,7 @@ def as_predictor(client: Client) -> Predictor:
 
 
 def _message(body: bytes) -> str:
-    """Return the server's own words: errors are JSON with a message, or by the protocol an error."""
+    """Return the server's own words: TorchServe's and ours are JSON, with a message or an error."""
     text = body.decode(errors="replace")
     try:
         answer = json.loads(text)

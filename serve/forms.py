@@ -1,4 +1,4 @@
-"""How a client writes requests and reads answers: TorchServe's npz, and the Open Inference Protocol.
+"""How a client writes requests and reads answers: an npz, or the Open Inference Protocol.
 
 All but JSON carry the same bits as the process has.
 """
