@@ -14,7 +14,7 @@ import typer
 
 from compress import __version__
 from compress.core.errors import PipelineInvalid
-from pipelines import answers, interruption
+from pipelines import interruption
 from pipelines.terminal import command, say, show, tell, warn
 
 app = typer.Typer(
@@ -94,12 +94,8 @@ def run(
 @command
 def join(
     directory: RunDirectory,
-    wait: Annotated[
-        float, typer.Option(min=0, help="Seconds within which the run must have begun.")
-    ] = 600,
-    silence: Annotated[
-        float, typer.Option(min=5, help="Seconds without a sign of life until it counts as dead.")
-    ] = 60,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds within which the run begins.")] = 600,
+    silence: Annotated[float, typer.Option(min=5, help="Seconds until it counts as dead.")] = 60,
     debug: Debug = False,
 ) -> None:
     """Take part in a run's trainings on another node."""
@@ -142,16 +138,12 @@ def sensitivity(
     from pipelines.pipeline import Pipeline
     from pipelines.progress import shown
     from pipelines.sensitivity import lines_below, measure, table
-    from pipelines.table import printed
 
     pipeline = Pipeline.from_yaml(file)
     directory = out or Path("runs") / pipeline.name
     with shown(quiet=as_json) as (progress, _):
         found = measure(pipeline, directory, ratio, samples, latency, progress)
-    if as_json:
-        answers.give(found.model_dump(mode="json"))
-    else:
-        printed(lambda _: table(found), lines_below(found, directory))
+    tell(as_json, found, lines_below(found, directory), lambda _: table(found))
 
 
 @app.command()
@@ -211,7 +203,7 @@ def why(
 
     pipeline = Pipeline.from_yaml(file)
     reason = explain(pipeline, out or Path("runs") / pipeline.name, stage)
-    tell(as_json, reason.model_dump(mode="json"), reason.lines())
+    tell(as_json, reason, reason.lines())
 
 
 @app.command()
@@ -221,14 +213,10 @@ def diff(
 ) -> None:
     """Show two runs side by side, as far as they differ."""
     from pipelines.diff import compare
+    from pipelines.table import difference_lines, difference_table
 
     found = compare(before, after)
-    if as_json:
-        answers.give(found.model_dump(mode="json"))
-    else:
-        from pipelines.table import difference_lines, difference_table, printed
-
-        printed(lambda _: difference_table(found), difference_lines(found))
+    tell(as_json, found, difference_lines(found), lambda _: difference_table(found))
 
 
 @app.command()
@@ -256,7 +244,32 @@ def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
     from pipelines.doctor import examine
 
     found = examine()
-    tell(as_json, found.model_dump(mode="json"), found.lines())
+    tell(as_json, found, found.lines())
+
+
+@app.command()
+@command
+def serve(
+    artifact: ArtifactPath,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Threads that call the model.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of a call.")] = 1,
+    max_rows: Annotated[int, typer.Option(min=1, help="Rows of a request, and a call.")] = 128,
+    max_mib: Annotated[int, typer.Option(min=1, help="Mebibytes of a request.")] = 8,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 128,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Time for a request.")] = 30,
+    debug: Debug = False,
+) -> None:
+    """Answer over HTTP until a signal; a .mar by TorchServe."""
+    from pipelines import catalog  # noqa: F401 - importing it makes every kind known
+    from serve.foreground import serve_artifact
+    from serve.options import Limits, Options
+
+    limits = Limits(body_bytes=max_mib * 2**20, rows=max_rows, queue=queue, seconds=seconds)
+    options = Options(host=host, port=port, workers=workers, threads=threads, limits=limits)
+    serve_artifact(artifact, options, token_file, typer.echo)
 
 
 @app.command()
@@ -266,9 +279,7 @@ def init(
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for Slurm.")] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=0, help="One process for each.")] = 0,
-    cpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Cores of a node.", show_default="8 for each GPU")
-    ] = None,
+    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Cores; 8 for a GPU.")] = None,
     hours: Annotated[int, typer.Option(min=1, help="Time limit; the job is queued again.")] = 24,
     out: Out = None,
     script: Annotated[Path, typer.Option(help="The file to write.")] = Path("compress.sbatch"),

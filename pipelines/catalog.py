@@ -24,6 +24,7 @@ from export.program import ExportProgram
 from export.tensorrt import ExportTensorRT
 from export.torchscript import ExportTorchScript
 from serve.stage import PackageTorchServe
+from serve.triton import PackageTriton
 
 if TYPE_CHECKING:
     from compress.core.stage import Stage
@@ -48,6 +49,7 @@ OURS: tuple[type[Stage[Any, Any]], ...] = (
     ExportProgram,
     ExportTensorRT,
     PackageTorchServe,
+    PackageTriton,
 )
 
 

@@ -97,9 +97,9 @@ class ArtifactReport(Settings):
         return cls(
             kind=artifact.kind,
             path=path,
-            file=artifact.payload,
+            file=artifact.payload_name,
             bytes=artifact.payload_bytes,
-            sha256=artifact.manifest.files[artifact.payload].sha256,
+            sha256=artifact.manifest.files[artifact.payload_name].sha256,
             digest=artifact.digest,
             facts=artifact.manifest.facts,
         )

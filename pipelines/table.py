@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -45,6 +46,12 @@ def wide_console() -> Console:
 
     console = Console()
     return console if console.is_terminal else Console(width=160)
+
+
+def show_report(report: Report, out: Path) -> None:
+    """Print a report's table; where the model did not come in there is nothing beside the error."""
+    if report.stages or not report.failed_stage or report.failed_stage.name != SOURCE:
+        printed(partial(stage_table, report), closing_lines(report, out))
 
 
 def stage_table(report: Report, console: Console) -> Table:

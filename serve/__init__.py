@@ -11,14 +11,23 @@ if TYPE_CHECKING:
     from serve.client import Client
     from serve.server import TorchServe
     from serve.stage import PackageTorchServe
+    from serve.triton import PackageTriton, TritonRepository
 
-__all__ = ["Client", "PackageTorchServe", "TorchServe", "TorchServeArchive"]
+__all__ = [
+    "Client",
+    "PackageTorchServe",
+    "PackageTriton",
+    "TorchServe",
+    "TorchServeArchive",
+    "TritonRepository",
+]
 
 _HOMES = {
     "serve.archive": ("TorchServeArchive",),
     "serve.client": ("Client",),
     "serve.server": ("TorchServe",),
     "serve.stage": ("PackageTorchServe",),
+    "serve.triton": ("PackageTriton", "TritonRepository"),
 }
 
 __getattr__ = imported_on_use(__name__, _HOMES)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import time
 from typing import TYPE_CHECKING, Self
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from compress.core.errors import StageFailed
-from serve.worker.wire import NPZ, from_npz, to_npz
+from serve.forms import Npz
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from compress.core.artifact import Predictor
     from compress.core.signature import Signature
+    from serve.forms import Form
     from serve.worker.tensors import Array
 
 REQUEST_BYTES = 4 * 1024**2
@@ -35,29 +38,30 @@ class Client:
         token: str | None = None,
         max_rows: int = 1,
         timeout_seconds: float = 60.0,
+        form: Form | None = None,
     ) -> None:
         """Remember where the model is served; nothing is sent yet.
 
         Args:
-            url: address of TorchServe's inference API, such as ``http://127.0.0.1:8080``.
+            url: address of the server, such as ``http://127.0.0.1:8080``; of TorchServe, its
+                inference API's.
             model_name: the name under which it is served.
             signature: the model's interface.
-            token: inference key, where TorchServe asks for one.
+            token: what the server asks for, if anything.
             max_rows: rows that one request may hold.
-            timeout_seconds: how long one answer may take: TorchServe can lose a request that waits
-                in its batch window when a worker dies.
+            timeout_seconds: how long one answer may take, from the request's first byte to the
+                answer's last: TorchServe can lose a request that waits in its batch window when a
+                worker dies.
+            form: how requests are written; TorchServe's npz where left out.
         """
         self.url = url
-        self.path = f"/predictions/{quote(model_name, safe='')}"
+        self.form = form or Npz()
+        self.path = self.form.path(model_name)
         self.signature = signature
         self.max_rows = max_rows
-        self.headers = {"Content-Type": NPZ, "Accept": f"{NPZ}, application/json"}
-        if token:
-            self.headers["Authorization"] = f"Bearer {token}"
+        self.headers = {"Authorization": f"Bearer {token}"} if token else {}
         place = urlsplit(url)
-        self._connection = http.client.HTTPConnection(
-            place.hostname or "", place.port, timeout=timeout_seconds
-        )
+        self._connection = Connection(place.hostname or "", place.port, timeout=timeout_seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -107,26 +111,70 @@ class Client:
 
     def _request(self, named: dict[str, Array]) -> tuple[tuple[Array, ...], bool]:
         """Return the outputs, and whether they may be joined to those for other rows."""
-        response, body = self._post(to_npz(named))
+        sent, headers = self.form.request(named)
+        response, body = self._post(sent, headers | self.headers)
         if response.status != 200:
             raise StageFailed(f"{self.url}{self.path}: HTTP {response.status}: {_message(body)}")
-        answer = from_npz(body)
+        answer = self.form.outputs(body, response.headers)  # type: ignore[arg-type]  # has get
         outputs = tuple(answer[output.name] for output in self.signature.outputs)
         return outputs, response.headers.get("X-Batch-Axis") == "0"
 
-    def _post(self, body: bytes) -> tuple[http.client.HTTPResponse, bytes]:
+    def _post(
+        self, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[http.client.HTTPResponse, bytes]:
         reused = self._connection.sock is not None
         try:
-            self._connection.request("POST", self.path, body, self.headers)
+            self._connection.begin()
+            self._connection.request("POST", self.path, body, headers)
             response = self._connection.getresponse()
             return response, response.read()
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
             if reused and isinstance(error, ConnectionError | http.client.BadStatusLine):
-                return self._post(body)  # the server closed an idle connection
+                return self._post(body, headers)  # the server closed an idle connection
             raise StageFailed(
                 f"{self.url}{self.path}: {type(error).__name__}: {error or 'no answer'}"
             ) from error
+
+
+class Connection(http.client.HTTPConnection):
+    """A connection whose timeout is for a whole exchange, and not for each read of it."""
+
+    def begin(self) -> None:
+        """Begin an exchange: from now on it may take as long as the timeout says."""
+        due = time.monotonic() + (self.timeout or 0)
+        if self.sock is None:
+            self.connect()
+        self._due_socket.due = due
+
+    def connect(self) -> None:
+        """Connect, with a socket that knows when the exchange is due."""
+        super().connect()
+        self.sock = self._due_socket = DueSocket(fileno=self.sock.detach())
+
+
+class DueSocket(socket.socket):
+    """A socket that reads until a moment: a server that trickles does not hold its client."""
+
+    due = 0.0
+    """When reading ends, by ``time.monotonic``."""
+
+    def recv_into(self, *args: object) -> int:
+        """Read, for as long as is left.
+
+        Raises:
+            TimeoutError: nothing is left.
+        """
+        left = self.due - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self.settimeout(left)
+        return super().recv_into(*args)  # type: ignore[arg-type]  # as it was called
+
+    def sendall(self, data: object, flags: int = 0) -> None:
+        """Send, for as long as is left."""
+        self.settimeout(max(0.001, self.due - time.monotonic()))
+        super().sendall(data, flags)  # type: ignore[arg-type]  # as it was called
 
 
 def as_predictor(client: Client) -> Predictor:
@@ -142,10 +190,11 @@ def as_predictor(client: Client) -> Predictor:
 
 
 def _message(body: bytes) -> str:
-    """Return the server's own words: ours and TorchServe's errors are JSON with a message."""
+    """Return the server's own words: TorchServe's and ours are JSON, with a message or an error."""
     text = body.decode(errors="replace")
     try:
-        text = str(json.loads(text)["message"])
+        answer = json.loads(text)
+        text = str(answer["error"] if "error" in answer else answer["message"])
     except (ValueError, KeyError, TypeError):
         text = text[:300]
     return " ".join(text.split()) or "no message"

@@ -21,9 +21,10 @@ import urllib.error
 import urllib.request
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from compress.core.errors import StageFailed, Unavailable
+from serve.configuration import LOGGING, configuration
 from serve.mar import model_name_of
 from serve.worker.loaders import THREADS_VARIABLE
 
@@ -34,8 +35,6 @@ TORCHSERVE_MISSING = "needs TorchServe: pip install 'compress-pipeline[serve]'"
 STOP_SECONDS = 15.0
 POLL_SECONDS = 0.1
 SHOWN_CHARACTERS = 300
-MAX_BYTES = 256 * 1024**2
-"""Largest request and response; a response above it would kill the worker."""
 GIVEN_UP = ("Retry worker:", "Load model failed", "Failed to load model", "BindException")
 """What the server's log says when a worker did not become ready."""
 WORKERS_END = "Backend worker process died."
@@ -48,21 +47,6 @@ DIE_WITH_PARENT = (
     f"ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)}); "
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
-LOGGING = """\
-<Configuration>
-  <Appenders>
-    <File name="server" fileName="{folder}/server.log"><PatternLayout pattern="%m%n"/></File>
-    <File name="model" fileName="{folder}/model.log"><PatternLayout pattern="%m%n"/></File>
-  </Appenders>
-  <Loggers>
-    <Logger name="MODEL_LOG" level="info" additivity="false"><AppenderRef ref="model"/></Logger>
-    <Logger name="MODEL_METRICS" level="off"/>
-    <Logger name="TS_METRICS" level="off"/>
-    <Logger name="ACCESS_LOG" level="off"/>
-    <Root level="info"><AppenderRef ref="server"/></Root>
-  </Loggers>
-</Configuration>
-"""
 
 
 class TorchServe:
@@ -74,7 +58,12 @@ class TorchServe:
     """
 
     def __init__(
-        self, mar: Path, *, threads: int | None = None, startup_seconds: float = 120.0
+        self,
+        mar: Path,
+        *,
+        threads: int | None = None,
+        startup_seconds: float = 120.0,
+        port: int = 0,
     ) -> None:
         """Remember what to serve; nothing is started yet.
 
@@ -82,10 +71,12 @@ class TorchServe:
             mar: the archive. It is code: verify it before it is served.
             threads: CPU threads of each worker's model; the archive's own setting by default.
             startup_seconds: how long every worker may take to become ready.
+            port: where predictions are asked for; 0 lets the system choose.
         """
         self.mar = mar.resolve()
         self.model_name = model_name_of(mar)
         self.startup_seconds = startup_seconds
+        self.port = port
         self.token = ""
         """Key of the inference API."""
         self.url = self._management_url = ""
@@ -115,8 +106,13 @@ class TorchServe:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def has_ended(self) -> bool:
+        """Return whether the server has ended by itself."""
+        return has_ended(self._process.pid)
+
     def _start(self, java: str, packages: Path) -> None:
         folder, ports = self.folder, free_ports(5)
+        ports[0] = self.port or ports[0]
         (folder / "tmp").mkdir()
         (folder / "log4j2.xml").write_text(LOGGING.format(folder=folder))
         (folder / "config.properties").write_text(configuration(self.mar, ports))
@@ -222,32 +218,6 @@ def short_folder() -> str:
     """
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) < 70 else "/tmp"
-
-
-def configuration(mar: Path, ports: list[int]) -> str:
-    """Return ``config.properties``: loopback only, keys required, only the archive loaded."""
-    settings: dict[str, Any] = {
-        "inference_address": f"http://127.0.0.1:{ports[0]}",
-        "management_address": f"http://127.0.0.1:{ports[1]}",
-        "metrics_address": f"http://127.0.0.1:{ports[2]}",
-        "grpc_inference_address": "127.0.0.1",
-        "grpc_management_address": "127.0.0.1",
-        "grpc_inference_port": ports[3],
-        "grpc_management_port": ports[4],
-        "disable_token_authorization": "false",
-        "token_expiration_min": 525600,
-        "enable_model_api": "false",
-        "allowed_urls": "none://disabled",
-        "load_models": mar.name,
-        "decode_input_request": "false",
-        "max_request_size": MAX_BYTES,
-        "max_response_size": MAX_BYTES,
-        "number_of_gpu": 0,
-        "disable_system_metrics": "true",
-        "metrics_mode": "prometheus",
-        "install_py_dep_per_model": "false",
-    }
-    return "".join(f"{key}={value}\n" for key, value in settings.items())
 
 
 def free_ports(count: int) -> list[int]:

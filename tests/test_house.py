@@ -41,7 +41,7 @@ PUBLIC = {
     "Training Unavailable Verdict consolidate",
     export: "AotModel ExportAot ExportOnnx ExportProgram ExportTensorRT ExportTorchScript "
     "OnnxModel TensorRTEngine TorchScriptModel",
-    serve: "Client PackageTorchServe TorchServe TorchServeArchive",
+    serve: "Client PackageTorchServe PackageTriton TorchServe TorchServeArchive TritonRepository",
 }
 
 

@@ -113,9 +113,11 @@ class Artifact:
         if kind is None or not issubclass(kind, cls):
             expected = getattr(cls, "kind", " or ".join(sorted(Artifact._kinds)))
             raise ArtifactInvalid(f"{path}: is {manifest.kind!r}, expected {expected}")
-        if kind.payload not in manifest.files:
-            raise ArtifactInvalid(f"{path / MANIFEST}: files: {kind.payload} is not among them")
-        return kind(path, manifest, hashlib.sha256(raw).hexdigest())
+        artifact = kind(path, manifest, hashlib.sha256(raw).hexdigest())
+        if artifact.payload_name not in manifest.files:
+            missing = artifact.payload_name
+            raise ArtifactInvalid(f"{path / MANIFEST}: files: {missing} is not among them")
+        return artifact
 
     @classmethod
     @contextmanager
@@ -164,14 +166,19 @@ class Artifact:
         return self.manifest.signature
 
     @property
+    def payload_name(self) -> str:
+        """Name of the file that a user would deploy; some formats name it after the model."""
+        return self.payload
+
+    @property
     def payload_path(self) -> Path:
         """The file that a user would deploy."""
-        return self.path / self.payload
+        return self.path / self.payload_name
 
     @property
     def payload_bytes(self) -> int:
         """Size in bytes of the file that a user would deploy."""
-        return self.manifest.files[self.payload].bytes
+        return self.manifest.files[self.payload_name].bytes
 
     def verify(self) -> None:
         """Hash every file again.

@@ -60,3 +60,11 @@ def lines_of(message: str) -> list[str]:
     if all(line.startswith(f"{file}:") for line in lines):
         return lines
     return [" ".join(lines)]
+
+
+def told_of(error: Exception) -> list[str]:
+    """Return what a user is told of an error: one line per problem."""
+    message = str(error)
+    if not isinstance(error, CompressError | OSError):
+        message = f"internal error, {type(error).__name__}: {error} (--debug shows where)"
+    return lines_of(message)

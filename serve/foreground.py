@@ -1,0 +1,95 @@
+"""``compress serve``: an artifact behind HTTP until a signal, by the server that fits its kind."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from compress.core.artifact import Artifact
+from compress.core.errors import PipelineInvalid, StageFailed
+from serve import builtin, curl
+from serve.archive import TorchServeArchive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from serve.options import Options
+
+    Tell = Callable[[str], None]
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+POLL_SECONDS = 0.2
+NO_TLS = "warning: other machines reach this port, and the token travels unencrypted: put a proxy \
+with TLS before it"
+
+
+def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: Tell) -> None:
+    """Serve until a signal; it is raised again once what runs has been answered.
+
+    Args:
+        path: an artifact's directory, or its file in it.
+        options: how; the token is taken from the file, the environment, or made.
+        token_file: what holds the token.
+        tell: is given each line that says where the model is.
+
+    Raises:
+        ArtifactInvalid: not an artifact that is served, or altered after sealing.
+        PipelineInvalid: the address or the token cannot be used.
+        Unavailable: the server's libraries, or Java, are missing.
+        StageFailed: the model does not answer.
+    """
+    artifact = Artifact.at(path.parent if path.is_file() else path)
+    if isinstance(artifact, TorchServeArchive):
+        _by_torchserve(artifact, options, token_file, tell)
+    else:
+        _by_the_built_in(artifact, options, token_file, tell)
+
+
+def _by_the_built_in(
+    artifact: Artifact, options: Options, token_file: Path | None, tell: Tell
+) -> None:
+    from serve.served import loaded
+
+    builtin.refuse_missing()
+    token, made = builtin.token_from(token_file)
+    options = replace(options, token=token)
+    with (
+        builtin.listening(options.host, options.port) as listener,
+        loaded(artifact, options.name, options.threads) as model,
+    ):
+        url = builtin.url_of(listener)
+        header = curl.bearer(token, made, token_file, builtin.TOKEN_VARIABLE)
+        line = curl.open_inference_line(url, options.name, artifact.signature, header)
+        if options.host not in LOOPBACK:
+            tell(NO_TLS)
+
+        def ready() -> None:
+            tell(f"{artifact.path}: served at {url}/v2/models/{options.name} (Ctrl-C stops)")
+            tell(line)
+            sys.stdout.flush()
+
+        builtin.serve(model, listener, options, ready)
+
+
+def _by_torchserve(
+    archive: TorchServeArchive, options: Options, token_file: Path | None, tell: Tell
+) -> None:
+    from serve.server import TorchServe
+
+    if options.host not in LOOPBACK or token_file is not None:
+        raise PipelineInvalid(
+            f"{archive.path}: a .mar is served by TorchServe, on loopback alone and with a token "
+            "of its own: leave --host and --token-file out"
+        )
+    archive.verify()  # a .mar is code
+    with TorchServe(archive.payload_path, threads=options.threads, port=options.port) as server:
+        tell(f"{archive.path}: served by TorchServe at {server.url} (Ctrl-C stops)")
+        name = server.model_name
+        tell(curl.torchserve_line(server.url, name, archive.signature, server.token))
+        sys.stdout.flush()
+        while not server.has_ended():
+            time.sleep(POLL_SECONDS)
+    raise StageFailed(f"{archive.path}: TorchServe has ended by itself")

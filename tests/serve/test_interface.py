@@ -1,0 +1,66 @@
+"""What a model tells of itself when it is asked: shapes, and whether its rows may be joined."""
+
+import numpy as np
+import pytest
+
+from compress.core.errors import StageFailed
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from serve.batching import Job, answer
+from serve.interface import interface_of
+
+SIGNATURE = Signature(
+    inputs=(TensorSpec(name="x", shape=("batch", "steps", 3)),), outputs=(OutputSpec(name="y"),)
+)
+
+
+def test_an_axis_that_follows_another_varies() -> None:
+    found = interface_of(lambda x: [x.sum(-1)], SIGNATURE)
+    assert found.outputs[0].shape == (-1, -1)
+    assert (found.rows_stay_first, found.joins_rows) == (True, True)
+    found = interface_of(lambda x: [x.sum(1).astype(np.float16)], SIGNATURE)
+    assert (found.outputs[0].shape, found.outputs[0].dtype) == ((-1, 3), "float16")
+
+
+def test_rows_that_change_each_other_are_not_joined() -> None:
+    # As dynamic quantization does, whose scale is taken from the whole call.
+    found = interface_of(lambda x: [np.round(x / np.abs(x).max() * 127)], SIGNATURE)
+    assert (found.rows_stay_first, found.joins_rows) == (True, False)
+
+
+def test_a_model_of_one_size_leaves_every_axis_open() -> None:
+    def one_size(x: np.ndarray) -> list[np.ndarray]:
+        if len(x) != 2:
+            raise ValueError("batch")
+        return [x]
+
+    found = interface_of(one_size, SIGNATURE)
+    assert found.outputs[0].shape == (-1, -1, -1)
+    assert not found.rows_stay_first
+
+
+def test_answers_that_the_signature_does_not_name_are_refused() -> None:
+    with pytest.raises(StageFailed, match="gives 2 outputs, its signature names"):
+        interface_of(lambda x: [x, x], SIGNATURE)
+
+
+def test_joined_requests_get_their_own_rows() -> None:
+    class Future:
+        def done(self) -> bool:
+            return False
+
+    calls = []
+
+    def call(x: np.ndarray) -> list[np.ndarray]:
+        calls.append(len(x))
+        if (x == 9).any():
+            raise IndexError("no 9")
+        return [x * 2]
+
+    def jobs(*values: list[float]) -> list[Job]:
+        return [Job([np.array(v)], len(v), (), Future()) for v in values]  # type: ignore[arg-type]
+
+    assert [a[0].tolist() for a in answer(call, jobs([1], [2, 3], [4]))] == [[2], [4, 6], [8]]
+    assert calls == [4]
+    good, bad = answer(call, jobs([1, 2], [9]))
+    assert good[0].tolist() == [2, 4]
+    assert isinstance(bad, IndexError)

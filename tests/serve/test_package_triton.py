@@ -1,0 +1,204 @@
+"""A model repository for Triton: what Triton's own schema reads in it, and what it answers."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from google.protobuf import text_format
+
+from compress.core.artifact import Artifact
+from compress.core.checkpoint import import_checkpoint
+from compress.core.errors import ArtifactInvalid, StageFailed
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from export.onnx import ExportOnnx, OnnxModel
+from export.torchscript import ExportTorchScript
+from serve.interface import Interface, Tensor
+from serve.triton import NOT_RUN, PackageTriton, TritonRepository
+from serve.triton_config import config_of
+
+NETS = """
+import torch
+from torch import nn
+
+class Pooled(nn.Module):
+    # Rows and steps vary; one answer for each row, one for each step.
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 5)
+
+    def forward(self, x, mask):
+        y = self.layer(x)
+        return (y * mask.unsqueeze(-1)).sum(1), y.argmax(-1)
+
+class Stacked(nn.Module):
+    # The state as torch's recurrent layers give it: layers first, rows second.
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 5)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y, y[:, -1].expand(4, -1, -1)
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return {"logits": self.layer(x)}
+"""
+POOLED = Signature(
+    inputs=(
+        TensorSpec(name="x", shape=("batch", "steps", 3)),
+        TensorSpec(name="mask", shape=("batch", "steps"), dtype="int64"),
+    ),
+    outputs=(OutputSpec(name="sums"), OutputSpec(name="best")),
+)
+STACKED = Signature(
+    inputs=(TensorSpec(name="x", shape=("batch", 6, 3)),),
+    outputs=(OutputSpec(name="y"), OutputSpec(name="state")),
+)
+NAMED = Signature(
+    inputs=(TensorSpec(name="x", shape=("batch", 4)),), outputs=(OutputSpec(name="logits"),)
+)
+
+
+@pytest.fixture(scope="module")
+def published() -> ModuleType:
+    """Return Triton's own schema, which its client's package carries.
+
+    The module is read by its path: the package around it imports gRPC.
+    """
+    package = importlib.util.find_spec("tritonclient")
+    assert package is not None
+    file = Path(next(iter(package.submodule_search_locations or ()))) / "grpc/model_config_pb2.py"
+    spec = importlib.util.spec_from_file_location("model_config_pb2", file)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("triton")
+    (folder / "triton_nets.py").write_text(NETS)
+    return folder
+
+
+def made(
+    folder: Path, name: str, signature: Signature, exporter: Any, **arguments: Any
+) -> Artifact:
+    recipe = Recipe(factory=f"triton_nets:{name}", arguments=arguments)
+    root = folder / name / exporter.stage
+    source = import_checkpoint(root / "source", recipe, signature, checkpoint=None, folder=folder)
+    return exporter.run(source, Context(root=root / "exported"))
+
+
+@pytest.fixture(scope="module")
+def pooled(folder: Path) -> OnnxModel:
+    return made(folder, "Pooled", POOLED, ExportOnnx())
+
+
+def read(repository: TritonRepository, published: ModuleType) -> Any:
+    text = (repository.path / repository.model_name / "config.pbtxt").read_text()
+    return text_format.Parse(text, published.ModelConfig())
+
+
+def test_the_configuration_is_what_tritons_schema_reads(
+    pooled: OnnxModel, published: ModuleType, tmp_path: Path
+) -> None:
+    stage = PackageTriton(
+        model_name="text", max_batch_size=64, max_batch_delay_ms=1.5, instances=2, threads=3
+    )
+    repository = stage(pooled, Context(root=tmp_path / "triton"))
+    config = read(repository, published)
+    assert (config.name, config.platform, config.max_batch_size) == ("text", "onnxruntime_onnx", 64)
+    types = published.DataType
+    tensors = [*config.input, *config.output]
+    assert [(t.name, list(t.dims), t.data_type) for t in tensors] == [
+        ("x", [-1, 3], types.TYPE_FP32),
+        ("mask", [-1], types.TYPE_INT64),
+        ("sums", [5], types.TYPE_FP32),
+        ("best", [-1], types.TYPE_INT64),
+    ]
+    (group,) = config.instance_group
+    assert (group.kind, group.count) == (published.ModelInstanceGroup.KIND_CPU, 2)
+    assert config.dynamic_batching.max_queue_delay_microseconds == 1500
+    assert config.dynamic_batching.default_queue_policy.max_queue_size == 128
+    assert config.parameters["intra_op_thread_count"].string_value == "3"
+
+
+def test_the_layout_is_a_model_repository_and_the_packaged_file_answers(
+    pooled: OnnxModel, tmp_path: Path
+) -> None:
+    repository = PackageTriton(model_name="text")(pooled, Context(root=tmp_path / "triton"))
+    files = sorted(f.relative_to(repository.path).as_posix() for f in repository.path.rglob("*.*"))
+    assert files == ["manifest.json", "text/1/model.onnx", "text/config.pbtxt"]
+    assert repository.payload_path.read_bytes() == pooled.payload_path.read_bytes()
+    assert repository.payload_bytes > pooled.payload_bytes
+    assert repository.manifest.facts["warnings"] == [NOT_RUN]
+    twin = PackageTriton(model_name="text")(pooled, Context(root=tmp_path / "twin"))
+    assert twin.digest == repository.digest
+    inputs = POOLED.example(batch=5)
+    with pooled.open() as expected, repository.open() as got:
+        for a, b in zip(expected(*inputs), got(*inputs), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_repository_that_was_altered_is_refused(pooled: OnnxModel, tmp_path: Path) -> None:
+    sealed = PackageTriton()(pooled, Context(root=tmp_path / "triton"))
+    copy = shutil.copytree(sealed.path, tmp_path / "copy")
+    config = copy / "model" / "config.pbtxt"
+    config.chmod(0o644)
+    config.write_text(config.read_text().replace("count: 1", "count: 9"))
+    with pytest.raises(ArtifactInvalid, match=r"model/config\.pbtxt is not the file"):
+        Artifact.at(copy).verify()
+
+
+def test_rows_on_another_axis_are_not_batched(
+    folder: Path, published: ModuleType, tmp_path: Path
+) -> None:
+    model = made(folder, "Stacked", STACKED, ExportTorchScript())
+    repository = PackageTriton()(model, Context(root=tmp_path / "triton"))
+    config = read(repository, published)
+    assert (config.platform, config.max_batch_size) == ("pytorch_libtorch", 0)
+    assert not config.HasField("dynamic_batching")
+    # The backend finds a TorchScript tensor by the number at the end of its name.
+    assert [(t.name, list(t.dims)) for t in [*config.input, *config.output]] == [
+        ("x__0", [-1, 6, 3]),
+        ("y__0", [-1, 6, 5]),
+        ("state__1", [4, -1, 5]),
+    ]
+    assert repository.payload_path.name == "model.pt"
+    assert config.parameters["INTRA_OP_THREAD_COUNT"].string_value == "1"
+
+
+def test_a_dictionary_is_refused(folder: Path, tmp_path: Path) -> None:
+    model = made(folder, "Named", NAMED, ExportTorchScript(method="script"))
+    with pytest.raises(StageFailed, match="answers with a dict"):
+        PackageTriton().run(model, Context(root=tmp_path / "triton"))
+    assert not (tmp_path / "triton").exists()
+
+
+def test_a_tensor_of_one_number_for_each_row_is_reshaped(published: ModuleType) -> None:
+    tensors = (Tensor("score", "float16", (-1,)),)
+    interface = Interface(tensors, (Tensor("flag", "bool", (-1,)),), True, True)
+    text = config_of(PackageTriton(), "onnx", interface)
+    config = text_format.Parse(text, published.ModelConfig())
+    (score,), (flag,) = config.input, config.output
+    assert (list(score.dims), list(score.reshape.shape), score.HasField("reshape")) == (
+        [1],
+        [],
+        True,
+    )
+    assert flag.data_type == published.DataType.TYPE_BOOL
