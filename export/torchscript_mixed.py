@@ -97,7 +97,8 @@ def guesses(module: torch.nn.Module) -> Iterator[list[str]]:
     handles = []
     shown = warnings.showwarning
     for part in module.modules():
-        if isinstance(part, torch.jit.ScriptModule):
+        integer = type(part).__module__.startswith("torch.ao.nn.")
+        if integer or isinstance(part, torch.jit.ScriptModule):
             continue  # it guesses nothing, and takes no hooks
         handles += [part.register_forward_pre_hook(enter), part.register_forward_hook(leave)]
     try:
