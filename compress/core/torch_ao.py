@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.ao import quantization
 from torch.ao.quantization import quantize_fx
 from torch.ao.quantization.fx.tracer import QuantizationTracer
+from torch.ao.quantization.observer import MovingAverageMinMaxObserver
 
 from compress.core.errors import StageFailed, Unavailable, first_line
 
@@ -32,9 +33,29 @@ ao: Any = quantization
 convert_fx: Any = quantize_fx.convert_fx
 DYNAMIC = (nn.Linear, nn.LSTM, nn.GRU)
 """Layers that torch has kernels with run-time ranges for."""
+UNBOUND = ("onednn", "qnnpack")
+"""Engines whose sums do not overflow when an activation has all of its 8 bits."""
 PLAIN = 0
-"""The version of torch's settings for training that rounds weights as conversion does; the usual
-one (1) trains with other scales than it converts with."""
+"""The version of torch's settings for training that rounds as conversion does; the usual one (1)
+trains weights with other scales than it converts with."""
+
+
+class HalfRangeObserver(MovingAverageMinMaxObserver):
+    """Gives what it has seen half of the integers, and lets larger numbers have the others.
+
+    So do the kernels of `x86` and `fbgemm`, for which torch's own settings take 7 of 8 bits: what
+    is larger they keep, where torch's rounding in training (2.13) clips it, and trains another
+    model.
+    """
+
+    def _calculate_qparams(
+        self, min_val: torch.Tensor, max_val: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        low, high = min_val.clamp(max=0), max_val.clamp(min=0)
+        found: tuple[torch.Tensor, torch.Tensor] = super()._calculate_qparams(
+            low, low + 2 * (high - low)
+        )
+        return found
 
 
 @contextmanager
@@ -151,7 +172,8 @@ def _fx_mapping(native: Native) -> Any:
     if native.method == "static":
         return ao.get_default_qconfig_mapping(native.engine)
     if native.method == "qat":
-        return ao.get_default_qat_qconfig_mapping(native.engine, version=PLAIN)
+        whole = ao.get_default_qat_qconfig_mapping(native.engine, version=PLAIN)
+        return whole.set_global(_training_config(native))
     mapping = ao.QConfigMapping().set_global(None)
     for kind in DYNAMIC:
         mapping.set_object_type(kind, _dynamic_config(kind, native))
@@ -167,6 +189,17 @@ def _dynamic_config(kind: Any, native: Native) -> Any:
     return ao.per_channel_dynamic_qconfig if each else ao.default_dynamic_qconfig
 
 
+def _training_config(native: Native) -> Any:
+    """Return how numbers are rounded in training: weights as they are at that moment."""
+    observer = MovingAverageMinMaxObserver if native.engine in UNBOUND else HalfRangeObserver
+    activation = ao.FakeQuantize.with_args(
+        observer=observer, quant_min=0, quant_max=255, averaging_constant=0.1
+    )
+    each = native.engine != "qnnpack"
+    weight = ao.default_per_channel_weight_fake_quant if each else ao.default_weight_fake_quant
+    return ao.QConfig(activation=activation, weight=weight.with_args(averaging_constant=1.0))
+
+
 def _prepared_eager(module: nn.Module, native: Native) -> nn.Module:
     parts = {name: part for name, part in module.named_modules() if name not in native.floats}
     if native.method == "dynamic":
@@ -180,12 +213,8 @@ def _prepared_eager(module: nn.Module, native: Native) -> nn.Module:
     _refuse_without_stubs(parts.values())
     training = native.method == "qat"
     _fuse_(module, training)
-    if training:
-        configuration = ao.get_default_qat_qconfig(native.engine, version=PLAIN)
-    else:
-        configuration = ao.get_default_qconfig(native.engine)
     whole: Any = module
-    whole.qconfig = configuration
+    whole.qconfig = _training_config(native) if training else ao.get_default_qconfig(native.engine)
     for name in native.floats:
         part: Any = module.get_submodule(name)
         part.qconfig = None

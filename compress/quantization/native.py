@@ -225,12 +225,13 @@ def quantized_operators(module: nn.Module) -> Counter[str]:
     return counts
 
 
-def float_modules(module: nn.Module) -> list[str]:
-    """Return the names of modules whose weights are floats."""
+def float_modules(model: EagerModel, module: nn.Module) -> list[str]:
+    """Return the names of a model's modules whose weights are floats in integer layers too."""
+    integer = {name for name, part in module.named_modules() if is_integer(part)}
     return [
         name
-        for name, part in module.named_modules()
-        if any(p.dim() > 1 for p in part.parameters(recurse=False))
+        for name, part in model.load().named_modules()
+        if name and name not in integer and any(p.dim() > 1 for p in part.parameters(recurse=False))
     ]
 
 

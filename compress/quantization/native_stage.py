@@ -48,7 +48,8 @@ class QuantizeNative(Stage[EagerModel, NativeModel]):
     calibration_samples: Annotated[int, Field(ge=16)] = 512
     """Samples on which `static` ranges, and those that `qat` begins with, are observed."""
     finetune: Training | None = None
-    """The training of `qat`, in one process and by labels; `epochs` alone is enough."""
+    """The training of `qat`, in one process, by labels; `epochs` alone is enough, and the learning
+    rate is then a tenth of that of `train`."""
     exclude: tuple[str, ...] = ()
     """Names of modules left in float; `*` and `?` stand for any characters."""
 
@@ -110,7 +111,7 @@ class QuantizeNative(Stage[EagerModel, NativeModel]):
         native = self._native(model.load())
         module, facts = self._quantized(model, native, context)
         fidelity = compare_native(model, module, native, context)
-        facts = {"float_modules": float_modules(module), "engine": self.engine, **facts}
+        facts = {"float_modules": float_modules(model, module), "engine": self.engine, **facts}
         facts = told(self.title, quantized_operators(module), facts, fidelity)
         log.info("%s: %s", self.title, DEPRECATED)
         facts["warnings"] = [DEPRECATED]

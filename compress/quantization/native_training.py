@@ -17,6 +17,7 @@ from compress.core.torch_ao import computing_with, prepared, quiet
 from compress.core.weights import load_state_
 from compress.quantization.freezing import Freezing
 from compress.quantization.native import integers_of, observe_
+from compress.quantization.qat_stage import finer_rate
 from compress.quantization.trained import compare_with_trained
 from compress.training.fit import fit
 from compress.training.objective import CrossEntropy
@@ -82,6 +83,7 @@ def train(
     observe_(module.module, model, batches, report)
     module.apply(ao.enable_fake_quant)
     start = _sealed(module.eval(), model, native, context.work / "start")
+    training = training.model_copy(update={"learning_rate": finer_rate(training)})
     objective = CrossEntropy(training.label_smoothing, training.class_weights)
     trained = fit(start, training, objective, context, title, accept_start=True, constraint=NEVER)
     load_state_(module, trained.weights, "the training")

@@ -35,6 +35,11 @@ FINER = 10
 """The default learning rate of a training over that of this stage."""
 
 
+def finer_rate(training: Training) -> float:
+    """Return the learning rate of a training that rounds, a fine-tuning's where none is set."""
+    return training.learning_rate or DEFAULT_LEARNING_RATE[training.optimizer] / FINER
+
+
 class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
     """Train a model while it rounds to integers, for what `quantize_static` loses, at 4 bits say.
 
@@ -112,7 +117,7 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
 
     def hyper_parameters(self) -> Training:
         """Return the settings of the training alone, its learning rate that of a fine-tuning."""
-        rate = self.learning_rate or DEFAULT_LEARNING_RATE[self.optimizer] / FINER
+        rate = finer_rate(self)
         return super().hyper_parameters().model_copy(update={"learning_rate": rate})
 
     def run(self, model: EagerModel, context: Context) -> GraphModel:
