@@ -13,7 +13,7 @@ from compress.core.graph import GraphModel
 from compress.core.settings import Fraction, Positive
 from compress.core.stage import Stage
 from compress.quantization.patterns import Target
-from compress.quantization.scheme import Observer, WeightBits, formats_of
+from compress.quantization.scheme import Observer, WeightBits, formats_of, one_backend
 from compress.quantization.sealing import check_exclude, need_free_batch, sealed
 from compress.training.settings import DEFAULT_LEARNING_RATE, Training
 from compress.training.teaching import Teaching
@@ -76,6 +76,8 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
     where samples have none, from the answers with the defaults."""
     exclude: tuple[str, ...] = ()
     """Names of modules left in float; `*` and `?` stand for any characters."""
+
+    _one_backend = model_validator(mode="before")(one_backend)
 
     @model_validator(mode="after")
     def _steps_are_learned_or_observed(self) -> Self:
