@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import model_validator
 
 from compress.core.artifact import Artifact, Predictor
 from compress.core.eager import EagerModel, predicting
 from compress.core.graph import GraphModel
+from compress.core.native import NativeModel
 from compress.core.stage import Context, Stage
 from export.targets import no_such_integers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Set
+    from collections.abc import Callable, Iterator, Set
     from pathlib import Path
 
     import torch
@@ -31,6 +32,9 @@ SIGNED_OR_WIDE = {"int8", "uint16"}
 DEPRECATED = "torch itself calls TorchScript deprecated; export_onnx and export_aot are not"
 
 
+Source: TypeAlias = EagerModel | GraphModel | NativeModel
+
+
 class TorchScriptModel(Artifact):
     """A TorchScript module: a frozen one, or the graph of a quantized model."""
 
@@ -42,10 +46,12 @@ class TorchScriptModel(Artifact):
         """Give the module as a predictor."""
         from export.torchscript_file import load
 
-        optimized = bool(self.manifest.facts.get("optimize_for_inference"))
-        module = load(self.payload_path, device, optimized=optimized)
+        facts = self.manifest.facts
+        optimized = bool(facts.get("optimize_for_inference"))
+        with by_its_engine(facts.get("engine")) as fitted:
+            module = load(self.payload_path, device, optimized=optimized)
         with predicting(module, device, threads) as predict:
-            yield predict
+            yield fitted(predict)
 
     def parameters(self) -> int:
         """Count the weights, BatchNorm folded into them where freezing did so."""
@@ -66,11 +72,11 @@ class TorchScriptModel(Artifact):
         return int(str(self.manifest.facts.get(count, 0)))
 
 
-class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
+class ExportTorchScript(Stage[Source, TorchScriptModel]):
     """Write a TorchScript file, proved to answer like its source.
 
-    Eager models are frozen. Of quantized graphs, what lies between dequantize and quantize becomes
-    torch's own integer kernels.
+    Eager models are frozen, and so are those in torch.ao's integer layers (`quantize_native`). Of
+    quantized graphs, what lies between dequantize and quantize becomes torch's own integer kernels.
     """
 
     stage: Literal["export_torchscript"] = "export_torchscript"
@@ -99,7 +105,7 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
         other = formats & SIGNED_OR_WIDE
         return no_such_integers(min(other)) if other else ""
 
-    def run(self, model: EagerModel | GraphModel, context: Context) -> TorchScriptModel:
+    def run(self, model: Source, context: Context) -> TorchScriptModel:
         """Trace or script, check and seal."""
         from export.agreement import prove_equal
         from export.parity_report import Account, accounting
@@ -114,9 +120,11 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             file = partial / TorchScriptModel.payload
-            save(scripted, file)
-            module = load(file, optimized=self.optimize_for_inference)
-            with predicting(module, "cpu", context.threads) as got:
+            with by_its_engine(facts.get("engine")) as fitted:
+                save(scripted, file)
+                module = load(file, optimized=self.optimize_for_inference)
+            with predicting(module, "cpu", context.threads) as predict:
+                got = fitted(predict)
                 again = functools.partial(_export_again, isinstance(model, GraphModel))
                 account = Account(self.title, model, got, file, None, again, TORCHSCRIPT, context)
                 with accounting(account):
@@ -124,15 +132,13 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
         self._tell(facts)
         return TorchScriptModel.at(context.root)
 
-    def prove(
-        self, model: EagerModel | GraphModel, artifact: TorchScriptModel, context: Context
-    ) -> None:
+    def prove(self, model: Source, artifact: TorchScriptModel, context: Context) -> None:
         """Compare a file from an earlier run with its source, on the data of this one."""
         from export.agreement import prove_again
 
         prove_again(model, artifact, context)
 
-    def _scripted(self, model: EagerModel | GraphModel, facts: dict[str, Any]) -> Any:
+    def _scripted(self, model: Source, facts: dict[str, Any]) -> Any:
         """Return the model as TorchScript; what was found out is added to the facts."""
         if isinstance(model, GraphModel):
             from export.torchscript_graph import script
@@ -143,8 +149,11 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
         from export.torchscript_file import Method, to_torchscript
 
         method = Method(self.method, self.scripted, self.freeze)
-        module, guessed = to_torchscript(model.load(), model.signature, method)
-        if guessed:
+        if isinstance(model, NativeModel):
+            facts |= {"engine": model.native.engine, **model.counts()}
+        with by_its_engine(facts.get("engine")):
+            module, guessed = to_torchscript(model.load(), model.signature, method)
+        if guessed and not isinstance(model, NativeModel):  # there it is the scales that are kept
             facts["warnings"].append(
                 f"the trace keeps what the example's data decided in {', '.join(guessed)}; "
                 "`method: mixed` scripts such parts"
@@ -157,6 +166,22 @@ class ExportTorchScript(Stage[EagerModel | GraphModel, TorchScriptModel]):
         if facts.get("integer_kernels"):
             told = (self.title, facts["integer_kernels"], facts["float_kernels"])
             logger.info("%s: %s, in floats %s", *told)
+
+
+@contextmanager
+def by_its_engine(engine: object) -> Iterator[Callable[[Predictor], Predictor]]:
+    """Pack integers for an engine in a block, and give what has it compute later calls too.
+
+    Args:
+        engine: its name; None for models in floats, and for torch's usual one.
+    """
+    if engine is None:
+        yield lambda predict: predict
+        return
+    from compress.core.torch_ao import by_engine, computing_with
+
+    with computing_with(str(engine)):
+        yield lambda predict: by_engine(predict, str(engine))
 
 
 def _export_again(

@@ -72,6 +72,17 @@ def _outermost(names: Any) -> list[str]:
     return kept
 
 
+def _without_hooks(module: torch.nn.Module) -> set[torch.nn.Module]:
+    """Return what guesses nothing and takes no hooks: scripted parts, torch's integer layers."""
+    return {
+        inner
+        for part in module.modules()
+        if isinstance(part, torch.jit.ScriptModule)
+        or type(part).__module__.startswith("torch.ao.nn.")
+        for inner in part.modules()
+    }
+
+
 @contextmanager
 def guesses(module: torch.nn.Module) -> Iterator[list[str]]:
     """Collect the names of modules that make a number of a tensor while they are traced.
@@ -96,9 +107,10 @@ def guesses(module: torch.nn.Module) -> Iterator[list[str]]:
 
     handles = []
     shown = warnings.showwarning
+    deaf = _without_hooks(module)
     for part in module.modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            continue  # it guesses nothing, and takes no hooks
+        if part in deaf:
+            continue
         handles += [part.register_forward_pre_hook(enter), part.register_forward_hook(leave)]
     try:
         with warnings.catch_warnings():

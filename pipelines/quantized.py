@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 FIDELITY = "fidelity"
 SAMENESS = "same_as_trained"
+IN_PYTORCH = {
+    "graph": " in PyTorch, which simulates integers; export it",
+    "native": " in PyTorch, operator by operator; export it",
+}
+"""Kinds of artifacts that are not the end of a road."""
 SLOWER = 0.95
 """Two medians of equal speed differ by some percent: below this ratio a stage is called slower."""
 
@@ -34,16 +39,16 @@ def slower_than_float(stages: Sequence[StageReport], baseline: str) -> Iterator[
     """Yield a line for each quantized stage that is slower than its float parent.
 
     The figures are those of the table. What was exported is compared with the same export of the
-    float parent where there is one, and else with the parent itself. A graph that a later stage
-    reads is left out, as integers are only simulated there.
+    float parent where there is one, and else with the parent itself. What runs in PyTorch and is
+    read by a later stage is left out: that one's export is what is deployed.
     """
     rows = {stage.name: stage for stage in stages}
     speedups = {baseline: 1.0, **{s.name: s.measurements.speedup for s in stages}}
     read = {stage.input for stage in stages}
     for stage in stages:
         quantized = _quantized_at(stage, rows)
-        is_graph = stage.artifact.kind == "graph"
-        if quantized is None or (is_graph and stage.name in read):
+        where = IN_PYTORCH.get(stage.artifact.kind)
+        if quantized is None or (where and stage.name in read):
             continue
         parent = _twin(stage, quantized.input, rows) or quantized.input
         served = stage.artifact.kind == "torchserve" and parent == quantized.input
@@ -51,8 +56,7 @@ def slower_than_float(stages: Sequence[StageReport], baseline: str) -> Iterator[
             continue
         ratio = speedups[stage.name] / speedups[parent]
         if ratio < SLOWER:
-            where = " in PyTorch, which simulates integers; export it" if is_graph else ""
-            yield f"{stage.name}: slower than {parent} ({ratio:.2g}×){where}"
+            yield f"{stage.name}: slower than {parent} ({ratio:.2g}×){where or ''}"
 
 
 def _road(stage: StageReport, rows: Mapping[str, StageReport]) -> Iterator[StageReport]:

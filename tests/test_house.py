@@ -35,10 +35,10 @@ SHIPPED = [
 PUBLIC = {
     compress: "Artifact ArtifactInvalid CompressError Context ConvertPrecision Distill EagerModel "
     "Finetune GateRefused GraphModel LabelAgreement MaxDrop MaxLatency MaxParameters MaxSize "
-    "Metric MinMetric MinSpeedup Parallel Parity PipelineInvalid Predictor PruneChannels "
-    "PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed QuantizeStatic "
-    "QuantizeWeights Signature Splits Stage StageFailed Target TensorSpec Train "
-    "Training Unavailable Verdict consolidate",
+    "Metric MinMetric MinSpeedup NativeModel Parallel Parity PipelineInvalid Predictor "
+    "PruneChannels PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed "
+    "QuantizeNative QuantizeStatic QuantizeWeights Signature Splits Stage StageFailed Target "
+    "TensorSpec Train Training Unavailable Verdict consolidate",
     export: "AotModel ExportAot ExportOnnx ExportProgram ExportTensorRT ExportTorchScript "
     "OnnxModel TensorRTEngine TorchScriptModel",
     serve: "Client PackageTorchServe PackageTriton TorchServe TorchServeArchive TritonRepository",

@@ -61,10 +61,7 @@ class EagerModel(Artifact):
         sources = local_sources(recipe.factory, folder)
         with cls.sealing(path, signature, recipe=recipe, lineage=lineage, facts=facts) as partial:
             write_safetensors(partial / cls.payload, state)
-            for name, source in sources.items():
-                copy = partial / CODE / name
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                copy.write_bytes(source.read_bytes())
+            write_sources(partial, sources)
         return cls.at(path)
 
     @classmethod
@@ -192,6 +189,14 @@ class EagerModel(Artifact):
         from compress.core.measure import count_macs
 
         return count_macs(self.load(), self.signature.example(batch=1))
+
+
+def write_sources(folder: Path, sources: Mapping[str, Path]) -> None:
+    """Copy the user's source files, by their names, into an artifact that is being written."""
+    for name, source in sources.items():
+        copy = folder / CODE / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(source.read_bytes())
 
 
 @contextmanager

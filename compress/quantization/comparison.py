@@ -18,7 +18,8 @@ from compress.core.errors import StageFailed
 from compress.core.stage import COMPARED_BATCHES
 from compress.quantization.deviation import Deviation
 from compress.quantization.fidelity import Fidelity, LayerFidelity, MetricPair, OutputFidelity
-from compress.quantization.following import Following, Reference, layer_calls
+from compress.quantization.following import FollowedGraph, Reference, layer_calls
+from compress.quantization.places import module_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from compress.core.metrics import Metric
     from compress.core.signature import Signature
     from compress.core.stage import Context
+    from compress.quantization.following import Followed
 
 SAMPLES = 256
 LARGEST_BATCH = 64
@@ -58,14 +60,32 @@ def compare(
         StageFailed: the graph gives other numbers of outputs, or some that are not finite.
     """
     layers = {n: call for n, call in layer_calls(graph, module).items() if call[0] not in rescaled}
-    reference = Reference(module, graph, set(layers.values()))
+    in_graph = {name for node in graph.graph.nodes for name in module_names(node)}
+    reference = Reference(module, {name for name, _ in layers.values()}, in_graph)
+    return compare_followed(reference, FollowedGraph(graph, layers), signature, context)
+
+
+def compare_followed(
+    reference: Reference, followed: Followed, signature: Signature, context: Context
+) -> Fidelity:
+    """Return how near a quantized model stays to its float model, as :func:`compare` does.
+
+    Args:
+        reference: the float model.
+        followed: the quantized model.
+        signature: the interface of both.
+        context: data, metric and seed.
+
+    Raises:
+        StageFailed: it gives other numbers of outputs, or some that are not finite.
+    """
     found, sample = _Found(), _Sample.of(signature, context)
     with torch.inference_mode():
         for inputs, target in sample.batches(reference):
-            expected = reference(*inputs)
-            asked = Following(graph, layers, reference.values, found.layers)
-            found.add(expected, flatten_outputs(asked.run(*inputs)), target)
-            Following(graph, layers, reference.values, found.own, given=True).run(*inputs)
+            expected, values = reference(*inputs), reference.values
+            answers = followed(inputs, values, found.layers, given=False)
+            found.add(expected, flatten_outputs(answers), target)
+            followed(inputs, values, found.own, given=True)
             context.progress("compare with the float model", found.samples, len(sample))
     found.refuse_unless_finite(signature)
     return found.told(signature, context)

@@ -12,7 +12,7 @@ from compress.core.settings import Count
 from compress.core.stage import Context, Stage
 from compress.quantization.patterns import SIGNED_ACTIVATIONS, Target
 from compress.quantization.samples import Calibration
-from compress.quantization.scheme import Smoothing, formats_of, scheme_of
+from compress.quantization.scheme import Smoothing, formats_of, one_backend, scheme_of
 from compress.quantization.sealing import check_exclude, sealed
 
 RECURRENT = {"gru", "rnn_tanh", "rnn_relu"}
@@ -40,6 +40,8 @@ class QuantizeDynamic(Stage[EagerModel, GraphModel]):
     """Samples that `smooth` looks at."""
     exclude: tuple[str, ...] = ()
     """Names of modules left in float; `*` and `?` stand for any characters."""
+
+    _one_backend = model_validator(mode="before")(one_backend)
 
     @property
     def needs_data(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import fx
@@ -13,7 +14,7 @@ from compress.core.eager import flatten_outputs
 from compress.quantization.places import module_names
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import nn
 
@@ -47,13 +48,16 @@ def layer_calls(graph: fx.GraphModule, module: nn.Module) -> dict[fx.Node, Call]
 class Reference:
     """A float module that shows what its layers give, and can be given other results for them."""
 
-    def __init__(self, module: nn.Module, graph: fx.GraphModule, calls: Collection[Call]) -> None:
+    def __init__(
+        self, module: nn.Module, names: Collection[str], unfolded: Collection[str]
+    ) -> None:
         """Listen to a module.
 
         Args:
             module: a module in eval mode.
-            graph: its quantized graph, in which BatchNorms may be folded into the layers before.
-            calls: the layers that are listened to.
+            names: the layers that are listened to.
+            unfolded: modules that the quantized model has too; a BatchNorm that is not among them
+                was folded into the layer before.
         """
         self.module = module
         self.values: dict[Call, torch.Tensor] = {}
@@ -61,12 +65,10 @@ class Reference:
         self._given: Mapping[Call, torch.Tensor] = {}
         self._calls: Counter[str] = Counter()
         self._latest: tuple[Call, torch.Tensor] | None = None
-        names = {name for name, _ in calls}
-        in_graph = {name for node in graph.graph.nodes for name in module_names(node)}
         for name, part in module.named_modules():
             if name in names:
                 part.register_forward_hook(self._layer_hook(name))
-            elif isinstance(part, _BatchNorm) and name not in in_graph:
+            elif isinstance(part, _BatchNorm) and name not in unfolded:
                 part.register_forward_hook(self._norm_hook)
 
     def __call__(
@@ -97,27 +99,58 @@ class Reference:
         return output
 
 
-class Following(fx.Interpreter):
-    """Runs a quantized graph, and adds up how far its layers are from the float model's."""
+class Followed(Protocol):
+    """A quantized model whose layers can be held against the float model's."""
 
+    def __call__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        expected: Mapping[Call, torch.Tensor],
+        found: dict[str, Deviation],
+        *,
+        given: bool,
+    ) -> Any:
+        """Return the answers, and add up how far the layers are from what is expected.
+
+        Args:
+            inputs: a batch.
+            expected: what the float model gives in each call of a layer.
+            found: where deviations are added up, by module.
+            given: whether the model goes on with what the float model gives, so that each layer
+                loses only what it loses itself.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FollowedGraph:
+    """A graph followed through its operators."""
+
+    graph: fx.GraphModule
+    layers: Mapping[fx.Node, Call]
+    """Its nodes that end a layer."""
+
+    def __call__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        expected: Mapping[Call, torch.Tensor],
+        found: dict[str, Deviation],
+        *,
+        given: bool,
+    ) -> Any:
+        """Return the answers, and add up how far the layers are from what is expected."""
+        return _Following(self.graph, self.layers, expected, found, given).run(*inputs)
+
+
+class _Following(fx.Interpreter):
     def __init__(
         self,
         graph: fx.GraphModule,
         layers: Mapping[fx.Node, Call],
         expected: Mapping[Call, torch.Tensor],
         found: dict[str, Deviation],
-        given: bool = False,
+        given: bool,
     ) -> None:
-        """Say what to follow.
-
-        Args:
-            graph: the quantized graph.
-            layers: its nodes that end a layer.
-            expected: what the float model gives there.
-            found: where deviations are added up, by module.
-            given: whether the graph goes on with what the float model gives, so that each layer
-                loses only what it loses itself.
-        """
         super().__init__(graph)
         self.layers, self.expected, self.found, self.given = layers, expected, found, given
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from compress.core.eager import EagerModel
-from compress.core.errors import StageFailed
 from compress.core.graph import GraphModel
 from compress.core.settings import Fraction, Positive
 from compress.core.stage import Stage
 from compress.quantization.patterns import Target
-from compress.quantization.scheme import Observer, WeightBits, formats_of
-from compress.quantization.sealing import check_exclude, sealed
+from compress.quantization.scheme import Observer, WeightBits, formats_of, one_backend
+from compress.quantization.sealing import check_exclude, need_free_batch, sealed
 from compress.training.settings import DEFAULT_LEARNING_RATE, Training
 from compress.training.teaching import Teaching
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
     from torch.export import ExportedProgram
 
-    from compress.core.signature import Signature
     from compress.core.stage import Context
     from compress.quantization.fake_model import FakeQuantized
     from compress.quantization.freezing import Freezing
@@ -35,6 +33,11 @@ log = logging.getLogger(__name__)
 
 FINER = 10
 """The default learning rate of a training over that of this stage."""
+
+
+def finer_rate(training: Training) -> float:
+    """Return the learning rate of a training that rounds, a fine-tuning's where none is set."""
+    return training.learning_rate or DEFAULT_LEARNING_RATE[training.optimizer] / FINER
 
 
 class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
@@ -73,6 +76,8 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
     where samples have none, from the answers with the defaults."""
     exclude: tuple[str, ...] = ()
     """Names of modules left in float; `*` and `?` stand for any characters."""
+
+    _one_backend = model_validator(mode="before")(one_backend)
 
     @model_validator(mode="after")
     def _steps_are_learned_or_observed(self) -> Self:
@@ -114,7 +119,7 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
 
     def hyper_parameters(self) -> Training:
         """Return the settings of the training alone, its learning rate that of a fine-tuning."""
-        rate = self.learning_rate or DEFAULT_LEARNING_RATE[self.optimizer] / FINER
+        rate = finer_rate(self)
         return super().hyper_parameters().model_copy(update={"learning_rate": rate})
 
     def run(self, model: EagerModel, context: Context) -> GraphModel:
@@ -129,7 +134,7 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
         from compress.quantization.prepared import Prepared
 
         check_exclude(self.exclude, model.load())
-        self._need_free_batch(model.signature)
+        need_free_batch(model.signature, self.title)
         prepared = Prepared.of(model, self._rounding)
         module = self._calibrated(prepared, context)
         trained = self._trained(prepared.sealed(module, context.work / "start"), model, context)
@@ -152,13 +157,6 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
         from compress.quantization.freezing import Freezing
 
         return Freezing(self.freeze_observers, self.freeze_batch_norm)
-
-    def _need_free_batch(self, signature: Signature) -> None:
-        if signature.batch_axis is None:
-            raise StageFailed(
-                f"{self.title}: the model takes batches of one size only, and training and "
-                "evaluation need others; name the first axis in model.inputs (`batch`)"
-            )
 
     def _calibrated(self, prepared: Prepared, context: Context) -> FakeQuantized:
         """Return the model that training begins with."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -68,6 +68,20 @@ def scheme_of(target: Target, weight_bits: int = 8, activation_bits: int = 8) ->
         tables=_signed(8),
         patterns=PATTERNS[target],
     )
+
+
+def one_backend(given: Any) -> Any:
+    """Say where torch.ao's own modes are to be found, where settings ask for one.
+
+    Raises:
+        ValueError: so they do.
+    """
+    if isinstance(given, dict) and "backend" in given:
+        raise ValueError(
+            "backend: torch.ao's fx and eager modes are `stage: quantize_native`, with method: "
+            "static, dynamic or qat; leave it out here, where the backend is torchao's pt2e"
+        )
+    return given
 
 
 def unsigned(bits: int) -> IntegerFormat:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from compress.core.errors import PipelineInvalid
+from compress.core.errors import PipelineInvalid, StageFailed
 from compress.core.graph import GraphModel
 
 if TYPE_CHECKING:
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from compress.core.eager import EagerModel
+    from compress.core.signature import Signature
     from compress.core.stage import Context, Stage
+    from compress.quantization.fidelity import Fidelity
 
 logger = logging.getLogger(__name__)
 LONGEST_FACT = 300
@@ -53,26 +55,42 @@ def sealed(
 
     graph = program.module(check_guards=False)
     fidelity = compare(model.load(), graph, model.signature, context, rescaled)
-    counts = dict(sorted(quantized.items()))
     target = getattr(stage, "target", None)
     facts = facts if target is None else {"target": target, **facts}
-    told = "; ".join(
+    facts = told(stage.title, quantized, facts, fidelity)
+    lineage = stage.lineage(model)
+    return GraphModel.create(context.root, program, model.signature, lineage=lineage, facts=facts)
+
+
+def told(
+    title: str, quantized: Mapping[str, int], facts: dict[str, Any], fidelity: Fidelity
+) -> dict[str, Any]:
+    """Log what was quantized and how near it stays to float, and return it as facts."""
+    counts = dict(sorted(quantized.items()))
+    line = "; ".join(
         shorten(f"{name.replace('_', ' ')}: {value or 'none'}", LONGEST_FACT)
         for name, value in facts.items()
     )
-    logger.info("%s: quantized %s; %s", stage.title, counts, told)
-    logger.info("%s: %s", stage.title, fidelity.line())
-    return GraphModel.create(
-        context.root,
-        program,
-        model.signature,
-        lineage=stage.lineage(model),
-        facts={
-            "quantized_operators": counts,
-            **facts,
-            "fidelity": fidelity.model_dump(mode="json"),
-        },
-    )
+    logger.info("%s: quantized %s; %s", title, counts, line)
+    logger.info("%s: %s", title, fidelity.line())
+    return {
+        "quantized_operators": counts,
+        **facts,
+        "fidelity": fidelity.model_dump(mode="json"),
+    }
+
+
+def need_free_batch(signature: Signature, title: str) -> None:
+    """Refuse to train a model that takes batches of one size.
+
+    Raises:
+        StageFailed: so it does.
+    """
+    if signature.batch_axis is None:
+        raise StageFailed(
+            f"{title}: the model takes batches of one size only, and training and evaluation need "
+            "others; name the first axis in model.inputs (`batch`)"
+        )
 
 
 def check_exclude(patterns: tuple[str, ...], module: torch.nn.Module) -> None:

@@ -19,6 +19,7 @@ from compress.quantization.scheme import (
     Smoothing,
     WeightBits,
     formats_of,
+    one_backend,
     scheme_of,
 )
 from compress.quantization.sealing import check_exclude, sealed
@@ -59,6 +60,8 @@ class QuantizeStatic(Stage[EagerModel, GraphModel]):
     """Whether biases take back the shift of each layer's mean answers; `adaround` leaves none."""
     exclude: tuple[str, ...] = ()
     """Names of modules left in float; `*` and `?` stand for any characters."""
+
+    _one_backend = model_validator(mode="before")(one_backend)
 
     @model_validator(mode="after")
     def _percentile_has_its_observer(self) -> QuantizeStatic:
