@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from serve.probe import Probe
     from serve.stage import PackageTorchServe
 
-RESPONSE_SECONDS = 120
 STARTUP_SECONDS = 120
 
 
@@ -104,7 +103,7 @@ def model_config(served: Artifact, settings: PackageTorchServe, probe: Probe) ->
         "maxWorkers": settings.workers,
         "batchSize": settings.batch_size,
         "maxBatchDelay": settings.max_batch_delay_ms,
-        "responseTimeout": RESPONSE_SECONDS,
+        "responseTimeout": settings.response_seconds,
         "startupTimeout": STARTUP_SECONDS,
         "maxRetryTimeoutInSec": STARTUP_SECONDS,
         "jobQueueSize": settings.queue_size,

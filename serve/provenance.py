@@ -87,8 +87,8 @@ def refuse_broken_chain(record: Provenance, where: str) -> None:
         return
     made = {"source": record.history.source_digest}
     made |= {stage.name: stage.digest for stage in record.history.stages}
-    steps = record.lineage[len(record.lineage) - len(record.history.stages) :]
-    for stage, step in zip(record.history.stages, steps, strict=True):
+    stages = record.history.stages
+    for stage, step in zip(stages, record.lineage[-len(stages) :], strict=False):
         if (stage.stage, made[stage.input]) != (step.stage, step.inputs.get("input")):
             raise ArtifactInvalid(
                 f"{where}: {PROVENANCE}: stage {stage.name} is recorded as {stage.stage} of "

@@ -37,8 +37,8 @@ POLL_SECONDS = 0.1
 SHOWN_CHARACTERS = 300
 GIVEN_UP = ("Retry worker:", "Load model failed", "Failed to load model", "BindException")
 """What the server's log says when a worker did not become ready."""
-WORKERS_END = "Backend worker process died."
-"""What a worker's log says at its end, before a traceback that tells nothing of the model."""
+EMPTY_WORDS = ("Backend worker process died.", "RuntimeError: 500 - Unknown exception")
+"""What a worker adds to a failure that it has told of."""
 SECONDS_OF_LAST_WORDS, SECONDS_OF_SILENCE = 10, 1
 # The JVM must not outlive this process, however it ends (prctl 1 is PR_SET_PDEATHSIG, which exec
 # keeps). It follows the thread that started it: keep that thread alive while the server is used.
@@ -235,9 +235,8 @@ def last_lines(log: str) -> str:
     A traceback's frames are left out: they would hide what was raised before.
     """
     shown = ""
-    log = log.partition(WORKERS_END)[0] or log
     for line in reversed(log.splitlines()):
-        if not line.strip() or line[0].isspace() or line.startswith("Traceback "):
+        if not line.strip() or line[0].isspace() or line.startswith(("Traceback ", *EMPTY_WORDS)):
             continue
         joined = f"{line} | {shown}" if shown else line[:SHOWN_CHARACTERS]
         if len(joined) > SHOWN_CHARACTERS:

@@ -48,6 +48,9 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
     """How long a request waits to be joined by others, in milliseconds."""
     queue_size: Count = 100
     """Requests that may wait; those above it are answered 503 at once."""
+    response_seconds: Count = 120
+    """How long the model may take for one call; the worker of a slower one is ended and another
+    started, and those who wait are answered 500."""
     max_rows: Count = 128
     """Samples that one request may hold. Keep rows x output bytes below the server's
     `max_response_size` (6.5 MB by default): a larger response kills the worker."""
