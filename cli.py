@@ -239,7 +239,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
     token_file: Annotated[Path | None, typer.Option(help="File with the token.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Threads that call the model.")] = 1,
+    workers: Annotated[int | None, typer.Option(min=1, help="Concurrent calls; the cores.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of a call.")] = 1,
     max_rows: Annotated[int, typer.Option(min=1, help="Rows of a request, and a call.")] = 128,
     max_mib: Annotated[int, typer.Option(min=1, help="Mebibytes of a request.")] = 8,
@@ -250,10 +250,11 @@ def serve(
     """Answer over HTTP until a signal; a .mar by TorchServe."""
     from pipelines import catalog  # noqa: F401 - importing it makes every kind known
     from serve.foreground import serve_artifact
-    from serve.options import Limits, Options
+    from serve.options import Limits, Options, cores
 
     limits = Limits(body_bytes=max_mib * 2**20, rows=max_rows, queue=queue, seconds=seconds)
-    options = Options(host=host, port=port, workers=workers, threads=threads, limits=limits)
+    width = workers or max(1, cores() // threads)
+    options = Options(host=host, port=port, workers=width, threads=threads, limits=limits)
     serve_artifact(artifact, options, token_file, typer.echo)
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+
+
+def cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,8 @@ class Options:
     """0 lets the system choose."""
     name: str = "model"
     token: str = field(default="", repr=False)
-    workers: int = 1
-    """Threads that call the model."""
+    workers: int = field(default_factory=cores)
+    """Threads that call the model; workers x threads should not exceed the cores."""
     threads: int = 1
     """CPU threads of one call."""
     delay_seconds: float = 0.0
