@@ -22,8 +22,6 @@ from pipelines import answers, interruption
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pipelines.report import Report
-
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,6 +33,7 @@ PipelineFile = Annotated[Path, typer.Argument(metavar="PIPELINE.YAML", help="The
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug logs.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of results.", show_default="runs/<name>")]
 Ratios = Annotated[list[float], typer.Option(help="Fraction of channels to cut; again for more.")]
+ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artifact's directory.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
@@ -122,6 +121,7 @@ def run(
     from pipelines.pipeline import Pipeline
     from pipelines.progress import shown
     from pipelines.run import foresee
+    from pipelines.table import show_report
 
     pipeline = Pipeline.from_yaml(file)
     directory = out or Path("runs") / pipeline.name
@@ -130,7 +130,7 @@ def run(
         foreseen = foresee(pipeline, directory, **options)
         _tell(as_json, foreseen, (f"{name}: {what}" for name, what in foreseen.items()))
         return
-    finished = functools.partial(_show, out=directory, as_json=as_json)
+    finished = functools.partial(show_report, out=directory, as_json=as_json)
     with shown(quiet=as_json) as (progress, announce):
         pipeline.run(directory, **options, progress=progress, announce=announce, finished=finished)
 
@@ -204,9 +204,6 @@ def schema(debug: Debug = False) -> None:
     typer.echo(json.dumps(json_schema(), indent=1))
 
 
-ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artifact's directory.")]
-
-
 @app.command()
 @_command
 def inspect(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = False) -> None:
@@ -222,14 +219,19 @@ def inspect(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = Fals
 
 @app.command()
 @_command
-def verify(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = False) -> None:
+def verify(
+    artifact: ArtifactPath,
+    sha256: Annotated[str | None, typer.Option(help="What its file must hash to.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write what was proven, as JSON.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
     """Prove an artifact is what was sealed; serve a .mar."""
-    from pipelines import catalog  # noqa: F401 - importing it makes every kind known
-    from serve.verify import verify as prove
+    from pipelines.evidence import prove
 
-    proven = prove(artifact)
-    lines = (f"proven: {line}" for line in proven)
-    _tell(as_json, {"artifact": str(artifact), "proven": list(proven)}, lines)
+    proof = prove(artifact, sha256, report)
+    content = {"artifact": str(artifact), **proof.model_dump(mode="json")}
+    _tell(as_json, content, (f"proven: {line}" for line in proof.proven))
 
 
 @app.command()
@@ -250,11 +252,10 @@ def serve(
     """Answer over HTTP until a signal; a .mar by TorchServe."""
     from pipelines import catalog  # noqa: F401 - importing it makes every kind known
     from serve.foreground import serve_artifact
-    from serve.options import Limits, Options, cores
+    from serve.options import Limits, Options
 
     limits = Limits(body_bytes=max_mib * 2**20, rows=max_rows, queue=queue, seconds=seconds)
-    width = workers or max(1, cores() // threads)
-    options = Options(host=host, port=port, workers=width, threads=threads, limits=limits)
+    options = Options(host=host, port=port, workers=workers, threads=threads, limits=limits)
     serve_artifact(artifact, options, token_file, typer.echo)
 
 
@@ -272,16 +273,14 @@ def init(
     debug: Debug = False,
 ) -> None:
     """Write what a run on a cluster begins with."""
-    from pipelines.slurm import Cluster, what_to_put, write_script
+    from pipelines.slurm import Cluster, write_script
 
     if not slurm:
         raise PipelineInvalid("compress init writes a batch script: say for what, with --slurm")
     cluster = Cluster(
         nodes=nodes, gpus_per_node=gpus_per_node, cpus_per_node=cpus_per_node, hours=hours
     )
-    missing = list(what_to_put(file, cluster))
-    write_script(script, file, out or Path("runs") / file.stem, cluster)
-    for line in missing:
+    for line in write_script(script, file, out or Path("runs") / file.stem, cluster):
         _warn(f"to do: {line}", "yellow")
     typer.echo(f"{script}: submit it with `sbatch {script}`")
 
@@ -292,12 +291,3 @@ def _tell(as_json: bool, content: object, lines: Iterable[str]) -> None:
         answers.give(content)
     for line in () if as_json else lines:
         typer.echo(line)
-
-
-def _show(report: Report, out: Path, as_json: bool) -> None:
-    from pipelines.table import show_report
-
-    if as_json:
-        answers.give(report.model_dump(mode="json"))
-    else:
-        show_report(report, out)

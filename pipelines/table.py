@@ -10,6 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from pipelines import answers
 from pipelines.plan import SOURCE
 from pipelines.quantized import fidelity_of, sameness_of
 from pipelines.report import readable_bytes, readable_count, rule_in_words
@@ -46,9 +47,14 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=160)
 
 
-def show_report(report: Report, out: Path) -> None:
-    """Print a report's table; where the model did not come in there is nothing beside the error."""
-    if report.stages or not report.failed_stage or report.failed_stage.name != SOURCE:
+def show_report(report: Report, out: Path, as_json: bool) -> None:
+    """Print a report's table, or its JSON.
+
+    Where the model did not come in there is nothing to show beside the error.
+    """
+    if as_json:
+        answers.give(report.model_dump(mode="json"))
+    elif report.stages or not report.failed_stage or report.failed_stage.name != SOURCE:
         printed(partial(stage_table, report), closing_lines(report, out))
 
 

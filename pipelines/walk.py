@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from compress.core.errors import GateRefused
 from compress.core.gates import explain
 from compress.core.stage import Context
+from pipelines.history import history_parts, run_told
 from pipelines.inputs import import_source, source_parts
 from pipelines.machine import machine, version_of, versions
 from pipelines.naming import named
@@ -71,10 +72,7 @@ class Walk:
         self.at = SOURCE
         unpublish(self.out / "artifacts")
         self._obtain(
-            SOURCE,
-            self.source_parts(),
-            lambda context: import_source(self.pipeline, context.root),
-            again,
+            SOURCE, self.source_parts(), lambda c: import_source(self.pipeline, c.root), again
         )
         publish(self.artifacts[SOURCE], self.out / "artifacts" / SOURCE)
         if self.plan.baseline == SOURCE:
@@ -87,10 +85,10 @@ class Walk:
         Raises:
             GateRefused: a gate refused.
         """
-        stage, model = planned.stage, self.artifacts[planned.input]
+        stage = planned.stage
         self.at, self.judging_seconds = planned.name, 0.0
         cached, reason, seconds = self._obtain(
-            planned.name, self.parts(planned), lambda context: stage.run(model, context), again
+            planned.name, self.parts(planned), functools.partial(run_told, planned, self), again
         )
         artifact = self.artifacts[planned.name]
         self._prove(planned, cached)
@@ -135,6 +133,7 @@ class Walk:
             "inputs": {name: self.artifacts[name].digest for name in planned.reads},
             "library": version_of(type(planned.stage).__module__),
             **planned.stage.machine_parts,
+            **history_parts(planned, self),
             **self._surroundings(planned.stage.uses_data),
         }
 

@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
-from compress.core.artifact import Artifact, FileDigest, Manifest, Predictor, Step
+from compress.core.artifact import Artifact, Manifest, Predictor
 from compress.core.errors import ArtifactInvalid
 from compress.core.files import sha256_of
-from compress.core.settings import Settings
-from compress.core.signature import Signature
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 PROBE = "probe.npz"
-PROVENANCE = "provenance.json"
-
-
-class Packaged(Settings):
-    """The artifact inside an archive."""
-
-    kind: str
-    digest: str
-    """SHA-256 of its manifest."""
-    payload: str
-    """Name of its deployed file, and of the member that holds it."""
-    sha256: str
-    """SHA-256 of that file."""
-
-
-class Provenance(Settings):
-    """Where an archive's model comes from, carried inside the archive."""
-
-    version: Literal[1] = 1
-    signature: Signature
-    artifact: Packaged
-    lineage: tuple[Step, ...]
-    """The packaged artifact's lineage."""
-    members: dict[str, FileDigest]
-    """Every other member of the archive."""
 
 
 class TorchServeArchive(Artifact):

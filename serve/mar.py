@@ -7,7 +7,9 @@ run to run; the layout (``MAR-INF/MANIFEST.json`` and files beside it) is the sa
 from __future__ import annotations
 
 import importlib.machinery
+import io
 import json
+import shutil
 import zipfile
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
@@ -60,8 +62,10 @@ def write_mar(path: Path, members: Mapping[str, bytes | Path]) -> None:
             entry = zipfile.ZipInfo(name, _OLDEST_ZIP_DATE)
             entry.create_system = 3  # Unix, whatever wrote it
             entry.external_attr = _REGULAR_FILE
-            data = content if isinstance(content, bytes) else content.read_bytes()
-            archive.writestr(entry, data)
+            source = io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+            entry.file_size = len(content) if isinstance(content, bytes) else content.stat().st_size
+            with source, archive.open(entry, "w") as target:
+                shutil.copyfileobj(source, target)
 
 
 def read_mar(path: Path) -> dict[str, bytes]:

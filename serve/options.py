@@ -6,11 +6,6 @@ import os
 from dataclasses import dataclass, field
 
 
-def cores() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 @dataclass(frozen=True)
 class Limits:
     """Bounds beyond which a request is refused."""
@@ -33,8 +28,8 @@ class Options:
     """0 lets the system choose."""
     name: str = "model"
     token: str = field(default="", repr=False)
-    workers: int = field(default_factory=cores)
-    """Threads that call the model; workers x threads should not exceed the cores."""
+    workers: int | None = None
+    """Threads that call the model; as many as the cores allow, where left out."""
     threads: int = 1
     """CPU threads of one call."""
     delay_seconds: float = 0.0
@@ -42,3 +37,8 @@ class Options:
     limits: Limits = field(default_factory=Limits)
     stop_seconds: float = 30.0
     """How long requests that run may take once the server is told to stop."""
+
+    @property
+    def width(self) -> int:
+        """Number of threads that call the model."""
+        return self.workers or max(1, len(os.sched_getaffinity(0)) // self.threads)

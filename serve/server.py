@@ -37,6 +37,8 @@ POLL_SECONDS = 0.1
 SHOWN_CHARACTERS = 300
 GIVEN_UP = ("Retry worker:", "Load model failed", "Failed to load model", "BindException")
 """What the server's log says when a worker did not become ready."""
+EMPTY_WORDS = ("Backend worker process died.", "RuntimeError: 500 - Unknown exception")
+"""What a worker adds to a failure that it has told of."""
 SECONDS_OF_LAST_WORDS, SECONDS_OF_SILENCE = 10, 1
 # The JVM must not outlive this process, however it ends (prctl 1 is PR_SET_PDEATHSIG, which exec
 # keeps). It follows the thread that started it: keep that thread alive while the server is used.
@@ -239,7 +241,7 @@ def last_lines(log: str) -> str:
     """
     shown = ""
     for line in reversed(log.splitlines()):
-        if not line.strip() or line[0].isspace() or line.startswith("Traceback "):
+        if not line.strip() or line[0].isspace() or line.startswith(("Traceback ", *EMPTY_WORDS)):
             continue
         joined = f"{line} | {shown}" if shown else line[:SHOWN_CHARACTERS]
         if len(joined) > SHOWN_CHARACTERS:

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from compress.core.eager import EagerModel
+from compress.core.errors import StageFailed
 from compress.core.gates import AnyGate, LabelAgreement, Parity
+from compress.core.graph import GraphModel
 from compress.core.requirement import Requirement
 from compress.core.settings import Count
 from compress.core.stage import Context, Stage
+from export.aot import AotModel
 from export.onnx import OnnxModel
 from export.torchscript import TorchScriptModel
 from serve.archive import TorchServeArchive
+from serve.inputs import ImageInput, TextInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from compress.core.artifact import Artifact
+
+Servable = OnnxModel | TorchScriptModel | AotModel | GraphModel | EagerModel
 
 
-class PackageTorchServe(Stage[OnnxModel | TorchScriptModel, TorchServeArchive]):
-    """Pack a model into a `.mar` and hold what TorchServe answers against what was validated."""
+class PackageTorchServe(Stage[Servable, TorchServeArchive]):
+    """Pack a model into a `.mar` and hold what TorchServe answers against what was validated.
+
+    An eager model is packed as its traced graph: the author's code does not travel.
+    """
 
     stage: Literal["package_torchserve"] = "package_torchserve"
     model_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] = "model"
@@ -28,16 +46,31 @@ class PackageTorchServe(Stage[OnnxModel | TorchScriptModel, TorchServeArchive]):
     scales from the whole call, so joined requests then change each other's answers slightly."""
     max_batch_delay_ms: Count = 10
     """How long a request waits to be joined by others, in milliseconds."""
+    queue_size: Count = 100
+    """Requests that may wait; those above it are answered 503 at once."""
+    response_seconds: Count = 120
+    """How long the model may take for one call; the worker of a slower one is ended and another
+    started, and those who wait are answered 500."""
     max_rows: Count = 128
     """Samples that one request may hold. Keep rows x output bytes below the server's
     `max_response_size` (6.5 MB by default): a larger response kills the worker."""
     threads: Count = 1
     """CPU threads of each worker's model; the environment variable HANDLER_THREADS overrides it."""
+    class_names: tuple[str, ...] = ()
+    """Names of the first output's classes: JSON answers then hold the likeliest labels of each row.
+    By default those that an ONNX file holds."""
+    top_labels: Count = 5
+    """How many labels of each row."""
+    image: ImageInput | None = None
+    """How PNG and JPEG bodies become the input, where the model takes an image."""
+    text: TextInput | None = None
+    """How texts become the inputs, where the model takes tokens."""
     probe_atol: Annotated[float, Field(ge=0)] = 1e-4
     """Largest difference from the recorded probe with which a worker still becomes ready."""
     gates: tuple[AnyGate, ...] = (LabelAgreement(minimum=1.0), Parity(atol=1e-4))
     """Rules that the served model must satisfy; by default it answers as its input does."""
 
+    records_history: ClassVar[bool] = True
     requirements: ClassVar[tuple[Requirement, ...]] = (
         Requirement(
             what="java",
@@ -52,16 +85,25 @@ class PackageTorchServe(Stage[OnnxModel | TorchScriptModel, TorchServeArchive]):
         """The probe's inputs come from `val`, where there is one."""
         return True
 
-    def run(self, model: OnnxModel | TorchScriptModel, context: Context) -> TorchServeArchive:
+    def beside(self, folder: Path, code: Path) -> Self:
+        """Return the same stage with the tokenizer's file found."""
+        return self.model_copy(update={"text": self.text.beside(folder)}) if self.text else self
+
+    def own_settings(self) -> dict[str, Any]:
+        """Return the settings that decide the result; the tokenizer by its content."""
+        return super().own_settings() | ({"text": self.text.identity()} if self.text else {})
+
+    def run(self, model: Servable, context: Context) -> TorchServeArchive:
         """Pack the model; the same model, settings and data give the same bytes."""
         from serve.mar import write_mar
-        from serve.pack import members_of, record_probe
+        from serve.pack import members_of
+        from serve.probe import record_probe
+        from serve.provenance import PROVENANCE, digest_of
         from serve.server import find_java, find_torchserve
 
         find_java()
         find_torchserve()
         model.verify()
-        probe = record_probe(model, context, self.max_rows)
         facts: dict[str, Any] = {
             "model_name": self.model_name,
             "max_rows": self.max_rows,
@@ -69,9 +111,34 @@ class PackageTorchServe(Stage[OnnxModel | TorchScriptModel, TorchServeArchive]):
             "parameters": model.parameters(),
             "macs": model.macs(),
         }
-        with TorchServeArchive.sealing(
-            context.root, model.signature, lineage=self.lineage(model), facts=facts
-        ) as partial:
-            mar = partial / TorchServeArchive.payload
-            write_mar(mar, members_of(model, self, probe))
+        with (
+            servable(model) as served,
+            TorchServeArchive.sealing(
+                context.root, model.signature, lineage=self.lineage(model), facts=facts
+            ) as partial,
+        ):
+            probe = record_probe(served, context, self.max_rows)
+            members = members_of(model, served, self, probe, context.history)
+            facts["provenance"] = digest_of(members[PROVENANCE]).sha256
+            write_mar(partial / TorchServeArchive.payload, members)
         return TorchServeArchive.at(context.root)
+
+
+@contextmanager
+def servable(model: Servable) -> Iterator[Artifact]:
+    """Give what is packed: a model as it is, or the graph of an eager one, traced for as long.
+
+    Raises:
+        StageFailed: an eager model cannot be traced, or code was compiled for a GPU.
+    """
+    built_for: Any = model.manifest.facts.get("built_for")
+    if isinstance(model, AotModel) and built_for["device"] != "cpu":
+        raise StageFailed(
+            f"package_torchserve: the package was compiled for {built_for['device']}, and archives "
+            "are served on the CPU; compile it with `device: cpu`"
+        )
+    if not isinstance(model, EagerModel):
+        yield model
+        return
+    with TemporaryDirectory(prefix="compress-graph-") as folder:
+        yield GraphModel.of(model, Path(folder) / "graph")

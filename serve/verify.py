@@ -6,16 +6,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 from compress.core.artifact import Artifact
 from compress.core.errors import ArtifactInvalid
 from compress.core.files import sha256_of
-from serve.archive import PROBE, PROVENANCE, Provenance, TorchServeArchive
+from serve.archive import PROBE, TorchServeArchive
 from serve.joined import handler_text
 from serve.mar import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest, model_name_of, read_mar
-from serve.pack import digest_of
-from serve.worker.wire import from_npz
+from serve.proof import Evidence, Proof, prove_answers, prove_chain
+from serve.provenance import PROVENANCE, Provenance, digest_of, refuse_broken_chain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,65 +25,92 @@ ARTIFACT_MODULES = (
     "export.onnx",
     "export.torchscript",
 )
+NATIVE = (
+    "its model is native code, which runs unseen: it was not started; give the archive's sha256, "
+    "as you were told it, with --sha256"
+)
 
 
-def verify(path: Path | str) -> tuple[str, ...]:
-    """Return what was proven of an artifact's directory, or of a bare ``.mar``, in plain lines.
+def verify(
+    path: Path | str, *, sha256: str | None = None, evidence: Evidence | None = None
+) -> Proof:
+    """Return what was proven of an artifact's directory, or of a bare ``.mar``.
 
     A bare ``.mar`` vouches for itself alone: compare its SHA-256 with the one you were given. An
     archive is started only if its code is the handler that this version ships.
 
+    Args:
+        path: the directory or the file.
+        sha256: what the deployed file must hash to, where you were told.
+        evidence: what lies around an artifact of a run: its ancestors and the validation split.
+
     Raises:
         ArtifactInvalid: a file or member does not match; the message names it.
-        Unavailable: Java or TorchServe is missing.
         StageFailed: the served model does not become ready.
     """
     path = Path(path)
     if path.is_file():
-        return _prove_bare(path)
+        _refuse_other(path, sha256)
+        return _prove_bare(path, trusted=sha256 is not None)
     _know_every_kind()
     artifact = Artifact.at(path)
+    _refuse_other(artifact.payload_path, sha256)
     if isinstance(artifact, TorchServeArchive):
-        return _prove_archive(artifact)
+        return _prove_archive(artifact, evidence)
     return _prove_files(artifact)
 
 
-def _prove_files(artifact: Artifact) -> tuple[str, ...]:
+def _refuse_other(file: Path, sha256: str | None) -> None:
+    if sha256 is not None and file.is_file() and sha256_of(file) != sha256.lower():
+        raise ArtifactInvalid(f"{file}: sha256 is {sha256_of(file)}, expected {sha256}")
+
+
+def _prove_files(artifact: Artifact) -> Proof:
     artifact.verify()
     files = artifact.manifest.files
-    return (
+    lines = (
         f"{artifact.kind} artifact, digest {artifact.digest}",
         *(f"{name}: {f.bytes} bytes, sha256 {f.sha256}, as sealed" for name, f in files.items()),
         *lineage_lines(artifact),
     )
+    payload = files[artifact.payload].sha256
+    return Proof(kind=artifact.kind, sha256=payload, digest=artifact.digest, proven=lines)
 
 
-def _prove_archive(artifact: TorchServeArchive) -> tuple[str, ...]:
+def _prove_archive(artifact: TorchServeArchive, evidence: Evidence | None) -> Proof:
     mar = artifact.payload_path
     if not mar.is_file():
         raise ArtifactInvalid(f"{artifact.path}: {artifact.payload} is missing")
     members = read_mar(mar)
     origin = check_members(members, str(mar))  # first: it names the member
-    lines = _prove_files(artifact)
+    recorded = artifact.manifest.facts.get("provenance")
+    if digest_of(members[PROVENANCE]).sha256 != recorded:
+        raise ArtifactInvalid(f"{mar}: member {PROVENANCE} is not the one that was sealed")
+    proof = _prove_files(artifact)
     check_code(members, origin, mar)
     packaged = artifact.manifest.lineage[-1].inputs.get("input")
-    if packaged != origin.artifact.digest or origin.lineage != artifact.manifest.lineage[:-1]:
+    if packaged != origin.artifact.origin or origin.lineage != artifact.manifest.lineage[:-1]:
         raise ArtifactInvalid(
-            f"{mar}: {PROVENANCE} names artifact {origin.artifact.digest}, "
+            f"{mar}: {PROVENANCE} names artifact {origin.artifact.origin}, "
             f"and the manifest's lineage {packaged}"
         )
-    return (*lines, *_member_lines(members, origin), _replay(mar, members, origin))
+    proof = proof.with_lines(*_member_lines(members, origin))
+    proof = prove_chain(proof, origin, evidence, str(mar))
+    return prove_answers(proof, mar, members, origin, evidence)
 
 
-def _prove_bare(mar: Path) -> tuple[str, ...]:
+def _prove_bare(mar: Path, *, trusted: bool) -> Proof:
     members = read_mar(mar)
     origin = check_members(members, str(mar))
     check_code(members, origin, mar)
-    return (
-        f"{mar.name}: sha256 {sha256_of(mar)}; compare it with the one you were given",
-        *_member_lines(members, origin),
-        _replay(mar, members, origin),
-    )
+    sha256 = sha256_of(mar)
+    told = "as you were told" if trusted else "compare it with the one you were given"
+    lines = (f"{mar.name}: sha256 {sha256}; {told}", *_member_lines(members, origin))
+    proof = Proof(kind=TorchServeArchive.kind, sha256=sha256, proven=lines)
+    proof = prove_chain(proof, origin, None, str(mar))
+    if origin.artifact.kind == "aot" and not trusted:
+        return proof.with_lines(NATIVE)
+    return prove_answers(proof, mar, members, origin, None)
 
 
 def check_members(members: Mapping[str, bytes], where: str) -> Provenance:
@@ -96,10 +121,7 @@ def check_members(members: Mapping[str, bytes], where: str) -> Provenance:
     """
     if PROVENANCE not in members:
         raise ArtifactInvalid(f"{where}: member {PROVENANCE} is missing")
-    try:
-        origin = Provenance.model_validate_json(members[PROVENANCE])
-    except ValidationError as error:
-        raise ArtifactInvalid(f"{where}: {PROVENANCE}: {error.errors()[0]['msg']}") from error
+    origin = Provenance.read(members[PROVENANCE], where)
     recorded = {PROVENANCE, *origin.members}
     for name in sorted(recorded | set(members)):
         if name not in members:
@@ -116,6 +138,7 @@ def check_members(members: Mapping[str, bytes], where: str) -> Provenance:
             f"{where}: member {origin.artifact.payload} is not the payload of the artifact that "
             f"{PROVENANCE} names"
         )
+    refuse_broken_chain(origin, where)
     return origin
 
 
@@ -150,46 +173,12 @@ def lineage_lines(artifact: Artifact) -> list[str]:
 
 def _member_lines(members: Mapping[str, bytes], origin: Provenance) -> list[str]:
     packed = origin.artifact
+    traced = f", traced from eager artifact {packed.traced_from}" if packed.traced_from else ""
     return [
         f"{len(members)} members have safe names; {len(origin.members)} hash to what "
         f"{PROVENANCE} records",
-        f"{packed.payload} is the payload of {packed.kind} artifact {packed.digest}",
+        f"{packed.payload} is the payload of {packed.kind} artifact {packed.digest}{traced}",
     ]
-
-
-def _replay(mar: Path, members: Mapping[str, bytes], origin: Provenance) -> str:
-    """Start TorchServe, send the recorded inputs and compare the answers.
-
-    Raises:
-        ArtifactInvalid: an answer differs from the recorded one.
-    """
-    import numpy as np
-    import yaml
-
-    from serve.client import Client
-    from serve.server import TorchServe
-
-    settings = yaml.safe_load(members[CONFIG])["handler"]
-    probe = from_npz(members[PROBE])
-    inputs = [probe[spec.name] for spec in origin.signature.inputs]
-    with (
-        TorchServe(mar) as server,
-        Client(
-            server.url,
-            server.model_name,
-            origin.signature,
-            token=server.token,
-            max_rows=int(settings["max_rows"]),
-        ) as client,
-    ):
-        answers = client.predict(inputs)
-    worst = 0.0
-    for output, got in zip(origin.signature.outputs, answers, strict=True):
-        difference = np.abs(got.astype(np.float64) - probe[output.name].astype(np.float64))
-        worst = max(worst, float(difference.max(initial=0.0)))
-    if not worst <= float(settings["probe_atol"]):
-        raise ArtifactInvalid(f"{mar}: {PROBE}: the served answers differ by {worst:.3g}")
-    return f"TorchServe answered the recorded probe; largest difference {worst:.3g}"
 
 
 def _know_every_kind() -> None:

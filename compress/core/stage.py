@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from compress.core.artifact import Predictor
     from compress.core.data import Splits
+    from compress.core.history import History
     from compress.core.measure import Comparison
     from compress.core.signature import Signature
 
@@ -67,6 +68,8 @@ class Context:
     """Folder of what a run tells beside its artifacts, such as traces; by default ``root``'s."""
     scores: dict[tuple[Any, ...], float] = field(default_factory=dict, compare=False)
     """Metrics measured so far, so that none is evaluated twice."""
+    history: History | None = None
+    """The road to the stage's input, for a stage that records it; None where no run tells it."""
 
     @property
     def work(self) -> Path:
@@ -170,6 +173,8 @@ class Stage(Settings, Generic[Reads, Writes]):
     """Rules that the result must satisfy."""
 
     requirements: ClassVar[tuple[Requirement, ...]] = ()
+    records_history: ClassVar[bool] = False
+    """Whether the result holds how its input came about."""
 
     def run(self, model: Reads, context: Context) -> Writes:
         """Do the work and seal the result at ``context.root``."""

@@ -9,6 +9,8 @@ sent in several requests.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 from http import HTTPStatus
@@ -40,6 +42,7 @@ class PackagedModel:
     def initialize(self, context: Context) -> None:
         """Load the model and replay the probe; a model that answers otherwise is never READY."""
         folder = Path(context.system_properties["model_dir"])
+        refuse_damage(folder)
         settings = context.model_yaml_config["handler"]
         self.name: str = context.manifest["model"]["modelName"]
         self.inputs: Specs = settings["inputs"]
@@ -127,6 +130,16 @@ class PackagedModel:
         except Exception:  # noqa: BLE001
             return ValueError(500, f"the model does not work any more: {what}")
         return ValueError(422, f"the model cannot answer these values: {what}")
+
+
+def refuse_damage(folder: Path) -> None:
+    """Raise RuntimeError where a member is not the file that was packed."""
+    members = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["members"]
+    for name, expected in members.items():
+        with (folder / name).open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if found != expected["sha256"]:
+            raise RuntimeError(f"member {name} is not the file that was packed")
 
 
 def read_request(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import platform
 import warnings
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +54,7 @@ def load_torchscript(payload: Path, settings: Named, threads: int) -> Run:
 
 def load_graph(payload: Path, settings: Named, threads: int) -> Run:
     """Return a ``torch.export`` program as a function of arrays; what could run code is refused."""
+    import_module("torch.ao.quantization.fx._decomposed")  # registers quantize_per_tensor and kin
     from torch.export.pt2_archive import PT2ArchiveReader
     from torch.export.pt2_archive._package import load_pt2
 

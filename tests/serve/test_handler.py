@@ -24,6 +24,7 @@ from onnx import TensorProto, helper
 from serve import worker
 from serve.joined import MODULES, handler_text
 from serve.mar import mar_manifest
+from serve.provenance import digest_of
 from serve.worker.wire import JSON, NPY, NPZ, RAW, from_npz, from_raw, to_npz
 
 ONE_INPUT = [{"name": "x", "shape": ["batch", 3], "dtype": "float32"}]
@@ -88,6 +89,9 @@ def unpack(
     (folder / "model-config.yaml").write_text(yaml.safe_dump({"handler": settings}))
     (folder / "probe.npz").write_bytes(to_npz(probe))
     (folder / "handler.py").write_bytes(handler_text())
+    files = {f.relative_to(folder).as_posix(): f for f in folder.rglob("*") if f.is_file()}
+    members = {name: digest_of(file).model_dump() for name, file in files.items()}
+    (folder / "provenance.json").write_text(json.dumps({"members": members}))
 
 
 @pytest.fixture

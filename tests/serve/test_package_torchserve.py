@@ -25,7 +25,8 @@ from export.torchscript import ExportTorchScript
 from serve.archive import TorchServeArchive
 from serve.joined import handler_text
 from serve.mar import check_member_name, mar_manifest, read_mar, write_mar
-from serve.pack import rows_stay_first
+from serve.probe import rows_stay_first
+from serve.provenance import Provenance
 from serve.stage import PackageTorchServe
 from serve.verify import verify
 from serve.worker.wire import from_npz
@@ -223,10 +224,10 @@ def test_a_damaged_model_is_not_packed(model: OnnxModel, tmp_path: Path) -> None
 
 
 def test_bfloat16_is_refused(tmp_path: Path) -> None:
-    from serve.pack import _as_arrays
+    from serve.probe import as_arrays
 
     with pytest.raises(StageFailed, match="x is bfloat16"):
-        _as_arrays({"x": torch.zeros(1, dtype=torch.bfloat16)})
+        as_arrays({"x": torch.zeros(1, dtype=torch.bfloat16)})
 
 
 def test_a_gate_refuses_and_names_what_was_kept(model: OnnxModel, tmp_path: Path) -> None:
@@ -308,7 +309,7 @@ def test_an_altered_member_is_named(archive: TorchServeArchive, tmp_path: Path) 
 
 
 def test_other_artifacts_are_verified_by_their_hashes(model: OnnxModel) -> None:
-    lines = verify(model.path)
+    lines = verify(model.path).proven
     assert lines[0] == f"onnx artifact, digest {model.digest}"
     assert any(line.startswith("model.onnx: ") for line in lines)
     assert lines[-1].startswith("export_onnx read input ")
@@ -331,11 +332,13 @@ def test_foreign_code_is_not_run_however_consistent_its_hashes(
     members = read_mar(archive.payload_path)
     provenance = json.loads(members["provenance.json"])
     provenance["members"][name] = digest_of(FOREIGN[name])
-    members |= {name: FOREIGN[name], "provenance.json": json.dumps(provenance).encode()}
+    sealed = Provenance.model_validate(provenance).sealed()
+    members |= {name: FOREIGN[name], "provenance.json": sealed}
     folder = tmp_path / "artifact"
     folder.mkdir()
     write_mar(folder / "model.mar", members)
     manifest = json.loads((archive.path / "manifest.json").read_text())
+    manifest["facts"]["provenance"] = digest_of(sealed)["sha256"]
     manifest["files"]["model.mar"] = digest_of((folder / "model.mar").read_bytes())
     (folder / "manifest.json").write_text(json.dumps(manifest))
     for path in (folder / "model.mar", folder):
@@ -345,7 +348,7 @@ def test_foreign_code_is_not_run_however_consistent_its_hashes(
 
 @pytest.mark.slow
 def test_a_bare_mar_is_verified(archive: TorchServeArchive) -> None:
-    lines = verify(archive.payload_path)
+    lines = verify(archive.payload_path).proven
     assert archive.manifest.files["model.mar"].sha256 in lines[0]
     assert "largest difference" in lines[-1]
 
@@ -354,8 +357,10 @@ def test_a_bare_mar_is_verified(archive: TorchServeArchive) -> None:
 def test_verifying_replays_the_probe_in_a_fresh_process(
     archive: TorchServeArchive, fresh_process: Callable[[str], str]
 ) -> None:
-    code = f"from serve.verify import verify; print(*verify({str(archive.path)!r}), sep='\\n')"
+    code = (
+        f"from serve.verify import verify; print(*verify({str(archive.path)!r}).proven, sep='\\n')"
+    )
     lines = fresh_process(code).splitlines()
     assert lines[0] == f"torchserve artifact, digest {archive.digest}"
-    assert "6 members have safe names; 5 hash to what provenance.json records" in lines
+    assert "7 members have safe names; 6 hash to what provenance.json records" in lines
     assert lines[-1].startswith("TorchServe answered the recorded probe; largest difference")

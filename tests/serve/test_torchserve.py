@@ -30,6 +30,7 @@ from export.torchscript import ExportTorchScript
 from serve.archive import TorchServeArchive
 from serve.client import Client
 from serve.mar import read_mar, write_mar
+from serve.provenance import digest_of
 from serve.server import TorchServe, has_ended, last_lines, stop
 from serve.stage import PackageTorchServe
 from serve.worker.wire import NPZ, from_npz, to_npz
@@ -263,7 +264,11 @@ def test_a_damaged_model_is_never_ready_and_leaves_nothing(
     probe["logits"] = probe["logits"] + 1
     changes = {"payload": {"model.onnx": b"garbage"}, "probe": {"probe.npz": to_npz(probe)}}
     words = {"payload": "Protobuf parsing failed", "probe": "does not answer the probe"}[damage]
-    write_mar(tmp_path / "x.mar", members | changes[damage])
+    members |= changes[damage]
+    content = json.loads(members["provenance.json"])
+    content["members"] |= {n: digest_of(members[n]).model_dump() for n in changes[damage]}
+    members["provenance.json"] = json.dumps(content).encode()  # only the model can tell now
+    write_mar(tmp_path / "x.mar", members)
     server = TorchServe(tmp_path / "x.mar", startup_seconds=120)
     with pytest.raises(StageFailed, match=f"the model was not loaded.*{words}") as caught, server:
         pass

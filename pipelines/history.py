@@ -1,0 +1,78 @@
+"""What is told to a stage that records the road to its input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from compress.core.history import History, PastStage, without_times
+from pipelines.inputs import source_parts
+from pipelines.machine import versions
+from pipelines.plan import SOURCE, Plan, PlannedStage
+
+if TYPE_CHECKING:
+    from compress.core.artifact import Artifact
+    from compress.core.stage import Context, Stage
+    from pipelines.report import StageReport
+    from pipelines.walk import Walk
+
+
+def run_told(planned: PlannedStage, walk: Walk, context: Context) -> Artifact:
+    """Run a stage, which is told the road to its input where it records it."""
+    history = history_before(planned, walk) if planned.stage.records_history else None
+    model = walk.artifacts[planned.input]
+    made: Artifact = planned.stage.run(model, replace(context, history=history))
+    return made
+
+
+def history_before(planned: PlannedStage, walk: Walk) -> History:
+    """Return the road from the model as it came in to a stage's input."""
+    rows = {row.name: row for row in walk.rows}
+    road = road_before(planned, walk.plan)
+    parts: dict[str, Any] = source_parts(walk.pipeline)
+    return History(
+        pipeline=walk.pipeline.name,
+        seed=walk.pipeline.seed,
+        data=walk.fingerprint,
+        versions=versions(),
+        source={key: parts.get(key) for key in ("checkpoint", "code", "library")},
+        source_digest=walk.artifacts[SOURCE].digest,
+        stages=tuple(_told(rows[p.name], p.stage) for p in road),
+    )
+
+
+def history_parts(planned: PlannedStage, walk: Walk) -> dict[str, Any]:
+    """Return what decides a history, besides what decides the input: names, and earlier gates."""
+    if not planned.stage.records_history:
+        return {}
+    road = road_before(planned, walk.plan)
+    gates = [[gate.model_dump(mode="json") for gate in p.stage.gates] for p in road]
+    names = [[p.name, p.input] for p in road]
+    return {"history": {"pipeline": walk.pipeline.name, "names": names, "gates": gates}}
+
+
+def road_before(planned: PlannedStage, plan: Plan) -> list[PlannedStage]:
+    """Return the stages that led to a stage's input, in their order."""
+    by_name = {p.name: p for p in plan.stages}
+    road: list[PlannedStage] = []
+    while planned.input != SOURCE:
+        planned = by_name[planned.input]
+        road.insert(0, planned)
+    return road
+
+
+def _told(row: StageReport, stage: Stage[Any, Any]) -> PastStage:
+    metric = row.measurements.metric
+    return PastStage(
+        name=row.name,
+        stage=row.stage,
+        input=row.input,
+        settings=stage.own_settings(),
+        kind=row.artifact.kind,
+        digest=row.artifact.digest,
+        bytes=row.artifact.bytes,
+        parameters=row.measurements.parameters,
+        macs=row.measurements.macs,
+        metric=None if metric is None else metric.model_dump(mode="json"),
+        verdicts=tuple(map(without_times, row.verdicts)),
+    )

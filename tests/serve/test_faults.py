@@ -1,0 +1,297 @@
+"""What can go wrong with a real TorchServe: every request is answered, and the server stays up.
+
+One server for all of them. The model answers 1 / x; for a first number above 1000 it works for that
+many milliseconds first, and for -1 it answers NaN.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from compress.core.checkpoint import import_checkpoint
+from compress.core.errors import StageFailed
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from export.torchscript import ExportTorchScript
+from serve.archive import TorchServeArchive
+from serve.client import Client
+from serve.mar import read_mar, write_mar
+from serve.server import TorchServe
+from serve.stage import PackageTorchServe
+from serve.worker.wire import JSON, NPZ, from_npz, to_npz
+
+pytestmark = pytest.mark.torchserve
+
+RECIPROCAL = """
+import torch
+from torch import nn
+
+class Reciprocal(nn.Module):
+    def forward(self, x):
+        busy = torch.ones(64, 64)
+        milliseconds = x.max()
+        if bool(milliseconds > 1000):
+            for _ in range(int(milliseconds) * 40):
+                busy = torch.tanh(busy @ busy)
+        return torch.where(x == -1, torch.log(x), 1 / x) + 0 * busy[0, 0]
+"""
+DEADLINE = 4
+"""Seconds for one call of the model."""
+MEMBERS = ["model.ts", "handler.py", "model-config.yaml", "provenance.json"]
+"""Those that TorchServe and the handler read each in its own way; the others are only hashed."""
+PATIENCE = 60
+"""Seconds within which every request must be answered; a client that waits longer fails."""
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> TorchServeArchive:
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "reciprocal.py").write_text(RECIPROCAL)
+    signature = Signature(
+        inputs=(TensorSpec(name="x", shape=("batch", 3)),), outputs=(OutputSpec(name="y"),)
+    )
+    recipe = Recipe(factory="reciprocal:Reciprocal")
+    source = import_checkpoint(folder / "source", recipe, signature, checkpoint=None, folder=folder)
+    model = ExportTorchScript(method="script").run(source, Context(root=folder / "ts"))
+    stage = PackageTorchServe(
+        batch_size=4,
+        max_batch_delay_ms=50,
+        queue_size=4,
+        max_rows=8,
+        response_seconds=DEADLINE,
+    )
+    return stage.run(model, Context(root=folder / "mar"))
+
+
+@pytest.fixture(scope="module")
+def running(archive: TorchServeArchive) -> Iterator[TorchServe]:
+    with TorchServe(archive.payload_path) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: TorchServe) -> Iterator[TorchServe]:
+    """Give the server, and see that it answers rightly after a test."""
+    yield running
+    assert right(running)
+
+
+def ask(
+    server: TorchServe, body: bytes, kind: str = NPZ, **headers: str
+) -> tuple[int, dict[str, Any] | bytes]:
+    place = server.url.removeprefix("http://")
+    connection = http.client.HTTPConnection(place, timeout=PATIENCE)
+    sent = {"Authorization": f"Bearer {server.token}", "Content-Type": kind, "Accept": NPZ}
+    with contextlib.closing(connection):
+        connection.request("POST", "/predictions/model", body, sent | headers)
+        response = connection.getresponse()
+        content = response.read()
+    return response.status, content if response.status == 200 else json.loads(content or b"{}")
+
+
+def npz(*numbers: float) -> bytes:
+    return to_npz({"x": np.array([numbers], np.float32)})
+
+
+def right(server: TorchServe, seed: float = 4.0) -> bool:
+    """Return whether a request is answered rightly, wrong answers being an error."""
+    status, content = ask(server, npz(2, seed, 8))
+    if status == 200:
+        assert isinstance(content, bytes)
+        np.testing.assert_array_equal(from_npz(content)["y"], [[0.5, np.float32(1) / seed, 0.125]])
+    return status == 200
+
+
+GOOD = npz(1, 2, 4)
+MISTAKES = {
+    "malformed JSON": (b'{"inputs": [[1, 2', JSON, 400, "not JSON"),
+    "JSON 10,000 deep": (b"[" * 10_000 + b"]" * 10_000, JSON, 400, "nested too deeply"),
+    "other dtype": (to_npz({"x": np.ones((1, 3))}), NPZ, 400, "x is float64, expected float32"),
+    "other rank": (to_npz({"x": np.ones(3, np.float32)}), NPZ, 400, "x has shape [3], expected"),
+    "other shape": (npz(1, 2), NPZ, 400, "x has shape [1, 2], expected ['batch', 3]"),
+    "NaN": (npz(1, 2, float("nan")), NPZ, 400, "x holds NaN, expected finite"),
+    "infinity": (npz(1, 2, float("inf")), NPZ, 400, "x holds infinity, expected finite"),
+    "NaN in JSON": (b"[[1, 2, NaN]]", JSON, 400, "it holds NaN"),
+    "values that become NaN": (npz(1, 2, -1), NPZ, 422, "cannot answer these values"),
+    "empty body": (b"", NPZ, 400, "body is empty, expected ['x']"),
+    "too many rows": (to_npz({"x": np.ones((9, 3), np.float32)}), NPZ, 413, "9 rows, at most 8"),
+    "other content type": (GOOD, "text/csv", 415, "Content-Type is text/csv, expected one of"),
+    "protocol without a shape": (b'{"inputs": [{"name": "x"}]}', JSON, 400, "expected a 'shape'"),
+    "protocol with another datatype": (
+        b'{"inputs": [{"name": "x", "shape": [1, 3], "datatype": "INT8", "data": [1, 2, 3]}]}',
+        JSON,
+        400,
+        "x: datatype is 'INT8', expected 'FP32'",
+    ),
+}
+
+
+def test_clients_mistakes_are_told_apart_in_one_batch_and_good_rows_answered(
+    server: TorchServe,
+) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for case, (body, kind, status, words) in MISTAKES.items():
+            bad = pool.submit(ask, server, body, kind)
+            good = pool.submit(right, server)
+            found, content = bad.result()
+            assert isinstance(content, dict)
+            assert (case, found) == (case, status), content
+            assert words in content["message"]
+            assert good.result()
+
+
+def test_infinity_out_is_answered_losslessly_and_refused_in_json(server: TorchServe) -> None:
+    status, content = ask(server, npz(1, 2, 0))
+    assert status == 200 and isinstance(content, bytes)
+    assert np.isinf(from_npz(content)["y"][0, 2])
+    status, told = ask(server, npz(1, 2, 0), Accept=JSON)
+    assert status == 406 and "infinity" in str(told)
+
+
+def test_a_body_over_the_limit_is_refused_before_it_is_sent(server: TorchServe) -> None:
+    status, _ = ask(server, GOOD, **{"Content-Length": str(300 * 1024**2)})
+    assert status == 413
+
+
+def test_without_the_key_nothing_is_answered(server: TorchServe) -> None:
+    for key in ("", "Bearer ", "Bearer wrong", f"Basic {server.token}"):
+        status, content = ask(server, GOOD, Authorization=key)
+        assert (key, status) == (key, 400) and isinstance(content, dict)
+
+
+def test_a_full_queue_refuses_at_once_and_answers_the_rest(server: TorchServe) -> None:
+    """One call takes 1.1 s; four are joined, four wait, and the others are told so."""
+    with ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(ask, server, npz(1100, 2, 4)) for _ in range(16)]
+        statuses = [each.result()[0] for each in asked]
+    assert set(statuses) == {200, 503}, statuses
+
+
+def worker_of(server: TorchServe) -> psutil.Process:
+    (java,) = [p for p in psutil.process_iter(["cmdline"]) if _is_java(p, server)]
+    (worker,) = [p for p in java.children() if "model_service_worker" in " ".join(p.cmdline())]
+    return worker
+
+
+def _is_java(process: psutil.Process, server: TorchServe) -> bool:
+    command = process.info["cmdline"] or [""]
+    return Path(command[0]).name == "java" and str(server.folder) in " ".join(command)
+
+
+def recovered(server: TorchServe) -> float:
+    """Return the seconds until the server answers again."""
+    began = time.monotonic()
+    while not right(server):
+        assert time.monotonic() - began < PATIENCE
+        time.sleep(0.1)
+    return time.monotonic() - began
+
+
+@pytest.mark.slow
+def test_a_full_disk_for_logs_does_not_end_the_answers(server: TorchServe) -> None:
+    """No log can grow by a byte, in Java and in the worker; bad requests want to be logged."""
+    worker = worker_of(server)
+    processes = (worker, worker.parent())
+    limits = [each.rlimit(resource.RLIMIT_FSIZE) for each in processes if each]
+    for each in processes:
+        assert each is not None
+        each.rlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+    try:
+        for _ in range(20):
+            assert ask(server, npz(1, 2, -1))[0] == 422
+            assert right(server)
+    finally:
+        for each, limit in zip(processes, limits, strict=True):
+            assert each is not None
+            each.rlimit(resource.RLIMIT_FSIZE, limit)
+
+
+@pytest.mark.slow
+def test_a_model_past_its_deadline_is_ended_and_the_server_recovers(server: TorchServe) -> None:
+    began = time.monotonic()
+    status, _ = ask(server, npz(600_000, 2, 4))
+    print(f"refused with {status} after {time.monotonic() - began:.1f} s, ", end="")
+    assert status in (500, 503, 507)
+    print(f"answering again {recovered(server):.1f} s later")
+
+
+@pytest.mark.slow
+def test_a_worker_killed_under_load_answers_nothing_wrongly(server: TorchServe) -> None:
+    """Each client waits for its answer before it asks again; 8 clients, 60 requests each."""
+
+    def load(client: int) -> list[int]:
+        answered = []
+        for i in range(60):
+            try:
+                answered.append(200 if right(server, seed=3.0 + client + i) else 500)
+            except TimeoutError:
+                answered.append(0)  # TorchServe loses requests that wait in its batch window
+        return answered
+
+    worker = worker_of(server)
+    with ThreadPoolExecutor(8) as pool:
+        clients = [pool.submit(load, client) for client in range(8)]
+        time.sleep(0.5)
+        worker.kill()
+        killed = time.monotonic()
+        seconds = recovered(server)
+        counts = [status for client in clients for status in client.result()]
+    print(f"answering again {seconds:.1f} s after the kill; {len(counts) - counts.count(200)} of")
+    print(f"{len(counts)} requests refused; load ended {time.monotonic() - killed:.1f} s after it")
+    assert counts.count(200) > len(counts) / 2
+
+
+@pytest.mark.slow
+def test_a_killed_server_is_said_to_be_gone_and_another_answers_the_same(
+    archive: TorchServeArchive,
+) -> None:
+    x = np.array([[1, 2, 4]], np.float32)
+    answers = []
+    for _ in range(2):
+        with (
+            TorchServe(archive.payload_path) as server,
+            Client(server.url, server.model_name, archive.signature, token=server.token) as client,
+        ):
+            answers.append(client.predict([x])[0])
+            java = worker_of(server).parent()
+            assert java is not None
+            os.kill(java.pid, signal.SIGKILL)
+            with pytest.raises(StageFailed, match="/predictions/model: "):
+                client.predict([x])
+    np.testing.assert_array_equal(*answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("member", MEMBERS)
+def test_an_archive_with_a_corrupt_member_is_never_ready(
+    archive: TorchServeArchive, tmp_path: Path, member: str
+) -> None:
+    members = read_mar(archive.payload_path)
+    assert set(MEMBERS) < set(members)
+    write_mar(tmp_path / "x.mar", members | {member: members[member][:-9] + b"\0garbage\0"})
+    with (
+        pytest.raises(StageFailed, match=r"was not loaded|not every worker|ended while"),
+        TorchServe(tmp_path / "x.mar", startup_seconds=12),
+    ):
+        pass
+
+
+def test_the_model_is_what_the_faults_need() -> None:
+    scope: dict[str, Any] = {}
+    exec(RECIPROCAL, scope)
+    y = scope["Reciprocal"]()(torch.tensor([[2.0, 0.0, -1.0]]))
+    assert y[0, 0] == 0.5 and y[0, 1].isinf() and y[0, 2].isnan()
