@@ -28,6 +28,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug 
 Out = Annotated[Path | None, typer.Option(help="Folder of results.", show_default="runs/<name>")]
 Ratios = Annotated[list[float], typer.Option(help="Fraction of channels to cut; again for more.")]
 RunDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="A run's directory, its --out.")]
+ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artifact's directory.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
@@ -155,9 +156,6 @@ def schema(debug: Debug = False) -> None:
     typer.echo(json.dumps(json_schema(), indent=1))
 
 
-ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artifact's directory.")]
-
-
 @app.command()
 @command
 def inspect(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = False) -> None:
@@ -254,7 +252,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
     token_file: Annotated[Path | None, typer.Option(help="File with the token.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Threads that call the model.")] = 1,
+    workers: Annotated[int | None, typer.Option(min=1, help="Concurrent calls; the cores.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of a call.")] = 1,
     max_rows: Annotated[int, typer.Option(min=1, help="Rows of a request, and a call.")] = 128,
     max_mib: Annotated[int, typer.Option(min=1, help="Mebibytes of a request.")] = 8,
@@ -286,15 +284,13 @@ def init(
     debug: Debug = False,
 ) -> None:
     """Write what a run on a cluster begins with."""
-    from pipelines.slurm import Cluster, what_to_put, write_script
+    from pipelines.slurm import Cluster, write_script
 
     if not slurm:
         raise PipelineInvalid("compress init writes a batch script: say for what, with --slurm")
     cluster = Cluster(
         nodes=nodes, gpus_per_node=gpus_per_node, cpus_per_node=cpus_per_node, hours=hours
     )
-    missing = list(what_to_put(file, cluster))
-    write_script(script, file, out or Path("runs") / file.stem, cluster)
-    for line in missing:
+    for line in write_script(script, file, out or Path("runs") / file.stem, cluster):
         warn(f"to do: {line}", "yellow")
     typer.echo(f"{script}: submit it with `sbatch {script}`")

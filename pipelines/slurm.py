@@ -37,12 +37,13 @@ class Cluster(Settings):
         return max(1, self.gpus_per_node)
 
 
-def write_script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> None:
-    """Write the batch script.
+def write_script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> list[str]:
+    """Write the batch script; return what in the pipeline file does not fit the job.
 
     Raises:
-        PipelineInvalid: there is such a file, or it cannot be written.
+        PipelineInvalid: there is such a file, it cannot be written, or the pipeline is invalid.
     """
+    missing = list(what_to_put(pipeline, cluster))
     try:
         with script.open("x", encoding="utf-8") as stream:
             stream.write(_script(script, pipeline, out, cluster))
@@ -52,6 +53,7 @@ def write_script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> N
         ) from None
     except OSError as error:
         raise PipelineInvalid(f"{script} cannot be written ({error.strerror})") from None
+    return missing
 
 
 def what_to_put(pipeline: Path, cluster: Cluster) -> Iterator[str]:

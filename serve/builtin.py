@@ -118,7 +118,7 @@ async def _serve(
 
     batcher = Batcher(
         model.call,
-        workers=options.workers,
+        workers=options.width,
         max_rows=options.limits.rows,
         joins_rows=model.interface.joins_rows,
         delay_seconds=options.delay_seconds,

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 POLL_SECONDS = 0.2
+NOT_JOINED = (
+    "note: rows answered together get other answers than alone (dynamic quantization takes \
+its scales from the whole call): requests are not joined"
+)
 NO_TLS = "warning: other machines reach this port, and the token travels unencrypted: put a proxy \
 with TLS before it"
 
@@ -65,6 +69,8 @@ def _by_the_built_in(
         line = curl.open_inference_line(url, options.name, artifact.signature, header)
         if options.host not in LOOPBACK:
             tell(NO_TLS)
+        if model.interface.rows_stay_first and not model.interface.joins_rows:
+            tell(NOT_JOINED)
 
         def ready() -> None:
             tell(f"{artifact.path}: served at {url}/v2/models/{options.name} (Ctrl-C stops)")

@@ -72,7 +72,7 @@ def interface_of(call: Call, signature: Signature) -> Interface:
         Tensor(spec.name, str(a.dtype), _varying(a.shape, b))
         for spec, a, b in zip(signature.outputs, answers, others, strict=True)
     )
-    stays = rows_stay_first(_as_predictor(call), signature, first, answers)  # type: ignore[arg-type]  # arrays do
+    stays = rows_stay_first(_as_predictor(call), signature, first, answers)
     joins = stays and _joins(call, first, answers)
     return Interface(tuple(map(_announced, signature.inputs)), outputs, stays, joins)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 
@@ -27,8 +28,8 @@ class Options:
     """0 lets the system choose."""
     name: str = "model"
     token: str = field(default="", repr=False)
-    workers: int = 1
-    """Threads that call the model."""
+    workers: int | None = None
+    """Threads that call the model; as many as the cores allow, where left out."""
     threads: int = 1
     """CPU threads of one call."""
     delay_seconds: float = 0.0
@@ -36,3 +37,8 @@ class Options:
     limits: Limits = field(default_factory=Limits)
     stop_seconds: float = 30.0
     """How long requests that run may take once the server is told to stop."""
+
+    @property
+    def width(self) -> int:
+        """Number of threads that call the model."""
+        return self.workers or max(1, len(os.sched_getaffinity(0)) // self.threads)

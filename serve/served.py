@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from compress.core.artifact import Artifact
     from compress.core.signature import Signature
     from serve.interface import Call
-
-logger = logging.getLogger(__name__)
 
 SERVED_KINDS = ("onnx", "aot", "graph", "torchscript")
 WARM_CALLS = 3
@@ -63,12 +60,6 @@ def loaded(artifact: Artifact, name: str, threads: int) -> Iterator[ServedModel]
                 f"{artifact.path}: the model does not answer its own signature: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if interface.rows_stay_first and not interface.joins_rows:
-            logger.warning(
-                "%s: rows answered together get other answers than alone (dynamic quantization "
-                "takes its scales from the whole call): requests are not joined",
-                artifact.path,
-            )
         yield ServedModel(name, artifact.kind, artifact.signature, interface, call)
 
 

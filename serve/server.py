@@ -106,9 +106,14 @@ class TorchServe:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    @property
+    def pid(self) -> int:
+        """Number of the server's process."""
+        return self._process.pid
+
     def has_ended(self) -> bool:
         """Return whether the server has ended by itself."""
-        return has_ended(self._process.pid)
+        return has_ended(self.pid)
 
     def _start(self, java: str, packages: Path) -> None:
         folder, ports = self.folder, free_ports(5)

@@ -1,0 +1,145 @@
+"""What is compared: the model in the process, behind the built-in server, and behind TorchServe."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+
+from compress.core.stage import Context
+from serve.server import TorchServe
+from serve.stage import PackageTorchServe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from compress.core.artifact import Artifact
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TOKEN = "a-token-of-the-benchmark"
+
+
+@dataclass(frozen=True)
+class Case:
+    """So many connections, each sending so many rows at a time."""
+
+    connections: int
+    rows: int
+
+
+class InProcess:
+    """onnxruntime called by as many threads as a server has connections."""
+
+    name = "in process"
+    pid = 0
+
+    def __init__(self, model: Artifact) -> None:
+        self.model = model
+
+    def run(self, case: Case, seconds: float) -> dict[str, float]:
+        (spec,) = self.model.signature.inputs
+        given = {
+            "model": str(self.model.payload_path),
+            "input": spec.name,
+            "dtype": spec.dtype,
+            "shape": shape_of(self.model, case.rows),
+        }
+        return measured("in_process.py", given, case, seconds)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server on loopback, asked in plain bytes."""
+
+    name: str
+    model: Artifact
+    port: int
+    path: str
+    token: str
+    pid: int
+
+    def run(self, case: Case, seconds: float, rate: float | None = None) -> dict[str, float]:
+        (spec,) = self.model.signature.inputs
+        shape = shape_of(self.model, case.rows)
+        body = bytes(math.prod(shape) * np.dtype(spec.dtype).itemsize)
+        head = (
+            f"POST {self.path} HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\n"
+            f"Authorization: Bearer {self.token}\r\nContent-Type: application/octet-stream\r\n"
+            f"Accept: application/octet-stream\r\nX-Shape: {','.join(map(str, shape))}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        request = base64.b64encode(head.encode() + body).decode()
+        given = {"port": self.port, "request": request, "rate": rate}
+        return measured("load.py", given, case, seconds)
+
+    def rss_mib(self) -> float:
+        """Return the resident memory of the server and what it started."""
+        server = psutil.Process(self.pid)
+        return sum(p.memory_info().rss for p in (server, *server.children(recursive=True))) / 2**20
+
+
+@contextmanager
+def built_in(model: Artifact, workers: int = 2) -> Iterator[Server]:
+    """Give `compress serve` with its defaults, but for the number of threads."""
+    environment = os.environ | {"COMPRESS_SERVE_TOKEN": TOKEN, "PYTHONPATH": python_path()}
+    command = [sys.executable, "-c", "import cli; cli.main()", "serve", str(model.path)]
+    command += ["--port", "0", "--workers", str(workers)]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split("served at ")[1].split("/v2/")[0]
+            port = int(url.rpartition(":")[2])
+            yield Server("built-in", model, port, "/v2/models/model/infer", TOKEN, process.pid)
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def torchserve(model: Any, folder: Path) -> Iterator[Server]:
+    """Give TorchServe with two workers that join up to 8 requests."""
+    stage = PackageTorchServe(workers=2, batch_size=8, max_batch_delay_ms=1)
+    archive = stage.run(model, Context(root=folder / "archive"))
+    with TorchServe(archive.payload_path) as server:
+        port = int(server.url.rpartition(":")[2])
+        path = f"/predictions/{server.model_name}"
+        yield Server("TorchServe", model, port, path, server.token, server.pid)
+
+
+def shape_of(model: Artifact, rows: int) -> list[int]:
+    (spec,) = model.signature.inputs
+    return [rows, *(size if isinstance(size, int) else 8 for size in spec.shape[1:])]
+
+
+def measured(script: str, given: dict[str, Any], case: Case, seconds: float) -> dict[str, float]:
+    """Return what a process of its own measures: its work must not hold up what it measures."""
+    given = given | {"connections": case.connections, "seconds": seconds}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / script)],
+        input=json.dumps(given) + "\n",
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{script}: {done.stderr or done.stdout}")
+    found: dict[str, float] = json.loads(done.stdout)
+    return found | {"rows_per_second": found["per_second"] * case.rows}
+
+
+def python_path() -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
