@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,14 +12,9 @@ from compress.core.batching import any_batch
 from compress.core.errors import StageFailed
 from compress.core.graph import GraphModel
 from export import samples
+from export.difference import relative_error
 from export.hostile import check_on_hostile, hostile_inputs
-from export.samples import (
-    ELSEWHERE,
-    NOTHING_FINITE,
-    check_on_samples,
-    equally_not_finite,
-    val_inputs,
-)
+from export.samples import ELSEWHERE, NOTHING_FINITE, check_on_samples, val_inputs
 from export.truth import Truth
 
 if TYPE_CHECKING:
@@ -62,20 +58,31 @@ def prove_equal(source: Artifact, got: Predictor, context: Context) -> None:
     Raises:
         StageFailed: they answer otherwise; the message says where.
     """
-    signature, rounded = source.signature, isinstance(source, GraphModel)
     with source.open(threads=context.threads) as expected:
-        truth = Truth(source, expected)
-        check_agreement(expected, got, signature, rounded=rounded, truth=truth)
-        seen = list(val_inputs(context))
-        found = check_on_samples(
-            any_batch(expected, signature),
-            any_batch(got, signature),
-            seen,
-            rounded=rounded,
-        )
-        limit = samples.ROUNDED_ERROR if rounded else FLOAT_ERROR
-        kinds = hostile_inputs(signature, seen)
-        hostile = check_on_hostile(expected, got, signature, kinds, limit, truth)
+        compare(source, expected, got, list(val_inputs(context)))
+
+
+def compare(source: Artifact, expected: Predictor, got: Predictor, seen: Sequence[Outputs]) -> None:
+    """Compare two models: at several sizes, on real inputs, on hostile ones.
+
+    Args:
+        source: what was exported.
+        expected: its answers.
+        got: the exported model.
+        seen: batches of real inputs.
+
+    Raises:
+        StageFailed: they answer otherwise; the message says where.
+    """
+    signature, rounded = source.signature, isinstance(source, GraphModel)
+    truth = Truth(source, expected)
+    check_agreement(expected, got, signature, rounded=rounded, truth=truth)
+    found = check_on_samples(
+        any_batch(expected, signature), any_batch(got, signature), seen, rounded=rounded
+    )
+    limit = samples.ROUNDED_ERROR if rounded else FLOAT_ERROR
+    kinds = hostile_inputs(signature, seen)
+    hostile = check_on_hostile(expected, got, signature, kinds, limit, truth)
     if hostile:
         kind, inputs, error = hostile
         raise Disagreement(
@@ -101,13 +108,17 @@ def prove_again(source: Artifact, artifact: Artifact, context: Context) -> None:
         prove_equal(source, got, context)
 
 
-def cases(signature: Signature, context: Context) -> Iterator[tuple[str, Outputs]]:
-    """Yield every kind of input that two models are compared on, with its name."""
+def cases(signature: Signature, seen: Sequence[Outputs]) -> Iterator[tuple[str, Outputs]]:
+    """Yield every kind of input that two models are compared on, with its name.
+
+    Args:
+        signature: their interface.
+        seen: batches of real inputs.
+    """
     yield "seeded", signature.example()
     for axis in signature.dynamic_axes:
         for size in BATCHES if axis == signature.batch_axis else SIZES:
             yield f"{axis} of {size}", signature.example(sizes={axis: size})
-    seen = list(val_inputs(context))
     rows = signature.inputs[0].shape[0] if signature.inputs[0].shape else None
     for i, inputs in enumerate(seen):
         fixed = tuple(x[:rows] for x in inputs) if isinstance(rows, int) else inputs
@@ -199,12 +210,9 @@ def _problem(
     if all(a.numel() and not a.isfinite().any() for a in expected):
         return NOTHING_FINITE
     for pair in zip(expected, answers, strict=True):
-        equal = equally_not_finite(*pair)
-        a, b = (t.double().masked_fill(equal, 0) for t in pair)
-        if not (a.isfinite().all() and b.isfinite().all()):
+        relative = relative_error(*pair)
+        if math.isinf(relative):
             return ELSEWHERE
-        norm = torch.linalg.vector_norm(a)
-        relative = torch.linalg.vector_norm(b - a) / norm.clamp_min(1e-9)
         if not relative <= limit:
             return (
                 f"the exported model's answers differ from the source's by {relative:.2g} of their "

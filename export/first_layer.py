@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from compress.core.errors import CompressError, StageFailed
 from compress.core.signature import OutputSpec, Signature
+from export.difference import relative_error
 from export.graph_cut import (
     alone,
     leading_to,
@@ -191,18 +192,3 @@ def errors_of(
     except Exception:  # noqa: BLE001 - each runtime raises its own
         return [float("inf")] * len(expected)
     return [relative_error(a, b) for a, b in zip(expected, got, strict=True)]
-
-
-def relative_error(expected: torch.Tensor, got: torch.Tensor) -> float:
-    """Return the norm of the difference over that of what is expected; equal infinities are equal.
-
-    Infinite where shapes differ, or one is a number and the other none.
-    """
-    if expected.shape != got.shape:
-        return float("inf")
-    a, b = expected.detach().cpu().double(), got.detach().cpu().double()
-    equal = (a == b) | (a.isnan() & b.isnan())
-    a, b = a.masked_fill(equal & ~a.isfinite(), 0), b.masked_fill(equal & ~b.isfinite(), 0)
-    if not (a.isfinite().all() and b.isfinite().all()):
-        return float("inf")
-    return float(torch.linalg.vector_norm(b - a) / torch.linalg.vector_norm(a).clamp_min(1e-9))

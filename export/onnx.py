@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from compress.core.artifact import Artifact, Predictor
-from compress.core.bounds import limits_of
 from compress.core.eager import EagerModel
 from compress.core.graph import GraphModel
 from compress.core.stage import Context, Stage
@@ -93,28 +93,33 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> OnnxModel:
         """Translate, shrink, check and seal."""
-        from export.onnx_file import write
-        from export.onnx_session import count_kernels, session_predictor
-        from export.onnx_translation import prove_equal, translate
+        from export.agreement import cases
+        from export.answers import recorded
+        from export.onnx_mapped import mapped
+        from export.onnx_session import counted_predictor
+        from export.onnx_translation import prove_equal
         from export.parity_report import Account, accounting
         from export.reproduction import ONNX
+        from export.samples import val_inputs
 
         warn_of_another(model, ONNX_TARGETS, self.title)
-        translation = translate(model, self.opset, self.title)
-        graph = self._prepared(translation.model, model)
-        facts = self._facts(graph, translation, model)
+        facts: dict[str, Any] = {}
         with OnnxModel.sealing(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             file = partial / OnnxModel.payload
-            write(graph, file)
-            facts |= count_kernels(file)
-            got, program = session_predictor(file, context.threads), translation.program
-            account = Account(
-                self.title, model, got, file, program, self._export_again, ONNX, context
-            )
-            with accounting(account):
-                prove_equal(model, got, context, translation)
+            translation = self._write(model, file, facts)
+            seen = list(val_inputs(context))
+            asked = chain((x for _, x in cases(model.signature, seen)), seen)
+            with recorded(model, asked, context.threads) as expected:
+                with mapped(file) as graph:
+                    got, kernels = counted_predictor(graph, context.threads)
+                facts |= kernels
+                account = Account(
+                    self.title, model, got, file, None, self._export_again, ONNX, context
+                )
+                with accounting(account):
+                    prove_equal(model, expected, got, seen, translation)
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
         self._tell_of_floats(model, facts["float_kernels"].keys(), half=translation.half)
         return OnnxModel.at(context.root)
@@ -124,6 +129,24 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         from export.agreement import prove_again
 
         prove_again(model, artifact, context)
+
+    def _write(
+        self, model: EagerModel | GraphModel, file: Path, facts: dict[str, Any]
+    ) -> Translation:
+        """Translate and write a model, and let it go; what was found out is added to the facts."""
+        from export.memory import give_back
+        from export.onnx_file import write
+        from export.onnx_mapped import write_mapped
+        from export.onnx_translation import translate
+
+        graph, translation = translate(model, self.opset, self.title)
+        graph = self._prepared(graph, model)
+        facts |= self._facts(graph, translation, model)
+        write(graph, file)
+        write_mapped(graph, file)
+        del graph
+        give_back()
+        return translation
 
     def _prepared(self, graph: ModelProto, model: Artifact) -> ModelProto:
         """Return a graph rewritten, small, and with its properties."""
@@ -144,8 +167,7 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
 
         facts: dict[str, Any] = {"exporter": translation.exporter}
         facts |= {"opset": graph.opset_import[0].version, "operators": count_operators(graph)}
-        if translation.program is not None:
-            facts |= limits_of(translation.program, model.signature, self.title)
+        facts |= translation.limits
         if translation.problem:
             facts["warnings"] = [f"by torch's older, deprecated exporter: {translation.problem}"]
         if self.optimize == "extended":  # fused operators do not tell

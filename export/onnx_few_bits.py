@@ -28,6 +28,8 @@ def with_packed_products(program: ExportedProgram, signature: Signature) -> Expo
         program: what :class:`~compress.core.graph.GraphModel` holds.
         signature: its interface.
     """
+    if not any(name.endswith(PACKED) for name in program.state_dict):
+        return program
     graph = program.module(check_guards=False)
     found = [node for node in graph.graph.nodes if _is_packed(node)]
     products = {product: node for node in found for product in _products(node)}

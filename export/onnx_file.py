@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
 from compress.core.errors import ArtifactInvalid, StageFailed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 WEIGHTS = "model.onnx.data"
@@ -17,6 +18,11 @@ LARGEST = 2**31 - 2**20
 """Bytes of weights that one file may hold: protobuf ends at 2 GiB, the graph included."""
 SMALLEST_OUTSIDE = 1024
 """Bytes from which a tensor is put beside the file; shapes stay in it, which inference reads."""
+GRAPH = onnx.ModelProto.GRAPH_FIELD_NUMBER
+NUMBERS = onnx.TensorProto.RAW_DATA_FIELD_NUMBER
+INITIALIZER = onnx.GraphProto.INITIALIZER_FIELD_NUMBER
+MOST = 2**29
+"""No field has a larger number."""
 
 
 def write(model: onnx.ModelProto, file: Path) -> None:
@@ -27,7 +33,8 @@ def write(model: onnx.ModelProto, file: Path) -> None:
     Raises:
         StageFailed: it breaks the standard.
     """
-    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) > LARGEST:
+    _check(model)
+    if sum(tensor.ByteSize() for tensor in model.graph.initializer) > LARGEST:
         onnx.save_model(
             model,
             file,
@@ -37,12 +44,124 @@ def write(model: onnx.ModelProto, file: Path) -> None:
             size_threshold=SMALLEST_OUTSIDE,
         )
     else:
-        file.write_bytes(model.SerializeToString(deterministic=True))
+        with file.open("wb") as stream:
+            stream.writelines(_parts(model))
+
+
+def _check(model: onnx.ModelProto) -> None:
+    """Check a model; its weights stand as inputs, as the checker would copy them twice."""
+    small = without_weights(model)
+    for tensor in model.graph.initializer:
+        if tensor.ByteSize() < SMALLEST_OUTSIDE:
+            small.graph.initializer.append(tensor)
+        else:
+            value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            small.graph.input.append(value)
     try:
-        onnx.checker.check_model(str(file), full_check=True)
+        onnx.checker.check_model(small, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         told = " ".join(str(error).split())
         raise StageFailed(f"the exported graph is not valid ONNX: {told}") from error
+
+
+def _parts(model: onnx.ModelProto) -> Iterator[bytes]:
+    """Yield a model's bytes in protobuf's encoding, each weight on its own.
+
+    Serialized as a whole, a model is in memory twice.
+    """
+    yield _before_weights(model)
+    for tensor in model.graph.initializer:
+        yield _head(INITIALIZER, tensor.ByteSize())
+        yield from _fields(tensor)
+    yield _only(model.graph, after=INITIALIZER)
+    yield _only(model, after=GRAPH)
+
+
+def places(model: onnx.ModelProto) -> Iterator[int]:
+    """Yield where each weight ends in the file that a model is written to, in bytes.
+
+    Its numbers are the last of it, where it :func:`is_plain`.
+    """
+    place = len(_before_weights(model))
+    for tensor in model.graph.initializer:
+        place += len(_head(INITIALIZER, tensor.ByteSize())) + tensor.ByteSize()
+        yield place
+
+
+def _before_weights(model: onnx.ModelProto) -> bytes:
+    """Return what stands before the weights in a model's file."""
+    first, then = (
+        _only(model.graph, before=INITIALIZER),
+        _only(model.graph, after=INITIALIZER),
+    )
+    sizes = [tensor.ByteSize() for tensor in model.graph.initializer]
+    weights = sum(len(_head(INITIALIZER, size)) + size for size in sizes)
+    head = _head(GRAPH, len(first) + weights + len(then))
+    return _only(model, before=GRAPH) + head + first
+
+
+def bare(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    """Return a tensor without its numbers."""
+    return onnx.TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.data_type)
+
+
+def is_plain(tensor: onnx.TensorProto) -> bool:
+    """Whether a tensor is a name, sizes, a type, and then its numbers as bytes."""
+    length = len(tensor.raw_data)
+    plain: int = bare(tensor).ByteSize() + len(_head(NUMBERS, length)) + length
+    return bool(tensor.ByteSize() == plain)
+
+
+def _fields(tensor: onnx.TensorProto) -> tuple[bytes, ...]:
+    """Return a tensor's bytes, its numbers on their own: protobuf would copy them twice."""
+    if not is_plain(tensor):
+        return (tensor.SerializeToString(deterministic=True),)
+    numbers = tensor.raw_data
+    first = bare(tensor).SerializeToString(deterministic=True)
+    return first + _head(NUMBERS, len(numbers)), numbers
+
+
+def _only(message: Any, *, before: int = MOST, after: int = 0) -> bytes:
+    """Return the bytes of some of a message's fields, which are told apart by their numbers."""
+    fields = [field for field, _ in message.ListFields() if not after < field.number < before]
+    kept = _without(message, *(field.name for field in fields))
+    serialized: bytes = kept.SerializeToString(deterministic=True)
+    return serialized
+
+
+def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a model's graph alone."""
+    small: onnx.ModelProto = _without(model, "graph")
+    small.graph.CopyFrom(_without(model.graph, "initializer"))
+    return small
+
+
+def _without(message: Any, *names: str) -> Any:
+    """Return a copy of a message without some of its fields."""
+    kept = type(message)()
+    for field, value in message.ListFields():
+        if field.name in names:
+            continue
+        if hasattr(value, "extend"):  # how to tell depends on protobuf's version
+            getattr(kept, field.name).extend(value)
+        elif hasattr(value, "CopyFrom"):
+            getattr(kept, field.name).CopyFrom(value)
+        else:
+            setattr(kept, field.name, value)
+    return kept
+
+
+def _head(field: int, size: int) -> bytes:
+    """Return what stands before a part of some bytes: its field's number, and its length."""
+    return bytes(_varint(field << 3 | 2)) + bytes(_varint(size))
+
+
+def _varint(number: int) -> Iterator[int]:
+    """Yield a number seven bits at a time, the lowest first."""
+    while number > 127:
+        yield number & 127 | 128
+        number >>= 7
+    yield number
 
 
 def read(file: Path, *, weights: bool = False) -> onnx.ModelProto:

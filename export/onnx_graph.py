@@ -186,10 +186,13 @@ def _clear_provenance_(model: onnx.ModelProto) -> None:
         del graph.value_info[:]  # the runtime infers them again
         for part in (*graph.node, *graph.input, *graph.output, *graph.initializer):
             _clear_(part)
+        for tensor in graph.initializer:
+            if not tensor.data_location:
+                tensor.ClearField("data_location")  # onnx.load leaves the default there
 
 
 def _clear_(part: Described) -> None:
-    part.doc_string = ""
+    part.ClearField("doc_string")
     del part.metadata_props[:]
 
 

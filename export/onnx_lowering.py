@@ -18,6 +18,7 @@ from export.onnx_few_bits import with_packed_products
 from export.onnx_floats import keep_floats_
 from export.onnx_half import holds, part_transposes_
 from export.onnx_names import INPUT, OUTPUT, rename_
+from export.onnx_proto import proto_of
 from export.onnx_recurrent import compute_recurrences_
 from export.targets import SIXTEEN_BITS_SINCE, no_sixteen_bits
 
@@ -36,8 +37,16 @@ LOGGERS = (
 TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> onnx.ModelProto:
+def lower(
+    program: ExportedProgram, signature: Signature, opset: int | None, *, emptied: bool = False
+) -> onnx.ModelProto:
     """Translate a program; inputs, outputs and axes bear the signature's names.
+
+    Args:
+        program: the model's graph.
+        signature: its interface.
+        opset: version of the operator set; the exporter's default where None.
+        emptied: whether the program's weights go, so that they are not in memory twice.
 
     Raises:
         StageFailed: an operator has no ONNX form, or the operator set is not available.
@@ -45,6 +54,7 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
     opset = _wide_enough(opset, program)
     inputs = {INPUT.format(i): spec.name for i, spec in enumerate(signature.inputs)}
     outputs = {OUTPUT.format(i): spec.name for i, spec in enumerate(signature.outputs)}
+    half = holds(program, torch.float16)
     try:
         # With gradients, attention with a learned mask is decomposed otherwise than it was traced.
         with _quiet(), any_length(), torch.no_grad():
@@ -64,12 +74,12 @@ def lower(program: ExportedProgram, signature: Signature, opset: int | None) -> 
         raise StageFailed(f"the model has no ONNX form: {innermost_reason(error)}") from error
     if exported is None:
         raise StageFailed("torch.onnx.export gave nothing back, expected a model")
-    model: onnx.ModelProto = exported.model_proto
+    model = proto_of(exported, emptied=emptied)
     rename_(model, inputs | outputs)
     compute_recurrences_(model)
     multiply_integers_(model)
     keep_floats_(model)
-    if holds(program, torch.float16):
+    if half:
         part_transposes_(model)
     found = model.opset_import[0].version
     if opset is not None and found != opset:

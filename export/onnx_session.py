@@ -14,6 +14,8 @@ from compress.core.errors import ArtifactInvalid, first_line
 from export.onnx_file import read
 
 if TYPE_CHECKING:
+    import onnx
+
     from compress.core.artifact import Predictor
 
 ERRORS_ONLY = 3
@@ -33,7 +35,22 @@ def session_predictor(file: Path, threads: int) -> Predictor:
     Raises:
         ArtifactInvalid: onnxruntime cannot load the file.
     """
-    session = _session(file, _options(threads))
+    return _predictor(_session(file, _options(threads)))
+
+
+def counted_predictor(file: Path, threads: int) -> tuple[Predictor, dict[str, dict[str, int]]]:
+    """Return a predictor, and how many integer and float kernels run the heavy operators.
+
+    Raises:
+        ArtifactInvalid: onnxruntime cannot load the file.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        optimized = Path(folder) / "optimized.onnx"
+        session = _session(file, _writing(_options(threads), optimized))
+        return _predictor(session), count_kernels(read(optimized))
+
+
+def _predictor(session: Any) -> Predictor:
     names = [i.name for i in session.get_inputs()]
 
     def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -43,11 +60,8 @@ def session_predictor(file: Path, threads: int) -> Predictor:
     return predict
 
 
-def count_kernels(file: Path) -> dict[str, dict[str, int]]:
-    """Return how many integer and float kernels onnxruntime runs the heavy operators with."""
-    with tempfile.TemporaryDirectory() as folder:
-        everything = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
-        optimized = read(optimized_file(file, Path(folder) / "optimized.onnx", everything))
+def count_kernels(optimized: onnx.ModelProto) -> dict[str, dict[str, int]]:
+    """Return how many integer and float kernels the heavy operators of a rewritten model are."""
     kernels = Counter(node.op_type for node in optimized.graph.node)
     integer = {k for k in kernels if k in INTEGER_KERNELS or k.startswith("QLinear")}
     return {
@@ -64,13 +78,18 @@ def optimized_file(file: Path, to: Path, level: Any) -> Path:
     """
     options = _options(threads=1)
     options.graph_optimization_level = level
+    _session(file, _writing(options, to))
+    return to
+
+
+def _writing(options: Any, to: Path) -> Any:
+    """Return options by which the rewritten model is written too."""
     options.optimized_model_filepath = str(to)
     # In one file, a model of 2 GiB could not be written.
     options.add_session_config_entry(
         "session.optimized_model_external_initializers_file_name", f"{to.name}.data"
     )
-    _session(file, options)
-    return to
+    return options
 
 
 def _options(threads: int) -> Any:

@@ -8,11 +8,12 @@ import logging
 import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import onnx
 import torch
 
+from compress.core.bounds import limits_of
 from compress.core.errors import StageFailed
 from compress.core.graph import GraphModel, program_of
 from compress.core.program import with_flat_outputs
@@ -21,33 +22,31 @@ from export.onnx_half import holds, refuse_bfloat16
 from export.onnx_lowering import innermost_reason, lower
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch.export import ExportedProgram
+    from collections.abc import Iterator, Sequence
 
     from compress.core.artifact import Artifact, Predictor
     from compress.core.eager import EagerModel
     from compress.core.signature import Signature
-    from compress.core.stage import Context
 
 logger = logging.getLogger(__name__)
 
 
 class Translation(NamedTuple):
-    """A model as ONNX."""
+    """How a model became ONNX."""
 
-    model: onnx.ModelProto
     exporter: Literal["dynamo", "legacy"]
     half: bool
     """Whether weights are float16."""
-    program: ExportedProgram | None
-    """What was translated; the older exporter traces the module itself."""
+    limits: dict[str, Any]
+    """Facts on how large axes may be; the older exporter knows none."""
     problem: str = ""
     """Why the usual exporter failed, where the older one did not."""
 
 
-def translate(source: EagerModel | GraphModel, opset: int | None, title: str) -> Translation:
-    """Return a model as ONNX; where torch's exporter fails, its older one has a try.
+def translate(
+    source: EagerModel | GraphModel, opset: int | None, title: str
+) -> tuple[onnx.ModelProto, Translation]:
+    """Return a model as ONNX, and how; where torch's exporter fails, its older one has a try.
 
     Args:
         source: what is exported; a graph has no module that the older exporter could trace.
@@ -60,8 +59,10 @@ def translate(source: EagerModel | GraphModel, opset: int | None, title: str) ->
     try:
         program = program_of(source)
         refuse_bfloat16(program)
-        graph = lower(program, source.signature, opset)
-        return Translation(graph, "dynamo", holds(program, torch.float16), program)
+        limits = limits_of(program, source.signature, title)
+        half = holds(program, torch.float16)
+        graph = lower(program, source.signature, opset, emptied=True)
+        return graph, Translation("dynamo", half, limits)
     except StageFailed as error:
         if isinstance(source, GraphModel):
             raise
@@ -75,20 +76,31 @@ def translate(source: EagerModel | GraphModel, opset: int | None, title: str) ->
         *(title, problem),
     )
     half = any(tensor.dtype is torch.float16 for tensor in module.state_dict().values())
-    return Translation(traced, "legacy", half, None, problem)
+    return traced, Translation("legacy", half, {}, problem)
 
 
 def prove_equal(
-    source: Artifact, got: Predictor, context: Context, translation: Translation
+    source: Artifact,
+    expected: Predictor,
+    got: Predictor,
+    seen: Sequence[tuple[torch.Tensor, ...]],
+    translation: Translation,
 ) -> None:
     """Compare a translation with its source.
+
+    Args:
+        source: what was translated.
+        expected: its answers.
+        got: the translation's.
+        seen: batches of real inputs.
+        translation: how it was made.
 
     Raises:
         StageFailed: they answer otherwise; where the older exporter was tried, the usual one's
             failure is told first.
     """
     try:
-        agreement.prove_equal(source, got, context)
+        agreement.compare(source, expected, got, seen)
     except StageFailed as error:
         if not translation.problem:
             raise

@@ -20,7 +20,9 @@ from compress.core.graph import GraphModel, program_of
 from compress.core.metrics import evaluate, labels_of
 from export import reproduction
 from export.agreement import FLOAT_ERROR, ROUNDED_ERROR, Disagreement, cases
-from export.first_layer import Layer, Search, relative_error
+from export.difference import relative_error
+from export.first_layer import Layer, Search
+from export.samples import val_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,7 +140,8 @@ def _compare(
     """Return a row for each kind of input, and the inputs of the worst."""
     rows, worst, largest = [], None, -1.0
     got = any_batch(account.got, account.source.signature)
-    for kind, inputs in cases(account.source.signature, account.context):
+    seen = list(val_inputs(account.context))
+    for kind, inputs in cases(account.source.signature, seen):
         row, error = _row(kind, inputs, any_batch(expected, account.source.signature), got)
         rows.append(row)
         if error > largest:

@@ -38,3 +38,9 @@ class ExportProgram(Stage[EagerModel, GraphModel]):
         operators = sum(node.op == "call_function" for node in program.graph.nodes)
         logger.info("%s: %d operators", self.title, operators)
         return GraphModel.at(context.root)
+
+    def prove(self, model: EagerModel, artifact: GraphModel, context: Context) -> None:
+        """Compare a graph from an earlier run with its source, on the data of this one."""
+        from export.agreement import prove_again
+
+        prove_again(model, artifact, context)

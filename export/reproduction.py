@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from compress.core.program import save_program
+from export.difference import relative_error
 from export.graph_cut import retrace
 
 if TYPE_CHECKING:
@@ -125,8 +126,6 @@ def write(folder: Path, search: Search, account: Account, what: str) -> float:
     Raises:
         StageFailed: the part cannot be exported on its own.
     """
-    from export.first_layer import relative_error
-
     runtime = account.runtime
     part, signature, inputs = search.smallest()
     program = retrace(part, signature, signature.example())

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.core.errors import StageFailed
+from export.difference import columns, equally_not_finite, measured
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -60,15 +61,16 @@ class Sums:
 
     def add(self, expected: torch.Tensor, got: torch.Tensor) -> None:
         """Take a batch into account."""
-        equal = equally_not_finite(expected, got)
-        a, b = (t.double().masked_fill(equal, 0) for t in (expected, got))
-        mean = a.sum(0) / (~equal).sum(0).clamp(min=1)
-        self.error += float((b - a).square().sum())
-        self.spread += float((a - mean).masked_fill(equal, 0).square().sum())
-        self.norm += float(a.square().sum())
-        self.measured += int((~equal).sum())
-        self.left_out += int(equal.sum())
-        self.nan += int((equal & expected.isnan()).sum())
+        for some_BN, theirs_BN in columns(expected, got):
+            equal = equally_not_finite(some_BN, theirs_BN)
+            a, b = measured(some_BN, theirs_BN)
+            mean = a.sum(0) / (~equal).sum(0).clamp(min=1)
+            self.error += float((b - a).square_().sum())
+            self.spread += float((a - mean).masked_fill_(equal, 0).square_().sum())
+            self.norm += float(a.square().sum())
+            self.measured += int((~equal).sum())
+            self.left_out += int(equal.sum())
+            self.nan += int((equal & some_BN.isnan()).sum())
 
     @property
     def relative_error(self) -> float:
@@ -146,11 +148,6 @@ def check_on_samples(
             *(found.samples, nan),
         )
     return found
-
-
-def equally_not_finite(expected: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
-    """Return where two tensors of one shape hold the same infinity, or both NaN."""
-    return ~expected.isfinite() & ((expected == got) | (expected.isnan() & got.isnan()))
 
 
 def val_inputs(context: Context) -> Iterator[Outputs]:

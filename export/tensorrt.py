@@ -139,7 +139,10 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
         warn_of_another(model, ("tensorrt",), self.title)
         sizes = sizes_of(model.signature, self.sizes)
         device = _numbered(context.device)
-        facts: dict[str, Any] = {"built_for": built_for(device), "sizes": sizes}
+        facts: dict[str, Any] = {
+            "built_for": built_for(device),
+            "sizes": {name: list(three) for name, three in sizes.items()},
+        }
         facts |= {"parameters": model.parameters(), "macs": model.macs()}
         with TensorRTEngine.sealing(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
@@ -151,6 +154,19 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
                 prove_equal(model, engine, sizes, context)
         logger.info("%s: built for %s", self.title, facts["built_for"]["gpu"])
         return TensorRTEngine.at(context.root)
+
+    def prove(
+        self,
+        model: EagerModel | GraphModel | OnnxModel,
+        artifact: TensorRTEngine,
+        context: Context,
+    ) -> None:
+        """Compare an engine from an earlier run with its source, on the data of this one."""
+        from export.tensorrt_proof import prove_equal
+
+        sizes: Any = artifact.manifest.facts["sizes"]
+        with artifact.open(_numbered(context.device), context.threads) as engine:
+            prove_equal(model, engine, sizes, context)
 
 
 def _numbered(device: str) -> str:

@@ -89,7 +89,7 @@ def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
 
     from export.onnx import OnnxModel
     from export.onnx_graph import count_operators
-    from export.onnx_session import count_kernels, session_predictor
+    from export.onnx_session import counted_predictor
 
     own = _of_onnx(file)
     for key in ("inputs", "outputs"):
@@ -108,8 +108,9 @@ def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
     with OnnxModel.sealing(path, signature, facts=facts) as partial:
         payload = partial / OnnxModel.payload
         payload.write_bytes(model.SerializeToString(deterministic=True))
-        facts |= count_kernels(payload)
-        _try(file, session_predictor(payload, threads=1), signature)
+        predict, kernels = counted_predictor(payload, threads=1)
+        facts |= kernels
+        _try(file, predict, signature)
     return OnnxModel.at(path)
 
 

@@ -51,6 +51,17 @@ def test_torch_alone_answers_alike_and_the_other_exporters_read_it(tmp_path: Pat
     scripted(GraphModel.at(graph.path), Context(root=tmp_path / "ts"))
 
 
+def test_a_graph_from_an_earlier_run_is_compared_again(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "convolutions", IMAGE)
+    state = {name: 2 * w for name, w in model.load().state_dict().items()}
+    other = model.derive(tmp_path / "other", state)
+    context = Context(root=tmp_path / "program")
+    graph = ExportProgram()(model, context)
+    ExportProgram().prove(model, graph, context)
+    with pytest.raises(StageFailed, match="answers differ"):
+        ExportProgram().prove(other, graph, context)
+
+
 def test_what_cannot_be_traced_is_told_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

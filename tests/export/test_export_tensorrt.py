@@ -1,7 +1,8 @@
 import importlib.util
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import onnx
@@ -10,6 +11,7 @@ import torch
 from onnx import numpy_helper
 from pydantic import ValidationError
 
+from compress.core.artifact import Predictor
 from compress.core.data import Splits
 from compress.core.eager import EagerModel
 from compress.core.errors import StageFailed, Unavailable
@@ -215,6 +217,34 @@ def test_a_wrong_answer_is_told_with_the_sizes_it_was_given_at(
 
         with pytest.raises(StageFailed, match=r"at \{'batch': 32\}: .* answers differ"):
             prove_equal(model, wrong_when_large, sizes, context)
+
+
+def test_an_engine_from_an_earlier_run_is_proved_at_its_own_sizes(
+    model: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"sizes": {"batch": [1, 2, 5]}}
+    with TensorRTEngine.sealing(tmp_path / "engine", model.signature, facts=facts) as partial:
+        (partial / TensorRTEngine.payload).write_bytes(b"no engine: there is no TensorRT here")
+    engine = TensorRTEngine.at(tmp_path / "engine")
+    asked: list[int] = []
+
+    @contextmanager
+    def opened(*_: object) -> Iterator[Predictor]:
+        with model.open() as right:
+
+            def answer(image: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                asked.append(len(image))
+                return (right(image)[0] * (1 + (len(image) == wrong_at)),)
+
+            yield answer
+
+    monkeypatch.setattr(TensorRTEngine, "open", opened)
+    wrong_at = 0
+    ExportTensorRT().prove(model, engine, Context(root=tmp_path / "again"))
+    assert asked == [1, 2, 5]
+    wrong_at = 5
+    with pytest.raises(StageFailed, match=r"at \{'batch': 5\}: .* answers differ"):
+        ExportTensorRT().prove(model, engine, Context(root=tmp_path / "again"))
 
 
 def test_a_cache_is_no_part_of_what_is_built(tmp_path: Path) -> None:

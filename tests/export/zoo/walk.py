@@ -13,6 +13,7 @@ from compress.core.errors import CompressError
 from compress.core.stage import Context
 from export.aot import ExportAot
 from export.onnx import ExportOnnx
+from export.program import ExportProgram
 from export.torchscript import ExportTorchScript
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 FORMATS: Mapping[str, tuple[Any, ...]] = {
     "ONNX": (ExportOnnx(),),
     "TorchScript": (ExportTorchScript(), ExportTorchScript(method="script")),
+    "torch.export": (ExportProgram(),),
     "AOTInductor": (ExportAot(),),
 }
 """The stages of each column, the next where one refuses; a stage compares what it made with the
@@ -39,7 +41,7 @@ import sys
 sys.path.insert(0, {folder!r})
 import torch
 torch.set_num_threads(1)
-import export.aot, export.onnx, export.torchscript
+import export.aot, export.onnx, export.program, export.torchscript
 from tests.export.zoo.walk import answers, digest
 from compress.core.artifact import Artifact
 for path in {paths!r}:

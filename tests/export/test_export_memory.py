@@ -1,0 +1,197 @@
+"""What an export holds at the same time: no weight twice, no model beside another."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+from compress.core.artifact import Predictor
+from compress.core.eager import EagerModel
+from compress.core.program import export_program
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature, TensorSpec
+from export import answers, difference
+from export.answers import recorded
+from export.difference import relative_error
+from export.onnx_file import write
+from export.onnx_lowering import lower
+from export.onnx_mapped import mapped, write_mapped
+from export.onnx_session import session_predictor
+
+ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 20)),))
+LINEAR = Recipe(factory="torch.nn:Linear", arguments={"in_features": 20, "out_features": 20})
+
+
+@pytest.fixture
+def graph() -> onnx.ModelProto:
+    """Return a product and a sum: a weight that is plain, one that is not, and a small one."""
+    rows = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", 20]) for n in "xy"]
+    weight = torch.randn(20, 20, generator=torch.Generator().manual_seed(0)).numpy()
+    described = numpy_helper.from_array(weight, "described")
+    described.doc_string = "a weight with a word after its numbers"
+    tensors = [
+        numpy_helper.from_array(weight, "plain"),
+        described,
+        numpy_helper.from_array(weight[0], "small"),
+        helper.make_tensor("listed", TensorProto.FLOAT, [20], weight[1]),
+    ]
+    nodes = [
+        helper.make_node("MatMul", ["x", "plain"], ["a"]),
+        helper.make_node("MatMul", ["a", "described"], ["b"]),
+        helper.make_node("Sum", ["b", "small", "listed"], ["y"]),
+    ]
+    made = helper.make_graph(nodes, "g", rows[:1], rows[1:], tensors, doc_string="after them")
+    opset = helper.make_opsetid("", 20)
+    model = helper.make_model(made, opset_imports=[opset], ir_version=10)
+    helper.set_model_props(model, {"signature": "{}"})
+    return model
+
+
+def test_a_file_written_in_parts_is_as_protobuf_writes_it(
+    graph: onnx.ModelProto, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.onnx"
+    write(graph, file)
+    assert file.read_bytes() == graph.SerializeToString(deterministic=True)
+
+
+def test_a_mapped_graph_reads_the_weights_of_the_file(
+    graph: onnx.ModelProto, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.onnx"
+    write(graph, file)
+    write_mapped(graph, file)
+    with mapped(file) as beside:
+        assert beside != file
+        assert [
+            t.data_location for t in onnx.load(beside, load_external_data=False).graph.initializer
+        ] == [TensorProto.EXTERNAL, 0, 0, 0]
+        x = torch.randn(3, 20)
+        (whole,), (through,) = (session_predictor(f, 1)(x) for f in (file, beside))
+        assert torch.equal(whole, through)
+        plain = graph.graph.initializer[0].raw_data
+        file.write_bytes(file.read_bytes().replace(plain, bytes(len(plain)), 1))
+        (other,) = session_predictor(beside, 1)(x)
+        assert not torch.equal(other, whole)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+class Tied(nn.Module):
+    """One weight under two names, and one that BatchNorm is folded into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, 20)
+        self.second = nn.Linear(20, 20)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+@pytest.mark.usefixtures("one_registry")
+def test_a_programs_weights_go_where_they_may_alone(tmp_path: Path) -> None:
+    program = export_program(Tied().eval(), ROWS)
+    kept = lower(program, ROWS, None)
+    assert all(t.numel() for t in program.state_dict.values())
+    emptied = lower(program, ROWS, None, emptied=True)
+    assert not any(t.numel() for t in program.state_dict.values())
+    assert [t.raw_data for t in emptied.graph.initializer] == [
+        t.raw_data for t in kept.graph.initializer
+    ]
+
+
+def test_a_source_is_asked_once_and_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = EagerModel.create(tmp_path / "m", LINEAR, LINEAR.build(None).state_dict(), ROWS)
+    opened: list[int] = []
+    asked: list[float] = []
+    really = EagerModel.open
+
+    @contextmanager
+    def opening(self: EagerModel, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
+        opened.append(threads)
+        with really(self, device, threads) as right:
+
+            def predict(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                asked.append(float(x[0, 0]))
+                if x[0, 0] < 0:
+                    raise ValueError("negative")
+                return right(x)
+
+            yield predict
+
+    monkeypatch.setattr(EagerModel, "open", opening)
+    one, two, refused = (torch.full((2, 20), v) for v in (1.0, 2.0, -1.0))
+    with recorded(model, [(one,), (refused,), (one,)], 1) as answer:
+        assert asked == [1, -1]
+        with really(model) as right:
+            assert torch.equal(answer(one)[0], right(one)[0])
+        with pytest.raises(ValueError, match="negative") as caught:
+            answer(refused)
+        frames = [frame.name for frame in caught.traceback]
+        assert "predict" not in frames  # it would keep the model in memory
+        assert (len(opened), asked) == (1, [1, -1])
+        answer(two)
+        answer(two)
+        assert (len(opened), asked) == (2, [1, -1, 2, 2])
+    monkeypatch.setattr(answers, "LARGEST", 1)
+    asked.clear()
+    with recorded(model, [(one,), (two,)], 1) as answer:
+        assert asked == [1]  # there is no room for more
+        answer(two)
+        assert asked == [1, 2]
+
+
+def test_errors_are_the_same_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = torch.randn(2, 7, 5).double().unbind()
+    a[0, 0] = b[0, 0] = torch.inf
+    a[1, 1] = b[1, 1] = torch.nan
+    copies = a.clone(), b.clone()
+    whole = relative_error(a, b)
+    monkeypatch.setattr(difference, "AT_ONCE", 4)
+    assert relative_error(a, b) == pytest.approx(whole, rel=1e-12)
+    for tensor, copy in zip((a, b), copies, strict=True):
+        assert torch.equal(tensor.nan_to_num(0), copy.nan_to_num(0))
+    b[6, 4] = torch.inf
+    assert relative_error(a, b) == torch.inf
+    assert relative_error(a, b[:3]) == torch.inf
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peaks are told here")
+def test_an_export_takes_little_more_than_twice_its_model(
+    fresh_process: Callable[[str], str],
+) -> None:
+    peak = fresh_process("""
+import warnings; warnings.simplefilter("ignore")
+from pathlib import Path
+import torch
+from compress import Context
+from compress.core.eager import EagerModel
+from export import ExportOnnx
+
+def source(size):
+    torch.manual_seed(0)
+    return EagerModel.from_module(
+        torch.nn.Linear(size, size),
+        factory="torch.nn:Linear",
+        arguments={"in_features": size, "out_features": size},
+        example_inputs=(torch.zeros(2, size),),
+    )
+
+def resident(key):
+    return int(Path("/proc/self/status").read_text().partition(key + ":")[2].split()[0])
+
+ExportOnnx()(source(4), Context(root=Path("small")))
+model = source(5000)
+before = resident("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+ExportOnnx()(model, Context(root=Path("large")))
+print(1024 * (resident("VmHWM") - before) / model.payload_bytes)
+""")
+    assert 1 < float(peak) < 2.6
