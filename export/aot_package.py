@@ -14,6 +14,7 @@ import torch
 from torch.export.pt2_archive import PT2ArchiveReader
 
 from compress.core.errors import ArtifactInvalid, StageFailed, first_line
+from export.aot_lowering import merge_products_
 from export.targets import NO_WIDE_INTEGERS
 
 if TYPE_CHECKING:
@@ -134,7 +135,9 @@ def _compile(
     from torch.export.passes import move_to_device_pass
 
     settings: dict[str, Any] = dict(SETTINGS)
-    if device != "cpu":
+    if device == "cpu":
+        merge_products_(program)
+    else:
         program = move_to_device_pass(program, device)
         settings["freezing"] = False  # it is for oneDNN's kernels
     program._example_inputs = (tuple(inputs), {})  # a stored program has none

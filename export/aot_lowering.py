@@ -1,0 +1,96 @@
+"""Programs rewritten into what AOTInductor makes faster code of; they compute what they did."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.ao.quantization.fx._decomposed  # registers dequantize_per_channel and its kin
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.export import ExportedProgram
+    from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+decomposed = torch.ops.quantized_decomposed
+LINEAR = aten.linear.default
+DEQUANTIZE = (decomposed.dequantize_per_tensor.default, decomposed.dequantize_per_tensor.tensor)
+DEQUANTIZE_CHANNELS = decomposed.dequantize_per_channel.default
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+MOVES = {*VIEWS, aten.permute.default, aten.transpose.int, aten.unsqueeze.default}
+
+
+def merge_products_(program: ExportedProgram) -> None:
+    """Let integer products that read the same integers be one product, in place.
+
+    Attention's queries, keys and values are such. A call of oneDNN's kernel costs about as much as
+    the product of a short sentence. Where anything but a move follows, which the kernel would
+    compute as well, products stay as they are.
+    """
+    alike: dict[Any, list[Node]] = {}
+    for node in program.graph.nodes:
+        if node.target is LINEAR and _is_integer_product(node) and _is_only_moved(node):
+            source, weight = node.args[:2]
+            key = (source.target, source.args, weight.args[3:], _bias(node) is None)
+            alike.setdefault(key, []).append(node)
+    for products in alike.values():
+        if len(products) > 1:
+            _merge_(program.graph, products)
+    program.graph_module.recompile()
+
+
+def _is_integer_product(product: Any) -> bool:
+    source, weight = product.args[:2]
+    return (
+        source.target in DEQUANTIZE
+        and weight.target is DEQUANTIZE_CHANNELS
+        and weight.args[3] == 0
+        and all(given is None or given.op == "placeholder" for given in _held(product))
+    )
+
+
+def _is_only_moved(product: Node) -> bool:
+    return bool(product.users) and all(reader.target in MOVES for reader in product.users)
+
+
+def _held(product: Any) -> list[Any]:
+    """Return what the program holds of a product: integers, scales, zero points, and a bias."""
+    return [*product.args[1].args[:3], _bias(product)]
+
+
+def _bias(product: Node) -> Any:
+    return product.args[2] if len(product.args) > 2 else None
+
+
+def _merge_(graph: Graph, products: Sequence[Any]) -> None:
+    first = products[0]
+    # Freezing computes the joined weights while it compiles.
+    with graph.inserting_before(first):
+        joined = [
+            None if parts[0] is None else _call(graph, aten.cat.default, list(parts))
+            for parts in zip(*map(_held, products), strict=True)
+        ]
+        *integers, bias = joined
+        weight = _call(graph, DEQUANTIZE_CHANNELS, *integers, *first.args[1].args[3:])
+        whole = _call(graph, LINEAR, first.args[0], weight, bias)
+        sizes = [len(product.args[1].meta["val"]) for product in products]
+        split = _call(graph, aten.split_with_sizes.default, whole, sizes, -1)
+        parts = [_call(graph, operator.getitem, split, i) for i in range(len(products))]
+    for product, part in zip(products, parts, strict=True):
+        part.meta |= {k: v for k, v in product.meta.items() if k == "nn_module_stack"}
+        for reader in product.users:
+            if reader.target in VIEWS:
+                reader.target = aten.reshape.default  # a part lies in memory with gaps
+        product.replace_all_uses_with(part)
+        graph.erase_node(product)
+
+
+def _call(graph: Graph, target: Any, *arguments: Any) -> Node:
+    """Return a new call of an operator, with what is known of its result."""
+    node = graph.call_function(target, arguments)
+    values = torch.fx.node.map_arg(arguments, lambda given: given.meta["val"])
+    node.meta["val"] = target(*values)
+    return node

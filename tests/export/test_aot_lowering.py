@@ -1,0 +1,66 @@
+"""What is rewritten before it is compiled computes what it did."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from compress.core.data import Splits
+from compress.core.eager import EagerModel
+from compress.core.gates import Parity
+from compress.core.graph import GraphModel
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context, Stage
+from compress.quantization.dynamic_stage import QuantizeDynamic
+from compress.quantization.static_stage import QuantizeStatic
+from export.aot import ExportAot
+from export.aot_lowering import LINEAR, merge_products_
+
+NETWORKS = Path(__file__).parents[1] / "compress" / "quantization"
+TOKENS = Signature(
+    inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),),
+    outputs=(OutputSpec(name="classes"), OutputSpec(name="states")),
+)
+STAGES: dict[str, Stage] = {
+    "static": QuantizeStatic(target="inductor-cpu", calibration_samples=32),
+    "dynamic": QuantizeDynamic(target="inductor-cpu"),
+}
+
+
+def quantized(root: Path, kind: str) -> tuple[GraphModel, Context]:
+    torch.manual_seed(0)
+    recipe = Recipe(factory="sequences:encoder")
+    state = recipe.build(NETWORKS).state_dict()
+    model = EagerModel.create(root / "source", recipe, state, TOKENS, folder=NETWORKS)
+    rows = torch.randint(0, 50, (32, 12), generator=torch.Generator().manual_seed(1))
+    samples = TensorDataset(rows, rows[:, 0])
+    data = Splits({"train": samples, "val": samples}, batch_size=16)
+    context = Context(root=root / "int8", data=data)
+    return STAGES[kind](model, context), context.at(root / "aot")
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_products_of_the_same_integers_become_one(tmp_path: Path, kind: str) -> None:
+    model, _ = quantized(tmp_path, kind)
+    program = model.program()
+    merge_products_(program)
+    products = [n.meta.get("val") for n in program.graph.nodes if n.target is LINEAR]
+    # In each of two layers queries, keys and values, which attention reads; not what a gelu or an
+    # addition follows.
+    assert [value.shape[-1] for value in products] == [96, 32, 64, 32] * 2 + [8]
+    for sizes in (1, 1), (3, 11):
+        tokens = torch.arange(sizes[0] * sizes[1]).view(sizes)
+        expected, got = model.program().module()(tokens), program.module()(tokens)
+        for before, after in zip(expected, got, strict=True):
+            torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_product_of_queries_keys_and_values_is_one_kernel(tmp_path: Path) -> None:
+    model, context = quantized(tmp_path, "static")
+    artifact = ExportAot()(model, context)
+    kernels = artifact.manifest.facts["integer_kernels"]
+    assert kernels == {"qlinear_pointwise_binary_tensor": 4, "qlinear_pointwise_tensor": 5}
+    assert Parity(atol=0).value(model, artifact, context) < 1e-4
