@@ -13,6 +13,7 @@ from pipelines.inputs import settle
 from pipelines.joining import told_to_other_nodes
 from pipelines.plan import SOURCE, Plan, make_plan
 from pipelines.store import Store
+from pipelines.temporary import temporary_files
 from pipelines.walk import ASKED, Walk
 
 if TYPE_CHECKING:
@@ -61,7 +62,12 @@ def run(
     if told:
         announce(told)
     root = out / ".store"
-    with Store.locked(root, announce) as store, told_to_other_nodes(root):
+    with (
+        said_plainly(out),
+        temporary_files(),
+        Store.locked(root, announce) as store,
+        told_to_other_nodes(root),
+    ):
         walk = Walk(pipeline, plan, out, store, data, progress, announce)
         try:
             with said_plainly(out):
@@ -109,6 +115,7 @@ def look_ahead(
     plan = make_plan(pipeline, start, until)
     pipeline, data, _ = settle(pipeline)
     store = Store(out / ".store")
+    store.refuse_another_format()
     walk = Walk(pipeline, plan, out, store, data, silent, lambda line: None)
     foreseen: dict[str, str] = {}
 

@@ -14,15 +14,21 @@ from pydantic import JsonValue, ValidationError
 
 from compress.core.artifact import MANIFEST, Artifact, canonical_json, replace_artifact
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
-from compress.core.files import write_atomically
+from compress.core.files import partial_of, remove, sweep, write_atomically
 from compress.core.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+FORMAT = 1
+"""Of the store's folders and records; a store that does not tell its format has this one."""
+FORMAT_FILE, LOCK = "format.json", "lock"
 WORK = "work"
 """Folder of what stages keep to go on after an interruption, by stage."""
+RECORD = "record.json"
+DONE = "done"
+"""In a stage's work: the key of the artifact that was made of it."""
 
 
 class Record(Settings):
@@ -44,7 +50,7 @@ class Entry:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.artifact_path = path / "artifact"
-        self._record_path = path / "record.json"
+        self._record_path = path / RECORD
 
     def load(self) -> tuple[Artifact, Record] | None:
         """Return the artifact and its record, or None when absent or damaged."""
@@ -80,27 +86,61 @@ class Store:
     @classmethod
     @contextmanager
     def locked(cls, root: Path, announce: Callable[[str], None]) -> Iterator[Store]:
-        """Open the store for one run; a second run waits.
+        """Open the store for one run, and sweep up what a killed one left; a second run waits.
 
         Raises:
-            PipelineInvalid: the directory cannot be written.
+            PipelineInvalid: the directory cannot be written, or is of another format.
         """
+        descriptor = _lock(root, announce)
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise PipelineInvalid(
-                f"{root.parent}: cannot be written ({error.strerror}); choose another with --out"
-            ) from None
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                announce(f"waiting for another run in {root.parent} to end")
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield cls(root)
+            store = cls(root)
+            store.refuse_another_format()
+            if not (root / FORMAT_FILE).exists():
+                write_atomically(root / FORMAT_FILE, json.dumps({"format": FORMAT}))
+            store._sweep()
+            yield store
         finally:
             os.close(descriptor)
+
+    def refuse_another_format(self) -> None:
+        """Refuse a store that another version wrote in another way.
+
+        Raises:
+            PipelineInvalid: it is of another format.
+        """
+        try:
+            found = json.loads((self.root / FORMAT_FILE).read_text(encoding="utf-8"))["format"]
+        except FileNotFoundError:
+            return
+        except (ValueError, TypeError, KeyError):
+            found = "unknown"
+        if found != FORMAT:
+            raise PipelineInvalid(
+                f"{self.root}: is of format {_short(found)}, and this version of compress reads "
+                f"format {FORMAT}; choose another --out, or remove {self.root} (everything in it "
+                "can be made again)"
+            )
+
+    def settle(self, name: str, entry: Entry, record: Record) -> None:
+        """Make a stage's artifact part of the store, and remove what it kept to go on."""
+        work = self.root / WORK / name
+        if work.is_dir():
+            # Killed between the next two steps, the work would stay for ever.
+            write_atomically(work / DONE, entry.path.name)
+        entry.commit(record)
+        remove(work)
+
+    def _sweep(self) -> None:
+        """Remove what killed runs left half made, and work that has come to its end."""
+        work = self.root / WORK
+        for folder in (self.root.parent, self.root.parent / "artifacts", self.root, work):
+            sweep(folder)
+        for entry in self.root.iterdir():
+            if entry.is_dir():
+                sweep(entry)
+        for done in work.glob(f"*/{DONE}"):
+            if (self.root / done.read_text(encoding="utf-8") / RECORD).exists():
+                remove(done.parent)
 
     def entry(self, parts: dict[str, Any]) -> Entry:
         """Return the place of an artifact, given everything that decides it."""
@@ -133,7 +173,7 @@ class Store:
 
 def publish(artifact: Artifact, path: Path) -> None:
     """Show an artifact under a readable path, by hard links where the file system has them."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     shutil.rmtree(partial, ignore_errors=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(artifact.path, partial, copy_function=_link)
@@ -144,7 +184,39 @@ def unpublish(folder: Path) -> None:
     """Remove what an earlier run published; the store keeps it, and other files stay."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if (path / MANIFEST).is_file():
-            shutil.rmtree(path)
+            remove(path)
+
+
+def _lock(root: Path, announce: Callable[[str], None]) -> int:
+    """Return the descriptor that holds a store's lock; closing it, or dying, gives it back."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        while True:
+            descriptor = os.open(root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            _wait_for(descriptor, root, announce)
+            if _is_at(descriptor, root / LOCK):
+                return descriptor
+            os.close(descriptor)  # the store was removed meanwhile, and perhaps made anew
+            root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PipelineInvalid(
+            f"{root.parent}: cannot be written ({error.strerror}); choose another with --out"
+        ) from None
+
+
+def _wait_for(descriptor: int, root: Path, announce: Callable[[str], None]) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        announce(f"waiting for another run in {root.parent} to end (Ctrl-C gives up)")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _link(source: str, target: str) -> None:

@@ -209,8 +209,7 @@ class Walk:
             with named(name, self.out):
                 artifact = make(context)
             record = Record(parts=parts, digest=artifact.digest, seconds=time.monotonic() - began)
-            entry.commit(record)
-            context.clear_work()
+            self.store.settle(name, entry, record)
             found = artifact, record
         artifact, record = found
         self.artifacts[name], self.entries[name] = artifact, entry

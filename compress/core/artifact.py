@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 from pydantic import JsonValue, ValidationError
 
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
-from compress.core.files import sha256_of, sync
+from compress.core.files import partial_of, remove, sha256_of, sync
 from compress.core.recipe import Recipe
 from compress.core.settings import Settings
 from compress.core.signature import Signature
@@ -140,7 +139,7 @@ class Artifact:
         facts = {} if facts is None else facts
         _refuse_foreign(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+        partial = partial_of(path)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
@@ -222,8 +221,7 @@ def replace_artifact(new: Path, path: Path) -> None:
         PipelineInvalid: there is something else.
     """
     _refuse_foreign(path)
-    if path.exists():
-        shutil.rmtree(path)
+    remove(path)
     new.rename(path)
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+PARTIAL, REMOVED = ".partial-", ".removed-"
+"""Marks in the hidden names of what is being made and removed; a process's number follows."""
+
 
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Write under a temporary name, sync, and rename over the old file."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial = partial_of(path)
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
         sync(partial)
@@ -20,6 +24,35 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         sync(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def partial_of(path: Path) -> Path:
+    """Return the name under which this process makes what then gets a name of its own."""
+    return path.with_name(f".{path.name}{PARTIAL}{os.getpid()}")
+
+
+def remove(folder: Path) -> None:
+    """Remove a directory, if it is there, so that a crash leaves the whole of it or none."""
+    aside = folder.with_name(f".{folder.name}{REMOVED}{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        folder.rename(aside)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(aside, ignore_errors=True)  # what another process still writes there is swept up
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a crash left half made or half removed directly in a directory.
+
+    Nobody else may write there meanwhile.
+    """
+    for mark in (PARTIAL, REMOVED):
+        for left in folder.glob(f".*{mark}*"):
+            if left.is_dir():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
 
 
 def sync(path: Path) -> None:

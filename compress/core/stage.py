@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -11,6 +10,7 @@ from pydantic import Field
 
 from compress.core.artifact import Artifact, Step
 from compress.core.errors import GateRefused, StageFailed
+from compress.core.files import remove
 from compress.core.gates import AnyGate, Verdict, explain
 from compress.core.metrics import Metric
 from compress.core.requirement import Requirement, requirements_of
@@ -79,7 +79,7 @@ class Context:
 
     def clear_work(self) -> None:
         """Remove the scratch directory."""
-        shutil.rmtree(self._work, ignore_errors=True)
+        remove(self._work)
 
     @property
     def _work(self) -> Path:
