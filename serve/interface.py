@@ -72,7 +72,8 @@ def interface_of(call: Call, signature: Signature) -> Interface:
         Tensor(spec.name, str(a.dtype), _varying(a.shape, b))
         for spec, a, b in zip(signature.outputs, answers, others, strict=True)
     )
-    stays = rows_stay_first(_as_predictor(call), signature, first, answers)
+    shown: Any = (first, answers)  # arrays have what is asked of tensors
+    stays = rows_stay_first(_as_predictor(call), signature, *shown)
     joins = stays and _joins(call, first, answers)
     return Interface(tuple(map(_announced, signature.inputs)), outputs, stays, joins)
 
