@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 POLL_SECONDS = 0.2
 NOT_JOINED = (
-    "note: rows answered together get other answers than alone (dynamic quantization takes \
-its scales from the whole call): requests are not joined"
+    "note: rows answered together get other answers than alone (dynamic quantization takes its "
+    "scales from the whole call): requests are not joined"
 )
-NO_TLS = "warning: other machines reach this port, and the token travels unencrypted: put a proxy \
-with TLS before it"
+NO_TLS = (
+    "warning: other machines reach this port, and the token travels unencrypted: put a proxy with "
+    "TLS before it"
+)
 
 
 def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: Tell) -> None:
