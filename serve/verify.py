@@ -24,6 +24,8 @@ ARTIFACT_MODULES = (
     "export.aot",
     "export.onnx",
     "export.torchscript",
+    "serve.kserve",
+    "serve.triton",
 )
 NATIVE = (
     "its model is native code, which runs unseen: it was not started; give the archive's sha256, "
