@@ -1,0 +1,169 @@
+"""Every exported kind is packed, and answers through the archive's own handler, without Java."""
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch.export.pt2_archive import PT2ArchiveReader
+
+from compress.core.artifact import Artifact
+from compress.core.checkpoint import import_checkpoint
+from compress.core.data import Splits
+from compress.core.eager import EagerModel
+from compress.core.errors import StageFailed
+from compress.core.graph import GraphModel
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from compress.quantization.static_stage import QuantizeStatic
+from export.aot import AotModel, ExportAot
+from export.onnx import ExportOnnx, OnnxModel
+from export.torchscript import ExportTorchScript
+from serve.harness import Harness
+from serve.mar import read_mar
+from serve.provenance import Provenance, digests_of
+from serve.stage import PackageTorchServe
+from serve.worker.loaders import lacking_here, load_graph
+
+pytestmark = pytest.mark.torchserve
+
+PERCEPTRON = "from torch import nn\n\ndef mlp():\n    return nn.Sequential(nn.Linear(4, 3))\n"
+X = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
+    folder = tmp_path_factory.mktemp("kinds")
+    (folder / "perceptron.py").write_text(PERCEPTRON)
+    signature = Signature(
+        inputs=(TensorSpec(name="x", shape=("batch", 4)),), outputs=(OutputSpec(name="y"),)
+    )
+    recipe = Recipe(factory="perceptron:mlp")
+    return import_checkpoint(folder / "source", recipe, signature, checkpoint=None, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def int8(source: EagerModel, tmp_path_factory: pytest.TempPathFactory) -> GraphModel:
+    samples = [(row, 0) for row in torch.from_numpy(X)] * 13
+    data = Splits({"train": samples, "val": samples}, batch_size=4)
+    context = Context(root=tmp_path_factory.mktemp("int8") / "int8", data=data)
+    return QuantizeStatic(calibration_samples=64).run(source, context)
+
+
+def answers_as_packed(model: Artifact, root: Path, **settings: Any) -> Provenance:
+    """Pack a model, ask the handler in a process alone, and compare with the model itself."""
+    stage = PackageTorchServe(**settings)
+    archive = stage.run(model, Context(root=root))  # type: ignore[arg-type]  # any kind
+    members = read_mar(archive.payload_path)
+    origin = Provenance.read(members["provenance.json"], "it")
+    with Harness(members, model.signature) as harness, model.open() as predict:
+        (expected,) = predict(torch.from_numpy(X))
+        np.testing.assert_allclose(harness.predict([X])[0], expected.numpy(), 0, 1e-6)
+        with pytest.raises(StageFailed, match="400: x is float64, expected float32"):
+            harness.predict([X.astype(np.float64)])
+    return origin
+
+
+def test_an_eager_model_is_served_as_its_graph_without_its_code(
+    source: EagerModel, tmp_path: Path
+) -> None:
+    origin = answers_as_packed(source, tmp_path / "mar")
+    assert origin.artifact.kind == "graph"
+    assert origin.artifact.origin == source.digest != origin.artifact.digest
+    members = read_mar(tmp_path / "mar" / "model.mar")
+    assert not any(b"nn.Sequential" in content for content in members.values())
+
+
+@pytest.mark.slow
+def test_a_quantized_graph_is_served(int8: GraphModel, tmp_path: Path) -> None:
+    assert answers_as_packed(int8, tmp_path / "mar").artifact.kind == "graph"
+
+
+def test_onnx_weights_beside_the_file_travel(source: EagerModel, tmp_path: Path) -> None:
+    whole = ExportOnnx(class_names=("a", "b", "c")).run(source, Context(root=tmp_path / "onnx"))
+    with OnnxModel.sealing(tmp_path / "large", whole.signature) as partial:
+        onnx.save_model(
+            onnx.load_model(whole.payload_path),
+            partial / "model.onnx",
+            save_as_external_data=True,
+            location="model.onnx.data",
+            size_threshold=0,
+        )
+    model = OnnxModel.at(tmp_path / "large")
+    assert "model.onnx.data" in answers_as_packed(model, tmp_path / "mar").members
+
+
+@pytest.mark.slow
+def test_quantized_torchscript_is_served(int8: GraphModel, tmp_path: Path) -> None:
+    model = ExportTorchScript().run(int8, Context(root=tmp_path / "ts"))
+    assert answers_as_packed(model, tmp_path / "mar").artifact.kind == "torchscript"
+
+
+@pytest.mark.slow
+def test_an_aotinductor_package_is_served_and_refused_on_another_processor(
+    source: EagerModel, tmp_path: Path
+) -> None:
+    model = ExportAot().run(source, Context(root=tmp_path / "aot"))
+    assert answers_as_packed(model, tmp_path / "mar").artifact.kind == "aot"
+    members = read_mar(tmp_path / "mar" / "model.mar")
+    config = members["model-config.yaml"]
+    members["model-config.yaml"] = config.replace(b"instructions:", b"instructions:\n    - avx9")
+    record = Provenance.read(members["provenance.json"], "it")
+    digests = record.members | digests_of({"model-config.yaml": members["model-config.yaml"]})
+    members["provenance.json"] = record.model_copy(update={"members": digests}).sealed()
+    with (
+        pytest.raises(StageFailed, match="compiled for a processor with avx9, which this one has"),
+        Harness(members, model.signature),
+    ):
+        pass
+
+
+def test_compiled_code_is_refused_where_it_was_not_built_for() -> None:
+    here = {"device": "cpu", "system": platform.system(), "machine": platform.machine()}
+    here["torch"] = torch.__version__.partition("+")[0]
+    assert lacking_here({**here, "instructions": []}) == ""
+    missing = lacking_here({**here, "instructions": ["avx9"]})
+    assert missing == "a processor with avx9, which this one has not"
+    assert lacking_here({**here, "torch": "1.0"}).startswith("torch 1.0, and here it is ")
+
+
+def test_code_compiled_for_a_gpu_is_not_packed(source: EagerModel, tmp_path: Path) -> None:
+    facts = {"built_for": {"device": "cuda"}, "parameters": 1, "macs": 1}
+    with AotModel.sealing(tmp_path / "cuda", source.signature, facts=facts) as partial:
+        (partial / "model.pt2").write_bytes(b"it would be run")
+    with pytest.raises(StageFailed, match="compiled for cuda, and archives are served on the CPU"):
+        PackageTorchServe().run(AotModel.at(tmp_path / "cuda"), Context(root=tmp_path / "mar"))
+    assert not (tmp_path / "mar").exists()
+
+
+def test_a_graph_that_could_run_code_is_not_read(source: EagerModel, tmp_path: Path) -> None:
+    graph = GraphModel.of(source, tmp_path / "graph")
+    reader = PT2ArchiveReader(str(graph.payload_path))
+    with (tmp_path / "model.pt2").open("wb") as stream:
+        writer = torch._C.PyTorchFileWriter(stream)
+        writer.set_min_version(6)
+        for name in reader.get_file_names():
+            if name != "byteorder" and not name.startswith(".data/"):
+                record = reader.read_bytes(name)
+                if name.endswith("sample_inputs/model.pt"):
+                    record = b"a pickle"
+                writer.write_record(name, record, len(record))
+        writer.write_end_of_file()
+    with pytest.raises(RuntimeError, match="holds pickled sample inputs; it was not read"):
+        load_graph(tmp_path / "model.pt2", {}, 1)
+
+
+def test_class_names_of_an_onnx_file_become_labels(source: EagerModel, tmp_path: Path) -> None:
+    import yaml
+
+    model = ExportOnnx(class_names=("a", "b", "c")).run(source, Context(root=tmp_path / "onnx"))
+    archive = PackageTorchServe(top_labels=9).run(model, Context(root=tmp_path / "mar"))
+    config = yaml.safe_load(read_mar(archive.payload_path)["model-config.yaml"])
+    classes = {"names": ["a", "b", "c"], "top": 3, "softmax": True}
+    assert config["handler"]["classes"] == classes
+    with pytest.raises(StageFailed, match=r"2 names, and y has shape \[4, 3\]"):
+        PackageTorchServe(class_names=("a", "b")).run(model, Context(root=tmp_path / "no"))

@@ -1,0 +1,278 @@
+"""Verifying an archive: any altered byte is named, and what was proven is written down."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compress.core.checkpoint import import_checkpoint
+from compress.core.data import Splits
+from compress.core.errors import ArtifactInvalid
+from compress.core.history import History, PastStage
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from export.onnx import ExportOnnx, OnnxModel
+from pipelines.evidence import evidence_of, prove
+from pipelines.pipeline import Pipeline
+from pipelines.run import foresee
+from serve.archive import TorchServeArchive
+from serve.card import card
+from serve.mar import read_mar, write_mar
+from serve.proof import replayed
+from serve.provenance import Provenance, digest_of, refuse_broken_chain
+from serve.stage import PackageTorchServe
+from serve.verify import verify
+
+pytestmark = pytest.mark.torchserve
+
+ROOT = Path(__file__).parents[2]
+PERCEPTRON = "from torch import nn\n\ndef mlp():\n    return nn.Sequential(nn.Linear(4, 3))\n"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> OnnxModel:
+    folder = tmp_path_factory.mktemp("exported")
+    (folder / "perceptron.py").write_text(PERCEPTRON)
+    signature = Signature(
+        inputs=(TensorSpec(name="x", shape=("batch", 4)),), outputs=(OutputSpec(name="logits"),)
+    )
+    recipe = Recipe(factory="perceptron:mlp")
+    source = import_checkpoint(folder / "source", recipe, signature, checkpoint=None, folder=folder)
+    return ExportOnnx().run(source, Context(root=folder / "onnx"))
+
+
+@pytest.fixture
+def archive(exported: OnnxModel, blobs: Splits, tmp_path: Path) -> TorchServeArchive:
+    return PackageTorchServe().run(exported, Context(root=tmp_path / "mar", data=blobs))
+
+
+@pytest.fixture
+def never_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    for what in ("serve.server.TorchServe", "serve.harness.Harness"):
+        monkeypatch.setattr(f"{what}.__enter__", lambda _: pytest.fail("it was started"))
+
+
+@pytest.fixture
+def without_java(
+    archive: TorchServeArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Take Java away, once the archive is packed."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def resealed(folder: Path, mar: Path) -> Path:
+    """Make an artifact's manifest vouch for another archive, as a careful forger would."""
+    target = shutil.copytree(folder, mar.with_suffix(""))
+    (target / "model.mar").chmod(0o644)
+    shutil.copy(mar, target / "model.mar")
+    (target / "manifest.json").chmod(0o644)
+    manifest = json.loads((target / "manifest.json").read_text())
+    manifest["files"]["model.mar"] = digest_of(mar).model_dump()
+    (target / "manifest.json").write_text(json.dumps(manifest))
+    return target
+
+
+@pytest.mark.usefixtures("never_started")
+def test_a_changed_byte_in_any_member_is_refused_with_its_name(
+    archive: TorchServeArchive, tmp_path: Path
+) -> None:
+    members = read_mar(archive.payload_path)
+    assert len(members) == 7
+    for i, (name, content) in enumerate(members.items()):
+        for place in (0, len(content) // 2, len(content) - 1):
+            flipped = bytearray(content)
+            flipped[place] ^= 1
+            write_mar(tmp_path / f"{i}-{place}.mar", members | {name: bytes(flipped)})
+            mar = tmp_path / f"{i}-{place}.mar"
+            for path in (mar, resealed(archive.path, mar)):
+                with pytest.raises(ArtifactInvalid, match=name.replace(".", r"\.")):
+                    verify(path)
+
+
+@pytest.mark.usefixtures("never_started")
+def test_a_changed_byte_in_the_file_itself_is_refused_with_the_members_name(
+    archive: TorchServeArchive, tmp_path: Path
+) -> None:
+    whole = archive.payload_path.read_bytes()
+    for name, content in read_mar(archive.payload_path).items():
+        damaged = bytearray(whole)
+        damaged[whole.index(content) + len(content) // 2] ^= 1
+        (tmp_path / "x.mar").write_bytes(damaged)
+        with pytest.raises(ArtifactInvalid, match=name.replace(".", r"\.")):
+            verify(tmp_path / "x.mar")
+
+
+@pytest.mark.usefixtures("never_started")
+def test_another_sha256_than_was_told_is_refused(archive: TorchServeArchive) -> None:
+    for path in (archive.path, archive.payload_path):
+        with pytest.raises(ArtifactInvalid, match=r"sha256 is \w+, expected 00ff"):
+            verify(path, sha256="00ff")
+
+
+@pytest.mark.usefixtures("never_started")
+def test_native_code_of_unknown_origin_is_not_run(
+    archive: TorchServeArchive, tmp_path: Path
+) -> None:
+    members = read_mar(archive.payload_path)
+    record = Provenance.read(members["provenance.json"], "it")
+    native = record.artifact.model_copy(update={"kind": "aot"})
+    record = record.model_copy(update={"artifact": native})
+    write_mar(tmp_path / "x.mar", members | {"provenance.json": record.sealed()})
+    proof = verify(tmp_path / "x.mar")
+    assert proof.served_by is None and not proof.replays
+    assert "native code, which runs unseen: it was not started" in proof.proven[-1]
+
+
+@pytest.mark.usefixtures("without_java")
+def test_without_java_the_handler_answers_alone_and_the_proof_says_so(
+    archive: TorchServeArchive, tmp_path: Path
+) -> None:
+    told = archive.manifest.files["model.mar"].sha256
+    proof = prove(archive.payload_path, told.upper(), tmp_path / "proof.json")
+    assert proof.served_by is not None and "without TorchServe" in proof.served_by
+    assert [(r.what, r.samples) for r in proof.replays] == [("the recorded probe", 4)]
+    assert proof.replays[0].largest_difference <= 1e-6
+    written = json.loads((tmp_path / "proof.json").read_text())
+    assert written["sha256"] == told and written["proven"] == list(proof.proven)
+
+
+@pytest.mark.usefixtures("without_java")
+def test_answers_that_differ_from_the_recorded_ones_are_refused(
+    archive: TorchServeArchive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from serve.harness import Harness
+
+    predict = Harness.predict
+    monkeypatch.setattr(Harness, "predict", lambda *given: (predict(*given)[0] + 1,))
+    with pytest.raises(ArtifactInvalid, match=r"probe\.npz: the served answers differ by 1"):
+        verify(archive.payload_path)
+
+
+def test_answers_of_another_shape_are_infinitely_far() -> None:
+    import numpy as np
+
+    one, infinite = np.ones((2, 3), np.float32), np.array([np.inf, 1])
+    assert replayed("it", [([one], [one])], lambda _: (one[:1],)).largest_difference == np.inf
+    assert replayed("it", [([one], [infinite])], lambda _: (infinite,)).largest_difference == 0
+
+
+def record_of(archive: TorchServeArchive, exported: OnnxModel, **changed: Any) -> Provenance:
+    (step,) = exported.manifest.lineage
+    stage = PastStage(
+        name="onnx",
+        stage="export_onnx",
+        input="source",
+        settings=step.settings,
+        kind="onnx",
+        digest=exported.digest,
+        bytes=7,
+        parameters=15,
+        macs=None,
+        metric={"name": "accuracy", "split": "val", "value": 0.98765},
+        verdicts=(),
+    )
+    stage = stage.model_copy(update=changed)
+    history = History(
+        pipeline="digits",
+        seed=3,
+        data=None,
+        versions={"torch": "9.9"},
+        source={"checkpoint": "c0ffee"},
+        source_digest=step.inputs["input"],
+        stages=(stage,),
+    )
+    record = Provenance.read(read_mar(archive.payload_path)["provenance.json"], "it")
+    return record.model_copy(update={"history": history})
+
+
+def test_a_chain_is_held_together_by_digests(
+    archive: TorchServeArchive, exported: OnnxModel
+) -> None:
+    refuse_broken_chain(record_of(archive, exported), "it")
+    with pytest.raises(ArtifactInvalid, match="the last stage, onnx, made 12, and the packaged"):
+        refuse_broken_chain(record_of(archive, exported, digest="12"), "it")
+    with pytest.raises(ArtifactInvalid, match="stage onnx is recorded as train of"):
+        refuse_broken_chain(record_of(archive, exported, stage="train"), "it")
+
+
+def test_the_card_holds_what_was_measured_and_nothing_else(
+    archive: TorchServeArchive, exported: OnnxModel
+) -> None:
+    text = card("digits", record_of(archive, exported), 1234)
+    for fact in ("1234 bytes", "accuracy 0.9877 on val", "| seed | 3 |", "c0ffee", "torch | 9.9"):
+        assert fact in text
+    assert "| onnx | onnx | accuracy 0.9877 on val | 7 | 15 | – |" in text
+    bare = read_mar(archive.payload_path)["MODEL_CARD.md"].decode()
+    assert "It was packed outside a run" in bare and "accuracy" not in bare
+
+
+PIPELINE = """\
+version: 1
+name: small
+model:
+  factory: models:ResNet
+  arguments: {blocks: 1, width: 4, classes: 10}
+  inputs: [{name: image, shape: [batch, 1, 8, 8]}]
+  outputs: [{name: logits}]
+data: {factory: "data:digits", batch_size: 120}
+metric: accuracy
+stages:
+  - {name: onnx, stage: export_onnx, gates: [{gate: min_metric, at: 0.01}]}
+  - {stage: package_torchserve, class_names: [a, b, c, d, e, f, g, h, i, j]}
+"""
+
+
+@pytest.mark.slow
+def test_a_run_leaves_what_its_archive_is_proven_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mars = []
+    for name in ("one", "two"):
+        folder = tmp_path / name / "pipeline"
+        shutil.copytree(ROOT / "examples" / "digits", folder)
+        (folder / "small.yaml").write_text(PIPELINE)
+        pipeline = Pipeline.from_yaml(folder / "small.yaml")
+        report = pipeline.run(tmp_path / name / "out")
+        mars.append(tmp_path / name / "out" / "artifacts" / "package_torchserve" / "model.mar")
+        assert report.stages[-1].artifact.sha256 == digest_of(mars[-1]).sha256
+    assert mars[0].read_bytes() == mars[1].read_bytes()
+    assert str(tmp_path).encode() not in mars[0].read_bytes()
+    out = mars[0].parents[2]
+    assert set(
+        foresee(pipeline, tmp_path / "two" / "out", start=None, until=None, force=False).values()
+    ) == {"cached"}
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    proof = prove(mars[0].parent, None, None)
+    assert [(r.what, r.samples) for r in proof.replays] == [
+        ("the recorded probe", 4),
+        ("the validation split", 360),
+    ]
+    assert "2 of these 2 artifacts are here, as sealed" in proof.proven
+    assert "the source's code hash to what is recorded" in proof.proven
+    text = read_mar(mars[0])["MODEL_CARD.md"].decode()
+    value = report.stages[0].measurements.metric
+    assert value is not None and f"accuracy {value.value:.4f} on val" in text
+    assert "| onnx | metric >= 0.01 |" in text
+
+    onnx = out / "artifacts" / "onnx" / "model.onnx"
+    onnx.unlink()
+    onnx.write_bytes(b"other")
+    with pytest.raises(ArtifactInvalid, match=r"model\.onnx is not the file that was sealed"):
+        prove(mars[0].parent, None, None)
+    shutil.rmtree(onnx.parent)
+    code = tmp_path / "one" / "pipeline" / "models.py"
+    code.write_text(code.read_text() + "\n# changed\n")
+    with pytest.raises(ArtifactInvalid, match="the code of the model as it came in was"):
+        prove(mars[0].parent, None, None)
+    shutil.rmtree(code.parent)
+    proof = prove(mars[0].parent, None, None)
+    assert "the validation split was not replayed: PipelineInvalid" in proof.proven[-1]
+    assert any(line.endswith("; not here: onnx") for line in proof.proven)
+
+
+def test_nothing_lies_around_an_artifact_outside_a_run(archive: TorchServeArchive) -> None:
+    assert evidence_of(archive.path) is None and evidence_of(archive.payload_path) is None
