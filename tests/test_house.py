@@ -118,7 +118,7 @@ def test_the_settings_in_the_training_page_are_valid() -> None:
     Train(**train)
 
 
-@pytest.mark.parametrize("name", ["pruning", "quantization", "export"])
+@pytest.mark.parametrize("name", ["pruning", "quantization", "export", "serving"])
 def test_the_stages_in_a_page_are_valid(name: str) -> None:
     page = (ROOT / "docs" / f"{name}.md").read_text()
     found = re.findall(r"```yaml\n(stages:\n.*?)```", page, re.DOTALL)
