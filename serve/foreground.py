@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from compress.core.artifact import Artifact
 from compress.core.errors import PipelineInvalid, StageFailed
-from serve import builtin, curl
+from serve import builtin, curl, prefork
 from serve.archive import TorchServeArchive
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
     from pathlib import Path
 
     from serve.options import Options
 
     Tell = Callable[[str], None]
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 POLL_SECONDS = 0.2
@@ -57,28 +62,36 @@ def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: 
 def _by_the_built_in(
     artifact: Artifact, options: Options, token_file: Path | None, tell: Tell
 ) -> None:
-    from serve.served import loaded
-
     builtin.refuse_missing()
     token, made = builtin.token_from(token_file)
     options = replace(options, token=token)
-    with (
-        builtin.listening(options.host, options.port) as listener,
-        loaded(artifact, options.name, options.threads) as model,
-    ):
+    with builtin.listening(options.host, options.port) as listener:
         url = builtin.url_of(listener)
         header = curl.bearer(token, made, token_file, builtin.TOKEN_VARIABLE)
         line = curl.open_inference_line(url, options.name, artifact.signature, header)
         if options.host not in LOOPBACK:
             tell(NO_TLS)
-        if model.interface.rows_stay_first and not model.interface.joins_rows:
-            tell(NOT_JOINED)
 
         def ready() -> None:
             tell(f"{artifact.path}: served at {url}/v2/models/{options.name} (Ctrl-C stops)")
             tell(line)
             sys.stdout.flush()
 
+        answering = partial(_answer, artifact, listener, options)
+        if options.processes == 1:
+            answering(ready)
+        else:
+            prefork.run(options.processes, answering, ready, options.stop_seconds)
+
+
+def _answer(
+    artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
+) -> None:
+    from serve.served import loaded
+
+    with loaded(artifact, options.name, options.threads) as model:
+        if model.interface.rows_stay_first and not model.interface.joins_rows:
+            logger.error(NOT_JOINED)  # what the command shows
         builtin.serve(model, listener, options, ready)
 
 
