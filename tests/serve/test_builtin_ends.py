@@ -156,6 +156,7 @@ def test_processes_do_not_outlive_a_server_that_is_killed(artifact: Path) -> Non
         assert left == []
 
 
+@pytest.mark.slow
 def test_processes_stop_with_their_server(artifact: Path) -> None:
     with serving(artifact, "--processes", "2") as server:
         children = psutil.Process(server.process.pid).children()

@@ -9,7 +9,6 @@ from compress.core.eager import EagerModel
 from compress.core.errors import ArtifactInvalid, StageFailed
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from export.onnx import ExportOnnx
 from export.program import ExportProgram
 from export.torchscript import ExportTorchScript
 from serve.batching import Job, answer
@@ -74,10 +73,9 @@ def test_joined_requests_get_their_own_rows() -> None:
     assert isinstance(bad, IndexError)
 
 
-def test_every_kind_is_loaded_and_answers_as_opened(mlp: EagerModel, tmp_path: Path) -> None:
+def test_what_torch_runs_is_loaded_and_answers_as_opened(mlp: EagerModel, tmp_path: Path) -> None:
     context = Context(root=tmp_path)
     kinds = [
-        ExportOnnx().run(mlp, context.at(tmp_path / "onnx")),
         ExportTorchScript().run(mlp, context.at(tmp_path / "torchscript")),
         ExportProgram().run(mlp, context.at(tmp_path / "graph")),
     ]
