@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from compress.core.artifact import Artifact
+from compress.core.artifact import MANIFEST, Artifact
 from compress.core.errors import PipelineInvalid, StageFailed
 from serve import builtin, curl, prefork
 from serve.archive import TorchServeArchive
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from compress.core.signature import Signature
     from serve.options import Options
 
     Tell = Callable[[str], None]
@@ -41,7 +42,7 @@ def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: 
     """Serve until a signal; it is raised again once what runs has been answered.
 
     Args:
-        path: an artifact's directory, or its file in it.
+        path: an artifact's directory, its file in it, or a bare ``.mar``.
         options: how; the token is taken from the file, the environment, or made.
         token_file: what holds the token.
         tell: is given each line that says where the model is.
@@ -52,9 +53,13 @@ def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: 
         Unavailable: the server's libraries, or Java, are missing.
         StageFailed: the model does not answer.
     """
+    if path.is_file() and not (path.parent / MANIFEST).is_file():
+        _by_torchserve(path, _signature_of(path), options, token_file, tell)
+        return
     artifact = Artifact.at(path.parent if path.is_file() else path)
     if isinstance(artifact, TorchServeArchive):
-        _by_torchserve(artifact, options, token_file, tell)
+        artifact.verify()  # a .mar is code
+        _by_torchserve(artifact.payload_path, artifact.signature, options, token_file, tell)
     else:
         _by_the_built_in(artifact, options, token_file, tell)
 
@@ -95,22 +100,31 @@ def _answer(
         builtin.serve(model, listener, options, ready)
 
 
+def _signature_of(mar: Path) -> Signature:
+    """Return a bare archive's signature, if its code is ours and nothing in it was changed."""
+    from serve.mar import read_mar
+    from serve.verify import check_code, check_members
+
+    members = read_mar(mar)
+    origin = check_members(members, str(mar))
+    check_code(members, origin, mar)
+    return origin.signature
+
+
 def _by_torchserve(
-    archive: TorchServeArchive, options: Options, token_file: Path | None, tell: Tell
+    mar: Path, signature: Signature, options: Options, token_file: Path | None, tell: Tell
 ) -> None:
     from serve.server import TorchServe
 
     if options.host not in LOOPBACK or token_file is not None:
         raise PipelineInvalid(
-            f"{archive.path}: a .mar is served by TorchServe, on loopback alone and with a token "
-            "of its own: leave --host and --token-file out"
+            f"{mar}: a .mar is served by TorchServe, on loopback alone and with a token of its "
+            "own: leave --host and --token-file out"
         )
-    archive.verify()  # a .mar is code
-    with TorchServe(archive.payload_path, threads=options.threads, port=options.port) as server:
-        tell(f"{archive.path}: served by TorchServe at {server.url} (Ctrl-C stops)")
-        name = server.model_name
-        tell(curl.torchserve_line(server.url, name, archive.signature, server.token))
+    with TorchServe(mar, threads=options.threads, port=options.port) as server:
+        tell(f"{mar}: served by TorchServe at {server.url} (Ctrl-C stops)")
+        tell(curl.torchserve_line(server.url, server.model_name, signature, server.token))
         sys.stdout.flush()
         while not server.has_ended():
             time.sleep(POLL_SECONDS)
-    raise StageFailed(f"{archive.path}: TorchServe has ended by itself")
+    raise StageFailed(f"{mar}: TorchServe has ended by itself")

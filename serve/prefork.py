@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import tempfile
 import time
@@ -44,14 +45,15 @@ def run(count: int, child: Callable[[Ready], None], ready: Ready, stop_seconds: 
             for _ in range(count):
                 pids.add(_fork(child, writing))
             os.close(writing)
-            for _ in range(count):
-                if not os.read(reading, 1):
-                    raise StageFailed("no process of the server became ready; see above why")
-            ready()
-            pid, status = os.wait()
-            pids.discard(pid)
-            code = os.waitstatus_to_exitcode(status)
-            raise StageFailed(f"process {pid} of the server ended by itself, with {code}")
+            told = 0
+            while not _reap(pids):
+                if told < count and select.select([reading], [], [], POLL_SECONDS)[0]:
+                    told += len(os.read(reading, count))
+                    if told == count:
+                        ready()
+                elif told == count:
+                    time.sleep(POLL_SECONDS)
+            raise StageFailed("a process of the server ended by itself")
         finally:
             os.close(reading)
             _end(pids, stop_seconds)
@@ -84,6 +86,13 @@ def _tell(writing: int) -> None:
         os.write(writing, b"r")
 
 
+def _reap(pids: set[int]) -> bool:
+    """Whether a process has ended; such are forgotten."""
+    ended = {pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0]}
+    pids -= ended
+    return bool(ended)
+
+
 def _end(pids: set[int], stop_seconds: float) -> None:
     """End processes, politely first."""
     for pid in pids:
@@ -91,7 +100,7 @@ def _end(pids: set[int], stop_seconds: float) -> None:
             os.kill(pid, signal.SIGTERM)
     due = time.monotonic() + stop_seconds
     while pids and time.monotonic() < due:
-        pids -= {pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0]}
+        _reap(pids)
         time.sleep(POLL_SECONDS)
     for pid in pids:
         with suppress(ProcessLookupError):

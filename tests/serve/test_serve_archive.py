@@ -1,6 +1,7 @@
 """`compress serve` for an archive: the real TorchServe in the foreground."""
 
 import json
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -18,7 +19,8 @@ pytestmark = [pytest.mark.torchserve, pytest.mark.slow]
 def test_an_archive_is_served_until_a_signal_and_the_curl_line_works(tmp_path: Path) -> None:
     model = sealed(tmp_path / "onnx")
     archive = PackageTorchServe(gates=()).run(model, Context(root=tmp_path / "mar"))
-    command = [*COMPRESS, "serve", str(archive.path), "--port", "0"]
+    bare = shutil.copyfile(archive.payload_path, tmp_path / "bare.mar")
+    command = [*COMPRESS, "serve", str(bare), "--port", "0"]
     with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         where, curl = process.stdout.readline(), process.stdout.readline()

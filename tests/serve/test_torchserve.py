@@ -1,6 +1,7 @@
 """The real TorchServe: started, asked, damaged, and nothing of it left."""
 
 import http.client
+import io
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from PIL import Image
 
 from compress.core.artifact import Artifact
 from compress.core.checkpoint import import_checkpoint
@@ -29,6 +31,7 @@ from export.onnx import ExportOnnx
 from export.torchscript import ExportTorchScript
 from serve.archive import TorchServeArchive
 from serve.client import Client
+from serve.inputs import ImageInput
 from serve.mar import read_mar, write_mar
 from serve.provenance import digest_of
 from serve.server import TorchServe, has_ended, last_lines, stop
@@ -65,7 +68,13 @@ def exported(source: Any, context: Context) -> Artifact:
 @pytest.fixture(scope="module")
 def archive(exported: Any, context: Context) -> TorchServeArchive:
     """Requests are joined up to 8, and one may hold 50 rows."""
-    stage = PackageTorchServe(batch_size=8, max_batch_delay_ms=200, max_rows=50)
+    stage = PackageTorchServe(
+        batch_size=8,
+        max_batch_delay_ms=200,
+        max_rows=50,
+        class_names=tuple("abcdefghij"),
+        image=ImageInput(),
+    )
     return stage.run(exported, context.at(context.root.with_name("mar")))
 
 
@@ -142,6 +151,29 @@ def test_bad_requests_are_refused_one_by_one_in_a_joined_batch(
         for i, (_, body) in enumerate(answers[::2]):
             (expected,) = predict(torch.from_numpy(image * i))
             assert np.allclose(from_npz(body)["logits"], expected.numpy(), atol=1e-5)
+
+
+def test_an_image_is_answered_with_labels_as_its_tensor_is_by_the_protocol(
+    server: TorchServe, exported: Artifact
+) -> None:
+    pixels = np.arange(0, 192, 3, np.uint8).reshape(8, 8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    x = (pixels / 255).astype(np.float32)
+    tensor = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32"}
+    tensor["data"] = x.ravel().tolist()
+    token = {"Authorization": f"Bearer {server.token}"}
+    asked = json.dumps({"id": "7", "inputs": [tensor]}).encode()
+    status, body = send(server, stream.getvalue(), {**token, "Content-Type": "image/png"})
+    answered, protocol = send(server, asked, {**token, "Content-Type": "application/json"})
+    assert (status, answered) == (200, 200)
+    logits, labels, _ = json.loads(protocol)["outputs"]
+    with exported.open() as predict:
+        (expected,) = predict(torch.from_numpy(x)[None, None])
+    assert np.array_equal(np.array(logits["data"], np.float32), expected.numpy()[0])
+    assert json.loads(body)["outputs"]["logits"] == [logits["data"]]
+    assert labels["data"][0] == "abcdefghij"[int(expected.argmax())]
+    assert [each["label"] for each in json.loads(body)["labels"][0]] == labels["data"]
 
 
 def test_too_many_rows_and_a_missing_key_are_refused(server: TorchServe, client: Client) -> None:
