@@ -253,6 +253,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
     token_file: Annotated[Path | None, typer.Option(help="File with the token.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Concurrent calls; the cores.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that answer.")] = 1,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of a call.")] = 1,
     max_rows: Annotated[int, typer.Option(min=1, help="Rows of a request, and a call.")] = 128,
     max_mib: Annotated[int, typer.Option(min=1, help="Mebibytes of a request.")] = 8,
@@ -266,7 +267,8 @@ def serve(
     from serve.options import Limits, Options
 
     limits = Limits(body_bytes=max_mib * 2**20, rows=max_rows, queue=queue, seconds=seconds)
-    options = Options(host=host, port=port, workers=workers, threads=threads, limits=limits)
+    sizes: Any = {"workers": workers, "processes": processes, "threads": threads}
+    options = Options(host=host, port=port, limits=limits, **sizes)
     serve_artifact(artifact, options, token_file, typer.echo)
 
 

@@ -36,18 +36,19 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="an ONNX artifact with one input")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
-    parser.add_argument("--workers", type=int, default=2, help="threads of the built-in server")
+    parser.add_argument("--processes", type=int, default=1, help="of the built-in server")
     parser.add_argument("--soak", type=float, metavar="MINUTES")
     parser.add_argument("--server", choices=["built-in", "torchserve"], default="built-in")
     given = parser.parse_args()
     model = OnnxModel.at(given.model)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ours = built_in(model, given.processes)
         if given.soak:
-            chosen = torchserve(model, folder) if given.server == "torchserve" else built_in(model)
+            chosen = ours if given.server == "built-in" else torchserve(model, folder)
             soak(stack.enter_context(chosen), given.soak)
             return
-        contenders = [InProcess(model), stack.enter_context(built_in(model, given.workers))]
+        contenders = [InProcess(model), stack.enter_context(ours)]
         try:
             contenders.append(stack.enter_context(torchserve(model, folder)))
         except Unavailable as error:

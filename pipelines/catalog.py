@@ -24,6 +24,7 @@ from export.onnx import ExportOnnx
 from export.program import ExportProgram
 from export.tensorrt import ExportTensorRT
 from export.torchscript import ExportTorchScript
+from serve.kserve import PackageKServe
 from serve.stage import PackageTorchServe
 from serve.triton import PackageTriton
 
@@ -52,6 +53,7 @@ OURS: tuple[type[Stage[Any, Any]], ...] = (
     ExportTensorRT,
     PackageTorchServe,
     PackageTriton,
+    PackageKServe,
 )
 
 

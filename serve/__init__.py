@@ -9,12 +9,15 @@ from compress.core.lazy import imported_on_use
 if TYPE_CHECKING:
     from serve.archive import TorchServeArchive
     from serve.client import Client
+    from serve.kserve import KServeService, PackageKServe
     from serve.server import TorchServe
     from serve.stage import PackageTorchServe
     from serve.triton import PackageTriton, TritonRepository
 
 __all__ = [
     "Client",
+    "KServeService",
+    "PackageKServe",
     "PackageTorchServe",
     "PackageTriton",
     "TorchServe",
@@ -25,6 +28,7 @@ __all__ = [
 _HOMES = {
     "serve.archive": ("TorchServeArchive",),
     "serve.client": ("Client",),
+    "serve.kserve": ("KServeService", "PackageKServe"),
     "serve.server": ("TorchServe",),
     "serve.stage": ("PackageTorchServe",),
     "serve.triton": ("PackageTriton", "TritonRepository"),

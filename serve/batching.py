@@ -147,7 +147,9 @@ def _answers(call: Call, jobs: Sequence[Job]) -> list[list[Array] | Exception]:
             return [list(call(*jobs[0].arrays))]
         columns = zip(*(job.arrays for job in jobs), strict=True)
         joined = call(*(np.concatenate(column) for column in columns))
-        ends = np.cumsum([job.rows for job in jobs])[:-1]
+        *ends, rows = np.cumsum([job.rows for job in jobs])
+        if any(len(output) != rows for output in joined):
+            raise ValueError("the rows of an answer are not those of the request")
         return [list(p) for p in zip(*(np.split(output, ends) for output in joined), strict=True)]
     except Exception as error:
         if len(jobs) == 1:

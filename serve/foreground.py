@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from compress.core.artifact import Artifact
+from compress.core.artifact import MANIFEST, Artifact
 from compress.core.errors import PipelineInvalid, StageFailed
-from serve import builtin, curl
+from serve import builtin, curl, prefork
 from serve.archive import TorchServeArchive
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
     from pathlib import Path
 
+    from compress.core.signature import Signature
     from serve.options import Options
 
     Tell = Callable[[str], None]
 
+logger = logging.getLogger(__name__)
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 POLL_SECONDS = 0.2
 NOT_JOINED = (
-    "note: rows answered together get other answers than alone (dynamic quantization takes \
-its scales from the whole call): requests are not joined"
+    "note: rows answered together get other answers than alone (dynamic quantization takes its "
+    "scales from the whole call): requests are not joined"
 )
-NO_TLS = "warning: other machines reach this port, and the token travels unencrypted: put a proxy \
-with TLS before it"
+NO_TLS = (
+    "warning: other machines reach this port, and the token travels unencrypted: put a proxy with "
+    "TLS before it"
+)
 
 
 def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: Tell) -> None:
     """Serve until a signal; it is raised again once what runs has been answered.
 
     Args:
-        path: an artifact's directory, or its file in it.
+        path: an artifact's directory, its file in it, or a bare ``.mar``.
         options: how; the token is taken from the file, the environment, or made.
         token_file: what holds the token.
         tell: is given each line that says where the model is.
@@ -45,9 +53,13 @@ def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: 
         Unavailable: the server's libraries, or Java, are missing.
         StageFailed: the model does not answer.
     """
+    if path.is_file() and not (path.parent / MANIFEST).is_file():
+        _by_torchserve(path, _signature_of(path), options, token_file, tell)
+        return
     artifact = Artifact.at(path.parent if path.is_file() else path)
     if isinstance(artifact, TorchServeArchive):
-        _by_torchserve(artifact, options, token_file, tell)
+        artifact.verify()  # a .mar is code
+        _by_torchserve(artifact.payload_path, artifact.signature, options, token_file, tell)
     else:
         _by_the_built_in(artifact, options, token_file, tell)
 
@@ -55,47 +67,64 @@ def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: 
 def _by_the_built_in(
     artifact: Artifact, options: Options, token_file: Path | None, tell: Tell
 ) -> None:
-    from serve.served import loaded
-
     builtin.refuse_missing()
     token, made = builtin.token_from(token_file)
     options = replace(options, token=token)
-    with (
-        builtin.listening(options.host, options.port) as listener,
-        loaded(artifact, options.name, options.threads) as model,
-    ):
+    with builtin.listening(options.host, options.port) as listener:
         url = builtin.url_of(listener)
         header = curl.bearer(token, made, token_file, builtin.TOKEN_VARIABLE)
         line = curl.open_inference_line(url, options.name, artifact.signature, header)
         if options.host not in LOOPBACK:
             tell(NO_TLS)
-        if model.interface.rows_stay_first and not model.interface.joins_rows:
-            tell(NOT_JOINED)
 
         def ready() -> None:
             tell(f"{artifact.path}: served at {url}/v2/models/{options.name} (Ctrl-C stops)")
             tell(line)
             sys.stdout.flush()
 
+        answering = partial(_answer, artifact, listener, options)
+        if options.processes == 1:
+            answering(ready)
+        else:
+            prefork.run(options.processes, answering, ready, options.stop_seconds)
+
+
+def _answer(
+    artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
+) -> None:
+    from serve.served import loaded
+
+    with loaded(artifact, options.name, options.threads) as model:
+        if model.interface.rows_stay_first and not model.interface.joins_rows:
+            logger.error(NOT_JOINED)  # what the command shows
         builtin.serve(model, listener, options, ready)
 
 
+def _signature_of(mar: Path) -> Signature:
+    """Return a bare archive's signature, if its code is ours and nothing in it was changed."""
+    from serve.mar import read_mar
+    from serve.verify import check_code, check_members
+
+    members = read_mar(mar)
+    origin = check_members(members, str(mar))
+    check_code(members, origin, mar)
+    return origin.signature
+
+
 def _by_torchserve(
-    archive: TorchServeArchive, options: Options, token_file: Path | None, tell: Tell
+    mar: Path, signature: Signature, options: Options, token_file: Path | None, tell: Tell
 ) -> None:
     from serve.server import TorchServe
 
     if options.host not in LOOPBACK or token_file is not None:
         raise PipelineInvalid(
-            f"{archive.path}: a .mar is served by TorchServe, on loopback alone and with a token "
-            "of its own: leave --host and --token-file out"
+            f"{mar}: a .mar is served by TorchServe, on loopback alone and with a token of its "
+            "own: leave --host and --token-file out"
         )
-    archive.verify()  # a .mar is code
-    with TorchServe(archive.payload_path, threads=options.threads, port=options.port) as server:
-        tell(f"{archive.path}: served by TorchServe at {server.url} (Ctrl-C stops)")
-        name = server.model_name
-        tell(curl.torchserve_line(server.url, name, archive.signature, server.token))
+    with TorchServe(mar, threads=options.threads, port=options.port) as server:
+        tell(f"{mar}: served by TorchServe at {server.url} (Ctrl-C stops)")
+        tell(curl.torchserve_line(server.url, server.model_name, signature, server.token))
         sys.stdout.flush()
         while not server.has_ended():
             time.sleep(POLL_SECONDS)
-    raise StageFailed(f"{archive.path}: TorchServe has ended by itself")
+    raise StageFailed(f"{mar}: TorchServe has ended by itself")

@@ -65,8 +65,8 @@ def interface_of(call: Call, signature: Signature) -> Interface:
     from serve.probe import rows_stay_first
 
     refuse_bfloat16(signature)
-    first = example(signature, SIZES[0])
-    answers = _ask(call, first, signature)
+    first: Any = example(signature, SIZES[0])
+    answers: Any = _ask(call, first, signature)
     others = _other_answers(call, signature)
     outputs = tuple(
         Tensor(spec.name, str(a.dtype), _varying(a.shape, b))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -13,6 +14,9 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from serve.prefork import METRICS_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,29 +39,39 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._model = model
         self._by_status: dict[int, Counter] = {}
-        ProcessCollector(registry=self._registry)
+        self._everywhere = (
+            METRICS_VARIABLE in os.environ
+        )  # one process tells what all of them counted
+        if self._everywhere:
+            MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]  # the library
+        else:
+            ProcessCollector(registry=self._registry)
+        registry = None if self._everywhere else self._registry
         self._requests = Counter(
             "inference_requests",
             "Inference requests, by HTTP status",
             ["model", "status"],
-            registry=self._registry,
+            registry=registry,
         )
         latency = Histogram(
             "inference_request_seconds",
             "Seconds from a request's head to its answer",
             ["model"],
             buckets=SECONDS,
-            registry=self._registry,
+            registry=registry,
         )
-        rows = Counter("inference_rows", "Rows answered", ["model"], registry=self._registry)
+        rows = Counter("inference_rows", "Rows answered", ["model"], registry=registry)
         queue = Gauge(
             "inference_queue_length",
             "Requests that wait or are being answered",
             ["model"],
-            registry=self._registry,
+            multiprocess_mode="livesum",
+            registry=registry,
         )
         self._latency, self._rows = latency.labels(model), rows.labels(model)
-        queue.labels(model).set_function(depth)
+        self._queue, self._depth = queue.labels(model), depth
+        if not self._everywhere:
+            self._queue.set_function(depth)
 
     def count(self, status: int, rows: int, seconds: float) -> None:
         """Count an inference request."""
@@ -67,6 +81,8 @@ class Metrics:
         self._latency.observe(seconds)
         if status == 200:
             self._rows.inc(rows)
+        if self._everywhere:
+            self._queue.set(self._depth())
 
     def text(self) -> bytes:
         """Return everything in the text format that Prometheus reads."""

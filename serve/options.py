@@ -30,6 +30,8 @@ class Options:
     token: str = field(default="", repr=False)
     workers: int | None = None
     """Threads that call the model; as many as the cores allow, where left out."""
+    processes: int = 1
+    """Processes that answer, each with its own model, threads and queue."""
     threads: int = 1
     """CPU threads of one call."""
     delay_seconds: float = 0.0
@@ -40,5 +42,6 @@ class Options:
 
     @property
     def width(self) -> int:
-        """Number of threads that call the model."""
-        return self.workers or max(1, len(os.sched_getaffinity(0)) // self.threads)
+        """Number of threads of each process that call the model."""
+        taken = self.threads * self.processes
+        return self.workers or max(1, len(os.sched_getaffinity(0)) // taken)

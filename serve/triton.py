@@ -58,15 +58,7 @@ class TritonRepository(Artifact):
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Give the packaged file as a predictor; Triton is not started."""
-        if self.payload_path.suffix == ".onnx":
-            from export.onnx_session import session_predictor
-
-            yield session_predictor(self.payload_path, threads)
-            return
-        from compress.core.eager import predicting
-        from export.torchscript_file import load
-
-        with predicting(load(self.payload_path, device), device, threads) as predict:
+        with predicting_file(self.payload_path, device, threads) as predict:
             yield predict
 
     def parameters(self) -> int | None:
@@ -132,6 +124,21 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
             (partial / self.model_name / CONFIG).write_text(text, encoding="utf-8")
         logger.info("%s: %s", self.title, NOT_RUN)
         return TritonRepository.at(context.root)
+
+
+@contextmanager
+def predicting_file(file: Path, device: str, threads: int) -> Iterator[Predictor]:
+    """Give a repository's model file as a predictor, by the runtime of this process."""
+    if file.suffix == ".onnx":
+        from export.onnx_session import session_predictor
+
+        yield session_predictor(file, threads)
+        return
+    from compress.core.eager import predicting
+    from export.torchscript_file import load
+
+    with predicting(load(file, device), device, threads) as predict:
+        yield predict
 
 
 def refuse_nested(model: Artifact, title: str) -> None:

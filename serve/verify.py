@@ -24,6 +24,8 @@ ARTIFACT_MODULES = (
     "export.aot",
     "export.onnx",
     "export.torchscript",
+    "serve.kserve",
+    "serve.triton",
 )
 NATIVE = (
     "that it answers: its model is native code, which runs unseen, so it was not started; give the "

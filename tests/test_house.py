@@ -41,7 +41,8 @@ PUBLIC = {
     "TensorSpec Train Training Unavailable Verdict consolidate",
     export: "AotModel ExportAot ExportOnnx ExportProgram ExportTensorRT ExportTorchScript "
     "OnnxModel TensorRTEngine TorchScriptModel",
-    serve: "Client PackageTorchServe PackageTriton TorchServe TorchServeArchive TritonRepository",
+    serve: "Client KServeService PackageKServe PackageTorchServe PackageTriton TorchServe "
+    "TorchServeArchive TritonRepository",
 }
 
 

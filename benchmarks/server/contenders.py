@@ -90,11 +90,11 @@ class Server:
 
 
 @contextmanager
-def built_in(model: Artifact, workers: int = 2) -> Iterator[Server]:
-    """Give `compress serve` with its defaults, but for the number of threads."""
+def built_in(model: Artifact, processes: int) -> Iterator[Server]:
+    """Give `compress serve` with its defaults, but for the number of processes."""
     environment = os.environ | {"COMPRESS_SERVE_TOKEN": TOKEN, "PYTHONPATH": python_path()}
     command = [sys.executable, "-c", "import cli; cli.main()", "serve", str(model.path)]
-    command += ["--port", "0", "--workers", str(workers)]
+    command += ["--port", "0", "--processes", str(processes)]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE
     ) as process:

@@ -129,3 +129,37 @@ def until(reached: object) -> None:
     while not reached():
         assert time.monotonic() < due
         time.sleep(0.01)
+
+
+def test_several_processes_answer_at_one_address_and_end_together(artifact: Path) -> None:
+    with serving(artifact, "--processes", "2") as server:
+        children = psutil.Process(server.process.pid).children()
+        assert len(children) == 2
+        with ThreadPoolExecutor(8) as pool:
+            answers = [*pool.map(server.rows, [[0.0, float(i % 8), 0, 0] for i in range(40)])]
+        assert [answer["outputs"][2]["data"] for _, answer in answers] == [
+            [i % 8] for i in range(40)
+        ]
+        _, _, body = server.ask(path="/metrics", method="GET")
+        assert 'inference_requests_total{model="model",status="200"} 40.0' in body.decode()
+        children[0].kill()  # the server does not go on with half of its processes
+        assert server.process.wait(30) == 1
+    _, left = psutil.wait_procs(children, timeout=10)
+    assert left == []
+
+
+def test_processes_do_not_outlive_a_server_that_is_killed(artifact: Path) -> None:
+    with serving(artifact, "--processes", "2") as server:
+        children = psutil.Process(server.process.pid).children()
+        server.process.kill()
+        _, left = psutil.wait_procs(children, timeout=30)
+        assert left == []
+
+
+@pytest.mark.slow
+def test_processes_stop_with_their_server(artifact: Path) -> None:
+    with serving(artifact, "--processes", "2") as server:
+        children = psutil.Process(server.process.pid).children()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 143
+        assert not any(child.is_running() for child in children)

@@ -1,12 +1,19 @@
 """What a model tells of itself when it is asked: shapes, and whether its rows may be joined."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from compress.core.errors import StageFailed
+from compress.core.eager import EagerModel
+from compress.core.errors import ArtifactInvalid, StageFailed
 from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from export.program import ExportProgram
+from export.torchscript import ExportTorchScript
 from serve.batching import Job, answer
-from serve.interface import interface_of
+from serve.interface import Tensor, interface_of
+from serve.served import loaded, warm
 
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", shape=("batch", "steps", 3)),), outputs=(OutputSpec(name="y"),)
@@ -64,3 +71,26 @@ def test_joined_requests_get_their_own_rows() -> None:
     good, bad = answer(call, jobs([1, 2], [9]))
     assert good[0].tolist() == [2, 4]
     assert isinstance(bad, IndexError)
+
+
+def test_what_torch_runs_is_loaded_and_answers_as_opened(mlp: EagerModel, tmp_path: Path) -> None:
+    context = Context(root=tmp_path)
+    kinds = [
+        ExportTorchScript().run(mlp, context.at(tmp_path / "torchscript")),
+        ExportProgram().run(mlp, context.at(tmp_path / "graph")),
+    ]
+    inputs = mlp.signature.example(batch=5)
+    for artifact in kinds:
+        with loaded(artifact, "model", 1) as served, artifact.open() as predict:
+            assert (served.kind, served.interface.joins_rows) == (artifact.kind, True)
+            assert served.interface.outputs == (Tensor("logits", "float32", (-1, 3)),)
+            (got,) = served.call(*(tensor.numpy() for tensor in inputs))
+            assert np.array_equal(got, predict(*inputs)[0].numpy())
+    refused = pytest.raises(ArtifactInvalid, match="is 'eager', expected one of onnx, aot")
+    with refused, loaded(mlp, "model", 1):
+        pass
+
+
+def test_a_model_that_answers_nan_is_never_ready() -> None:
+    with pytest.raises(StageFailed, match="answers NaN in y to normal inputs"):
+        warm(lambda x: [x * np.nan], SIGNATURE)

@@ -1,0 +1,44 @@
+"""`compress serve` for an archive: the real TorchServe in the foreground."""
+
+import json
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from compress.core.stage import Context
+from serve.stage import PackageTorchServe
+from tests.serve.served_here import COMPRESS, ROOT, sealed
+
+pytestmark = [pytest.mark.torchserve, pytest.mark.slow]
+
+
+def test_an_archive_is_served_until_a_signal_and_the_curl_line_works(tmp_path: Path) -> None:
+    model = sealed(tmp_path / "onnx")
+    archive = PackageTorchServe(gates=()).run(model, Context(root=tmp_path / "mar"))
+    bare = shutil.copyfile(archive.payload_path, tmp_path / "bare.mar")
+    command = [*COMPRESS, "serve", str(bare), "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        where, curl = process.stdout.readline(), process.stdout.readline()
+        assert "served by TorchServe at http://127.0.0.1:" in where
+        done = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=60)
+        assert json.loads(done.stdout)["outputs"]["double"] == [[0.0] * 4]
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert started
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    _, left = psutil.wait_procs(started, timeout=10)
+    assert left == []
+
+
+def test_a_host_or_a_token_of_ones_own_is_refused(tmp_path: Path) -> None:
+    model = sealed(tmp_path / "onnx")
+    archive = PackageTorchServe(gates=()).run(model, Context(root=tmp_path / "mar"))
+    command = [*COMPRESS, "serve", str(archive.path), "--host", "0.0.0.0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "leave --host and --token-file out" in done.stderr
