@@ -281,6 +281,15 @@ def test_samples_that_tell_nothing_are_refused(
         QuantizeNative(calibration_samples=64)(model, Context(root=tmp_path / "int8", data=data))
 
 
+def test_an_input_that_never_changes_is_refused_by_name(tmp_path: Path) -> None:
+    specs = tuple(TensorSpec(name=name, shape=("batch", 4)) for name in ("a", "b"))
+    model = source(tmp_path / "source", "native_nets:inputs", Signature(inputs=specs))
+    found = [((torch.randn(4), torch.ones(4)), torch.tensor(0)) for _ in range(32)]
+    context = Context(root=tmp_path / "int8", data=Splits({"train": found}))
+    with pytest.raises(StageFailed, match="input b is 1 in every sample"):
+        QuantizeNative(calibration_samples=32)(model, context)
+
+
 def test_activations_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
     model = source(tmp_path / "source", "networks:diverging", ROWS)
     context = Context(root=tmp_path / "int8", data=rows((4,)))
