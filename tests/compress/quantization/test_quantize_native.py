@@ -193,6 +193,15 @@ def test_trained_integers_give_the_labels_they_were_trained_for(
     assert torch.equal(answers(native, image), answers(NativeModel.at(context.root), image))
 
 
+def test_training_begins_with_the_ranges_of_the_data_alone(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "native_nets:stubs")
+    context = Context(root=tmp_path / "int8", data=rows((1, 8, 8), scale=0.001))
+    training = Training(epochs=1, learning_rate=1e-6)
+    stage = QuantizeNative(method="qat", calibration_samples=64, finetune=training)
+    state = load_file(stage(model, context).payload_path)
+    assert float(state["conv_input_scale_0"]) < 0.0002  # 10 spreads in 127 steps
+
+
 @pytest.mark.skipif("qnnpack" not in ENGINES, reason="this torch lacks qnnpack")
 def test_another_engine_is_remembered(tmp_path: Path) -> None:
     model = source(tmp_path / "source", "native_nets:stubs")
