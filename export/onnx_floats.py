@@ -25,6 +25,9 @@ def keep_floats_(model: onnx.ModelProto) -> None:
     stands between DequantizeLinear and QuantizeLinear to 8 bits, with one scale for all channels,
     while it loads the file: a layer that is in float because it is sensitive loses more than the
     others. A Max between the two, which changes no number, prevents it.
+
+    In graphs quantized for GPUs there is no such place: only what layers of integers read is
+    rounded there, so that a float layer reads floats.
     """
     graph = model.graph
     makers = {name: node for node in graph.node for name in node.output}

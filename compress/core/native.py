@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from compress.core.eager import EagerModel
     from compress.core.recipe import Recipe
+    from compress.core.signature import Signature
 
 Backend = Literal["fx", "eager"]
 Method = Literal["static", "dynamic", "qat"]
@@ -71,12 +72,16 @@ class NativeModel(Artifact):
             facts: what the producing stage found out.
 
         Raises:
-            StageFailed: the module holds what cannot be written as plain tensors.
+            StageFailed: the module holds what cannot be written as plain tensors, or answers
+                otherwise when it is built anew from these.
         """
         from compress.core.packed import count_weights, unpacked
         from compress.core.safetensors_file import write_safetensors
+        from compress.core.torch_ao import refuse_other_answers
 
         state = unpacked(module)
+        again = _rebuilt(model.recipe, model.code, native, model.signature, state, str(path))
+        refuse_other_answers(module, again, native.engine, model.signature)
         known = {
             "native": native.model_dump(mode="json"),
             "parameters": count_weights(state),
@@ -127,15 +132,15 @@ class NativeModel(Artifact):
         """
         from safetensors.torch import load_file
 
-        from compress.core.packed import pack_
-        from compress.core.torch_ao import computing_with, converted, prepared
-
-        native, folder = self.native, self.path / CODE
-        module = self.recipe.build(folder if folder.is_dir() else None).eval()
-        with computing_with(native.engine):
-            quantized = converted(prepared(module, native, self.signature), native)
-            pack_(quantized, load_file(self.payload_path), str(self.payload_path))
-        return quantized
+        folder = self.path / CODE
+        return _rebuilt(
+            self.recipe,
+            folder if folder.is_dir() else None,
+            self.native,
+            self.signature,
+            load_file(self.payload_path),
+            str(self.payload_path),
+        )
 
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
@@ -156,3 +161,22 @@ class NativeModel(Artifact):
     def counts(self) -> dict[str, int]:
         """Return what was counted when it was made; packed weights do not tell."""
         return {name: int(str(self.manifest.facts[name])) for name in ("parameters", "macs")}
+
+
+def _rebuilt(
+    recipe: Recipe,
+    folder: Path | None,
+    native: Native,
+    signature: Signature,
+    state: dict[str, torch.Tensor],
+    source: str,
+) -> torch.nn.Module:
+    """Return a float module changed as it once was, filled with plain tensors."""
+    from compress.core.packed import pack_
+    from compress.core.torch_ao import computing_with, converted, prepared
+
+    module = recipe.build(folder).eval()
+    with computing_with(native.engine):
+        quantized = converted(prepared(module, native, signature), native)
+        pack_(quantized, state, source)
+    return quantized

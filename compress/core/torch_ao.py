@@ -19,6 +19,7 @@ from torch.ao.quantization import quantize_fx
 from torch.ao.quantization.fx.tracer import QuantizationTracer
 from torch.ao.quantization.observer import MovingAverageMinMaxObserver
 
+from compress.core.eager import run_in_eval
 from compress.core.errors import StageFailed, Unavailable, first_line
 
 if TYPE_CHECKING:
@@ -153,6 +154,24 @@ def converted(module: nn.Module, native: Native) -> nn.Module:
                 f"torch.ao's {native.backend} mode cannot convert the model: {_told(error)}; leave "
                 "that part in float with `exclude`, or use quantize_static"
             ) from error
+
+
+def refuse_other_answers(
+    module: nn.Module, again: nn.Module, engine: str, signature: Signature
+) -> None:
+    """Refuse a module that was built anew and does not answer bit for bit alike.
+
+    Raises:
+        StageFailed: so it is.
+    """
+    inputs = signature.example()
+    with computing_with(engine), quiet():
+        pairs = zip(run_in_eval(module, inputs), run_in_eval(again, inputs), strict=True)
+        if not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs):
+            raise StageFailed(
+                "the quantized model answers otherwise when it is built anew from its recipe and "
+                "integers; its factory must build the same layers each time"
+            )
 
 
 def _prepared_fx(module: nn.Module, native: Native, signature: Signature) -> nn.Module:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +24,7 @@ from compress.quantization.ranges import (
 from compress.quantization.samples import varied
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.export import ExportedProgram
     from torch.fx import GraphModule
@@ -109,16 +111,33 @@ def traced(module: torch.nn.Module, signature: Signature) -> GraphModule:
     return graph
 
 
+def copied(graph: GraphModule, shared: Iterable[torch.Tensor] = ()) -> GraphModule:
+    """Return a graph that can be changed, its observers and tensors copied with it.
+
+    Args:
+        graph: the graph; it is not changed.
+        shared: tensors that both are to hold.
+    """
+    with _quiet_about_specs():
+        return deepcopy(graph, {id(tensor): tensor for tensor in shared})
+
+
 def functional(program: ExportedProgram) -> ExportedProgram:
     """Return a program that computes the same and writes into no tensor.
 
     Between rounding and its inverse a tensor is a copy: what is written into a view of it would not
     reach its other readers.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+    with _quiet_about_specs():
         decomposed: ExportedProgram = program.run_decompositions({})
         return decomposed
+
+
+@contextmanager
+def _quiet_about_specs() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+        yield
 
 
 def observe_(

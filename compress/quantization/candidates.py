@@ -6,10 +6,8 @@ are rounded, as observers look at the float model.
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
-import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +16,7 @@ import torch
 from torch import fx
 
 from compress.quantization.calibrate import (
+    copied,
     integer_graph,
     observe_,
     prepare,
@@ -152,7 +151,7 @@ class Candidates:
                 not finite.
         """
         quantizer = self._quantizer(cast("Observer", observer), {})
-        prepared = prepare(_copy(self.graph), quantizer)
+        prepared = prepare(self._copied(), quantizer)
         self.layers = quantizer.layers
         observe_(prepared, self.signature, batches, report)
         for name, seen, _ in _activation_observers(prepared):
@@ -167,7 +166,7 @@ class Candidates:
                 `float`.
         """
         quantizer = self._quantizer("minmax", formats)
-        prepared = prepare(_copy(self.graph), quantizer)
+        prepared = prepare(self._copied(), quantizer)
         with torch.inference_mode():
             prepared(*self.signature.example())  # the weights' observers look when it is run
         usual = next(iter(self.ranges.values()))
@@ -182,6 +181,10 @@ class Candidates:
                     observer.min_val, observer.max_val = (limit.clone() for limit in found)
         fit_ranges_(prepared)
         return Candidate(integer_graph(prepared), quantizer)
+
+    def _copied(self) -> fx.GraphModule:
+        """Return the float graph, with the same weights in memory."""
+        return copied(self.graph, self.graph.state_dict(keep_vars=True).values())
 
     def _quantizer(self, observer: Observer, formats: Mapping[str, str]) -> MixedQuantizer:
         floats, wides = (
@@ -238,15 +241,6 @@ class _Costing(fx.Interpreter):
         """Yield each layer's times."""
         for name in self.macs:
             yield name, [run[name] for run in self._runs]
-
-
-def _copy(graph: fx.GraphModule) -> fx.GraphModule:
-    """Return a graph that can be changed, with the same weights in memory."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
-        other = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-    other.meta.update(graph.meta)
-    return other
 
 
 def _activation_observers(

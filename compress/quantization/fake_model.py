@@ -12,8 +12,8 @@ from compress.quantization.calibrate import integer_program
 from compress.quantization.fake import ActivationGrid, BiasGrid, FakeQuantize, WeightGrid
 from compress.quantization.folded import FoldedLayer, Normed, product_of
 from compress.quantization.pt2e import DerivedObserverOrFakeQuantize
-from compress.quantization.quantizer import WEIGHTED, is_constant
-from compress.quantization.ranges import LARGEST_BIAS
+from compress.quantization.quantizer import is_constant
+from compress.quantization.ranges import least_weight_scale, rounded_biases
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -135,13 +135,11 @@ class FakeQuantized(nn.Module):
 
         Training can make a bias large beside a channel's weights; see `fit_ranges_`.
         """
-        for node in prepared.graph.nodes:
-            bias = node.args[2] if node.target in WEIGHTED and len(node.args) > 2 else None
-            if isinstance(bias, Node) and bias.op == "call_module":
-                source, weight = (self.grids[str(part.target)] for part in node.args[:2])
-                bias_O = prepared.get_parameter(_constant(bias)).abs()
-                least_O = bias_O / (source.calculate_qparams()[0] * LARGEST_BIAS)
-                weight.set_scale_(torch.maximum(weight.scale, least_O))
+        for nodes in rounded_biases(prepared):
+            source, weight = (self.grids[str(part.target)] for part in nodes[:2])
+            bias_O = prepared.get_parameter(_constant(nodes[2]))
+            least_O = least_weight_scale(bias_O, source.calculate_qparams()[0])
+            weight.set_scale_(torch.maximum(weight.scale, least_O))
 
 
 def _observers(prepared: GraphModule) -> list[tuple[Node, Any]]:

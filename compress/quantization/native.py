@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,22 +15,16 @@ from compress.core.eager import flatten_outputs, run_in_eval
 from compress.core.errors import StageFailed, first_line
 from compress.core.torch_ao import computing_with, converted, prepared, quiet
 from compress.quantization.calibrate import refuse_misfit
-from compress.quantization.comparison import compare_followed
-from compress.quantization.following import Reference
 from compress.quantization.ranges import refuse_unless_finite
 from compress.quantization.samples import varied
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from compress.core.batch import Batch
     from compress.core.eager import EagerModel
     from compress.core.native import Native
     from compress.core.signature import Signature
-    from compress.core.stage import Context
-    from compress.quantization.deviation import Deviation
-    from compress.quantization.fidelity import Fidelity
-    from compress.quantization.following import Call
 
 INTEGER_LAYERS = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 """Packages of torch's integer layers, those with run-time ranges included."""
@@ -233,65 +226,3 @@ def float_modules(model: EagerModel, module: nn.Module) -> list[str]:
         for name, part in model.load().named_modules()
         if name and name not in integer and any(p.dim() > 1 for p in part.parameters(recurse=False))
     ]
-
-
-def compare_native(
-    model: EagerModel, module: nn.Module, native: Native, context: Context
-) -> Fidelity:
-    """Return how near a model in integer layers stays to its float model.
-
-    Raises:
-        StageFailed: its answers are not finite where the float model's are.
-    """
-    parts = {n: p for n, p in module.named_modules() if n and not isinstance(p, nn.Identity)}
-    layers = {name: part for name, part in parts.items() if is_integer(part)}
-    reference = Reference(model.load(), set(layers), set(parts))
-    with computing_with(native.engine), quiet():
-        return compare_followed(reference, FollowedModule(module, layers), model.signature, context)
-
-
-@dataclass(frozen=True)
-class FollowedModule:
-    """A module followed through its integer layers."""
-
-    module: nn.Module
-    layers: Mapping[str, nn.Module]
-    """Integer layers by the names that their float ones had."""
-
-    def __call__(
-        self,
-        inputs: Sequence[torch.Tensor],
-        expected: Mapping[Call, torch.Tensor],
-        found: dict[str, Deviation],
-        *,
-        given: bool,
-    ) -> Any:
-        """Return the answers, and add up how far the layers are from what is expected."""
-        calls: Counter[str] = Counter()
-
-        def listener(name: str) -> Any:
-            def listen(part: nn.Module, _: Any, output: Any) -> Any:
-                right = expected.get((name, calls[name]))
-                calls[name] += 1
-                if right is None or getattr(output, "shape", None) != right.shape:
-                    return None
-                right = right.relu() if "ReLU" in type(part).__name__ else right
-                found[name].add(right, output.dequantize() if output.is_quantized else output)
-                return _like(right, output) if given else None
-
-            return listen
-
-        hooks = [part.register_forward_hook(listener(n)) for n, part in self.layers.items()]
-        try:
-            return self.module(*inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-def _like(values: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Return values in the format of an output."""
-    if not output.is_quantized:
-        return values
-    scale, zero = output.q_scale(), output.q_zero_point()
-    return torch.quantize_per_tensor(values, scale, zero, output.dtype)

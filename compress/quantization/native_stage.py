@@ -106,7 +106,8 @@ class QuantizeNative(Stage[EagerModel, NativeModel]):
                 computes.
             Unavailable: torch lacks the engine.
         """
-        from compress.quantization.native import compare_native, float_modules, quantized_operators
+        from compress.quantization.native import float_modules, quantized_operators
+        from compress.quantization.native_comparison import compare_native
 
         native = self._native(model.load())
         module, facts = self._quantized(model, native, context)

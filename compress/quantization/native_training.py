@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.ao import quantization as ao
+from torch.ao.quantization.observer import MovingAverageMinMaxObserver
 
 from compress.core.eager import EagerModel, predicting
 from compress.core.native import Native
@@ -78,6 +79,7 @@ def train(
         StageFailed: as of `quantize_static`, or the training failed.
     """
     module = watched(str(model.path.absolute()), native.model_dump(mode="json")).eval()
+    module.apply(_forget_range_)
     module.apply(ao.enable_observer)
     module.apply(ao.disable_fake_quant)
     observe_(module.module, model, batches, report)
@@ -102,6 +104,12 @@ def watched(model: str, native: dict[str, Any]) -> Watched:
     with torch.no_grad(), quiet():
         module(*source.signature.example())  # what observers hold has its shape from then on
     return Watched(module)
+
+
+def _forget_range_(part: nn.Module) -> None:
+    """Let an observer begin anew: the inputs that gave it its shape were none of the data's."""
+    if isinstance(part, MovingAverageMinMaxObserver):
+        part.reset_min_max_vals()
 
 
 def _sealed(module: Watched, model: EagerModel, native: Native, path: Path) -> EagerModel:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from compress.core.eager import EagerModel
 from compress.core.recipe import Recipe
 from compress.core.settings import Settings
-from compress.quantization.calibrate import observe_, prepare, traced
+from compress.quantization.calibrate import copied, observe_, prepare, traced
 from compress.quantization.fake_model import FakeQuantized
 from compress.quantization.folded import Normed, normed_layers
 from compress.quantization.patterns import Target
@@ -84,14 +82,14 @@ class Prepared:
             batches: calibration inputs.
             report: called with the number of samples seen so far.
         """
-        graph = _copy(self.graph)
+        graph = copied(self.graph)
         observe_(graph, self.model.signature, batches, report)
         fit_ranges_(graph)
         return self._fake_quantized(graph, calibrated=True)
 
     def uncalibrated(self) -> FakeQuantized:
         """Return the fake-quantized model, its ranges not yet known."""
-        return self._fake_quantized(_copy(self.graph), calibrated=False)
+        return self._fake_quantized(copied(self.graph), calibrated=False)
 
     def sealed(self, module: FakeQuantized, path: Path) -> EagerModel:
         """Seal a fake-quantized model, so that every process of a training builds it anew.
@@ -109,7 +107,7 @@ class Prepared:
 
     def converted(self, module: FakeQuantized) -> ExportedProgram:
         """Return the integer graph of a fake-quantized model, and freeze this as it is."""
-        return module.converted(_copy(self.graph), self.model.signature)
+        return module.converted(copied(self.graph), self.model.signature)
 
     def _fake_quantized(self, graph: GraphModule, *, calibrated: bool) -> FakeQuantized:
         return FakeQuantized(
@@ -119,12 +117,6 @@ class Prepared:
             follows=self.rounding.observer in FOLLOWED,
             calibrated=calibrated,
         )
-
-
-def _copy(graph: GraphModule) -> GraphModule:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
-        return deepcopy(graph)
 
 
 def fake_quantized(model: str, rounding: dict[str, Any]) -> FakeQuantized:

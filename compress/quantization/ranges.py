@@ -181,14 +181,24 @@ def fit_ranges_(prepared: GraphModule) -> None:
     for node in prepared.graph.nodes:
         if node.op == "call_module" and hasattr(observer_of(prepared, node), "max_val"):
             _refuse_vanishing(observer_of(prepared, node), place(observed(node)))
+    for nodes in rounded_biases(prepared):
+        source, weight = (observer_of(prepared, part) for part in nodes[:2])
+        scale, _ = source.calculate_qparams()
+        least_O = least_weight_scale(value_of(prepared, observed(nodes[2])), scale)
+        weight.max_val = torch.maximum(weight.max_val, least_O * weight.quant_max)
+
+
+def rounded_biases(prepared: GraphModule) -> Iterator[tuple[Node, Node, Node]]:
+    """Yield what calls the observers of input, weight and bias, of layers whose bias is rounded."""
     for node in prepared.graph.nodes:
         bias = node.args[2] if node.target in WEIGHTED and len(node.args) > 2 else None
         if isinstance(bias, Node) and bias.op == "call_module":
-            source, weight = (observer_of(prepared, part) for part in node.args[:2])
-            bias_O = value_of(prepared, observed(bias))
-            scale, _ = source.calculate_qparams()
-            largest_O = bias_O.abs() / (scale * LARGEST_BIAS) * weight.quant_max
-            weight.max_val = torch.maximum(weight.max_val, largest_O)
+            yield (*node.args[:2], bias)
+
+
+def least_weight_scale(bias_O: torch.Tensor, input_scale: torch.Tensor) -> torch.Tensor:
+    """Return the least scale of each channel's weights with which its bias fits 32 bits."""
+    return bias_O.abs() / (input_scale * LARGEST_BIAS)
 
 
 def observer_of(prepared: GraphModule, node: object) -> MinMaxObserver:

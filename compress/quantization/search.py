@@ -91,8 +91,9 @@ class Search:
         order = self._order()
         for chosen in [c for c in (FLOAT, WIDE) if c in self.fallback]:
             count = self._smallest_prefix(order, chosen)
-            if count:
-                left = self._give_back(dict.fromkeys(order[:count], chosen))
+            given = dict.fromkeys(order[:count], chosen) or self._other_choice(order, chosen)
+            if given:
+                left = self._give_back(given)
                 if chosen == FLOAT and WIDE in self.fallback:
                     self._narrow(left)
                 return
@@ -143,6 +144,20 @@ class Search:
             kept = self._keeps(self._with(dict.fromkeys(order[:middle], chosen)))
             low, high = (low, middle) if kept else (middle, high)
         return high
+
+    def _other_choice(self, order: Sequence[str], chosen: str) -> Formats:
+        """Return other layers that a format keeps the metric with, where bisection found none.
+
+        Prefixes that it passed over, as more layers in float may do worse; then all layers but one,
+        as the one that does harm may be the dearest by far, and ranked last.
+        """
+        prefixes = [list(order[:count]) for count in range(1, len(order))]
+        all_but_one = [[n for n in order if n != kept] for kept in reversed(order)]
+        for names in filter(None, prefixes + all_but_one):
+            given = dict.fromkeys(names, chosen)
+            if self._keeps(self._with(given)):
+                return given
+        return {}
 
     def _give_back(self, given: Formats) -> Formats:
         """Round layers again one by one, while the metric is kept; the dearest for its harm first.

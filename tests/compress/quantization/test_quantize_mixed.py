@@ -256,6 +256,18 @@ def test_the_smallest_prefix_is_found_and_what_it_holds_in_vain_is_rounded_again
     assert search.evaluations < 2 ** len(lost) / 8
 
 
+def test_a_layer_that_ruins_it_is_found_though_its_cost_ranks_it_last() -> None:
+    search = searched({"a": 0.0, "b": 0.0, "c": 0.0, "dear": 0.5}, 0.1, ["a", "b", "c", "dear"])
+    assert search.run() == {"dear": "float"}
+
+
+def test_a_metric_that_more_floats_make_worse_is_kept_by_fewer() -> None:
+    lost = dict.fromkeys("abcdefgh", 0.0)
+    search = searched(lost, 0.1, [*lost])
+    search.judge.drop = lambda formats: 0.0 if set(formats) >= {"c"} and len(formats) < 4 else 0.5
+    assert search.run() == {"c": "float"}
+
+
 def test_float_is_for_what_sixteen_bits_are_not_enough() -> None:
     lost = {"a": 0.5, "b": 0.0, "c": 0.4, "d": 0.3}
     search = searched(lost, 0.02, ["a", "c", "d", "b"], ("uint16", "float"), {"c": 0.4})

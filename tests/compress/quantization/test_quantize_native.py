@@ -193,6 +193,15 @@ def test_trained_integers_give_the_labels_they_were_trained_for(
     assert torch.equal(answers(native, image), answers(NativeModel.at(context.root), image))
 
 
+def test_training_begins_with_the_ranges_of_the_data_alone(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "native_nets:stubs")
+    context = Context(root=tmp_path / "int8", data=rows((1, 8, 8), scale=0.001))
+    training = Training(epochs=1, learning_rate=1e-6)
+    stage = QuantizeNative(method="qat", calibration_samples=64, finetune=training)
+    state = load_file(stage(model, context).payload_path)
+    assert float(state["conv_input_scale_0"]) < 0.0002  # 10 spreads in 127 steps
+
+
 @pytest.mark.skipif("qnnpack" not in ENGINES, reason="this torch lacks qnnpack")
 def test_another_engine_is_remembered(tmp_path: Path) -> None:
     model = source(tmp_path / "source", "native_nets:stubs")
@@ -279,6 +288,15 @@ def test_samples_that_tell_nothing_are_refused(
     data = Splits({"train": TensorDataset(images, torch.zeros(64).long())}, batch_size=32)
     with pytest.raises(StageFailed, match=told):
         QuantizeNative(calibration_samples=64)(model, Context(root=tmp_path / "int8", data=data))
+
+
+def test_an_input_that_never_changes_is_refused_by_name(tmp_path: Path) -> None:
+    specs = tuple(TensorSpec(name=name, shape=("batch", 4)) for name in ("a", "b"))
+    model = source(tmp_path / "source", "native_nets:inputs", Signature(inputs=specs))
+    found = [((torch.randn(4), torch.ones(4)), torch.tensor(0)) for _ in range(32)]
+    context = Context(root=tmp_path / "int8", data=Splits({"train": found}))
+    with pytest.raises(StageFailed, match="input b is 1 in every sample"):
+        QuantizeNative(calibration_samples=32)(model, context)
 
 
 def test_activations_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
