@@ -194,9 +194,9 @@ def test_steps_of_any_number_are_refused_where_they_would_be_written_out(
 ) -> None:
     layer = getattr(torch.nn, kind)(3, 4, batch_first=batch_first).eval()
     shape = ("batch", "time", 3) if batch_first else ("time", "batch", 3)
-    open_length = Signature(inputs=(TensorSpec(name="x", shape=shape),), batch_axis="batch")
+    open_length = Signature(inputs=(TensorSpec(name="x", shape=shape),))
     fixed = tuple(5 if axis == "time" else axis for axis in shape)
-    fixed_length = Signature(inputs=(TensorSpec(name="x", shape=fixed),), batch_axis="batch")
+    fixed_length = Signature(inputs=(TensorSpec(name="x", shape=fixed),))
     refuse_unrolled(export_program(layer, fixed_length))
     program = export_program(layer, open_length)
     if refused:
