@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,11 +18,13 @@ from export.samples import ELSEWHERE, NOTHING_FINITE, check_on_samples, val_inpu
 from export.truth import Truth
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from compress.core.artifact import Artifact, Predictor
     from compress.core.signature import Signature
     from compress.core.stage import Context
+
+    Limits = Mapping[str, int]
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +33,15 @@ Outputs = tuple[torch.Tensor, ...]
 BATCHES = (1, 3, 8)
 SIZES = (8, 16, 4)
 """Sizes tried of named axes other than the batch; a model may refuse some."""
+LARGEST = 1024
+"""The largest size of an axis that is bounded is tried too, up to here: answers take memory."""
 FLOAT_ERROR = 1e-3
 """Largest error, relative to the norm of the output, of a model that computes in floats."""
 ROUNDED_ERROR = 0.1
 """The same with integer activations, where one unit in the last place of a float flips a rounding;
 a gate states what accuracy is needed, this only tells a right graph from a wrong one."""
+ASSERTED = "Runtime assertion failed"
+"""What a graph says that was traced for other sizes, as torch.export assumes none to become 1."""
 BAKED_IN = (
     ", and is right at the sizes it was made with, so the axis is baked in; compute it from the "
     "input's shape in the model's code"
@@ -52,17 +58,31 @@ class Disagreement(StageFailed):
         self.inputs = inputs
 
 
-def prove_equal(source: Artifact, got: Predictor, context: Context) -> None:
+def prove_equal(
+    source: Artifact, got: Predictor, context: Context, limits: Limits | None = None
+) -> None:
     """Compare an exported model with its source: at several sizes, on `val`, on hostile inputs.
+
+    Args:
+        source: what was exported.
+        got: the exported model.
+        context: with the data and threads of this run.
+        limits: the largest size of each named axis that has one.
 
     Raises:
         StageFailed: they answer otherwise; the message says where.
     """
     with source.open(threads=context.threads) as expected:
-        compare(source, expected, got, list(val_inputs(context)))
+        compare(source, expected, got, list(val_inputs(context)), limits)
 
 
-def compare(source: Artifact, expected: Predictor, got: Predictor, seen: Sequence[Outputs]) -> None:
+def compare(
+    source: Artifact,
+    expected: Predictor,
+    got: Predictor,
+    seen: Sequence[Outputs],
+    limits: Limits | None = None,
+) -> None:
     """Compare two models: at several sizes, on real inputs, on hostile ones.
 
     Args:
@@ -70,13 +90,14 @@ def compare(source: Artifact, expected: Predictor, got: Predictor, seen: Sequenc
         expected: its answers.
         got: the exported model.
         seen: batches of real inputs.
+        limits: the largest size of each named axis that has one.
 
     Raises:
         StageFailed: they answer otherwise; the message says where.
     """
     signature, rounded = source.signature, isinstance(source, GraphModel)
     truth = Truth(source, expected)
-    check_agreement(expected, got, signature, rounded=rounded, truth=truth)
+    check_agreement(expected, got, signature, rounded=rounded, truth=truth, limits=limits)
     found = check_on_samples(
         any_batch(expected, signature), any_batch(got, signature), seen, rounded=rounded
     )
@@ -105,19 +126,23 @@ def prove_again(source: Artifact, artifact: Artifact, context: Context) -> None:
         StageFailed: they answer otherwise.
     """
     with artifact.open(threads=context.threads) as got:
-        prove_equal(source, got, context)
+        limits: Any = artifact.manifest.facts.get("axis_limits")
+        prove_equal(source, got, context, limits)
 
 
-def cases(signature: Signature, seen: Sequence[Outputs]) -> Iterator[tuple[str, Outputs]]:
+def cases(
+    signature: Signature, seen: Sequence[Outputs], limits: Limits | None = None
+) -> Iterator[tuple[str, Outputs]]:
     """Yield every kind of input that two models are compared on, with its name.
 
     Args:
         signature: their interface.
         seen: batches of real inputs.
+        limits: the largest size of each named axis that has one.
     """
     yield "seeded", signature.example()
     for axis in signature.dynamic_axes:
-        for size in BATCHES if axis == signature.batch_axis else SIZES:
+        for size in _sizes(signature, axis, limits):
             yield f"{axis} of {size}", signature.example(sizes={axis: size})
     rows = signature.inputs[0].shape[0] if signature.inputs[0].shape else None
     for i, inputs in enumerate(seen):
@@ -134,6 +159,7 @@ def check_agreement(
     *,
     rounded: bool = False,
     truth: Truth | None = None,
+    limits: Limits | None = None,
 ) -> None:
     """Compare two models at several sizes of every named axis.
 
@@ -143,6 +169,7 @@ def check_agreement(
         signature: their interface.
         rounded: whether the models compute in integers.
         truth: what excuses a difference.
+        limits: the largest size of each named axis that has one.
 
     Raises:
         StageFailed: an axis is baked in, or the answers differ; the message names the axis.
@@ -154,11 +181,11 @@ def check_agreement(
         if problem and not _excused(truth, got, example, limit):
             raise Disagreement(problem, "seeded", example)
     for axis in signature.dynamic_axes:
-        for size, inputs, outputs in _variations(expected, signature, axis):
+        for size, inputs, outputs in _variations(expected, signature, axis, limits):
             problem = _problem(got, inputs, outputs, limit)
             if problem and not _excused(truth, got, inputs, limit):
                 baked_in = _problem(got, example, expected(*example), limit) is None
-                advice = BAKED_IN if baked_in else ""
+                advice = BAKED_IN if baked_in and ASSERTED not in problem else ""
                 raise Disagreement(
                     f"axis {axis!r} at size {size}: {problem}{advice}", f"{axis} of {size}", inputs
                 )
@@ -175,12 +202,12 @@ def _excused(truth: Truth | None, got: Predictor, inputs: Outputs, limit: float)
 
 
 def _variations(
-    expected: Predictor, signature: Signature, axis: str
+    expected: Predictor, signature: Signature, axis: str, limits: Limits | None
 ) -> Iterator[tuple[int, Outputs, Outputs]]:
     """Yield sizes of an axis with inputs of that size and the source model's outputs."""
     taken = 0
     refusal = ""
-    for size in BATCHES if axis == signature.batch_axis else SIZES:
+    for size in _sizes(signature, axis, limits):
         inputs = signature.example(sizes={axis: size})
         try:
             outputs = expected(*inputs)
@@ -194,6 +221,13 @@ def _variations(
             f"axis {axis!r} is declared dynamic and the source model takes one size only "
             f"({refusal}); declare a number instead of the name in model.inputs"
         )
+
+
+def _sizes(signature: Signature, axis: str, limits: Limits | None) -> tuple[int, ...]:
+    """Return the sizes of an axis that are tried."""
+    usual = BATCHES if axis == signature.batch_axis else SIZES
+    largest = (limits or {}).get(axis, 0)
+    return (*usual, largest) if max(usual) < largest <= LARGEST else usual
 
 
 def _problem(

@@ -43,6 +43,7 @@ INTEGER_KERNEL = re.compile(r"qconv|qlinear|int_mm")
 FLOAT_KERNEL = re.compile(r"(mkl(dnn)?_+)*(convolution|linear|(add|b|badd)?mm)")
 SOURCE = (".cpp", ".cu")
 DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor"
+UNROLLED = re.compile(r"aten\.(gru|rnn)(?:_tanh|_relu)?\.input")
 CONVOLUTION = re.compile(r"aten\.conv(1d|2d|3d|olution)\.")
 
 
@@ -60,6 +61,7 @@ def compile_package(
 
     refuse_wide_integers(program)
     refuse_one_channel_integers(program)
+    refuse_unrolled(program)
     failure: Exception | None = None
     with TemporaryDirectory(prefix="compress-aot-") as scratch, _quiet(), fresh_cache(dir=scratch):
         package = Path(scratch) / file.name
@@ -125,6 +127,28 @@ def refuse_one_channel_integers(program: ExportedProgram) -> None:
                 "a convolution reads integers of one channel, and its input has a dynamic axis: "
                 "AOTInductor compiles that into wrong answers; quantize with `target: "
                 "inductor-cpu`, which leaves it in float, or `exclude` it"
+            )
+
+
+def refuse_unrolled(program: ExportedProgram) -> None:
+    """Refuse GRUs and plain recurrent layers over sequences of any length.
+
+    Inductor (torch 2.13) computes LSTMs alone by a kernel: of the others it writes out the steps of
+    the length that was traced, and says nothing.
+
+    Raises:
+        StageFailed: there is one.
+    """
+    for node in program.graph.nodes:
+        layer = UNROLLED.match(str(node.target))
+        if layer is None:
+            continue
+        batch_first = bool(node.args[-1])
+        if not isinstance(node.args[0].meta["val"].shape[1 if batch_first else 0], int):
+            raise StageFailed(
+                f"AOTInductor writes out the steps of a {layer[1].upper()} one by one, and here "
+                "their number is a named axis; declare a number instead of the name in "
+                "model.inputs, or use an LSTM, export_onnx or export_torchscript"
             )
 
 

@@ -110,7 +110,8 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
             file = partial / OnnxModel.payload
             translation = self._write(model, file, facts)
             seen = list(val_inputs(context))
-            asked = chain((x for _, x in cases(model.signature, seen)), seen)
+            limits = translation.limits.get("axis_limits")
+            asked = chain((x for _, x in cases(model.signature, seen, limits)), seen)
             with recorded(model, asked, context.threads) as expected:
                 with mapped(file) as graph:
                     got, kernels = counted_predictor(graph, context.threads)

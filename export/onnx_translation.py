@@ -100,7 +100,7 @@ def prove_equal(
             failure is told first.
     """
     try:
-        agreement.compare(source, expected, got, seen)
+        agreement.compare(source, expected, got, seen, translation.limits.get("axis_limits"))
     except StageFailed as error:
         if not translation.problem:
             raise

@@ -12,6 +12,7 @@ import torch
 
 from compress.core.errors import ArtifactInvalid, StageFailed, first_line
 from compress.core.program import with_flat_outputs
+from export.torchscript_functions import plain_functions
 from export.torchscript_mixed import guesses, script_parts_
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def to_torchscript(
     def trace() -> Any:
         flat = with_flat_outputs(module, inputs)
         # The tracer's own check runs the same inputs again; check_agreement does more.
-        return torch.jit.trace(flat, inputs, check_trace=False)  # type: ignore[no-untyped-call]  # torch
+        with plain_functions():
+            return torch.jit.trace(flat, inputs, check_trace=False)  # type: ignore[no-untyped-call]  # torch
 
     with torch.no_grad(), quiet():
         try:

@@ -3,8 +3,11 @@
 - `batch 1`, `batch 8`: time of a call as a ratio to the eager module's, all measured call by call
   in turn in one process, one thread; below 1 is faster.
 - `export s`, `peak`: seconds of the export with its proof, in a process of its own, and the most
-  memory above what the process had before, as a multiple of the weights' bytes; a compiler that it
-  starts is a process beside it, whose peak counts where that is larger.
+  memory above what the process had when all was imported, as a multiple of the weights' bytes; a
+  compiler that it starts is a process beside it, whose peak counts where that is larger.
+- `net`: `peak` without what the export of a net of one small layer takes there.
+- `run`: the same of loading the eager model and asking it once for a batch of 8, which an export
+  does too: activations count, whatever the weights.
 - `load s`: from an interpreter with PyTorch imported to the first answer.
 - `size`: of the file, as a multiple of the weights' bytes.
 """
@@ -30,7 +33,7 @@ from compress.core.eager import EagerModel, predicting
 from compress.core.errors import CompressError
 from compress.core.latency import latencies
 from export import ExportAot, ExportOnnx, ExportTorchScript
-from exporter.models import MODELS, made
+from exporter.models import MODELS, imported, made
 
 STAGES = {
     "ONNX": ExportOnnx,
@@ -52,18 +55,20 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.one:
         what, name, path = options.one
-        print(json.dumps(load(Path(path)) if what == "load" else export(name, Path(path))))
+        parts = {"load": load, "run": run, "export": lambda path: export(name, path)}
+        print(json.dumps(parts[what](Path(path))))
         return
     for name in options.models or (["mobilenet_v2", "gpt2"] if options.small else MODELS):
         with tempfile.TemporaryDirectory() as folder:
-            _table(name, Path(folder), small=options.small)
+            _table(name, Path(folder) / name, small=options.small)
 
 
 def _table(name: str, root: Path, *, small: bool) -> None:
     model = made(name, root, small=small)
     weights = model.payload_bytes
-    print(f"\n{name}, {weights / 1e6:.1f} MB of weights")
-    columns = ("batch 1", "batch 8", "export s", "peak", "load s", "size")
+    run = apart("run", EAGER, root)["peak"] / weights
+    print(f"\n{name}, {weights / 1e6:.1f} MB of weights; run {run:.2f}")
+    columns = ("batch 1", "batch 8", "export s", "peak", "net", "load s", "size")
     print(f"{'':16}{''.join(f'{column:>10}' for column in columns)}")
     found: dict[str, dict] = {}
     for kind in STAGES:
@@ -76,8 +81,8 @@ def _table(name: str, root: Path, *, small: bool) -> None:
     for kind, ratios in _ratios(model, root, list(found), small=small).items():
         row = found[kind]
         size = 1.0 if kind == EAGER else _bytes(root / kind) / weights if kind in STAGES else None
-        peak = row["peak"] / weights if "peak" in row else None
-        values = (*ratios, row.get("export"), peak, row.get("load"), size)
+        peaks = (row[k] / weights if k in row else None for k in ("peak", "net"))
+        values = (*ratios, row.get("export"), *peaks, row.get("load"), size)
         cells = ("–" if value is None else f"{value:.2f}" for value in values)
         print(f"{kind:16}{''.join(f'{cell:>10}' for cell in cells)}", flush=True)
 
@@ -98,7 +103,8 @@ def apart(what: str, kind: str, path: Path) -> dict:
 def export(kind: str, root: Path) -> dict:
     """Export the model in a folder; return seconds, and bytes of memory at the peak."""
     model, stage = EagerModel.at(root / "source"), STAGES[kind]()
-    _warm_up(kind, root / "warm")
+    imported(root.name)
+    fixed = _warm_up(kind, root / "warm")
     before = kibibytes("VmRSS")
     forget_peak()
     began = time.perf_counter()
@@ -108,15 +114,26 @@ def export(kind: str, root: Path) -> dict:
         return {"refused": str(error)}
     seconds = time.perf_counter() - began
     beside = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return {"export": seconds, "peak": 1024 * max(kibibytes("VmHWM") - before, beside)}
+    found = {"export": seconds, "peak": 1024 * max(kibibytes("VmHWM") - before, beside)}
+    return found if fixed is None else found | {"net": found["peak"] - fixed}
 
 
-def _warm_up(kind: str, folder: Path) -> None:
-    """Import what a first export imports, which the model's size has no part in."""
+def run(root: Path) -> dict:
+    """Load the eager model and ask it once; return bytes of memory at the peak."""
+    model = EagerModel.at(root / "source")
+    imported(root.name)
+    before = kibibytes("VmRSS")
+    forget_peak()
+    with model.open() as predict:
+        predict(*model.signature.example(batch=max(BATCHES)))
+    return {"peak": 1024 * (kibibytes("VmHWM") - before)}
+
+
+def _warm_up(kind: str, folder: Path) -> int | None:
+    """Import what a first export imports; return what a second one takes, in bytes of memory."""
     if kind == "AOTInductor":
         import_module("torch._inductor.compile_fx")
-
-        return
+        return None
     small = torch.nn.Linear(4, 2)
     tiny = EagerModel.from_module(
         small,
@@ -126,6 +143,10 @@ def _warm_up(kind: str, folder: Path) -> None:
         root=folder / "source",
     )
     STAGES[kind]()(tiny, Context(root=folder / "made"))
+    before = kibibytes("VmRSS")
+    forget_peak()
+    STAGES[kind]()(tiny, Context(root=folder / "again"))
+    return 1024 * (kibibytes("VmHWM") - before)
 
 
 def load(path: Path) -> dict:

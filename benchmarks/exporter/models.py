@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -23,14 +24,22 @@ class Known:
     factory: str
     inputs: str
     """`image`, `words` or `sentences`."""
+    needs: str = ""
+    """Module that its code imports when it is built."""
 
 
 MODELS = {
     "resnet50": Known("shapes:resnet50", "image"),
     "mobilenet_v2": Known("shapes:mobilenet_v2", "image"),
-    "minilm": Known("sentences:encoder", "sentences"),
-    "gpt2": Known("shapes:decoder", "words"),
+    "minilm": Known("sentences:encoder", "sentences", "transformers.models.bert.modeling_bert"),
+    "gpt2": Known("shapes:decoder", "words", "transformers.models.gpt2.modeling_gpt2"),
 }
+
+
+def imported(name: str) -> None:
+    """Import what building a model does, before anything is measured."""
+    if MODELS[name].needs:
+        import_module(MODELS[name].needs)
 
 
 def made(name: str, path: Path, *, small: bool) -> EagerModel:

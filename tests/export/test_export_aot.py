@@ -13,13 +13,14 @@ from compress.core.eager import EagerModel
 from compress.core.errors import ArtifactInvalid, StageFailed, Unavailable
 from compress.core.gates import Parity
 from compress.core.graph import GraphModel
+from compress.core.program import export_program
 from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from compress.quantization.static_stage import QuantizeStatic
 from export import aot_package
 from export.aot import AotModel, ExportAot
-from export.aot_package import count_kernels
+from export.aot_package import count_kernels, refuse_unrolled
 from export.first_layer import Search
 from pipelines.pipeline import Pipeline
 from pipelines.plan import make_plan
@@ -183,6 +184,27 @@ def test_one_channel_of_integers_is_refused_before_it_is_compiled(tmp_path: Path
 def test_sixteen_bits_are_refused_before_they_are_compiled(tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match=r"integer kernels take 8 bits, found uint16"):
         ExportAot()(*int8(tmp_path, "networks:mlp", "onnxruntime-cpu", activation_bits=16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch_first", "refused"),
+    [("GRU", True, True), ("GRU", False, True), ("RNN", True, True), ("LSTM", True, False)],
+)
+def test_steps_of_any_number_are_refused_where_they_would_be_written_out(
+    kind: str, batch_first: bool, refused: bool
+) -> None:
+    layer = getattr(torch.nn, kind)(3, 4, batch_first=batch_first).eval()
+    shape = ("batch", "time", 3) if batch_first else ("time", "batch", 3)
+    open_length = Signature(inputs=(TensorSpec(name="x", shape=shape),))
+    fixed = tuple(5 if axis == "time" else axis for axis in shape)
+    fixed_length = Signature(inputs=(TensorSpec(name="x", shape=fixed),))
+    refuse_unrolled(export_program(layer, fixed_length))
+    program = export_program(layer, open_length)
+    if refused:
+        with pytest.raises(StageFailed, match=rf"the steps of a {kind} one by one"):
+            refuse_unrolled(program)
+    else:
+        refuse_unrolled(program)
 
 
 def test_kernels_are_counted_by_their_calls() -> None:

@@ -164,7 +164,7 @@ def test_errors_are_the_same_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peaks are told here")
-def test_an_export_takes_little_more_than_twice_its_model(
+def test_an_export_takes_less_than_three_times_its_model(
     fresh_process: Callable[[str], str],
 ) -> None:
     peak = fresh_process("""
@@ -177,21 +177,22 @@ from export import ExportOnnx
 
 def source(size):
     torch.manual_seed(0)
+    arguments = {"d_model": size, "nhead": 4, "dim_feedforward": 2 * size, "batch_first": True}
     return EagerModel.from_module(
-        torch.nn.Linear(size, size),
-        factory="torch.nn:Linear",
-        arguments={"in_features": size, "out_features": size},
-        example_inputs=(torch.zeros(2, size),),
+        torch.nn.TransformerEncoderLayer(**arguments).eval(),
+        factory="torch.nn:TransformerEncoderLayer",
+        arguments=arguments,
+        example_inputs=(torch.zeros(2, 8, size),),
     )
 
 def resident(key):
     return int(Path("/proc/self/status").read_text().partition(key + ":")[2].split()[0])
 
-ExportOnnx()(source(4), Context(root=Path("small")))
-model = source(5000)
+ExportOnnx()(source(16), Context(root=Path("small")))
+model = source(1600)
 before = resident("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
 ExportOnnx()(model, Context(root=Path("large")))
 print(1024 * (resident("VmHWM") - before) / model.payload_bytes)
 """)
-    assert 1 < float(peak) < 2.6
+    assert 1 < float(peak) < 3  # a third of it the largest weight, which onnxruntime copies

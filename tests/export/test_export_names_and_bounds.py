@@ -13,6 +13,7 @@ from compress.core.graph import GraphModel
 from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
+from export.agreement import prove_equal
 from export.onnx import ExportOnnx
 
 SOURCE = """
@@ -120,3 +121,24 @@ def test_an_axis_that_is_baked_in_is_still_refused(tmp_path: Path) -> None:
     model = EagerModel.create(tmp_path / "source", recipe, {}, signature, folder=tmp_path)
     with pytest.raises(StageFailed, match="axis 'width' is baked in"):
         ExportOnnx()(model, Context(root=tmp_path / "onnx"))
+
+
+def test_an_axis_is_compared_at_its_largest_size(
+    source: Callable[..., EagerModel], tmp_path: Path
+) -> None:
+    model = source("largest", tokens("states", "logits"))
+
+    def wrong_at(length: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+        def answer(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            states, logits = right(*inputs)
+            return states, logits + (inputs[0].shape[1] == length)
+
+        return answer
+
+    context = Context(root=tmp_path / "onnx")
+    with model.open() as right:
+        prove_equal(model, wrong_at(20), context)
+        with pytest.raises(StageFailed, match=r"axis 'length' at size 20: .* answers differ"):
+            prove_equal(model, wrong_at(20), context, {"length": 20})
+        prove_equal(model, wrong_at(0), context, {"length": 20})
+        prove_equal(model, wrong_at(2048), context, {"length": 2048})  # too large to be tried

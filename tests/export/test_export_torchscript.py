@@ -230,3 +230,13 @@ def test_the_deprecation_is_told_by_the_report_and_not_by_python(tmp_path: Path)
     assert raised == []
     (told,) = artifact.manifest.facts["warnings"]
     assert "TorchScript deprecated" in told
+
+
+def test_functions_with_their_own_gradient_are_traced_as_what_they_compute(
+    tmp_path: Path,
+) -> None:
+    model = source(tmp_path / "source", "own_gradient_nets:OwnGradients", ROWS, HERE)
+    script = ExportTorchScript(gates=(Parity(atol=1e-6),))(model, Context(root=tmp_path / "ts"))
+    assert "Function" not in str(load(script.payload_path).graph)
+    x = torch.ones(1, 4, requires_grad=True)
+    model.load()(x).sum().backward()  # and have their gradient again

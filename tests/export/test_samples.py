@@ -44,6 +44,17 @@ def test_integers_may_differ_more_than_floats() -> None:
         check_on_samples(same, off_by(0.1), BATCHES)
 
 
+def test_a_graph_that_says_what_it_was_traced_for_is_not_called_baked_in() -> None:
+    def traced(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if len(x) == 1:
+            raise RuntimeError("Runtime assertion failed for expression Ne(s0, 1) on node 'n'")
+        return (x,)
+
+    with pytest.raises(StageFailed, match=r"'batch' at size 1: .* Ne\(s0, 1\)") as caught:
+        check_agreement(same, traced, ROWS)
+    assert "baked in" not in str(caught.value)
+
+
 def test_a_small_output_at_chance_is_not_hidden_by_a_large_one() -> None:
     def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (1000 * x, x)

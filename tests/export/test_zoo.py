@@ -91,9 +91,15 @@ def test_a_fresh_process_answers_alike(walked, fresh_process: Callable[[str], st
 
 
 def test_the_goal_is_met() -> None:
-    cells = [cell for *found, _ in TABLE.values() for cell in found if cell]
-    assert sum(cell != "**no**" for cell in cells) >= 0.95 * len(cells)
-    tried = [model for model, (*found, _) in TABLE.items() if sum(map(bool, found)) >= 2]
-    assert len(tried) >= 25
-    assert not [row for row in TABLE.values() if "traceback" in row[-1]]
+    """At least 95 % of all cells: every model in every format but what is compiled, and those."""
     assert set(TABLE) == set(ZOO)
+    assert len(ZOO) >= 25
+    cells = {
+        (name, kind): cell
+        for name, (*found, _) in TABLE.items()
+        for kind, cell in zip(FORMATS, found, strict=True)
+    }
+    tried = [key for key, cell in cells.items() if cell]
+    assert sum(cells[key] != "**no**" for key in tried) >= 0.95 * len(tried)
+    assert [key for key in cells if key not in tried and key[1] != "AOTInductor"] == []
+    assert not [row for row in TABLE.values() if "traceback" in row[-1]]
