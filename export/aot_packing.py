@@ -36,7 +36,8 @@ class PackForImages(CustomGraphPass):
 
 def pack_(graph: Graph, convolution: Node) -> None:
     """Pack a convolution's weight for one image, in place, where its size is known."""
-    names = [argument.name for argument in convolution.target._schema.arguments]  # type: ignore[union-attr]
+    schema = convolution.target._schema  # type: ignore[union-attr]  # an operator has one
+    names = [argument.name for argument in schema.arguments]
     given: dict[str, Any] = dict(zip(names, convolution.args, strict=False))
     source, packed = given["qx"], given["qw"]
     sizes = source.meta["val"].shape[1:]
