@@ -158,9 +158,12 @@ def _compile(
     from torch._inductor import aoti_compile_and_package, config
     from torch.export.passes import move_to_device_pass
 
+    from export.aot_packing import PackForImages
+
     settings: dict[str, Any] = dict(SETTINGS)
     if device == "cpu":
         merge_products_(program)
+        settings["post_grad_custom_pre_pass"] = PackForImages()
     else:
         program = move_to_device_pass(program, device)
         settings["freezing"] = False  # it is for oneDNN's kernels

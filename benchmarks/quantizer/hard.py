@@ -11,19 +11,22 @@ import torch
 from compress import QuantizeAwareTraining, QuantizeStatic
 from quantizer.sources import HERE, at, onnx, trained
 
+NETS = ("narrow", "mobilenet")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser("quantization.py hard", description=__doc__)
     parser.add_argument("--small", action="store_true", help="one seed, few epochs")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--tuning", type=int, default=6, help="epochs of QAT")
+    parser.add_argument("--tuning", type=int, default=4, help="epochs of QAT")
+    parser.add_argument("--net", choices=NETS, help="one of them alone")
     options = parser.parse_args()
     if options.small:
         options.seeds, options.epochs, options.tuning = 1, 3, 1
     torch.set_num_threads(1)
     sys.path.insert(0, str(HERE))
-    for factory in ("resnet20", "mobilenet"):
+    for factory in [options.net] if options.net else NETS:
         rows: dict[str, list[float]] = {}
         for seed in range(options.seeds):
             with tempfile.TemporaryDirectory() as folder:

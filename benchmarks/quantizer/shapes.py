@@ -1,4 +1,7 @@
-"""Latency of int8 at 224² and batch 1 over ONNX Runtime's float32, measured in turn, one thread."""
+"""Latency of int8 at 224² and batch 1 over ONNX Runtime's float32, measured in turn, one thread.
+
+Weights are random and samples few: nothing but time and size is told.
+"""
 
 import argparse
 import sys
@@ -13,15 +16,21 @@ from compress.core.errors import CompressError
 from export import ExportAot, ExportTorchScript
 from quantizer.sources import HERE, at, image_model, megabytes, onnx
 
+SHAPES = ("resnet18", "resnet50")
+CALIBRATED, COMPARED = 16, 4
+"""Images."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser("quantization.py shapes", description=__doc__)
     parser.add_argument("--small", action="store_true", help="ResNet-18's shape at 64²")
+    parser.add_argument("--shape", choices=SHAPES, help="one of them alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     sys.path.insert(0, str(HERE))
     side = 64 if options.small else 224
-    for factory in ("resnet18",) if options.small else ("resnet18", "resnet50"):
+    chosen = [options.shape] if options.shape else list(SHAPES)
+    for factory in chosen[:1] if options.small else chosen:
         print(f"\n{factory} at {side}²{'':18}{'size':>7}{'time':>7}")
         with tempfile.TemporaryDirectory() as folder:
             _rows(Path(folder), factory, side)
@@ -29,15 +38,18 @@ def main() -> None:
 
 def _rows(root: Path, factory: str, side: int) -> None:
     model = image_model(root, factory, (3, side, side))
-    images = torch.randn(32, 3, side, side, generator=torch.Generator().manual_seed(0))
-    samples = TensorDataset(images, torch.zeros(len(images), dtype=torch.int64))
-    data = Splits({"train": samples, "val": samples}, batch_size=8)
+    generator = torch.Generator().manual_seed(0)
+    train, val = (
+        TensorDataset(torch.randn(n, 3, side, side, generator=generator), torch.arange(n))
+        for n in (CALIBRATED, COMPARED)
+    )
+    data = Splits({"train": train, "val": val}, batch_size=4)
     context = Context(root=root / "x", data=data)
     whole = onnx(model, context, "float")
-    ort = QuantizeStatic(calibration_samples=32)(model, at(context, "int8"))
-    inductor = QuantizeStatic(calibration_samples=32, target="inductor-cpu")(
-        model, at(context, "int8-inductor")
-    )
+    sample = {"calibration_samples": CALIBRATED}
+    ort = QuantizeStatic(**sample)(model, at(context, "int8"))
+    stage = QuantizeStatic(target="inductor-cpu", **sample)
+    inductor = stage(model, at(context, "int8-inductor"))
     ways = {
         "float, AOTInductor": lambda: ExportAot()(model, at(context, "aot")),
         "float, TorchScript": lambda: ExportTorchScript()(model, at(context, "ts")),
