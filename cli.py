@@ -17,7 +17,7 @@ import typer
 
 from compress import __version__
 from compress.core.errors import CompressError, PipelineInvalid, StageFailed, lines_of
-from pipelines import answers, interruption
+from pipelines import answers, importing, interruption
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -124,9 +124,10 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Walk a pipeline; write the report and the artifacts."""
-    from pipelines.pipeline import Pipeline
-    from pipelines.progress import shown
-    from pipelines.run import foresee
+    with importing.quickly():
+        from pipelines.pipeline import Pipeline
+        from pipelines.progress import shown
+        from pipelines.run import foresee
 
     pipeline = Pipeline.from_yaml(file)
     directory = out or Path("runs") / pipeline.name
