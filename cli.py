@@ -14,7 +14,7 @@ import typer
 
 from compress import __version__
 from compress.core.errors import PipelineInvalid
-from pipelines import interruption
+from pipelines import importing, interruption
 from pipelines.terminal import command, say, show, tell, warn
 
 app = typer.Typer(
@@ -75,9 +75,10 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Walk a pipeline; write the report and the artifacts."""
-    from pipelines.pipeline import Pipeline
-    from pipelines.progress import shown
-    from pipelines.run import foresee
+    with importing.quickly():
+        from pipelines.pipeline import Pipeline
+        from pipelines.progress import shown
+        from pipelines.run import foresee
 
     pipeline = Pipeline.from_yaml(file)
     directory = out or Path("runs") / pipeline.name

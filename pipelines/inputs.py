@@ -18,6 +18,7 @@ from compress.core.signature import Signature
 from pipelines.machine import version_of
 from pipelines.model import FactoryModel, HuggingFaceModel, ModelFile, TimmModel
 from pipelines.plan import SOURCE
+from pipelines.temporary import temporary_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -126,7 +127,7 @@ def check_model(pipeline: Pipeline) -> tuple[Signature, str]:
         CompressError: the factory, the checkpoint, the data or the declared inputs are wrong.
     """
     pipeline, _, told = settle(pipeline)
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_files(), tempfile.TemporaryDirectory() as folder:
         return import_source(pipeline, Path(folder) / SOURCE).signature, told
 
 

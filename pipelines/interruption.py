@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ def listen() -> None:
 
 def ignore() -> None:
     """Ignore the signals from here on: the work is done, and Python is about to end."""
+    gc.freeze()  # or it would look through all that torch is once more, for half a second
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

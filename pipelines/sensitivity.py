@@ -14,6 +14,7 @@ from compress.core.stage import Context, silent
 from pipelines.inputs import import_source, settle
 from pipelines.plan import SOURCE, make_plan
 from pipelines.run import look_ahead
+from pipelines.temporary import temporary_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,7 +65,7 @@ def measure(
     plan = make_plan(pipeline)
     pipeline, data, _ = settle(pipeline)
     planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
-    with _model(pipeline, planned, out) as model:
+    with temporary_files(), _model(pipeline, planned, out) as model:
         context = Context(
             root=model.path.with_name("sensitivity"),
             data=data,

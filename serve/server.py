@@ -45,7 +45,8 @@ SECONDS_OF_LAST_WORDS, SECONDS_OF_SILENCE = 10, 1
 DIE_WITH_PARENT = (
     "import ctypes, os, sys; "
     f"ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)}); "
-    "os.execv(sys.argv[1], sys.argv[1:])"
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1); "
+    "os.execv(sys.argv[2], sys.argv[2:])"
 )
 
 
@@ -133,7 +134,7 @@ class TorchServe:
         environment.pop("TS_CONFIG_FILE", None)  # it would override the arguments
         with (folder / "output.log").open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-ISc", DIE_WITH_PARENT, *command],
+                [sys.executable, "-ISc", DIE_WITH_PARENT, str(os.getpid()), *command],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,

@@ -121,7 +121,7 @@ def run_ranks(meeting: Meeting, folder: Path, *, hosts: bool) -> None:
                 ranks_deaf_to_ctrl_c(),
             ):
                 stack.enter_context(surroundings)
-            launch(str(folder))
+            launch(str(folder), os.getpid())
     except RendezvousError as error:
         raise told(error, folder, meeting, hosts) from None
     except ChildFailedError as error:
@@ -178,8 +178,10 @@ def _luggage_in(folder: Path, luggage: bytes) -> Iterator[None]:
         (folder / LUGGAGE).unlink(missing_ok=True)
 
 
-def _rank(folder: str) -> None:
+def _rank(folder: str, agent: int) -> None:
     """Run one rank; the elastic agent calls this in a process of its own."""
+    if os.getppid() != agent:  # torch had this process die with its agent, which was dead already
+        os._exit(1)
     # Ctrl-C reaches the whole terminal: end without a traceback, the parent tells the story.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
+from compress.training.launch import _rank
 from compress.training.objective import CrossEntropy
 from compress.training.resume import newest, read_progress
 from compress.training.settings import Training
@@ -240,6 +242,14 @@ def test_data_that_cannot_travel_are_refused(tmp_path):
     source = make_source(tmp_path / "source")
     with pytest.raises(StageFailed, match=r"cannot be sent to 2 processes .* data factory"):
         run(source, Context(root=tmp_path / "a", data=data), epochs=1)
+
+
+def test_a_rank_whose_runner_was_killed_before_it_started_does_nothing(tmp_path):
+    child = multiprocessing.get_context("fork").Process(target=_rank, args=(str(tmp_path), 1))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 1
+    assert list(tmp_path.iterdir()) == [], "it went on, and wrote why it failed"
 
 
 @pytest.mark.slow

@@ -1,0 +1,140 @@
+"""What the engine around the stages costs: `python benchmarks/engine.py [PART ...]`.
+
+`overhead` runs the quickstart twice, in a new process each, cold and warm: what of the cold run is
+spent neither in a stage nor in judging one, and what a run takes that finds all in the store.
+`store` seals an artifact of 2 GB, takes it from the store, publishes it and removes it again: the
+most memory above what the process had, and how often its bytes lie on the disk.
+
+A run's processor time depends less on what else the machine does than its seconds; both are shown.
+"""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from resident import forget_peak, kibibytes
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = ROOT / "pipelines" / "quickstart.yaml"
+GIGABYTE = 10**9
+PARTS = ("overhead", "store")
+COMMAND = """
+import sys, time
+import cli
+from pipelines.walk import Walk
+
+def timed(self, test=Walk.test):
+    began = time.monotonic()
+    test(self)
+    print("tested", time.monotonic() - began, file=sys.stderr)
+
+Walk.test, sys.argv[0] = timed, "compress"
+cli.main()
+"""
+"""The command, which also tells how long the test split took; the report does not."""
+
+
+def overhead(folder: Path) -> None:
+    print("| quickstart | seconds | of the processor | stages | judging, test | the rest |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for name in ("cold", "warm"):
+        seconds, processor, tested = _run(folder / "quickstart")
+        report = json.loads((folder / "quickstart" / "report.json").read_text())
+        made = sum(s["seconds"] for s in report["stages"] if not s["cached"])
+        judged = tested + sum(s["judged_seconds"] for s in report["stages"])
+        rest = seconds - made - judged
+        share = f" ({100 * rest / seconds:.1f} %)" if name == "cold" else ""
+        print(
+            f"| {name} | {seconds:.1f} | {processor:.1f} | {made:.1f} | {judged:.1f} "
+            f"| {rest:.1f}{share} |"
+        )
+
+
+def _run(out: Path) -> tuple[float, float, float]:
+    """Return the seconds of one run of the command, those of the processor, and of the test."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, "run", str(QUICKSTART), "--out", str(out)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    seconds, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds, processor, float(done.stderr.rpartition("tested ")[2].split()[0])
+
+
+def store(folder: Path) -> None:
+    from compress.core.signature import Signature, TensorSpec
+    from export.onnx import OnnxModel
+    from pipelines.store import Record, Store, publish, unpublish
+
+    entry = Store(folder / ".store").entry({"stage": "large"})
+    published = folder / "artifacts" / "large"
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+
+    def seal() -> None:
+        with OnnxModel.sealing(entry.artifact_path, signature) as partial:
+            _write(partial / OnnxModel.payload, 2 * GIGABYTE)
+        digest = OnnxModel.at(entry.artifact_path).digest
+        entry.commit(Record(parts={}, digest=digest, seconds=0))
+
+    def show() -> None:
+        publish(OnnxModel.at(entry.artifact_path), published)
+
+    print("| 2 GB | seconds | peak above the start, MB | on the disk, GB |")
+    print("|---|---:|---:|---:|")
+    _told("write and seal", seal, folder)
+    _told("take from the store", lambda: entry.load() or sys.exit("it is not there"), folder)
+    _told("publish", show, folder)
+    _told("publish again", show, folder)
+    _told("remove what was published", lambda: unpublish(published.parent), folder)
+
+
+def _write(file: Path, size: int) -> None:
+    """Write bytes that no file system can leave out, a part at a time."""
+    part = os.urandom(2**24)
+    with file.open("wb") as stream:
+        while (left := size - stream.tell()) > 0:
+            stream.write(part[:left])
+
+
+def _told(what: str, do: Callable[[], object], folder: Path) -> None:
+    forget_peak()
+    before, began = kibibytes("VmRSS"), time.monotonic()
+    do()
+    seconds, peak = time.monotonic() - began, (kibibytes("VmHWM") - before) * 1024 / 1e6
+    print(f"| {what} | {seconds:.2f} | {peak:.0f} | {_on_disk(folder) / GIGABYTE:.2f} |")
+
+
+def _on_disk(folder: Path) -> int:
+    """Return the bytes that a folder takes; a file with several names is there once."""
+    found = {f.stat().st_ino: f.stat().st_blocks * 512 for f in folder.rglob("*") if f.is_file()}
+    return sum(found.values())
+
+
+def main(names: list[str]) -> None:
+    unknown = set(names) - set(PARTS)
+    if unknown:
+        sys.exit(f"unknown part {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+    sys.path.insert(0, str(ROOT))
+    parts = {"overhead": overhead, "store": store}
+    for name in names or PARTS:
+        folder = Path(tempfile.mkdtemp(prefix="engine-"))
+        try:
+            parts[name](folder)
+        finally:
+            shutil.rmtree(folder)
+        print()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

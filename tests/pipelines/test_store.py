@@ -1,0 +1,229 @@
+"""What happens to a store: two runs at once, other formats, no rights, a clock that goes back."""
+
+import ctypes
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.core.artifact import Artifact
+from compress.core.errors import CompressError, PipelineInvalid
+from compress.core.files import remove, sweep, write_atomically
+from pipelines.report import Report
+from pipelines.run import foresee
+from pipelines.store import FORMAT, FORMAT_FILE, WORK
+from pipelines.temporary import temporary_files
+
+fork = multiprocessing.get_context("fork")
+
+
+def _run(project, barrier, answers) -> None:
+    torch.set_num_threads(1)  # a forked process has none of its parent's threads, and would wait
+    barrier.wait()
+    try:
+        report = project.run()
+        answers.put((report.status, [s.cached for s in report.stages], project.said))
+    except CompressError as error:
+        answers.put((error.exit_code, str(error), project.said))
+
+
+def _together(*projects) -> list[tuple]:
+    """Run projects in processes that start at the same moment, and return what each said."""
+    barrier, answers = fork.Barrier(len(projects)), fork.Queue()
+    children = [fork.Process(target=_run, args=(p, barrier, answers)) for p in projects]
+    for child in children:
+        child.start()
+    told = [answers.get(timeout=150) for _ in children]
+    for child in children:
+        child.join(60)
+    return told
+
+
+def test_two_runs_started_together_both_end_well(project, walked) -> None:
+    shutil.rmtree(project.out)
+    first, second = _together(project, project)
+    assert first[:2] == ("passed", [False] * 3)
+    assert second[:2] == ("passed", [True] * 3)
+    assert any("waiting for another run" in line and "Ctrl-C" in line for line in second[2])
+    for _ in range(3):
+        assert [told[0] for told in _together(project, project, project)] == ["passed"] * 3
+    before, after = (Report.read(p.out) for p in (walked, project))
+    assert after.lock["artifacts"] == before.lock["artifacts"]
+    for path in (project.out / "artifacts").iterdir():
+        Artifact.at(path).verify()
+
+
+@pytest.mark.slow
+def test_two_pipelines_in_one_out_leave_the_results_of_the_last(project) -> None:
+    other = type(project)(project.folder)
+    other.file = project.folder / "other.yaml"
+    other.file.write_text(project.file.read_text().replace("ratio: 0.4", "ratio: 0.5"))
+    told = _together(project, other)
+    assert [status for status, *_ in told] == ["passed", "passed"]
+    digests = {p.name: Artifact.at(p).digest for p in (project.out / "artifacts").iterdir()}
+    assert Report.read(project.out).lock["artifacts"] == digests
+
+
+def test_a_run_whose_store_is_removed_while_it_waits_makes_a_new_one(project) -> None:
+    from pipelines.store import Store
+
+    root, said = project.out / ".store", []
+
+    def remove_it(line: str) -> None:
+        said.append(line)
+        holding.__exit__(None, None, None)
+        shutil.rmtree(root)
+
+    holding = Store.locked(root, lambda line: None)
+    holding.__enter__()
+    with Store.locked(root, remove_it):
+        assert (root / FORMAT_FILE).exists()
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("found", ['{"format": 0}', '{"format": 99}', "{", "[]"])
+def test_a_store_of_another_format_is_refused_with_what_to_do(project, found) -> None:
+    (project.out / ".store" / FORMAT_FILE).write_text(found)
+    expected = r"\.store: is of format .* reads format 1; choose another --out, or remove .*\.store"
+    options = {"start": None, "until": None, "force": False}
+    from pipelines.pipeline import Pipeline
+
+    with pytest.raises(PipelineInvalid, match=expected) as error:
+        project.run()
+    assert error.value.exit_code == 2
+    with pytest.raises(PipelineInvalid, match=expected):
+        foresee(Pipeline.from_yaml(project.file), project.out, **options)
+
+
+def test_a_store_from_before_formats_were_told_is_taken_over(project) -> None:
+    (project.out / ".store" / FORMAT_FILE).unlink()
+    project.run()
+    assert project.ran() == {}
+    assert json.loads((project.out / ".store" / FORMAT_FILE).read_text()) == {"format": FORMAT}
+
+
+def _give_up_privileges() -> None:
+    """Let permissions count for this process, root's too."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    nothing = (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(header, nothing) == 0
+
+
+class _Unprivileged:
+    def __init__(self, project) -> None:
+        self.project, self.said = project, project.said
+
+    def run(self) -> Report:
+        _give_up_privileges()
+        return self.project.run()
+
+
+@pytest.mark.parametrize("closed", ["", ".store", "artifacts"])
+def test_a_folder_that_cannot_be_written_is_one_line_and_a_wrong_argument(project, closed) -> None:
+    folder = project.out / closed
+    folder.chmod(0o555)
+    ((code, message, _),) = _together(_Unprivileged(project))
+    folder.chmod(0o755)
+    assert code == 2
+    assert "cannot be written (Permission denied)" in message and "--out" in message
+    assert "\n" not in message and str(project.out) in message
+    project.run()
+    assert project.ran() == {}
+
+
+def test_a_clock_that_goes_back_changes_nothing(project, walked, monkeypatch) -> None:
+    hour = itertools.count(0, -3600.0)
+    monkeypatch.setattr(time, "time", lambda: 1.7e9 + next(hour))
+    for path in project.out.rglob("*"):
+        os.utime(path, (4e9, 4e9))
+    project.run()
+    assert project.ran() == {}
+    project.run(force=True, until="prune_channels")
+    before, after = (Report.read(p.out).lock["artifacts"] for p in (walked, project))
+    assert after == {name: before[name] for name in ("source", "train", "prune_channels")}
+
+
+def test_an_edit_is_seen_whatever_the_clock_says(project) -> None:
+    nets = project.folder / "nets.py"
+    before = nets.stat()
+    nets.write_text(nets.read_text().replace("hidden=32", "hidden=48"))
+    os.utime(nets, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert nets.stat().st_size == before.st_size
+    project.run(until="train")
+    assert set(project.ran()) == {"source", "train"}
+
+
+def test_what_a_killed_run_left_is_swept_up(project) -> None:
+    store = project.out / ".store"
+    entry = next(store.glob("*/record.json")).parent
+    left = [
+        project.out / ".report.html.partial-1",
+        project.out / "artifacts" / ".train.removed-1" / "weights",
+        store / ".last.json.partial-1",
+        entry / ".artifact.partial-1" / "weights",
+        store / WORK / "train" / "fit-1" / "checkpoint",
+    ]
+    for file in left:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("half")
+    (store / WORK / "train" / "done").write_text(entry.name)
+    interrupted = store / WORK / "prune_channels" / "fit-2"
+    interrupted.mkdir(parents=True)
+    project.run()
+    assert not [file for file in left if file.exists()]
+    assert not (project.out / "artifacts" / ".train.removed-1").exists()
+    assert not (store / WORK / "train").exists()
+    assert interrupted.exists(), "a stage that was interrupted goes on"
+
+
+def test_removing_leaves_the_whole_or_none(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "artifact"
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as if it were killed there
+    remove(folder)
+    assert not folder.exists()
+    monkeypatch.undo()
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    write_atomically(tmp_path / "file", "whole")
+    sweep(tmp_path)
+    assert (tmp_path / "file").read_text() == "whole"
+
+
+def _die_with_temporary_files(place, answers) -> None:
+    import tempfile
+
+    tempfile.tempdir = str(place)
+    with temporary_files():
+        answers.put(tempfile.mkdtemp())
+        answers.close()
+        answers.join_thread()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_temporary_files_of_a_killed_run_go_with_the_next(tmp_path, monkeypatch) -> None:
+    import tempfile
+
+    answers = fork.Queue()
+    child = fork.Process(target=_die_with_temporary_files, args=(tmp_path, answers))
+    child.start()
+    left = answers.get(timeout=60)
+    child.join(60)
+    assert left.startswith(str(tmp_path)) and Path(left).is_dir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary_files():
+        own = tempfile.gettempdir()
+        assert os.environ["TMPDIR"] == own
+        assert [str(path) for path in tmp_path.iterdir()] == [own]
+        with temporary_files():  # one of a run beside it
+            assert Path(own).is_dir()
+    assert list(tmp_path.iterdir()) == []
+    assert os.environ.get("TMPDIR") != own and tempfile.gettempdir() == str(tmp_path)
