@@ -231,7 +231,7 @@ def verify(
 
     proof = prove(artifact, sha256, report)
     content = {"artifact": str(artifact), **proof.model_dump(mode="json")}
-    _tell(as_json, content, (f"proven: {line}" for line in proof.proven))
+    _tell(as_json, content, proof.told())
 
 
 @app.command()

@@ -47,10 +47,21 @@ class Proof(Settings):
     replays: tuple[Replay, ...] = ()
     proven: tuple[str, ...]
     """Everything that was proven, in plain lines."""
+    unproven: tuple[str, ...] = ()
+    """What could not be, and why."""
 
     def with_lines(self, *lines: str, **changed: Any) -> Proof:
         """Return the proof with more lines."""
         return self.model_copy(update={"proven": (*self.proven, *lines), **changed})
+
+    def lacking(self, line: str) -> Proof:
+        """Return the proof with something that it does not show."""
+        return self.model_copy(update={"unproven": (*self.unproven, line)})
+
+    def told(self) -> Iterator[str]:
+        """Yield what was proven and what not, for people."""
+        yield from (f"proven: {line}" for line in self.proven)
+        yield from (f"not proven: {line}" for line in self.unproven)
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,7 @@ def prove_chain(proof: Proof, origin: Provenance, evidence: Evidence | None, whe
     """
     history = origin.history
     if history is None:
-        return proof.with_lines(f"packed outside a run: {len(origin.lineage)} stages are recorded")
+        return proof.lacking("the stages' artifacts: the archive was packed outside a run")
     names = {stage.digest: stage.name for stage in history.stages}
     chain = {history.source_digest: "source"} | names
     road = " → ".join(f"{name} {digest[:12]}" for digest, name in chain.items())
@@ -86,8 +97,10 @@ def prove_chain(proof: Proof, origin: Provenance, evidence: Evidence | None, whe
     for digest, name in chain.items():
         if name not in absent:
             evidence.artifacts[digest].verify()
-    here = f"{len(chain) - len(absent)} of these {len(chain)} artifacts are here, as sealed"
-    proof = proof.with_lines(here + (f"; not here: {', '.join(absent)}" if absent else ""))
+    here = len(chain) - len(absent)
+    proof = proof.with_lines(f"{here} of these {len(chain)} artifacts are here, as sealed")
+    if absent:
+        proof = proof.lacking(f"{', '.join(absent)}: not here")
     for part, recorded in history.source.items():
         if part in evidence.source and evidence.source[part] != recorded:
             raise ArtifactInvalid(
@@ -136,9 +149,11 @@ def prove_answers(
         f"{replay.largest_difference:.3g}"
         for replay in replays
     ]
-    if evidence is not None and evidence.missing:
-        lines.append(f"the validation split was not replayed: {evidence.missing}")
-    return proof.with_lines(*lines, served_by=served_by, replays=tuple(replays))
+    proof = proof.with_lines(*lines, served_by=served_by, replays=tuple(replays))
+    if len(replays) > 1:
+        return proof
+    why = evidence.missing if evidence else "no run's results lie around it"
+    return proof.lacking(f"the validation split: {why or 'the packaged artifact is not here'}")
 
 
 @contextmanager

@@ -28,8 +28,8 @@ ARTIFACT_MODULES = (
     "serve.triton",
 )
 NATIVE = (
-    "its model is native code, which runs unseen: it was not started; give the archive's sha256, "
-    "as you were told it, with --sha256"
+    "that it answers: its model is native code, which runs unseen, so it was not started; give the "
+    "archive's sha256, as you were told it, with --sha256"
 )
 
 
@@ -111,7 +111,7 @@ def _prove_bare(mar: Path, *, trusted: bool) -> Proof:
     proof = Proof(kind=TorchServeArchive.kind, sha256=sha256, proven=lines)
     proof = prove_chain(proof, origin, None, str(mar))
     if origin.artifact.kind == "aot" and not trusted:
-        return proof.with_lines(NATIVE)
+        return proof.lacking(NATIVE)
     return prove_answers(proof, mar, members, origin, None)
 
 

@@ -49,6 +49,9 @@ def from_protocol(
         if tensor["name"] in tensors:
             raise ValueError(400, f"inputs: {tensor['name']} is given twice")
         tensors[tensor["name"]] = tensor
+    for output in value.get("outputs") or ():
+        if not isinstance(output, dict) or not isinstance(output.get("name"), str):
+            raise ValueError(400, f"outputs: found {str(output)[:80]}, expected a 'name'")
     first = value["inputs"][0]
     if read_texts and len(tensors) == 1 and first["datatype"] == WORDS:
         return read_texts(_texts(first))

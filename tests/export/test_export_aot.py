@@ -10,7 +10,7 @@ import torch
 from compress.core.artifact import Artifact
 from compress.core.data import Splits
 from compress.core.eager import EagerModel
-from compress.core.errors import ArtifactInvalid, PipelineInvalid, StageFailed, Unavailable
+from compress.core.errors import ArtifactInvalid, StageFailed, Unavailable
 from compress.core.gates import Parity
 from compress.core.graph import GraphModel
 from compress.core.recipe import Recipe
@@ -159,9 +159,9 @@ def test_without_a_cuda_device_a_plan_for_one_is_refused(tmp_path: Path) -> None
         make_plan(pipeline(tmp_path, "{stage: export_aot, device: cuda}"))
 
 
-def test_torchserve_does_not_take_it_yet(tmp_path: Path) -> None:
-    with pytest.raises(PipelineInvalid, match="reads onnx or torchscript, and 'export_aot' writes"):
-        make_plan(pipeline(tmp_path, "{stage: export_aot}, {stage: package_torchserve}"))
+def test_torchserve_takes_it(tmp_path: Path) -> None:
+    plan = make_plan(pipeline(tmp_path, "{stage: export_aot}, {stage: package_torchserve}"))
+    assert plan.road == "export_aot → package_torchserve"
 
 
 def pipeline(folder: Path, stages: str) -> Pipeline:

@@ -62,7 +62,7 @@ MISTAKES = {
     "unknown device": (("version: 1", "version: 1\ndevice: gpu"), r"p\.yaml:2: device: .*'gpu'"),
     "wrong order": (
         ("- stage: export_onnx", "- stage: package_torchserve\n  - stage: export_onnx"),
-        r"p\.yaml:9: stages\[1\] \(package_torchserve\): reads .*onnx.*'train' writes eager",
+        r"p\.yaml:10: stages\[2\] \(export_onnx\): reads eager or graph.*_torchserve' writes torch",
     ),
     "unknown input": (
         ("stage: export_onnx", "stage: export_onnx\n    input: trian"),

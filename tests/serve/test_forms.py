@@ -72,6 +72,7 @@ def test_it_is_answered_in_kind_with_the_outputs_asked_for() -> None:
         (asked(tensor("ids", [1, 2], "INT64", [1, 2.5])), "not int64"),
         (asked(tensor("ids", [1, 2], "INT64", ["a", "b"])), "not int64"),
         (asked(tensor("ids", [1, 2], "BYTES", ["a", "b"])), "'BYTES', expected 'INT64'"),
+        (asked(tensor("ids", [1, 2], "INT64", [1, 2]), outputs=["y"]), "found y, expected a 'na"),
     ],
 )
 def test_a_tensor_that_is_not_the_models_is_named(body: bytes, words: str) -> None:

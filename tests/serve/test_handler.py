@@ -260,6 +260,26 @@ def test_infinity_is_answered_losslessly_and_refused_in_json(reciprocal: Any) ->
     assert text.status == 406 and "JSON" in json.loads(text.body)["message"]
 
 
+def test_infinity_is_taken_where_the_recorded_samples_hold_it(tmp_path: Path, load: Any) -> None:
+    write_onnx(tmp_path)
+    x = np.array([[1, 2, np.inf]], np.float32)
+    inputs = [{**ONE_INPUT[0], "infinities": True}]
+    unpack(tmp_path, "onnx", "model.onnx", inputs, {"x": x, "y": 1 / x})
+    taken, refused = ask(load(tmp_path), npz(x=x), npz(x=x * np.nan))
+    assert from_npz(taken.body)["y"].tolist() == [[1, 0.5, 0]]
+    assert refused.status == 400 and "holds NaN" in refused.body
+
+
+def test_a_damaged_member_is_never_ready(tmp_path: Path, load: Any) -> None:
+    write_onnx(tmp_path)
+    x = np.ones((1, 3), np.float32)
+    unpack(tmp_path, "onnx", "model.onnx", ONE_INPUT, {"x": x, "y": x})
+    with (tmp_path / "model.onnx").open("ab") as stream:
+        stream.write(b"\0")
+    with pytest.raises(RuntimeError, match=r"member model\.onnx is not the file that was packed"):
+        load(tmp_path)
+
+
 def test_an_answer_with_nan_is_refused_in_every_form(reciprocal: Any) -> None:
     model = reciprocal._entry_point.__self__
     run, bad = model.run, X.copy()

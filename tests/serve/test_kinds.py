@@ -8,6 +8,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
+import yaml
+from tokenizers import Tokenizer, models
 from torch.export.pt2_archive import PT2ArchiveReader
 
 from compress.core.artifact import Artifact
@@ -24,10 +26,14 @@ from export.aot import AotModel, ExportAot
 from export.onnx import ExportOnnx, OnnxModel
 from export.torchscript import ExportTorchScript
 from serve.harness import Harness
+from serve.inputs import TextInput
 from serve.mar import read_mar
+from serve.probe import Probe
 from serve.provenance import Provenance, digests_of
 from serve.stage import PackageTorchServe
 from serve.worker.loaders import lacking_here, load_graph
+from serve.worker.readers import readers_of
+from serve.worker.wire import decode
 
 pytestmark = pytest.mark.torchserve
 
@@ -158,8 +164,6 @@ def test_a_graph_that_could_run_code_is_not_read(source: EagerModel, tmp_path: P
 
 
 def test_class_names_of_an_onnx_file_become_labels(source: EagerModel, tmp_path: Path) -> None:
-    import yaml
-
     model = ExportOnnx(class_names=("a", "b", "c")).run(source, Context(root=tmp_path / "onnx"))
     archive = PackageTorchServe(top_labels=9).run(model, Context(root=tmp_path / "mar"))
     config = yaml.safe_load(read_mar(archive.payload_path)["model-config.yaml"])
@@ -167,3 +171,45 @@ def test_class_names_of_an_onnx_file_become_labels(source: EagerModel, tmp_path:
     assert config["handler"]["classes"] == classes
     with pytest.raises(StageFailed, match=r"2 names, and y has shape \[4, 3\]"):
         PackageTorchServe(class_names=("a", "b")).run(model, Context(root=tmp_path / "no"))
+
+
+def test_a_tokenizer_travels_with_a_model_that_takes_texts(tmp_path: Path) -> None:
+    (tmp_path / "reviews.py").write_text(
+        "from torch import nn\n\nclass Reviews(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.table = nn.Embedding(4, 3)\n\n"
+        "    def forward(self, input_ids):\n        return self.table(input_ids).mean(1)\n"
+    )
+    ids = TensorSpec(name="input_ids", shape=("batch", "length"), dtype="int64")
+    signature = Signature(inputs=(ids,), outputs=(OutputSpec(name="y"),))
+    source = import_checkpoint(
+        tmp_path / "source",
+        Recipe(factory="reviews:Reviews"),
+        signature,
+        checkpoint=None,
+        folder=tmp_path,
+    )
+    model = ExportOnnx().run(source, Context(root=tmp_path / "onnx"))
+    words = Tokenizer(models.WordLevel({"[PAD]": 0, "good": 1, "bad": 2}, unk_token="[PAD]"))
+    words.save(str(tmp_path / "words.json"))
+    stage = PackageTorchServe(text=TextInput(tokenizer="words.json")).beside(tmp_path, tmp_path)
+    archive = stage.run(model, Context(root=tmp_path / "mar"))
+    assert str(tmp_path) not in (archive.path / "manifest.json").read_text()
+    members = read_mar(archive.payload_path)
+    settings = yaml.safe_load(members["model-config.yaml"])["handler"]
+    (tmp_path / "tokenizer.json").write_bytes(members["tokenizer.json"])
+    readers = readers_of(settings, settings["inputs"], tmp_path)
+    (array,), _ = decode(b"bad", "text/plain", {}, settings["inputs"], readers)
+    assert array.dtype == np.int64 and array.tolist() == [[2]]
+    with Harness(members, signature) as harness, model.open() as predict:
+        (expected,) = predict(torch.from_numpy(array))
+        assert np.array_equal(harness.predict([array])[0], expected.numpy())
+
+
+def test_a_probe_tells_probabilities_and_infinities_apart() -> None:
+    y = np.array([[0.25, 0.75], [1, 0]], np.float32)
+    assert Probe({"y": y}, joins_rows=True).are_probabilities("y")
+    assert not Probe({"y": y * 2}, joins_rows=True).are_probabilities("y")
+    assert not Probe({"y": y - [1, -1]}, joins_rows=True).are_probabilities("y")
+    mask = np.array([[0, -np.inf]], np.float32)
+    assert Probe({"mask": mask}, joins_rows=True).holds_infinity("mask")
+    assert not Probe({"mask": np.zeros(2)}, joins_rows=True).holds_infinity("mask")

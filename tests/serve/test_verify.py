@@ -123,7 +123,7 @@ def test_native_code_of_unknown_origin_is_not_run(
     write_mar(tmp_path / "x.mar", members | {"provenance.json": record.sealed()})
     proof = verify(tmp_path / "x.mar")
     assert proof.served_by is None and not proof.replays
-    assert "native code, which runs unseen: it was not started" in proof.proven[-1]
+    assert "native code, which runs unseen, so it was not started" in proof.unproven[-1]
 
 
 @pytest.mark.usefixtures("without_java")
@@ -135,6 +135,7 @@ def test_without_java_the_handler_answers_alone_and_the_proof_says_so(
     assert proof.served_by is not None and "without TorchServe" in proof.served_by
     assert [(r.what, r.samples) for r in proof.replays] == [("the recorded probe", 4)]
     assert proof.replays[0].largest_difference <= 1e-6
+    assert [line.split(": ")[0] for line in proof.told()][-2:] == ["not proven"] * 2
     written = json.loads((tmp_path / "proof.json").read_text())
     assert written["sha256"] == told and written["proven"] == list(proof.proven)
 
@@ -270,8 +271,8 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
         prove(mars[0].parent, None, None)
     shutil.rmtree(code.parent)
     proof = prove(mars[0].parent, None, None)
-    assert "the validation split was not replayed: PipelineInvalid" in proof.proven[-1]
-    assert any(line.endswith("; not here: onnx") for line in proof.proven)
+    found, split = proof.unproven
+    assert found == "onnx: not here" and "validation split: PipelineInvalid" in split
 
 
 def test_nothing_lies_around_an_artifact_outside_a_run(archive: TorchServeArchive) -> None:
