@@ -206,7 +206,7 @@ MISTAKES = {
     ),
     "outputs that are no objects": (
         *[json.dumps({**json.loads(as_json(GOOD)), "outputs": ["y"]}).encode()],
-        *[{}, 400, ["list of objects"]],
+        *[{}, 400, ["outputs", "y", "name"]],
     ),
     "a value that the model refuses": (as_json(NOT_THERE), {}, 400, ["out of data bounds"]),
     "an answer that JSON has no word for": (
