@@ -363,4 +363,4 @@ def test_verifying_replays_the_probe_in_a_fresh_process(
     lines = fresh_process(code).splitlines()
     assert lines[0] == f"torchserve artifact, digest {archive.digest}"
     assert "7 members have safe names; 6 hash to what provenance.json records" in lines
-    assert lines[-1].startswith("TorchServe answered the recorded probe; largest difference")
+    assert lines[-1].startswith("TorchServe answered the recorded probe (4 samples); largest")
