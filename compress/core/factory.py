@@ -8,6 +8,7 @@ that the code opens at run time are not seen.
 from __future__ import annotations
 
 import ast
+import gc
 import hashlib
 import importlib
 import importlib.util
@@ -158,7 +159,13 @@ def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> 
         for name in _with_parents(".".join(parts)):
             sys.modules.pop(name, None)
     importlib.invalidate_caches()
-    module = importlib.import_module(module_name)
+    collected = gc.isenabled()
+    gc.disable()  # it would look again and again at what a large library makes, which all stays
+    try:
+        module = importlib.import_module(module_name)
+    finally:
+        if collected:
+            gc.enable()
     _loaded[module_name] = digest
     return module
 

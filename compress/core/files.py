@@ -49,6 +49,8 @@ def sweep(folder: Path) -> None:
     """
     for mark in (PARTIAL, REMOVED):
         for left in folder.glob(f".*{mark}*"):
+            if not left.name.rpartition(mark)[2].isdigit():
+                continue  # it is not ours
             if left.is_dir():
                 shutil.rmtree(left)
             else:

@@ -187,12 +187,14 @@ def test_removing_leaves_the_whole_or_none(tmp_path, monkeypatch) -> None:
     folder = tmp_path / "artifact"
     folder.mkdir()
     (folder / "manifest.json").write_text("{}")
+    kept = tmp_path / ".mine.partial-copy"
+    kept.write_text("a user's")
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as if it were killed there
     remove(folder)
     assert not folder.exists()
     monkeypatch.undo()
     sweep(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [kept]
     write_atomically(tmp_path / "file", "whole")
     sweep(tmp_path)
     assert (tmp_path / "file").read_text() == "whole"
