@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from compress.core.eager import EagerModel, predicting
+from compress.core.errors import ArtifactInvalid, StageFailed
 from compress.core.graph import GraphModel
 from compress.core.stage import Context, Stage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch.export import ExportedProgram
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +29,7 @@ class ExportProgram(Stage[EagerModel, GraphModel]):
 
     def run(self, model: EagerModel, context: Context) -> GraphModel:
         """Trace, write, read back, check and seal."""
-        from compress.core.program import export_program, load_program, save_program
+        from compress.core.program import export_program, save_program
         from export.agreement import prove_equal
 
         program = export_program(model.load(), model.signature)
@@ -32,12 +38,26 @@ class ExportProgram(Stage[EagerModel, GraphModel]):
         ) as partial:
             file = partial / GraphModel.payload
             save_program(program, file)
-            module = load_program(file).module()
+            module = self._read_back(file).module()
             with predicting(module, "cpu", context.threads) as graph:
                 prove_equal(model, graph, context)
         operators = sum(node.op == "call_function" for node in program.graph.nodes)
         logger.info("%s: %d operators", self.title, operators)
         return GraphModel.at(context.root)
+
+    def _read_back(self, file: Path) -> ExportedProgram:
+        """Return the program as whoever opens the artifact reads it.
+
+        Raises:
+            StageFailed: it holds what a stored graph may not, such as a library's own operators.
+        """
+        from compress.core.program import load_program
+
+        try:
+            return load_program(file)
+        except ArtifactInvalid as error:
+            told = str(error).removeprefix(f"{file}: ")
+            raise StageFailed(f"the graph cannot be stored: {told}") from error
 
     def prove(self, model: EagerModel, artifact: GraphModel, context: Context) -> None:
         """Compare a graph from an earlier run with its source, on the data of this one."""
