@@ -20,7 +20,7 @@ from quantizer.sources import HERE, at, image_model
 
 COUNTS = (64, 512, 2048)
 SIDE = 32
-"""Of ResNet-18's images: what 2,048 of them become in all layers would take over a gigabyte."""
+"""Pixels of an image's side."""
 
 
 def main() -> None:
