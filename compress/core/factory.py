@@ -147,11 +147,10 @@ _loaded: dict[str, str] = {}
 
 def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> Any:
     digest = sources_digest(sources)
-    last_folder = _finder.folder
-    # What is not beside the user's file is the installed one, not that of a folder before.
-    _finder.folder = folder.absolute() if folder is not None and sources else None
-    if _finder.folder is not None and _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+    if folder is not None and sources:
+        _finder.folder = folder.absolute()
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
     loaded = sys.modules.get(module_name)
     if loaded is not None and _loaded.get(module_name, digest if not folder else "") == digest:
         return loaded
