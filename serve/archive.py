@@ -105,15 +105,3 @@ class TorchServeArchive(Artifact):
                 f"{self.path}: {self.payload} is not the file that was sealed; "
                 "a .mar is code, so it is not started; package the model again"
             )
-
-    def parameters(self) -> int | None:
-        """Return what the packaged artifact counted."""
-        return self._counted("parameters")
-
-    def macs(self) -> int | None:
-        """Return what the packaged artifact counted."""
-        return self._counted("macs")
-
-    def _counted(self, fact: str) -> int | None:
-        value = self.manifest.facts.get(fact)
-        return value if isinstance(value, int) else None

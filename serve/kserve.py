@@ -50,18 +50,6 @@ class KServeService(Artifact):
         with predicting_file(file, device, threads) as predict:
             yield predict
 
-    def parameters(self) -> int | None:
-        """Return what the packaged artifact counted."""
-        return self._counted("parameters")
-
-    def macs(self) -> int | None:
-        """Return what the packaged artifact counted."""
-        return self._counted("macs")
-
-    def _counted(self, fact: str) -> int | None:
-        value = self.manifest.facts.get(fact)
-        return value if isinstance(value, int) else None
-
 
 class PackageKServe(Stage[TritonRepository, KServeService]):
     """Write the InferenceService that serves a model repository by the Open Inference Protocol."""

@@ -61,18 +61,6 @@ class TritonRepository(Artifact):
         with predicting_file(self.payload_path, device, threads) as predict:
             yield predict
 
-    def parameters(self) -> int | None:
-        """Return what the packaged artifact counted."""
-        return self._counted("parameters")
-
-    def macs(self) -> int | None:
-        """Return what the packaged artifact counted."""
-        return self._counted("macs")
-
-    def _counted(self, fact: str) -> int | None:
-        value = self.manifest.facts.get(fact)
-        return value if isinstance(value, int) else None
-
 
 class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
     """Lay a model out as a repository of Triton's, with a configuration from its signature."""
