@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-TIMINGS = {"seconds", "judged_seconds", "latency_ms", "speedup"}
+TIMINGS = {"seconds", "judged_seconds", "latency_ms", "speedup", "speedup_interval"}
 """Of a report, what no two runs have alike."""
 HOW_IT_CAME = {"cached", "reason"}
 """Of a report, what a resumed run has otherwise: stages that were done before are cached."""
@@ -229,7 +229,7 @@ def _import(modules: list[str]) -> None:
 
 def _leave_the_server_out() -> None:
     """Answer with the packed model itself, and measure briefly: figures are not compared."""
-    from compress.core import measure
+    from compress.core import latency
     from serve.archive import TorchServeArchive
 
     def inner(self: TorchServeArchive, device: str = "cpu", threads: int = 1):
@@ -240,7 +240,7 @@ def _leave_the_server_out() -> None:
         return OnnxModel.at(packed.parent).open(device, threads)
 
     TorchServeArchive.open = inner
-    measure.compare_latency.__defaults__ = (0.01,)
+    latency.compare_latency.__defaults__ = (0.01,)
 
 
 def main(folder: Path, seed: int, times: int) -> None:
