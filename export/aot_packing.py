@@ -19,8 +19,8 @@ class PackForImages(CustomGraphPass):
     """Packs weights as oneDNN's kernels take them for images of the size traced, one at a time.
 
     Where the batch is dynamic, Inductor (torch 2.13) packs them for an image of no particular size.
-    Kernels that want another order then bring the weights into it in each call: a tenth of the time
-    of a ResNet-18 at 224², and nine tenths of a ResNet-50's. What suits one image suits many.
+    Kernels that want another order then bring the weights into it in each call. What suits one
+    image suits many.
     """
 
     def __call__(self, graph: Graph) -> None:
