@@ -36,9 +36,9 @@ def merge_products_(program: ExportedProgram) -> None:
             source, weight = node.args[:2]
             key = (source.target, source.args, weight.args[3:], _bias(node) is None)
             alike.setdefault(key, []).append(node)
-    for products in alike.values():
-        if len(products) > 1:
-            _merge_(program.graph, products)
+    for products in (found for found in alike.values() if len(found) > 1):
+        _merge_(program.graph, products)
+        _let_views_take_gaps_(program.graph)
     program.graph_module.recompile()
 
 
@@ -81,11 +81,15 @@ def _merge_(graph: Graph, products: Sequence[Any]) -> None:
         parts = [_call(graph, operator.getitem, split, i) for i in range(len(products))]
     for product, part in zip(products, parts, strict=True):
         part.meta |= {k: v for k, v in product.meta.items() if k == "nn_module_stack"}
-        for reader in product.users:
-            if reader.target in VIEWS:
-                reader.target = aten.reshape.default  # a part lies in memory with gaps
         product.replace_all_uses_with(part)
         graph.erase_node(product)
+
+
+def _let_views_take_gaps_(graph: Graph) -> None:
+    """Let views read what lies in memory with gaps, as parts of a product do, however moved."""
+    for node in graph.nodes:
+        if node.target in VIEWS:
+            node.target = aten.reshape.default
 
 
 def _call(graph: Graph, target: Any, *arguments: Any) -> Node:

@@ -52,7 +52,8 @@ def compile_package(
 ) -> dict[str, dict[str, int]]:
     """Compile a program into a package; return its kernels of heavy operators, with their number.
 
-    What the compiler leaves behind goes into a temporary folder, which is removed.
+    What the compiler leaves behind goes into a temporary folder, which is removed. The program is
+    rewritten, and computes what it did.
 
     Raises:
         StageFailed: the program cannot be compiled, or would be compiled into wrong answers.

@@ -13,10 +13,11 @@ from compress.core.graph import GraphModel
 from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context, Stage
+from compress.quantization.calibrate import functional
 from compress.quantization.dynamic_stage import QuantizeDynamic
 from compress.quantization.static_stage import QuantizeStatic
 from export.aot import ExportAot
-from export.aot_lowering import LINEAR, merge_products_
+from export.aot_lowering import LINEAR, decomposed, merge_products_
 
 NETWORKS = Path(__file__).parents[1] / "compress" / "quantization"
 TOKENS = Signature(
@@ -55,6 +56,40 @@ def test_products_of_the_same_integers_become_one(tmp_path: Path, kind: str) -> 
         expected, got = model.program().module()(tokens), program.module()(tokens)
         for before, after in zip(expected, got, strict=True):
             torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
+
+
+class Moved(torch.nn.Module):
+    """Two products of the same integers, each viewed again after it was moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randint(-127, 128, (2, 4, 8), dtype=torch.int8, generator=generator)
+        for i, weight in enumerate(weights):
+            self.register_buffer(f"weight_{i}", weight)
+        self.register_buffer("scales", torch.full((4,), 0.01))
+        self.register_buffer("zeros", torch.zeros(4, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rounded = decomposed.quantize_per_tensor(x, 0.1, 3, 0, 255, torch.uint8)
+        first, second = (self.product(rounded, w) for w in (self.weight_0, self.weight_1))
+        return first.view(2, 3, 2, 2).view(2, 6, 2), second.unsqueeze(1)[:, :, :2].view(2, 4, 2)
+
+    def product(self, rounded: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = decomposed.dequantize_per_tensor(rounded, 0.1, 3, 0, 255, torch.uint8)
+        by_channel = (self.scales, self.zeros, 0, -127, 127, torch.int8)
+        weight = decomposed.dequantize_per_channel(weight, *by_channel)
+        return torch.nn.functional.linear(x, weight)
+
+
+def test_what_is_viewed_again_after_it_was_moved_may_lie_with_gaps() -> None:
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+    program = functional(torch.export.export(Moved(), (x,)))
+    expected = program.module()(x)
+    merge_products_(program)
+    assert [n.target for n in program.graph.nodes].count(LINEAR) == 1
+    for before, after in zip(expected, program.module()(x), strict=True):
+        torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
