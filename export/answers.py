@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -63,8 +63,10 @@ class _Answers:
         for inputs in asked:
             if self._bytes > LARGEST:
                 break
-            with suppress(Exception):  # it is raised again where the answer is needed
+            try:
                 ask(*inputs)
+            except Exception as error:  # noqa: BLE001 - raised again where the answer is needed
+                error.__traceback__ = None  # its frames would keep the model in memory
 
     def keeping(self, predict: Predictor) -> Predictor:
         """Return a predictor whose answers are kept."""
@@ -76,8 +78,7 @@ class _Answers:
             try:
                 outputs = predict(*inputs)
             except Exception as error:
-                # The frames of a traceback would keep the model in memory.
-                self._refused[key] = error.with_traceback(None)
+                self._refused[key] = error
                 raise
             torch.save(outputs, self._folder / key)
             self._bytes += sum(t.nbytes for t in outputs)
