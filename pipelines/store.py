@@ -132,8 +132,10 @@ class Store:
 
     def _sweep(self) -> None:
         """Remove what killed runs left half made, and work that has come to its end."""
-        work = self.root / WORK
-        for folder in (self.root.parent, self.root.parent / "artifacts", self.root, work):
+        work, out = self.root / WORK, self.root.parent
+        for names in ("*.json", "*.html"):  # a folder there is none of a run's
+            sweep(out, names)
+        for folder in (out / "artifacts", self.root, work):
             sweep(folder)
         for entry in self.root.iterdir():
             if entry.is_dir():

@@ -32,29 +32,39 @@ def partial_of(path: Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a directory, if it is there, so that a crash leaves the whole of it or none."""
+    """Remove a directory, if it is there, so that a crash leaves the whole of it or none.
+
+    Of a link to a directory the link goes.
+    """
     aside = folder.with_name(f".{folder.name}{REMOVED}{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove_now(aside)
     try:
         folder.rename(aside)
     except FileNotFoundError:
         return
-    shutil.rmtree(aside, ignore_errors=True)  # what another process still writes there is swept up
+    _remove_now(aside)  # what another process still writes there is swept up
 
 
-def sweep(folder: Path) -> None:
+def sweep(folder: Path, names: str = "*") -> None:
     """Remove what a crash left half made or half removed directly in a directory.
 
-    Nobody else may write there meanwhile.
+    What of a folder cannot be removed stays. Nobody else may write such names there meanwhile.
+
+    Args:
+        folder: the directory.
+        names: pattern of the names that were to be made or removed.
     """
     for mark in (PARTIAL, REMOVED):
-        for left in folder.glob(f".*{mark}*"):
-            if not left.name.rpartition(mark)[2].isdigit():
-                continue  # it is not ours
-            if left.is_dir():
-                shutil.rmtree(left)
-            else:
-                left.unlink()
+        for left in folder.glob(f".{names}{mark}*"):
+            if left.name.rpartition(mark)[2].isdigit():  # or it is not ours
+                _remove_now(left)
+
+
+def _remove_now(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

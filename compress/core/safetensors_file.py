@@ -8,14 +8,13 @@ apart.
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING
 
 import torch
 
 from compress.core.chunks import bytes_of
 from compress.core.errors import ArtifactInvalid
-from compress.core.files import sync
+from compress.core.files import partial_of, sync
 from compress.core.weights import StoredTensor, in_memory, place_of
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def write_safetensors(file: Path, state: Weights) -> None:
         if tensor.dtype not in CODES:
             raise ArtifactInvalid(f"{name}: safetensors files have no {tensor.dtype}")
     names = sorted(state.keys() - tied.keys(), key=lambda n: (RANKS[state[n].dtype], n))
-    partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
+    partial = partial_of(file)
     try:
         with partial.open("wb") as stream:
             stream.write(_header(state, names, tied))

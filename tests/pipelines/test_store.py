@@ -176,7 +176,10 @@ def test_what_a_killed_run_left_is_swept_up(project) -> None:
     (store / WORK / "train" / "done").write_text(entry.name)
     interrupted = store / WORK / "prune_channels" / "fit-2"
     interrupted.mkdir(parents=True)
+    another = project.out / ".onnx.partial-1"  # a stage's that someone's own program runs
+    another.mkdir()
     project.run()
+    assert another.exists()
     assert not [file for file in left if file.exists()]
     assert not (project.out / "artifacts" / ".train.removed-1").exists()
     assert not (store / WORK / "train").exists()
@@ -195,6 +198,13 @@ def test_removing_leaves_the_whole_or_none(tmp_path, monkeypatch) -> None:
     monkeypatch.undo()
     sweep(tmp_path)
     assert list(tmp_path.iterdir()) == [kept]
+    link, elsewhere = tmp_path / "link", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    link.symlink_to(elsewhere)
+    remove(link)
+    (tmp_path / ".link.removed-1").symlink_to(elsewhere)
+    sweep(tmp_path)
+    assert set(tmp_path.iterdir()) == {kept, elsewhere}
     write_atomically(tmp_path / "file", "whole")
     sweep(tmp_path)
     assert (tmp_path / "file").read_text() == "whole"
