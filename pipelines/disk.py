@@ -6,13 +6,13 @@ import errno
 import os
 import shutil
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compress.core.errors import CompressError, PipelineInvalid, StageFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -38,10 +38,11 @@ def explained(error: OSError, out: Path) -> CompressError:
     """Return the error that says what the operating system refused, and how to mend it."""
     path = error.filename or out
     if error.errno in FULL:
-        free = shutil.disk_usage(out).free >> 20
+        folder = _nearest(Path(str(path)).absolute())
+        free = shutil.disk_usage(folder).free >> 20
         return StageFailed(
-            f"{path}: {error.strerror}; {free} MiB are free in {out}; make room and run the same "
-            "command again"
+            f"{path}: {error.strerror}; {free} MiB are free in {folder}; make room and run the "
+            "same command again"
         )
     if error.errno in FORBIDDEN and _lies_in(path, out):
         return PipelineInvalid(
@@ -49,6 +50,11 @@ def explained(error: OSError, out: Path) -> CompressError:
             "another directory with --out"
         )
     return StageFailed(f"{path}: {error.strerror or error}")
+
+
+def _nearest(path: Path) -> Path:
+    """Return a path, or the innermost one above it, that is a directory."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def _lies_in(path: object, folder: Path) -> bool:

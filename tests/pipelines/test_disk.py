@@ -14,6 +14,14 @@ def test_a_full_disk_is_said_with_path_and_remedy(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "a.json"))
 
 
+def test_the_free_space_told_is_that_of_the_disk_that_is_full(tmp_path: Path) -> None:
+    full = tmp_path / "tmp"
+    full.mkdir()
+    expected = rf"MiB are free in {full};"
+    with pytest.raises(StageFailed, match=expected), said_plainly(tmp_path / "not" / "made"):
+        raise OSError(errno.ENOSPC, "No space left on device", str(full / "compress-run-1"))
+
+
 def test_a_forbidden_out_is_a_wrong_argument(tmp_path: Path) -> None:
     with pytest.raises(PipelineInvalid, match=r"cannot be written .*--out"), said_plainly(tmp_path):
         raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "report.json"))
