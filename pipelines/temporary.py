@@ -24,11 +24,13 @@ def temporary_files() -> Iterator[None]:
     place = Path(tempfile.gettempdir())
     _remove_those_of_the_dead(place)
     folder, lock = _own_folder(place)
-    # What torch has compiled is worth keeping, and multiprocessing never asks twice.
+    # What torch has compiled is worth keeping.
     os.environ.setdefault(COMPILED, str(place / f"torchinductor_{os.getuid()}"))
     sockets: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
     before = tempfile.tempdir, os.environ.get("TMPDIR"), sockets.get("tempdir")
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    # A folder that multiprocessing made itself it would keep using, and miss when Python ends.
+    sockets["tempdir"] = str(folder)
     try:
         yield
     finally:

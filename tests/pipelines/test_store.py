@@ -239,3 +239,16 @@ def test_temporary_files_of_a_killed_run_go_with_the_next(tmp_path, monkeypatch)
             assert Path(own).is_dir()
     assert list(tmp_path.iterdir()) == []
     assert os.environ.get("TMPDIR") != own and tempfile.gettempdir() == str(tmp_path)
+
+
+def test_what_multiprocessing_keeps_in_the_folder_is_not_missed_later(fresh_process) -> None:
+    said = fresh_process("""
+import multiprocessing.util, sys, tempfile
+from pipelines.temporary import temporary_files
+
+with temporary_files():
+    assert multiprocessing.util.get_temp_dir().startswith(tempfile.gettempdir())
+tempfile.mkstemp(dir=multiprocessing.util.get_temp_dir())
+sys.stderr = sys.stdout
+""")
+    assert said == ""
