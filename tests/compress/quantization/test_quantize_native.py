@@ -77,16 +77,8 @@ def test_a_resnet_computes_in_integers(
     resnet: tuple[EagerModel, Context], quantized: NativeModel
 ) -> None:
     facts: Any = quantized.manifest.facts
-    assert (
-        facts["quantized_operators"]
-        == {
-            "Conv2d": 12,
-            "ConvReLU2d": 10,
-            "Linear": 1,
-            "add_relu": 9,
-        }
-        or sum(facts["quantized_operators"].values()) == 21 + 1 + 9
-    )
+    counts = {"Conv2d": 11, "ConvReLU2d": 10, "Linear": 1, "add_relu": 9}
+    assert facts["quantized_operators"] == counts
     assert facts["float_modules"] == []
     assert facts["engine"] == "x86"
     assert "deprecated" in facts["warnings"][0]
