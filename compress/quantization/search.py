@@ -202,7 +202,7 @@ class Search:
             return f"{told}; the time was over, raise `minutes` or `max_drop`"
         if FLOAT not in self.fallback:
             return f"{told}; add `float` to `fallback`, or raise `max_drop`"
-        return f"{told}; only the float model keeps it, raise `max_drop` or use another stage"
+        return f"{told}; no choice that was tried keeps it, raise `max_drop` or use another stage"
 
     def facts(self, formats: Formats) -> dict[str, Any]:
         """Return what was found, for the manifest."""

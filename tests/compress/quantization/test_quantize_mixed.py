@@ -280,10 +280,10 @@ def test_all_layers_may_read_sixteen_bits(fallback: tuple[str, ...]) -> None:
     assert searched(lost, 0.0, [*lost], fallback).run() == dict.fromkeys(lost, "uint16")
 
 
-def test_that_only_the_float_model_keeps_the_metric_is_told() -> None:
+def test_that_no_choice_keeps_the_metric_is_told() -> None:
     search = searched({"a": 0.5, "b": 0.5, "c": 0.4}, 0.0, ["a", "b", "c"])
     with pytest.raises(
-        StageFailed, match=r"loses 0\.4 of accuracy with 2 of 3 layers in float; on"
+        StageFailed, match=r"loses 0\.4 of accuracy with 2 of 3 layers in float; no"
     ):
         search.run()
 
