@@ -16,6 +16,7 @@ import torch
 
 from compress.core.batching import any_batch
 from compress.core.errors import CompressError, StageFailed, first_line
+from compress.core.files import partial_of, sweep
 from compress.core.graph import GraphModel, program_of
 from compress.core.metrics import evaluate, labels_of
 from export import reproduction
@@ -68,12 +69,13 @@ class Account:
 def accounting(account: Account) -> Iterator[None]:
     """Name the first layer out of tolerance where an export is found to answer otherwise.
 
-    The folder ``parity`` of an earlier attempt goes.
+    The folder ``parity`` of an earlier attempt goes, and what of one was half written.
 
     Raises:
         StageFailed: the body raised it; the layer and the folder are added to the message.
     """
     shutil.rmtree(account.folder, ignore_errors=True)
+    sweep(account.folder.parent, account.folder.name)
     try:
         yield
     except StageFailed as error:
@@ -95,8 +97,7 @@ def _tell(account: Account, error: StageFailed) -> str:
         with torch.no_grad():
             limit = min(limit, _error(expected, account.got, inputs) / 2)
     folder = account.folder
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = partial_of(folder)
     partial.mkdir(parents=True)
     with TemporaryDirectory() as scratch:
         file = Path(scratch) / account.runtime.file

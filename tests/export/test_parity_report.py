@@ -187,8 +187,10 @@ def test_what_an_earlier_attempt_left_goes_when_an_export_is_equal(
     folder = tmp_path / "parity" / "export_torchscript"
     folder.mkdir(parents=True)
     (folder / "parity.json").write_text("{}")
+    (folder.parent / ".export_torchscript.partial-1").mkdir()
+    (folder.parent / ".another.partial-1").mkdir()
     ExportTorchScript()(model, Context(root=tmp_path / "script"))
-    assert not folder.exists()
+    assert [left.name for left in folder.parent.iterdir()] == [".another.partial-1"]
 
 
 def test_a_search_tells_the_certain_from_the_unsure(model: EagerModel, tmp_path: Path) -> None:
