@@ -80,7 +80,8 @@ class _Answers:
             except Exception as error:
                 self._refused[key] = error
                 raise
-            torch.save(outputs, self._folder / key)
+            # What an answer is a part of would be written with it.
+            torch.save(tuple(t.clone() for t in outputs), self._folder / key)
             self._bytes += sum(t.nbytes for t in outputs)
             return outputs
 

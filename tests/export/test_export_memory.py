@@ -149,6 +149,13 @@ def test_a_source_is_asked_once_and_let_go(tmp_path: Path, monkeypatch: pytest.M
         assert asked == [1, 2]
 
 
+def test_an_answer_is_kept_without_what_it_is_a_part_of(tmp_path: Path) -> None:
+    kept = answers._Answers(tmp_path)
+    (x,) = kept.keeping(lambda x: (x.expand(1000, 1000).clone()[:1],))(torch.ones(1))
+    assert torch.equal(kept.read((torch.ones(1),))[0], x)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 10_000
+
+
 def test_errors_are_the_same_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = torch.randn(2, 7, 5).double().unbind()
     a[0, 0] = b[0, 0] = torch.inf
