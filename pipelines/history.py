@@ -29,26 +29,29 @@ def history_before(planned: PlannedStage, walk: Walk) -> History:
     """Return the road from the model as it came in to a stage's input."""
     rows = {row.name: row for row in walk.rows}
     road = road_before(planned, walk.plan)
-    parts: dict[str, Any] = source_parts(walk.pipeline)
     return History(
         pipeline=walk.pipeline.name,
         seed=walk.pipeline.seed,
         data=walk.fingerprint,
         versions=versions(),
-        source={key: parts.get(key) for key in ("checkpoint", "code", "library")},
+        source=_source(walk),
         source_digest=walk.artifacts[SOURCE].digest,
         stages=tuple(_told(rows[p.name], p.stage) for p in road),
     )
 
 
 def history_parts(planned: PlannedStage, walk: Walk) -> dict[str, Any]:
-    """Return what decides a history, besides what decides the input: names, and earlier gates."""
+    """Return what decides a history, besides what decides the input.
+
+    Names, earlier gates, and the files that came in: others may hold the same weights.
+    """
     if not planned.stage.records_history:
         return {}
     road = road_before(planned, walk.plan)
     gates = [[gate.model_dump(mode="json") for gate in p.stage.gates] for p in road]
     names = [[p.name, p.input] for p in road]
-    return {"history": {"pipeline": walk.pipeline.name, "names": names, "gates": gates}}
+    told = {"pipeline": walk.pipeline.name, "source": _source(walk), "names": names, "gates": gates}
+    return {"history": told}
 
 
 def road_before(planned: PlannedStage, plan: Plan) -> list[PlannedStage]:
@@ -59,6 +62,11 @@ def road_before(planned: PlannedStage, plan: Plan) -> list[PlannedStage]:
         planned = by_name[planned.input]
         road.insert(0, planned)
     return road
+
+
+def _source(walk: Walk) -> dict[str, Any]:
+    parts: dict[str, Any] = source_parts(walk.pipeline)
+    return {key: parts.get(key) for key in ("checkpoint", "code", "library")}
 
 
 def _told(row: StageReport, stage: Stage[Any, Any]) -> PastStage:

@@ -3,11 +3,15 @@
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from pipelines import doctor
 from pipelines.diff import compare, row_of
+from pipelines.history import history_parts
 from pipelines.pipeline import Pipeline
+from pipelines.run import look_ahead
 from pipelines.why import why
 
 
@@ -36,6 +40,20 @@ def test_a_stage_whose_input_is_not_made_has_no_parts_yet(project) -> None:
     assert (found.does, found.parts) == ("runs (after prune_channels)", ())
     with pytest.raises(PipelineInvalid, match="did you mean 'export_onnx'"):
         reason(project, "export_onx")
+
+
+def test_an_archive_is_packed_anew_where_what_it_says_of_the_checkpoint_changed(project) -> None:
+    project.edit("  factory: nets:mlp", "  factory: nets:mlp\n  checkpoint: mlp.safetensors")
+    project.file.write_text(project.file.read_text() + "  - {stage: package_torchserve}\n")
+    weights = {f"{i}.{name}": torch.ones(1) for i in (0, 2) for name in ("weight", "bias")}
+    found = []
+    for by in ("one", "another"):
+        save_file(weights, project.folder / "mlp.safetensors", {"saved by": by})
+        pipeline = Pipeline.from_yaml(project.file)
+        walk = look_ahead(pipeline, project.out)[1]
+        found.append(history_parts(walk.plan.stages[-1], walk)["history"])
+    assert found[0].pop("source") != found[1].pop("source")
+    assert found[0] == found[1]
 
 
 def test_two_runs_are_compared_by_stage(project, walked) -> None:
