@@ -119,11 +119,29 @@ def test_native_code_of_unknown_origin_is_not_run(
     members = read_mar(archive.payload_path)
     record = Provenance.read(members["provenance.json"], "it")
     native = record.artifact.model_copy(update={"kind": "aot"})
-    record = record.model_copy(update={"artifact": native})
-    write_mar(tmp_path / "x.mar", members | {"provenance.json": record.sealed()})
+    config = members["model-config.yaml"].replace(b"kind: onnx", b"kind: aot")
+    digests = record.members | {"model-config.yaml": digest_of(config)}
+    record = record.model_copy(update={"artifact": native, "members": digests})
+    changed = {"provenance.json": record.sealed(), "model-config.yaml": config}
+    write_mar(tmp_path / "x.mar", members | changed)
     proof = verify(tmp_path / "x.mar")
     assert proof.served_by is None and not proof.replays
     assert "native code, which runs unseen, so it was not started" in proof.unproven[-1]
+
+
+@pytest.mark.usefixtures("never_started")
+def test_native_code_does_not_pass_for_another_kind(
+    archive: TorchServeArchive, tmp_path: Path
+) -> None:
+    members = read_mar(archive.payload_path)
+    record = Provenance.read(members["provenance.json"], "it")
+    for config in (members["model-config.yaml"].replace(b"kind: onnx", b"kind: aot"), b"[", b"x"):
+        digests = record.members | {"model-config.yaml": digest_of(config)}
+        sealed = record.model_copy(update={"members": digests}).sealed()
+        changed = {"provenance.json": sealed, "model-config.yaml": config}
+        write_mar(tmp_path / "x.mar", members | changed)
+        with pytest.raises(ArtifactInvalid, match=r"model-config\.yaml says that .* not started"):
+            verify(tmp_path / "x.mar")
 
 
 @pytest.mark.usefixtures("without_java")
