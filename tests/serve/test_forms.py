@@ -164,6 +164,10 @@ def test_what_is_no_image_or_would_unfold_is_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match="400 pixels, at most 399") as caught:
         read(body)
     assert caught.value.args[0] == 413
+    scaled = takes_image((1, 3, 8, 8), shorter_side=10)
+    with pytest.raises(ValueError, match=r"scaled to \[10, 995\], at most 399") as caught:
+        scaled(picture(2, 199))
+    assert caught.value.args[0] == 413
 
 
 @pytest.mark.parametrize(
