@@ -157,7 +157,9 @@ def test_the_layout_is_a_model_repository_and_the_packaged_file_answers(
             assert torch.equal(a, b)
 
 
-def test_a_repository_is_verified_and_refused_where_it_was_altered(pooled: OnnxModel, tmp_path: Path) -> None:
+def test_a_repository_is_verified_and_refused_where_it_was_altered(
+    pooled: OnnxModel, tmp_path: Path
+) -> None:
     sealed = PackageTriton()(pooled, Context(root=tmp_path / "triton"))
     proof = verify(sealed.path)
     assert proof.kind == "triton" and proof.sha256 == sha256_of(pooled.payload_path)
