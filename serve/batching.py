@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 JOIN_SECONDS = 5.0
+"""How long all threads together may take to end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +94,9 @@ class Batcher:
                 self._queue.get_nowait()
         for _ in self._threads:
             self._queue.put(End())
+        due = time.monotonic() + JOIN_SECONDS
         for thread in self._threads:
-            thread.join(JOIN_SECONDS)
+            thread.join(max(0.0, due - time.monotonic()))
 
     def _work(self) -> None:
         job = self._queue.get()

@@ -170,11 +170,12 @@ def test_answers_that_differ_from_the_recorded_ones_are_refused(
         verify(archive.payload_path)
 
 
-def test_answers_of_another_shape_are_infinitely_far() -> None:
+def test_answers_of_another_shape_or_of_nan_are_infinitely_far() -> None:
     import numpy as np
 
     one, infinite = np.ones((2, 3), np.float32), np.array([np.inf, 1])
     assert replayed("it", [([one], [one])], lambda _: (one[:1],)).largest_difference == np.inf
+    assert replayed("it", [([one], [one])], lambda _: (one * np.nan,)).largest_difference == np.inf
     assert replayed("it", [([one], [infinite])], lambda _: (infinite,)).largest_difference == 0
 
 
