@@ -20,6 +20,7 @@ from serve.batching import Batcher, Job, answer
 from serve.interface import Tensor, interface_of
 from serve.options import Limits
 from serve.served import ServedModel, loaded, warm
+from serve.worker.joining import together
 
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", shape=("batch", "steps", 3)),), outputs=(OutputSpec(name="y"),)
@@ -54,6 +55,12 @@ def test_a_model_of_one_size_leaves_every_axis_open() -> None:
 def test_answers_that_the_signature_does_not_name_are_refused() -> None:
     with pytest.raises(StageFailed, match="gives 2 outputs, its signature names"):
         interface_of(lambda x: [x, x], SIGNATURE)
+
+
+def test_an_answer_of_other_rows_than_were_asked_is_not_cut_apart() -> None:
+    requests = [[np.array([1, 2])], [np.array([3])]]
+    answers = together(lambda arrays: [arrays[0][:2]], requests)
+    assert [[output.tolist() for output in answer] for answer in answers] == [[[1, 2]], [[3]]]
 
 
 def test_joined_requests_get_their_own_rows() -> None:
