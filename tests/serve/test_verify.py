@@ -5,11 +5,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from compress.core.checkpoint import import_checkpoint
 from compress.core.data import Splits
-from compress.core.errors import ArtifactInvalid
+from compress.core.errors import ArtifactInvalid, StageFailed
 from compress.core.history import History, PastStage
 from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
@@ -170,9 +171,24 @@ def test_answers_that_differ_from_the_recorded_ones_are_refused(
         verify(archive.payload_path)
 
 
-def test_answers_of_another_shape_or_of_nan_are_infinitely_far() -> None:
-    import numpy as np
+def test_a_handler_whose_process_ends_is_told_of_every_time() -> None:
+    from serve.harness import Harness
 
+    handler = (
+        "import os\n"
+        "class PackagedModel:\n"
+        "    def initialize(self, context): pass\n"
+        "    def handle(self, data, context): os._exit(3)\n"
+    )
+    members = {"MAR-INF/MANIFEST.json": b"{}", "model-config.yaml": b"{}"}
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+    with Harness(members | {"handler.py": handler.encode()}, signature) as harness:
+        for _ in range(2):
+            with pytest.raises(StageFailed, match="the handler's process ended"):
+                harness.predict([np.ones((1, 4))])
+
+
+def test_answers_of_another_shape_or_of_nan_are_infinitely_far() -> None:
     one, infinite = np.ones((2, 3), np.float32), np.array([np.inf, 1])
     assert replayed("it", [([one], [one])], lambda _: (one[:1],)).largest_difference == np.inf
     assert replayed("it", [([one], [one])], lambda _: (one * np.nan,)).largest_difference == np.inf
