@@ -81,6 +81,8 @@ def _by_the_built_in(
             tell(f"{artifact.path}: served at {url}/v2/models/{options.name} (Ctrl-C stops)")
             tell(line)
             sys.stdout.flush()
+            if options.processes > 1:
+                listener.close()  # theirs are open: nobody listens any more once they stop
 
         answering = partial(_answer, artifact, listener, options)
         if options.processes == 1:

@@ -136,6 +136,8 @@ def test_several_processes_answer_at_one_address_and_end_together(artifact: Path
     with serving(artifact, "--processes", "2") as server:
         children = psutil.Process(server.process.pid).children()
         assert len(children) == 2
+        parent = psutil.Process(server.process.pid)
+        until(lambda: not parent.net_connections())  # it is told of before it is closed
         with ThreadPoolExecutor(8) as pool:
             answers = [*pool.map(server.rows, [[0.0, float(i % 8), 0, 0] for i in range(40)])]
         assert [answer["outputs"][2]["data"] for _, answer in answers] == [
