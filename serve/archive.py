@@ -5,18 +5,20 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from compress.core.artifact import Artifact, Manifest, Predictor
 from compress.core.errors import ArtifactInvalid
 from compress.core.files import sha256_of
+from serve.package import Package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from compress.core.artifact import Manifest, Predictor
+
 PROBE = "probe.npz"
 
 
-class TorchServeArchive(Artifact):
+class TorchServeArchive(Package):
     """A ``.mar`` with the model, our handler, and a probe that a worker replays before it answers.
 
     ``open`` starts a real TorchServe on loopback and predicts over HTTP. While it is open or held,
@@ -105,15 +107,3 @@ class TorchServeArchive(Artifact):
                 f"{self.path}: {self.payload} is not the file that was sealed; "
                 "a .mar is code, so it is not started; package the model again"
             )
-
-    def parameters(self) -> int | None:
-        """Return what the packaged artifact counted."""
-        return self._counted("parameters")
-
-    def macs(self) -> int | None:
-        """Return what the packaged artifact counted."""
-        return self._counted("macs")
-
-    def _counted(self, fact: str) -> int | None:
-        value = self.manifest.facts.get(fact)
-        return value if isinstance(value, int) else None

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from compress.core.artifact import Artifact, Predictor
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.settings import Count
 from compress.core.stage import Context, Stage
+from serve.package import Package
 from serve.triton import TritonRepository, predicting_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from compress.core.artifact import Predictor
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ NOT_RUN = (
 )
 
 
-class KServeService(Artifact):
+class KServeService(Package):
     """``inference_service.yaml``, and the model repository to be put where it says.
 
     ``open`` answers with the file in the repository, in this process.
@@ -49,18 +51,6 @@ class KServeService(Artifact):
         file = self.path / str(self.manifest.facts["model_file"])
         with predicting_file(file, device, threads) as predict:
             yield predict
-
-    def parameters(self) -> int | None:
-        """Return what the packaged artifact counted."""
-        return self._counted("parameters")
-
-    def macs(self) -> int | None:
-        """Return what the packaged artifact counted."""
-        return self._counted("macs")
-
-    def _counted(self, fact: str) -> int | None:
-        value = self.manifest.facts.get(fact)
-        return value if isinstance(value, int) else None
 
 
 class PackageKServe(Stage[TritonRepository, KServeService]):

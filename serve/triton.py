@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.core.artifact import Artifact, Predictor
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.settings import Count
 from compress.core.stage import Context, Stage
 from export.onnx import OnnxModel
 from export.torchscript import TorchScriptModel
+from serve.package import Package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from compress.core.artifact import Artifact, Predictor
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ NOT_RUN = (
 )
 
 
-class TritonRepository(Artifact):
+class TritonRepository(Package):
     """A model repository: ``<name>/config.pbtxt`` and ``<name>/1/`` with the model.
 
     ``open`` answers with the file inside it, in this process. The manifest beside the model's
@@ -60,18 +62,6 @@ class TritonRepository(Artifact):
         """Give the packaged file as a predictor; Triton is not started."""
         with predicting_file(self.payload_path, device, threads) as predict:
             yield predict
-
-    def parameters(self) -> int | None:
-        """Return what the packaged artifact counted."""
-        return self._counted("parameters")
-
-    def macs(self) -> int | None:
-        """Return what the packaged artifact counted."""
-        return self._counted("macs")
-
-    def _counted(self, fact: str) -> int | None:
-        value = self.manifest.facts.get(fact)
-        return value if isinstance(value, int) else None
 
 
 class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
