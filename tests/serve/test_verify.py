@@ -232,6 +232,8 @@ def test_a_chain_is_held_together_by_digests(
         refuse_broken_chain(record_of(archive, exported, digest="12"), "it")
     with pytest.raises(ArtifactInvalid, match="stage onnx is recorded as train of"):
         refuse_broken_chain(record_of(archive, exported, stage="train"), "it")
+    with pytest.raises(ArtifactInvalid, match="stage onnx is recorded as export_onnx of None"):
+        refuse_broken_chain(record_of(archive, exported, input="nobody"), "it")
 
 
 def test_the_card_holds_what_was_measured_and_nothing_else(
