@@ -56,14 +56,6 @@ class AotModel(Artifact):
         with predicting(module, device, threads) as predict:
             yield predict
 
-    def parameters(self) -> int:
-        """Return the number of weights, counted when the package was made."""
-        return int(self.manifest.facts["parameters"])  # type: ignore[arg-type]  # written below
-
-    def macs(self) -> int:
-        """Return the multiply-accumulates for one sample, counted when the package was made."""
-        return int(self.manifest.facts["macs"])  # type: ignore[arg-type]  # written below
-
 
 class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
     """Compile to native code ahead of time (AOTInductor), proved to answer like its source.

@@ -70,14 +70,6 @@ class TensorRTEngine(Artifact):
         with predicting(run, device, threads) as predict:
             yield predict
 
-    def parameters(self) -> int | None:
-        """Return the number of weights of what the engine was built from."""
-        return self.manifest.facts["parameters"]  # type: ignore[return-value]  # written below
-
-    def macs(self) -> int | None:
-        """Return the multiply-accumulates for one sample of what the engine was built from."""
-        return self.manifest.facts["macs"]  # type: ignore[return-value]  # written below
-
 
 class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine]):
     """Build a TensorRT engine for the GPU that is here, proved to answer like its source.

@@ -206,12 +206,16 @@ class Artifact:
         yield
 
     def parameters(self) -> int | None:
-        """Count the weights, or None where the format does not tell."""
-        return None
+        """Return the number of weights, as counted when it was made; None where it was not."""
+        return self._counted("parameters")
 
     def macs(self) -> int | None:
-        """Count multiply-accumulates for one sample, or None where the format does not tell."""
-        return None
+        """Return the multiply-accumulates for one sample, as counted when it was made, or None."""
+        return self._counted("macs")
+
+    def _counted(self, fact: str) -> int | None:
+        value = self.manifest.facts.get(fact)
+        return value if isinstance(value, int) else None
 
 
 def replace_artifact(new: Path, path: Path) -> None:

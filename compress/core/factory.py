@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import sys
 import sysconfig
+from contextlib import contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -24,7 +25,7 @@ from pydantic import Field
 from compress.core.errors import PipelineInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import CodeType
 
 Reference = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
@@ -49,7 +50,8 @@ def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:
     """
     module_name, _, attribute = reference.partition(":")
     try:
-        module = _import(module_name, folder, local_sources(reference, folder))
+        with nullcontext() if folder else _as_installed(module_name):
+            module = _import(module_name, folder, local_sources(reference, folder))
     except (Exception, SystemExit) as error:
         where = f" (looked in {folder}, then among installed packages)" if folder else ""
         raise PipelineInvalid(
@@ -168,6 +170,21 @@ def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> 
             gc.enable()
     _loaded[module_name] = digest
     return module
+
+
+@contextmanager
+def _as_installed(module_name: str) -> Iterator[None]:
+    """Leave out what was found beside a file: another's module may have the same name."""
+    top = module_name.partition(".")[0]
+    spec = getattr(sys.modules.get(top), "__spec__", None)
+    if isinstance(getattr(spec, "loader", None), _FromSource):
+        for name in [n for n in sys.modules if n == top or n.startswith(f"{top}.")]:
+            del sys.modules[name]
+    last, _finder.folder = _finder.folder, None
+    try:
+        yield
+    finally:
+        _finder.folder = last
 
 
 def _find(module_name: str, root: Path) -> Path | None:

@@ -33,9 +33,9 @@ def test_a_buffer_that_is_part_of_a_larger_tensor_is_loaded(tmp_path: Path) -> N
     assert answers(model)
 
 
-def test_what_only_python_can_run_is_refused_in_one_line(tmp_path: Path) -> None:
-    model = imported(CASES["own_function"], tmp_path / "source")
+def test_what_torchscript_cannot_express_is_refused_in_one_line(tmp_path: Path) -> None:
+    model = imported(CASES["cond"], tmp_path / "source")
     refusal = walk(model, "TorchScript", tmp_path / "ts").refusal
-    assert "Could not export Python function call '_Swish'" in refusal
+    assert "torch.jit.trace cannot express the model" in refusal
     assert "\n" not in refusal
     assert not (tmp_path / "ts").exists()

@@ -17,7 +17,8 @@ from compress.core.stage import Context
 from export import onnx_file
 from export.onnx import ExportOnnx, OnnxModel
 from export.onnx_metadata import refuse_misfit
-from serve.pack import Probe, members_of
+from serve.pack import members_of
+from serve.probe import record_probe
 from serve.stage import PackageTorchServe
 
 HERE = Path(__file__).parent
@@ -118,5 +119,6 @@ def test_weights_that_protobuf_cannot_hold_lie_beside_the_file(
     shutil.move(artifact.path, tmp_path / "elsewhere")
     moved = OnnxModel.at(tmp_path / "elsewhere")
     assert Parity(atol=0).value(whole, moved, Context(root=tmp_path)) < 1e-5
-    packed = members_of(moved, PackageTorchServe(), Probe(b"", joins_rows=True))
+    probe = record_probe(moved, Context(root=tmp_path), max_rows=4)
+    packed = members_of(moved, moved, PackageTorchServe(), probe, None)
     assert packed["model.onnx.data"] == moved.path / "model.onnx.data"

@@ -51,6 +51,17 @@ def test_two_folders_with_a_module_of_the_same_name(tmp_path: Path) -> None:
     assert resolve("same:f", a)() == 1
 
 
+def test_an_installed_module_is_not_that_of_a_folder_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = _write(tmp_path / "beside", shared_name="def f(): return 'beside'\n")
+    installed = _write(tmp_path / "installed", shared_name="def f(): return 'installed'\n")
+    monkeypatch.syspath_prepend(installed)
+    assert resolve("shared_name:f", beside)() == "beside"
+    assert resolve("shared_name:f")() == "installed"
+    assert resolve("shared_name:f", beside)() == "beside"
+
+
 def test_an_edited_module_is_read_again(tmp_path: Path) -> None:
     folder = _write(tmp_path, edited="def f(): return 1\n")
     assert resolve("edited:f", folder)() == 1
