@@ -5,20 +5,18 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
+from compress.core.artifact import Artifact, Manifest, Predictor
 from compress.core.errors import ArtifactInvalid
 from compress.core.files import sha256_of
-from serve.package import Package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from compress.core.artifact import Manifest, Predictor
-
 PROBE = "probe.npz"
 
 
-class TorchServeArchive(Package):
+class TorchServeArchive(Artifact):
     """A ``.mar`` with the model, our handler, and a probe that a worker replays before it answers.
 
     ``open`` starts a real TorchServe on loopback and predicts over HTTP. While it is open or held,

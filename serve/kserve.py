@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from compress.core.artifact import Artifact, Predictor
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.settings import Count
 from compress.core.stage import Context, Stage
-from serve.package import Package
 from serve.triton import TritonRepository, predicting_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from compress.core.artifact import Predictor
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ NOT_RUN = (
 )
 
 
-class KServeService(Package):
+class KServeService(Artifact):
     """``inference_service.yaml``, and the model repository to be put where it says.
 
     ``open`` answers with the file in the repository, in this process.

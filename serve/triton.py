@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from compress.core.artifact import Artifact, Predictor
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.settings import Count
 from compress.core.stage import Context, Stage
 from export.onnx import OnnxModel
 from export.torchscript import TorchScriptModel
-from serve.package import Package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from compress.core.artifact import Artifact, Predictor
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ NOT_RUN = (
 )
 
 
-class TritonRepository(Package):
+class TritonRepository(Artifact):
     """A model repository: ``<name>/config.pbtxt`` and ``<name>/1/`` with the model.
 
     ``open`` answers with the file inside it, in this process. The manifest beside the model's
