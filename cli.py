@@ -29,6 +29,7 @@ Out = Annotated[Path | None, typer.Option(help="Folder of results.", show_defaul
 Ratios = Annotated[list[float], typer.Option(help="Fraction of channels to cut; again for more.")]
 RunDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="A run's directory, its --out.")]
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artifact's directory.")]
+OrMar = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Its directory, or a bare .mar.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
@@ -173,7 +174,7 @@ def inspect(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = Fals
 @app.command()
 @command
 def verify(
-    artifact: ArtifactPath,
+    artifact: OrMar,
     sha256: Annotated[str | None, typer.Option(help="What its file must hash to.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write what was proven, as JSON.")] = None,
     as_json: AsJson = False,
@@ -249,13 +250,13 @@ def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
 @app.command()
 @command
 def serve(
-    artifact: ArtifactPath,
+    artifact: OrMar,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
     token_file: Annotated[Path | None, typer.Option(help="File with the token.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Concurrent calls; the cores.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that answer.")] = 1,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of a call.")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of a call; 1.")] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="Rows of a request, and a call.")] = 128,
     max_mib: Annotated[int, typer.Option(min=1, help="Mebibytes of a request.")] = 8,
     queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 128,

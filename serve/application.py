@@ -18,6 +18,7 @@ import numpy as np
 
 from compress import __version__
 from serve import open_inference
+from serve.interface import example
 from serve.metrics import Metrics
 from serve.worker import wire
 from serve.worker.tensors import check
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INVALID_VALUES = ("InvalidArgument", "IndexError")
-"""What runtimes raise for values that shapes and types do not exclude, such as an index."""
+"""What runtimes raise for values that shapes and types do not exclude, such as an index beyond a
+table; of TorchScript and compiled code, everything is a RuntimeError."""
 DISCARDED = 8
 """A body that is refused is read on up to this many times the limit: many clients read no answer
 before they have sent everything."""
@@ -152,21 +154,30 @@ class Application:
             async with asyncio.timeout(self.limits.seconds):
                 body = await self._body(headers, receive)
                 arrays, wanted = self._understood(headers, body)
-                outputs = await self.batcher.submit(arrays)
+                outputs = await self._answered(arrays)
         except TimeoutError:
             seconds = f"{self.limits.seconds:g} s"
             if arrays is None:
                 message = f"the body was not here after {seconds}"
                 raise Refused(408, message, connection="close") from None
             raise Refused(504, f"the model did not answer within {seconds}") from None
-        except Refused:
-            raise
-        except Exception as error:
-            raise _failed(error) from error
         finally:
             self._inside -= 1
         body, written = self._written(headers, wanted, outputs)
         return Answer(200, body, written, len(arrays[0]) if arrays[0].ndim else 1)
+
+    async def _answered(self, arrays: list[Array]) -> list[Array]:
+        """Return the outputs; a failure is the request's, where the model still answers another."""
+        try:
+            return await self.batcher.submit(arrays)
+        except Exception as error:
+            if type(error).__name__ not in INVALID_VALUES:
+                try:
+                    await self.batcher.submit(example(self.model.signature, rows=1))
+                except Exception:  # noqa: BLE001 - whatever it is, the model is broken
+                    raise Refused(500, f"inference failed: {type(error).__name__}") from error
+            first = str(error).strip().partition("\n")[0][:200]
+            raise Refused(400, f"the model refuses these values: {first}") from error
 
     def _understood(self, headers: Headers, body: bytes) -> tuple[list[Array], Wanted | None]:
         """Return what the model can be given, and how a request of the protocol is answered."""
@@ -264,11 +275,3 @@ def _unreadable(error: Exception) -> Refused:
         status, message = error.args
         return Refused(status, message)
     return Refused(400, f"the body cannot be read: {type(error).__name__}: {str(error)[:160]}")
-
-
-def _failed(error: Exception) -> Refused:
-    name = type(error).__name__
-    if name in INVALID_VALUES:
-        first = str(error).strip().partition("\n")[0][:200]
-        return Refused(400, f"the model refuses these values: {first}")
-    return Refused(500, f"inference failed: {name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 import threading
 import time
@@ -11,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from serve.worker.joining import together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,9 +18,8 @@ if TYPE_CHECKING:
     from serve.interface import Call
     from serve.worker.tensors import Array
 
-logger = logging.getLogger(__name__)
-
 JOIN_SECONDS = 5.0
+"""How long all threads together may take to end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +91,9 @@ class Batcher:
                 self._queue.get_nowait()
         for _ in self._threads:
             self._queue.put(End())
+        due = time.monotonic() + JOIN_SECONDS
         for thread in self._threads:
-            thread.join(JOIN_SECONDS)
+            thread.join(max(0.0, due - time.monotonic()))
 
     def _work(self) -> None:
         job = self._queue.get()
@@ -137,23 +136,6 @@ class Batcher:
 def answer(call: Call, batch: Sequence[Job]) -> list[list[Array] | Exception | None]:
     """Return each request's outputs, or what went wrong with it; None for those given up."""
     live = [job for job in batch if not job.future.done()]
-    done = dict(zip(map(id, live), _answers(call, live), strict=True)) if live else {}
+    answers = together(lambda arrays: call(*arrays), [job.arrays for job in live]) if live else []
+    done = dict(zip(map(id, live), answers, strict=True))
     return [done.get(id(job)) for job in batch]
-
-
-def _answers(call: Call, jobs: Sequence[Job]) -> list[list[Array] | Exception]:
-    try:
-        if len(jobs) == 1:
-            return [list(call(*jobs[0].arrays))]
-        columns = zip(*(job.arrays for job in jobs), strict=True)
-        joined = call(*(np.concatenate(column) for column in columns))
-        *ends, rows = np.cumsum([job.rows for job in jobs])
-        if any(len(output) != rows for output in joined):
-            raise ValueError("the rows of an answer are not those of the request")
-        return [list(p) for p in zip(*(np.split(output, ends) for output in joined), strict=True)]
-    except Exception as error:
-        if len(jobs) == 1:
-            logger.warning("inference failed", exc_info=True)
-            return [error]
-    # One request's values (an index out of range …) must not fail those it was joined with.
-    return [_answers(call, [job])[0] for job in jobs]

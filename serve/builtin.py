@@ -1,4 +1,4 @@
-"""The built-in server: one process, an event loop that never computes, threads that do."""
+"""The built-in server: an event loop that reads and writes bodies, threads that call the model."""
 
 from __future__ import annotations
 

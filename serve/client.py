@@ -44,7 +44,7 @@ class Client:
 
         Args:
             url: address of the server, such as ``http://127.0.0.1:8080``; of TorchServe, its
-                inference API's.
+                inference API's. A path in it stands before those of the server.
             model_name: the name under which it is served.
             signature: the model's interface.
             token: what the server asks for, if anything.
@@ -53,15 +53,22 @@ class Client:
                 answer's last: TorchServe can lose a request that waits in its batch window when a
                 worker dies.
             form: how requests are written; TorchServe's npz where left out.
+
+        Raises:
+            StageFailed: the address is no ``http://``; the token must not travel otherwise than
+                you think.
         """
-        self.url = url
+        place = urlsplit(url)
+        if place.scheme != "http" or not place.hostname:
+            raise StageFailed(f"{url}: expected http://HOST:PORT; this client does not speak TLS")
+        self.url = url.rstrip("/")
         self.form = form or Npz()
         self.path = self.form.path(model_name)
         self.signature = signature
         self.max_rows = max_rows
         self.headers = {"Authorization": f"Bearer {token}"} if token else {}
-        place = urlsplit(url)
-        self._connection = Connection(place.hostname or "", place.port, timeout=timeout_seconds)
+        self._target = place.path.rstrip("/") + self.path
+        self._connection = Connection(place.hostname, place.port, timeout=timeout_seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -125,7 +132,7 @@ class Client:
         reused = self._connection.sock is not None
         try:
             self._connection.begin()
-            self._connection.request("POST", self.path, body, headers)
+            self._connection.request("POST", self._target, body, headers)
             response = self._connection.getresponse()
             return response, response.read()
         except (OSError, http.client.HTTPException) as error:

@@ -81,6 +81,8 @@ def _by_the_built_in(
             tell(f"{artifact.path}: served at {url}/v2/models/{options.name} (Ctrl-C stops)")
             tell(line)
             sys.stdout.flush()
+            if options.processes > 1:
+                listener.close()  # theirs are open: nobody listens any more once they stop
 
         answering = partial(_answer, artifact, listener, options)
         if options.processes == 1:
@@ -94,7 +96,7 @@ def _answer(
 ) -> None:
     from serve.served import loaded
 
-    with loaded(artifact, options.name, options.threads) as model:
+    with loaded(artifact, options.name, options.threads or 1) as model:
         if model.interface.rows_stay_first and not model.interface.joins_rows:
             logger.error(NOT_JOINED)  # what the command shows
         builtin.serve(model, listener, options, ready)
@@ -114,12 +116,14 @@ def _signature_of(mar: Path) -> Signature:
 def _by_torchserve(
     mar: Path, signature: Signature, options: Options, token_file: Path | None, tell: Tell
 ) -> None:
+    from serve.options import Options
     from serve.server import TorchServe
 
-    if options.host not in LOOPBACK or token_file is not None:
+    taken = Options(host=options.host, port=options.port, threads=options.threads)
+    if options != taken or options.host not in LOOPBACK or token_file is not None:
         raise PipelineInvalid(
-            f"{mar}: a .mar is served by TorchServe, on loopback alone and with a token of its "
-            "own: leave --host and --token-file out"
+            f"{mar}: a .mar is served by TorchServe, on loopback alone, and with a token, workers "
+            "and limits of its own: leave all options but --port and --threads out"
         )
     with TorchServe(mar, threads=options.threads, port=options.port) as server:
         tell(f"{mar}: served by TorchServe at {server.url} (Ctrl-C stops)")

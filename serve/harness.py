@@ -8,9 +8,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import IO, TYPE_CHECKING, Self
 
 from compress.core.errors import StageFailed
 from serve import harness_process
@@ -87,7 +87,8 @@ class Harness:
         self._stack.callback(process.kill)
         assert process.stdin is not None
         assert process.stdout is not None
-        self._requests = self._stack.enter_context(process.stdin)
+        self._requests = process.stdin
+        self._stack.callback(_close, process.stdin)
         self._answers = self._stack.enter_context(process.stdout)
 
     def _receive(self) -> bytes:
@@ -103,3 +104,9 @@ class Harness:
         if status != 200:
             raise StageFailed(f"the handler answered {status}: {json.loads(body)['message']}")
         return body
+
+
+def _close(requests: IO[bytes]) -> None:
+    """Close, also where nobody is there any more to read the rest."""
+    with suppress(BrokenPipeError):
+        requests.close()

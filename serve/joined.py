@@ -15,6 +15,7 @@ MODULES = (
     "serve.worker.wire",
     "serve.worker.readers",
     "serve.worker.loaders",
+    "serve.worker.joining",
     "serve.worker.handler",
 )
 """In the order in which they are joined: each uses what stands before it."""

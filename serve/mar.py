@@ -72,13 +72,18 @@ def read_mar(path: Path) -> dict[str, bytes]:
     """Return every member's bytes.
 
     Raises:
-        ArtifactInvalid: not a readable archive, a member fails its checksum, or an unsafe name.
+        ArtifactInvalid: not a readable archive, a member is compressed or fails its checksum,
+            or an unsafe name.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-            for name in names:
-                check_member_name(name, str(path))
+            for entry in archive.infolist():
+                check_member_name(entry.filename, str(path))
+                if entry.compress_type != zipfile.ZIP_STORED:  # few bytes could unfold to any size
+                    raise ArtifactInvalid(
+                        f"{path}: member {entry.filename} is compressed, and ours never are"
+                    )
             doubles = sorted({name for name in names if names.count(name) > 1})
             if doubles:
                 raise ArtifactInvalid(f"{path}: {doubles[0]} is in the archive twice")

@@ -153,7 +153,8 @@ def _from_bytes(tensor: Named, size: Any, raw: memoryview, spec: Named) -> Array
     if size != needed or len(raw) < needed:
         found = f"{_shown(size)}, and {len(raw)} bytes are left"
         _refuse(f"{name}: binary_data_size is {found}, expected {needed} for shape {shape}")
-    return np.frombuffer(raw[:needed], dtype).reshape(shape).astype(spec["dtype"], copy=False)
+    # A copy: the bytes begin anywhere, and native code may count on its types' alignment.
+    return np.frombuffer(raw[:needed], dtype).reshape(shape).astype(spec["dtype"])
 
 
 def _parameters(owner: Named) -> Named:

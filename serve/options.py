@@ -32,8 +32,8 @@ class Options:
     """Threads that call the model; as many as the cores allow, where left out."""
     processes: int = 1
     """Processes that answer, each with its own model, threads and queue."""
-    threads: int = 1
-    """CPU threads of one call."""
+    threads: int | None = None
+    """CPU threads of one call; 1, or what an archive says, where left out."""
     delay_seconds: float = 0.0
     """How long a request waits to be joined by others."""
     limits: Limits = field(default_factory=Limits)
@@ -43,5 +43,5 @@ class Options:
     @property
     def width(self) -> int:
         """Number of threads of each process that call the model."""
-        taken = self.threads * self.processes
+        taken = (self.threads or 1) * self.processes
         return self.workers or max(1, len(os.sched_getaffinity(0)) // taken)

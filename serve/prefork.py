@@ -6,13 +6,14 @@ import ctypes
 import os
 import select
 import signal
+import sys
 import tempfile
 import time
 import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from compress.core.errors import StageFailed
+from compress.core.errors import CompressError, StageFailed, told_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,21 +61,26 @@ def run(count: int, child: Callable[[Ready], None], ready: Ready, stop_seconds: 
 
 
 def _fork(child: Callable[[Ready], None], writing: int) -> int:
+    parent = os.getpid()
     pid = os.fork()
     if not pid:
-        _become(child, writing)
+        _become(child, writing, parent)
     return pid
 
 
-def _become(child: Callable[[Ready], None], writing: int) -> NoReturn:
+def _become(child: Callable[[Ready], None], writing: int, parent: int) -> NoReturn:
     code = 1
     try:
         # A parent that is killed must not leave us behind.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        child(lambda: _tell(writing))
+        if os.getppid() == parent:
+            child(lambda: _tell(writing))
         code = 0
     except KeyboardInterrupt:
         code = 0
+    except CompressError as error:
+        sys.stderr.write("".join(f"error: {line}\n" for line in told_of(error)))
+        sys.stderr.flush()
     except BaseException:  # noqa: BLE001 - nothing may return into the parent's code
         traceback.print_exc()
     finally:

@@ -198,7 +198,7 @@ def validation(packaged: Artifact, data: Splits, max_rows: int) -> Pairs:
 
 
 def replayed(what: str, pairs: Pairs, answer: Answer) -> Replay:
-    """Return how far answers are from those expected; infinitely far where their shapes differ."""
+    """Return how far answers are from those expected; infinitely far for NaN or other shapes."""
     import numpy as np
 
     worst, samples = 0.0, 0
@@ -211,5 +211,6 @@ def replayed(what: str, pairs: Pairs, answer: Answer) -> Replay:
             with np.errstate(invalid="ignore"):
                 difference = np.abs(got.astype(np.float64) - wanted.astype(np.float64))
             same = np.equal(got, wanted)  # infinities too
-            worst = max(worst, float(np.where(same, 0, difference).max(initial=0.0)))
+            apart = np.where(np.isnan(difference), np.inf, difference)
+            worst = max(worst, float(np.where(same, 0, apart).max(initial=0.0)))
     return Replay(what=what, samples=samples, largest_difference=worst)

@@ -89,10 +89,10 @@ def refuse_broken_chain(record: Provenance, where: str) -> None:
     made |= {stage.name: stage.digest for stage in record.history.stages}
     stages = record.history.stages
     for stage, step in zip(stages, record.lineage[-len(stages) :], strict=False):
-        if (stage.stage, made[stage.input]) != (step.stage, step.inputs.get("input")):
+        if (stage.stage, made.get(stage.input)) != (step.stage, step.inputs.get("input")):
             raise ArtifactInvalid(
                 f"{where}: {PROVENANCE}: stage {stage.name} is recorded as {stage.stage} of "
-                f"{made[stage.input]}, and its lineage says {step.stage} of "
+                f"{made.get(stage.input)}, and its lineage says {step.stage} of "
                 f"{step.inputs.get('input')}"
             )
     last = record.history.stages[-1].name if record.history.stages else "source"

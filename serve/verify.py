@@ -75,7 +75,7 @@ def _prove_files(artifact: Artifact) -> Proof:
         *(f"{name}: {f.bytes} bytes, sha256 {f.sha256}, as sealed" for name, f in files.items()),
         *lineage_lines(artifact),
     )
-    payload = files[artifact.payload].sha256
+    payload = files[artifact.payload_name].sha256
     return Proof(kind=artifact.kind, sha256=payload, digest=artifact.digest, proven=lines)
 
 
@@ -147,10 +147,12 @@ def check_members(members: Mapping[str, bytes], where: str) -> Provenance:
 def check_code(members: Mapping[str, bytes], origin: Provenance, mar: Path) -> None:
     """Raise unless the code in an archive is this version's own, and is what will be run.
 
-    Hashes do not tell: whoever writes a handler can record its hash too.
+    Hashes do not tell: whoever writes a handler can record its hash too. Nor may native code pass
+    for another kind, by which it would be started unasked.
 
     Raises:
-        ArtifactInvalid: the handler, or the manifest that names it, is another one.
+        ArtifactInvalid: the handler, or the manifest that names it, is another one, or the payload
+            would be loaded as another kind than the archive says it is.
     """
     ours = {
         HANDLER: handler_text(),
@@ -162,6 +164,22 @@ def check_code(members: Mapping[str, bytes], origin: Provenance, mar: Path) -> N
                 f"{mar}: member {name} is not the one that this version writes, so nothing in it "
                 "is run; verify it with the version that packed it, or package the model again"
             )
+    kind = _kind_loaded(members[CONFIG])
+    if kind != origin.artifact.kind:
+        raise ArtifactInvalid(
+            f"{mar}: member {CONFIG} says that {kind!r} is loaded, and {PROVENANCE} that the "
+            f"artifact is {origin.artifact.kind!r}, so it is not started"
+        )
+
+
+def _kind_loaded(config: bytes) -> object:
+    """Return as what the handler would load the payload; None where that cannot be read."""
+    import yaml
+
+    try:
+        return yaml.safe_load(config)["handler"]["kind"]
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError):
+        return None
 
 
 def lineage_lines(artifact: Artifact) -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from http import HTTPStatus
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from serve.worker.joining import together
 from serve.worker.loaders import LOADERS, THREADS_VARIABLE, replay
 from serve.worker.readers import readers_of
 from serve.worker.tensors import check
@@ -78,26 +78,11 @@ class PackagedModel:
                 alike = tuple(array.shape[1:] for array in arrays) if self.joins_rows else i
                 groups.setdefault(alike, {})[i] = arrays
         for group in groups.values():
-            for i, outputs in self.answer(group).items():
+            answered = together(self.run, [*group.values()])
+            for i, outputs in zip(group, answered, strict=True):
                 accept = str(headers[i].get("accept", "")).lower()
                 answers[i] = self.write_answer(context, i, accept, asked[i], outputs)
         return [answers[i] for i in range(len(data))]
-
-    def answer(self, group: Requests) -> dict[int, list[Array] | Exception]:
-        """Return each request's outputs, or what went wrong with it."""
-        try:
-            if len(group) == 1:
-                return {i: self.run(arrays) for i, arrays in group.items()}
-            joined = self.run([np.concatenate(c) for c in zip(*group.values(), strict=True)])
-            ends = np.cumsum([len(arrays[0]) for arrays in group.values()])[:-1]
-            parts = zip(*(np.split(output, ends) for output in joined), strict=True)
-            return dict(zip(group, map(list, parts), strict=True))
-        except Exception as error:
-            logging.exception("inference failed")
-            if len(group) == 1:
-                return dict.fromkeys(group, error)
-        # One request's values (an index out of range …) must not fail those it was joined with.
-        return {i: self.answer({i: arrays})[i] for i, arrays in group.items()}
 
     def write_answer(
         self,

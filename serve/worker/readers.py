@@ -68,6 +68,8 @@ def fit(image: Any, settings: Named) -> Any:
         return image.resize((width, height), Image.Resampling.BILINEAR)
     # As torchvision's Resize(shorter) and CenterCrop((height, width)) do.
     sides = [shorter * side // min(image.size) for side in image.size]
+    if sides[0] * sides[1] > MAX_PIXELS:
+        raise ValueError(413, f"the image would be scaled to {sides}, at most {MAX_PIXELS} pixels")
     scaled = image.resize(sides, Image.Resampling.BILINEAR)
     left, top = round((sides[0] - width) / 2), round((sides[1] - height) / 2)
     return scaled.crop((left, top, left + width, top + height))

@@ -166,14 +166,16 @@ def to_npz(arrays: Named) -> bytes:
 
 def from_npz(data: bytes) -> dict[str, Array]:
     """Return arrays by name; nothing is unpickled."""
-    arrays = {}
+    arrays: dict[str, Array] = {}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         for member in archive.infolist():
             if member.compress_type != zipfile.ZIP_STORED:  # few bytes could unfold to any size
                 raise ValueError(400, "the npz is compressed: write it with numpy.savez")
+            name = member.filename.removesuffix(".npy")
+            if name in arrays:  # entries that share their bytes could be read any number of times
+                raise ValueError(400, f"the npz holds {name[:80]} twice")
             with archive.open(member) as stream:
-                array = np.lib.format.read_array(stream, allow_pickle=False)
-            arrays[member.filename.removesuffix(".npy")] = array
+                arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
     return arrays
 
 

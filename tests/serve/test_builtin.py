@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -297,9 +298,25 @@ def test_a_full_queue_says_when_to_come_again(server: Served) -> None:
             assert "8 requests wait" in json.loads(body)["error"]
 
 
-def test_a_client_that_trickles_does_not_hold_the_others(server: Served) -> None:
-    import socket
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"GET /",
+        b"GET / HTTP/1.1\r\nX: ",
+        b"POST /v2/health/live HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: ",
+    ],
+)
+def test_a_head_without_an_end_is_dropped_and_not_kept(server: Served, start: bytes) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as endless:
+        endless.sendall(start)
+        with pytest.raises(ConnectionError):
+            for _ in range(100):
+                endless.sendall(b"x" * 100_000)
+    assert server.rows(GOOD)[0] == 200
 
+
+def test_a_client_that_trickles_does_not_hold_the_others(server: Served) -> None:
     place = server.url.removeprefix("http://").rsplit(":", 1)
     with socket.create_connection((place[0], int(place[1]))) as slow:
         slow.sendall(b"POST /v2/models/model/infer HTTP/1.1\r\nHost: here\r\n")
@@ -308,14 +325,19 @@ def test_a_client_that_trickles_does_not_hold_the_others(server: Served) -> None
         assert server.rows(GOOD)[0] == 200
 
 
-def test_an_answer_that_trickles_ends_with_the_deadline() -> None:
-    import socket
+@pytest.mark.parametrize("url", ["https://here:1", "here:1", "127.0.0.1:8080", "http://"])
+def test_a_client_says_that_it_does_not_speak_tls(url: str) -> None:
+    with pytest.raises(StageFailed, match="expected http://HOST:PORT"):
+        Client(url, "model", SIGNATURE, token=TOKEN)
 
-    ended = threading.Event()
+
+def test_an_answer_that_trickles_ends_with_the_deadline() -> None:
+    ended, heads = threading.Event(), []
 
     def trickle(listener: socket.socket) -> None:
         connection, _ = listener.accept()
         with connection:
+            heads.append(connection.recv(4096).partition(b" HTTP")[0])
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
             while not ended.wait(0.05):
                 connection.sendall(b"x")
@@ -323,7 +345,7 @@ def test_an_answer_that_trickles_ends_with_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=trickle, args=(listener,))
         thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/behind/"
         # 100 bytes would come in 5 s, each in time for a timeout of single reads.
         with (
             Client(url, "model", SIGNATURE, timeout_seconds=0.4) as client,
@@ -332,6 +354,7 @@ def test_an_answer_that_trickles_ends_with_the_deadline() -> None:
             client.predict([ROW])
         ended.set()
         thread.join()
+    assert heads == [b"POST /behind/predictions/model"]
 
 
 def test_what_was_altered_is_not_served(artifact: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """How the built-in server ends requests that take too long, and how it ends itself."""
 
+import shutil
 import signal
 import socket
 import time
@@ -135,6 +136,8 @@ def test_several_processes_answer_at_one_address_and_end_together(artifact: Path
     with serving(artifact, "--processes", "2") as server:
         children = psutil.Process(server.process.pid).children()
         assert len(children) == 2
+        parent = psutil.Process(server.process.pid)
+        until(lambda: not parent.net_connections())  # it is told of before it is closed
         with ThreadPoolExecutor(8) as pool:
             answers = [*pool.map(server.rows, [[0.0, float(i % 8), 0, 0] for i in range(40)])]
         assert [answer["outputs"][2]["data"] for _, answer in answers] == [
@@ -146,6 +149,22 @@ def test_several_processes_answer_at_one_address_and_end_together(artifact: Path
         assert server.process.wait(30) == 1
     _, left = psutil.wait_procs(children, timeout=10)
     assert left == []
+
+
+def test_what_processes_cannot_serve_is_said_without_a_traceback(
+    artifact: Path, tmp_path: Path
+) -> None:
+    from tests.serve.test_builtin import refused
+
+    copy = shutil.copytree(artifact, tmp_path / "copy")
+    (copy / "model.onnx").chmod(0o644)
+    (copy / "model.onnx").write_bytes(b"")
+    done = refused(copy, "--processes", "2")
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[-1] == "error: a process of the server ended by itself"
+    assert all(line.startswith("error: ") for line in lines), lines
+    assert "model.onnx is not the file" in lines[0]
 
 
 def test_processes_do_not_outlive_a_server_that_is_killed(artifact: Path) -> None:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from compress.core.errors import ArtifactInvalid, StageFailed
 from compress.core.signature import Signature
 from serve.inputs import ImageInput, TextInput
+from serve.open_inference import arrays_of, split
 from serve.worker.readers import readers_of
 from serve.worker.tensors import likeliest
 from serve.worker.wire import JSON, NPZ, RAW, TEXT, decode, encode, parse
@@ -42,6 +43,15 @@ def test_the_open_inference_protocol_is_read_flat_or_nested_in_any_order() -> No
     assert ids.dtype == np.int64 and ids.tolist() == [[1, 2], [3, 2**62]]
     assert scale.dtype == np.float32 and scale.tolist() == [0.5, np.float32(1e-3)]
     assert mask.dtype == bool and mask.tolist() == [[True, False], [False, True]]
+
+
+def test_bytes_behind_a_header_of_any_length_lie_as_native_code_wants_them() -> None:
+    raw = np.array([[1, 2]], np.int64).tobytes()
+    for spaces in range(8):
+        sent = tensor("ids", [1, 2], "INT64", None) | {"parameters": {"binary_data_size": 16}}
+        header = asked(sent) + b" " * spaces
+        (ids,) = arrays_of(*split(header + raw, str(len(header))), [IDS])
+        assert ids.tolist() == [[1, 2]] and ids.flags.aligned and ids.flags.writeable
 
 
 def test_it_is_answered_in_kind_with_the_outputs_asked_for() -> None:
@@ -163,6 +173,10 @@ def test_what_is_no_image_or_would_unfold_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("serve.worker.readers.MAX_PIXELS", 399)
     with pytest.raises(ValueError, match="400 pixels, at most 399") as caught:
         read(body)
+    assert caught.value.args[0] == 413
+    scaled = takes_image((1, 3, 8, 8), shorter_side=10)
+    with pytest.raises(ValueError, match=r"scaled to \[10, 995\], at most 399") as caught:
+        scaled(picture(2, 199))
     assert caught.value.args[0] == 413
 
 

@@ -411,6 +411,14 @@ def test_every_name_in_the_joined_handler_is_bound_there_once() -> None:
     assert {"decode", "LOADERS"} <= used and used <= {*scope, *dir(builtins)}
 
 
+def test_an_npz_with_an_array_twice_is_refused() -> None:
+    stream = io.BytesIO(to_npz({"x": np.ones(2)}))
+    with zipfile.ZipFile(stream, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr("x.npy", archive.read("x.npy"))
+    with pytest.raises(ValueError, match="holds x twice"):
+        from_npz(stream.getvalue())
+
+
 def test_npz_is_what_numpy_reads_under_any_name() -> None:
     arrays = {"file": X, "a/b": np.arange(3), "flag": np.array(True), "t": X.T}
     data = to_npz(arrays)

@@ -1,6 +1,10 @@
 """What a model tells of itself when it is asked: shapes, and whether its rows may be joined."""
 
+import asyncio
+import json
+from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +15,12 @@ from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from export.program import ExportProgram
 from export.torchscript import ExportTorchScript
-from serve.batching import Job, answer
+from serve.application import Application
+from serve.batching import Batcher, Job, answer
 from serve.interface import Tensor, interface_of
-from serve.served import loaded, warm
+from serve.options import Limits
+from serve.served import ServedModel, loaded, warm
+from serve.worker.joining import together
 
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", shape=("batch", "steps", 3)),), outputs=(OutputSpec(name="y"),)
@@ -50,6 +57,12 @@ def test_answers_that_the_signature_does_not_name_are_refused() -> None:
         interface_of(lambda x: [x, x], SIGNATURE)
 
 
+def test_an_answer_of_other_rows_than_were_asked_is_not_cut_apart() -> None:
+    requests = [[np.array([1, 2])], [np.array([3])]]
+    answers = together(lambda arrays: [arrays[0][:2]], requests)
+    assert [[output.tolist() for output in answer] for answer in answers] == [[[1, 2]], [[3]]]
+
+
 def test_joined_requests_get_their_own_rows() -> None:
     class Future:
         def done(self) -> bool:
@@ -71,6 +84,40 @@ def test_joined_requests_get_their_own_rows() -> None:
     good, bad = answer(call, jobs([1, 2], [9]))
     assert good[0].tolist() == [2, 4]
     assert isinstance(bad, IndexError)
+
+
+@pytest.mark.parametrize(("breaks", "status"), [(False, 400), (True, 500)])
+def test_a_failure_is_the_requests_where_the_model_still_answers_another(
+    breaks: bool, status: int
+) -> None:
+    broken = []
+
+    def call(x: np.ndarray) -> list[np.ndarray]:
+        if broken or (x == 9).any():
+            broken.extend([breaks] * breaks)
+            raise RuntimeError("index out of range\nin /a/place")  # as TorchScript says it
+        return [x * 2]
+
+    async def ask() -> tuple[int, str]:
+        model = ServedModel("m", "torchscript", SIGNATURE, interface_of(call, SIGNATURE), call)
+        batcher = Batcher(call)
+        sent = []
+
+        async def receive() -> dict[str, object]:
+            return {"type": "http.request", "body": b"[[[1, 9, 1]]]"}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            sent.append(message)
+
+        headers = [(b"authorization", b"Bearer t"), (b"content-type", b"application/json")]
+        scope = {"path": "/v2/models/m/infer", "method": "POST", "headers": headers}
+        await Application(model, batcher, Limits(), "t")(scope, receive, send)
+        batcher.close()
+        return sent[0]["status"], json.loads(sent[1]["body"])["error"]
+
+    words = "inference failed: RuntimeError" if breaks else "these values: index out of range"
+    found, message = asyncio.run(ask())
+    assert found == status and message.endswith(words)
 
 
 def test_what_torch_runs_is_loaded_and_answers_as_opened(mlp: EagerModel, tmp_path: Path) -> None:

@@ -271,6 +271,13 @@ def test_unsafe_member_names_are_refused(name: str, words: str, tmp_path: Path) 
         read_mar(tmp_path / "y.mar")
 
 
+def test_a_compressed_member_is_not_unfolded(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.mar", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model.onnx", bytes(1000))
+    with pytest.raises(ArtifactInvalid, match=r"member model\.onnx is compressed"):
+        read_mar(tmp_path / "x.mar")
+
+
 def test_ordinary_member_names_are_taken() -> None:
     for name in ("handler.py", "model.onnx", "MAR-INF/MANIFEST.json", "model.python"):
         check_member_name(name)

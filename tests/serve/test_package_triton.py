@@ -13,6 +13,7 @@ from google.protobuf import text_format
 from compress.core.artifact import Artifact
 from compress.core.checkpoint import import_checkpoint
 from compress.core.errors import ArtifactInvalid, StageFailed
+from compress.core.files import sha256_of
 from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
@@ -21,6 +22,7 @@ from export.torchscript import ExportTorchScript
 from serve.interface import Interface, Tensor
 from serve.triton import NOT_RUN, PackageTriton, TritonRepository
 from serve.triton_config import config_of
+from serve.verify import verify
 
 NETS = """
 import torch
@@ -155,8 +157,12 @@ def test_the_layout_is_a_model_repository_and_the_packaged_file_answers(
             assert torch.equal(a, b)
 
 
-def test_a_repository_that_was_altered_is_refused(pooled: OnnxModel, tmp_path: Path) -> None:
+def test_a_repository_is_verified_and_refused_where_it_was_altered(
+    pooled: OnnxModel, tmp_path: Path
+) -> None:
     sealed = PackageTriton()(pooled, Context(root=tmp_path / "triton"))
+    proof = verify(sealed.path)
+    assert proof.kind == "triton" and proof.sha256 == sha256_of(pooled.payload_path)
     copy = shutil.copytree(sealed.path, tmp_path / "copy")
     config = copy / "model" / "config.pbtxt"
     config.chmod(0o644)

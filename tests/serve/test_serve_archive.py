@@ -9,7 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from compress.core.errors import PipelineInvalid
 from compress.core.stage import Context
+from serve.foreground import serve_artifact
+from serve.options import Limits, Options
 from serve.stage import PackageTorchServe
 from tests.serve.served_here import COMPRESS, ROOT, sealed
 
@@ -35,10 +38,11 @@ def test_an_archive_is_served_until_a_signal_and_the_curl_line_works(tmp_path: P
     assert left == []
 
 
-def test_a_host_or_a_token_of_ones_own_is_refused(tmp_path: Path) -> None:
+def test_options_that_torchserve_does_not_take_are_refused(tmp_path: Path) -> None:
     model = sealed(tmp_path / "onnx")
     archive = PackageTorchServe(gates=()).run(model, Context(root=tmp_path / "mar"))
-    command = [*COMPRESS, "serve", str(archive.path), "--host", "0.0.0.0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "leave --host and --token-file out" in done.stderr
+    for options in (Options(host="0.0.0.0"), Options(workers=2), Options(limits=Limits(queue=3))):
+        with pytest.raises(PipelineInvalid, match="leave all options but --port and --threads out"):
+            serve_artifact(archive.path, options, None, print)
+    with pytest.raises(PipelineInvalid, match="leave all options"):
+        serve_artifact(archive.path, Options(), tmp_path / "token", print)

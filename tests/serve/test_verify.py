@@ -5,11 +5,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from compress.core.checkpoint import import_checkpoint
 from compress.core.data import Splits
-from compress.core.errors import ArtifactInvalid
+from compress.core.errors import ArtifactInvalid, StageFailed
 from compress.core.history import History, PastStage
 from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
@@ -119,11 +120,29 @@ def test_native_code_of_unknown_origin_is_not_run(
     members = read_mar(archive.payload_path)
     record = Provenance.read(members["provenance.json"], "it")
     native = record.artifact.model_copy(update={"kind": "aot"})
-    record = record.model_copy(update={"artifact": native})
-    write_mar(tmp_path / "x.mar", members | {"provenance.json": record.sealed()})
+    config = members["model-config.yaml"].replace(b"kind: onnx", b"kind: aot")
+    digests = record.members | {"model-config.yaml": digest_of(config)}
+    record = record.model_copy(update={"artifact": native, "members": digests})
+    changed = {"provenance.json": record.sealed(), "model-config.yaml": config}
+    write_mar(tmp_path / "x.mar", members | changed)
     proof = verify(tmp_path / "x.mar")
     assert proof.served_by is None and not proof.replays
     assert "native code, which runs unseen, so it was not started" in proof.unproven[-1]
+
+
+@pytest.mark.usefixtures("never_started")
+def test_native_code_does_not_pass_for_another_kind(
+    archive: TorchServeArchive, tmp_path: Path
+) -> None:
+    members = read_mar(archive.payload_path)
+    record = Provenance.read(members["provenance.json"], "it")
+    for config in (members["model-config.yaml"].replace(b"kind: onnx", b"kind: aot"), b"[", b"x"):
+        digests = record.members | {"model-config.yaml": digest_of(config)}
+        sealed = record.model_copy(update={"members": digests}).sealed()
+        changed = {"provenance.json": sealed, "model-config.yaml": config}
+        write_mar(tmp_path / "x.mar", members | changed)
+        with pytest.raises(ArtifactInvalid, match=r"model-config\.yaml says that .* not started"):
+            verify(tmp_path / "x.mar")
 
 
 @pytest.mark.usefixtures("without_java")
@@ -152,11 +171,27 @@ def test_answers_that_differ_from_the_recorded_ones_are_refused(
         verify(archive.payload_path)
 
 
-def test_answers_of_another_shape_are_infinitely_far() -> None:
-    import numpy as np
+def test_a_handler_whose_process_ends_is_told_of_every_time() -> None:
+    from serve.harness import Harness
 
+    handler = (
+        "import os\n"
+        "class PackagedModel:\n"
+        "    def initialize(self, context): pass\n"
+        "    def handle(self, data, context): os._exit(3)\n"
+    )
+    members = {"MAR-INF/MANIFEST.json": b"{}", "model-config.yaml": b"{}"}
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+    with Harness(members | {"handler.py": handler.encode()}, signature) as harness:
+        for _ in range(2):
+            with pytest.raises(StageFailed, match="the handler's process ended"):
+                harness.predict([np.ones((1, 4))])
+
+
+def test_answers_of_another_shape_or_of_nan_are_infinitely_far() -> None:
     one, infinite = np.ones((2, 3), np.float32), np.array([np.inf, 1])
     assert replayed("it", [([one], [one])], lambda _: (one[:1],)).largest_difference == np.inf
+    assert replayed("it", [([one], [one])], lambda _: (one * np.nan,)).largest_difference == np.inf
     assert replayed("it", [([one], [infinite])], lambda _: (infinite,)).largest_difference == 0
 
 
@@ -197,6 +232,8 @@ def test_a_chain_is_held_together_by_digests(
         refuse_broken_chain(record_of(archive, exported, digest="12"), "it")
     with pytest.raises(ArtifactInvalid, match="stage onnx is recorded as train of"):
         refuse_broken_chain(record_of(archive, exported, stage="train"), "it")
+    with pytest.raises(ArtifactInvalid, match="stage onnx is recorded as export_onnx of None"):
+        refuse_broken_chain(record_of(archive, exported, input="nobody"), "it")
 
 
 def test_the_card_holds_what_was_measured_and_nothing_else(
