@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compress.core.artifact import Artifact
@@ -28,7 +29,7 @@ def prove(path: Path, sha256: str | None, report: Path | None) -> Proof:
     Raises:
         CompressError: something does not match; the message names it.
     """
-    proof = verify(path, sha256=sha256, evidence=evidence_of(path))
+    proof = verify(path, sha256=sha256, evidence=partial(evidence_of, path))
     if report is not None:
         write_atomically(report, json.dumps(proof.model_dump(mode="json"), indent=1) + "\n")
     return proof

@@ -72,8 +72,8 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
     """Rows that Triton gives the model at once, where axis 0 of every tensor counts them; other
     models are served with all their dimensions written and no batching."""
     dynamic_batching: bool = True
-    """Whether Triton may join waiting requests. Dynamic quantization takes its scales from the
-    whole call, so joined requests then change each other's answers slightly."""
+    """Whether Triton may join waiting requests; never done where rows that are answered together
+    were seen to get other answers than alone, as dynamic quantization gives them."""
     max_batch_delay_ms: Annotated[float, Field(ge=0)] = 0.0
     """How long a request waits to be joined by others, in milliseconds."""
     queue_size: Count = 128

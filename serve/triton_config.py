@@ -57,7 +57,7 @@ def config_of(settings: PackageTriton, kind: str, interface: Interface) -> str:
         "instance_group": [{"kind": Word("KIND_CPU"), "count": settings.instances}],
         "parameters": [_parameter(intra, settings.threads), _parameter(inter, 1)],
     }
-    if batched and settings.dynamic_batching:
+    if batched and interface.joins_rows and settings.dynamic_batching:
         config["dynamic_batching"] = {
             "max_queue_delay_microseconds": round(settings.max_batch_delay_ms * 1000),
             "default_queue_policy": {"max_queue_size": settings.queue_size},

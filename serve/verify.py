@@ -16,7 +16,7 @@ from serve.proof import Evidence, Proof, prove_answers, prove_chain
 from serve.provenance import PROVENANCE, Provenance, digest_of, refuse_broken_chain
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 ARTIFACT_MODULES = (
     "compress.core.eager",
@@ -34,7 +34,10 @@ NATIVE = (
 
 
 def verify(
-    path: Path | str, *, sha256: str | None = None, evidence: Evidence | None = None
+    path: Path | str,
+    *,
+    sha256: str | None = None,
+    evidence: Callable[[], Evidence | None] = lambda: None,
 ) -> Proof:
     """Return what was proven of an artifact's directory, or of a bare ``.mar``.
 
@@ -44,7 +47,8 @@ def verify(
     Args:
         path: the directory or the file.
         sha256: what the deployed file must hash to, where you were told.
-        evidence: what lies around an artifact of a run: its ancestors and the validation split.
+        evidence: gives what lies around an artifact of a run: its ancestors and the validation
+            split. It is called once every hash is found right, as it may run the pipeline's code.
 
     Raises:
         ArtifactInvalid: a file or member does not match; the message names it.
@@ -79,7 +83,7 @@ def _prove_files(artifact: Artifact) -> Proof:
     return Proof(kind=artifact.kind, sha256=payload, digest=artifact.digest, proven=lines)
 
 
-def _prove_archive(artifact: TorchServeArchive, evidence: Evidence | None) -> Proof:
+def _prove_archive(artifact: TorchServeArchive, evidence: Callable[[], Evidence | None]) -> Proof:
     mar = artifact.payload_path
     if not mar.is_file():
         raise ArtifactInvalid(f"{artifact.path}: {artifact.payload} is missing")
@@ -97,8 +101,9 @@ def _prove_archive(artifact: TorchServeArchive, evidence: Evidence | None) -> Pr
             f"and the manifest's lineage {packaged}"
         )
     proof = proof.with_lines(*_member_lines(members, origin))
-    proof = prove_chain(proof, origin, evidence, str(mar))
-    return prove_answers(proof, mar, members, origin, evidence)
+    around = evidence()
+    proof = prove_chain(proof, origin, around, str(mar))
+    return prove_answers(proof, mar, members, origin, around)
 
 
 def _prove_bare(mar: Path, *, trusted: bool) -> Proof:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from export.onnx import ExportOnnx, OnnxModel
 from export.torchscript import ExportTorchScript
-from serve.interface import Interface, Tensor
+from serve.interface import Interface, Tensor, as_call, interface_of
 from serve.triton import NOT_RUN, PackageTriton, TritonRepository
 from serve.triton_config import config_of
 from serve.verify import verify
@@ -114,6 +115,18 @@ def pooled(folder: Path) -> OnnxModel:
 def read(repository: TritonRepository, published: ModuleType) -> Any:
     text = (repository.path / repository.model_name / "config.pbtxt").read_text()
     return text_format.Parse(text, published.ModelConfig())
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_requests_are_joined_only_where_that_changes_no_answer(
+    joins: bool, pooled: OnnxModel, published: ModuleType
+) -> None:
+    with pooled.open() as predict:
+        interface = replace(interface_of(as_call(predict), pooled.signature), joins_rows=joins)
+    text = config_of(PackageTriton(), "onnx", interface)
+    config = text_format.Parse(text, published.ModelConfig())
+    assert config.max_batch_size == 128
+    assert config.HasField("dynamic_batching") is joins
 
 
 def test_the_configuration_is_what_tritons_schema_reads(
