@@ -17,7 +17,6 @@ from pipelines.machine import machine, versions
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from compress.core.requirement import Requirement
     from compress.core.stage import Stage
 
 DISTRIBUTION = "compress-pipeline"
@@ -86,15 +85,9 @@ def _lacking(stage: type[Stage[Any, Any]]) -> tuple[str, ...]:
     required = [name for name, field in stage.model_fields.items() if field.is_required()]
     unset: dict[str, Any] = dict.fromkeys(required)
     usual = stage.model_construct(**unset)
-    return tuple(map(_need, filter(_is_missing, usual.all_requirements())))
-
-
-def _is_missing(requirement: Requirement) -> bool:
-    return requirement.missing()
-
-
-def _need(requirement: Requirement) -> str:
-    return f"needs {requirement.what}; {requirement.install}"
+    return tuple(
+        f"needs {need.what}; {need.install}" for need in usual.all_requirements() if need.missing()
+    )
 
 
 def _extras() -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -6,6 +6,8 @@ import gc
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from compress.core.collecting import uncollected
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -13,9 +15,8 @@ if TYPE_CHECKING:
 @contextmanager
 def quickly() -> Iterator[None]:
     """Keep the garbage collector from what is imported in a block, now and later: it all stays."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
+    with uncollected():
+        try:
+            yield
+        finally:
+            gc.freeze()

@@ -8,7 +8,6 @@ that the code opens at run time are not seen.
 from __future__ import annotations
 
 import ast
-import gc
 import hashlib
 import importlib
 import importlib.util
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from compress.core.collecting import uncollected
 from compress.core.errors import PipelineInvalid
 
 if TYPE_CHECKING:
@@ -161,13 +161,8 @@ def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> 
         for name in _with_parents(".".join(parts)):
             sys.modules.pop(name, None)
     importlib.invalidate_caches()
-    collected = gc.isenabled()
-    gc.disable()  # it would look again and again at what a large library makes, which all stays
-    try:
+    with uncollected():
         module = importlib.import_module(module_name)
-    finally:
-        if collected:
-            gc.enable()
     _loaded[module_name] = digest
     return module
 
