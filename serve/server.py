@@ -37,9 +37,10 @@ POLL_SECONDS = 0.1
 SHOWN_CHARACTERS = 300
 GIVEN_UP = ("Retry worker:", "Load model failed", "Failed to load model", "BindException")
 """What the server's log says when a worker did not become ready."""
-EMPTY_WORDS = ("Backend worker process died.", "RuntimeError: 500 - Unknown exception")
+DIED = "Backend worker process died."
+EMPTY_WORDS = (DIED, "RuntimeError: 500 - Unknown exception")
 """What a worker adds to a failure that it has told of."""
-SECONDS_OF_LAST_WORDS, SECONDS_OF_SILENCE = 10, 1
+SECONDS_OF_LAST_WORDS = 15
 # The JVM must not outlive this process, however it ends (prctl 1 is PR_SET_PDEATHSIG, which exec
 # keeps). It follows the thread that started it: keep that thread alive while the server is used.
 DIE_WITH_PARENT = (
@@ -179,12 +180,14 @@ class TorchServe:
         return f"{self.mar}: {what}; its log ends: {shown}"
 
     def _last(self, name: str) -> str:
-        """Return a log that no longer grows: a worker's last words come after the server's."""
+        """Return a log in which a worker has told why it died.
+
+        The server may stop reading a worker before its last words; the worker that it starts
+        instead says them again.
+        """
         deadline = time.monotonic() + SECONDS_OF_LAST_WORDS
-        log, before = self._read(name), None
-        while log != before and time.monotonic() < deadline:
-            time.sleep(SECONDS_OF_SILENCE)
-            log, before = self._read(name), log
+        while DIED not in (log := self._read(name)) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
         return log
 
     def _read(self, name: str) -> str:
