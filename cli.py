@@ -7,16 +7,15 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from compress import __version__
-from compress.core.errors import PipelineInvalid
 from pipelines import importing
 from pipelines.answers import manner
 from pipelines.completion import run_names, stage_names
-from pipelines.terminal import framed, inform, note, show, started, tell
+from pipelines.terminal import asker, framed, inform, show, started, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,19 +45,12 @@ RunDirectory = Annotated[
     Path,
     typer.Argument(metavar="DIR", help="A run's directory, its --out.", autocompletion=run_names),
 ]
+BY_STAGE: dict[str, Any] = {"autocompletion": stage_names}
 StageName = Annotated[
-    str,
-    typer.Argument(
-        metavar="STAGE", help="The stage's name, or `source`.", autocompletion=stage_names
-    ),
+    str, typer.Argument(metavar="STAGE", help="The stage's name, or `source`.", **BY_STAGE)
 ]
-From = Annotated[
-    str | None,
-    typer.Option("--from", help="Run from here on again.", autocompletion=stage_names),
-]
-Until = Annotated[
-    str | None, typer.Option(help="Stop after this stage.", autocompletion=stage_names)
-]
+From = Annotated[str | None, typer.Option("--from", help="Run from here on again.", **BY_STAGE)]
+Until = Annotated[str | None, typer.Option(help="Stop after this stage.", **BY_STAGE)]
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artifact's directory.")]
 OrMar = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Its directory, or a bare .mar.")]
 
@@ -125,20 +117,16 @@ def join(
 
 
 @command
-def check(file: PipelineFile) -> None:
+def check(
+    file: PipelineFile,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out model and data.")] = False,
+) -> None:
     """Refuse what can be refused without running a stage."""
-    from pipelines.pipeline import Pipeline
-    from pipelines.plan import make_plan
+    with importing.quickly():
+        from pipelines.checking import checked
 
-    pipeline = Pipeline.from_yaml(file)
-    plan = make_plan(pipeline)
-    from pipelines.inputs import check_model
-
-    signature, told = check_model(pipeline)
-    for warning in plan.warnings:
-        note(f"warning: {warning}")
-    content = {"valid": True, **plan.described(), "signature": signature.model_dump(mode="json")}
-    tell(content, [*filter(None, [told]), f"{file}: valid ({plan.road})"])
+    found = checked(file, models=not quick)
+    tell(found.content, found.lines, warnings=found.warnings)
 
 
 @command
@@ -197,11 +185,7 @@ def verify(
 
 
 @command
-def why(
-    file: PipelineFile,
-    stage: StageName,
-    out: Out = None,
-) -> None:
+def why(file: PipelineFile, stage: StageName, out: Out = None) -> None:
     """Show what decides a stage, and why it is cached or runs."""
     from pipelines.pipeline import Pipeline
     from pipelines.why import why as explain
@@ -273,6 +257,14 @@ def serve(
 @command
 def init(
     file: PipelineFile = Path("pipeline.yaml"),
+    model: Annotated[str | None, typer.Option(help="Your model, as module:callable.")] = None,
+    argument: Annotated[list[str], typer.Option(help="Of the model: classes=10.")] = [],  # noqa: B006
+    checkpoint: Annotated[Path | None, typer.Option(help="Its weights.")] = None,
+    inputs: Annotated[list[str], typer.Option("--input", help="As x=batch,3,32,32:float32.")] = [],  # noqa: B006
+    data: Annotated[str | None, typer.Option(help="Your data, as module:callable.")] = None,
+    target: Annotated[Literal["onnx", "torchscript", "aot"], typer.Option(help="Format.")] = "onnx",
+    goal: Annotated[Literal["smaller", "faster", "both"], typer.Option(help="Aim.")] = "both",
+    force: Annotated[bool, typer.Option(help="Write over a file.")] = False,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for Slurm.")] = False,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=0, help="One process for each.")] = 0,
@@ -281,14 +273,21 @@ def init(
     out: Out = None,
     script: Annotated[Path, typer.Option(help="The file to write.")] = Path("compress.sbatch"),
 ) -> None:
-    """Write what a run on a cluster begins with."""
+    """Write a pipeline for a model, or a batch script."""
+    if not slurm:
+        from pipelines.drafting import write_draft
+        from pipelines.wish import Wish
+
+        wish = Wish(model, argument, checkpoint, inputs, data, target, goal)
+        draft = write_draft(file, wish, force, asker())
+        tell(draft.content(), draft.lines(), warnings=draft.warnings)
+        return
     from pipelines.slurm import Cluster, write_script
 
-    if not slurm:
-        raise PipelineInvalid("compress init writes a batch script: say for what, with --slurm")
     cluster = Cluster(
         nodes=nodes, gpus_per_node=gpus_per_node, cpus_per_node=cpus_per_node, hours=hours
     )
-    for line in write_script(script, file, out or Path("runs") / file.stem, cluster):
-        note(f"to do: {line}")
-    typer.echo(f"{script}: submit it with `sbatch {script}`")
+    found = write_script(script, file, out or Path("runs") / file.stem, cluster)
+    to_do = [f"to do: {line}" for line in found]
+    submit = f"{script}: submit it with `sbatch {script}`"
+    tell({"file": str(script), "to_do": to_do}, [submit], warnings=to_do)

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from compress.core.errors import StageFailed, told_of
+from compress.core.errors import CompressError, StageFailed, told_of
 from pipelines import answers, interruption
 
 if TYPE_CHECKING:
@@ -132,10 +132,25 @@ def inform(line: str) -> None:
         say(line)
 
 
-def note(line: str) -> None:
-    """Write a warning, unless errors alone or JSON are asked for."""
-    if not answers.manner().silent:
-        warn(line, "yellow")
+def asker() -> Callable[[str, str, Callable[[str], object]], str] | None:
+    """Return what asks a question; None where nobody is there to answer."""
+    return _ask if sys.stdin.isatty() and not answers.manner().silent else None
+
+
+def _ask(question: str, usual: str, check: Callable[[str], object]) -> str:
+    """Ask on standard error, and again after a wrong answer."""
+    while True:
+        sys.stderr.write(f"{question}{f' [{usual}]' if usual else ''}: ")
+        sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:  # Ctrl-D
+            raise KeyboardInterrupt
+        try:
+            check(answer := line.strip() or usual)
+        except CompressError as error:
+            say(str(error))
+        else:
+            return answer
 
 
 def tell(
@@ -143,8 +158,19 @@ def tell(
     lines: Iterable[Any],
     table: Callable[[Console], Table] | None = None,
     indent: int | None = 1,
+    warnings: Iterable[str] = (),
 ) -> None:
-    """Print JSON; or lines for people, below a table where there is one; or nothing."""
+    """Print JSON; or lines for people, below a table where there is one; or nothing.
+
+    Args:
+        content: what is given as JSON; the warnings are part of it.
+        lines: what is given to people.
+        table: makes what stands above the lines.
+        indent: of the JSON; None puts it on one line.
+        warnings: what goes to standard error, for people alone.
+    """
+    for line in () if answers.manner().silent else warnings:
+        warn(f"warning: {line}", "yellow")
     if answers.manner().as_json:
         mapping = content if isinstance(content, Mapping) else content.model_dump(mode="json")
         answers.give(mapping, indent)
