@@ -142,7 +142,8 @@ def _tell_row(row: StageReport) -> None:
 
 
 def _failures(report: Report) -> list[Any]:
-    return [report.failed_stage] if report.failed_stage else []
+    several = getattr(report, "failures", ())  # where branches fail by themselves
+    return [*several] or [*filter(None, [report.failed_stage])]
 
 
 def status_of(error: BaseException | None) -> Status:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from compress.core.errors import GateRefused, StageFailed, Unavailable
+from compress.core.errors import GateRefused, PipelineInvalid, StageFailed, Unavailable
 from pipelines import events, recording
 from pipelines.events import LOG, LogFile, happened, heard_by
 from pipelines.pipeline import Pipeline
@@ -239,10 +239,27 @@ def test_the_page_names_every_event_and_its_fields(walked, project) -> None:
     table = page.partition("| event |")[2].partition("\n\n")[0]
     project.run()
     told = {line["event"]: line.keys() - ALWAYS for line in logged(project.out)}
-    assert len(told) == 7
+    assert len(told) == 8
     for event, fields in told.items():
         (row,) = (row for row in table.splitlines() if f"`{event}`" in row.partition(" | ")[0])
         assert {f"`{field}`" for field in fields} <= set(re.findall("`[a-z_]+`", row)), event
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("{kind: tensorboard, uri: 'http://host/'}", "tensorboard writes to a folder"),
+        ("{kind: mlflow, uri: 'https://me:secret@host/'}", "MLFLOW_TRACKING_USERNAME"),
+        ("{kind: wandb}", "'tensorboard' or 'mlflow'"),
+    ],
+)
+def test_a_tracker_that_cannot_be_is_refused(project, settings, message) -> None:
+    tracker = f"tracker: {settings}\nstages:"
+    project.file.write_text(project.file.read_text().replace("stages:", tracker))
+    with pytest.raises(PipelineInvalid, match=message) as caught:
+        Pipeline.from_yaml(project.file)
+    assert "small.yaml:6: tracker" in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 def test_settings_have_dotted_names() -> None:
