@@ -12,6 +12,7 @@ from pipelines.disk import said_plainly
 from pipelines.inputs import settle
 from pipelines.joining import told_to_other_nodes
 from pipelines.plan import SOURCE, Plan, make_plan
+from pipelines.samples import note_samples
 from pipelines.store import Store
 from pipelines.temporary import temporary_files
 from pipelines.walk import ASKED, Walk
@@ -69,6 +70,8 @@ def run(
         told_to_other_nodes(root),
     ):
         walk = Walk(pipeline, plan, out, store, data, progress, announce)
+        if walk.contents:
+            note_samples(root, walk.contents)
         try:
             with said_plainly(out):
                 walk.import_model(force)
@@ -123,7 +126,7 @@ def look_ahead(
         found = None if again else store.entry(parts).load()
         if found:
             walk.artifacts[name] = found[0]
-        why = ASKED if again else store.why(name, parts)
+        why = ASKED if again else store.why(name, parts, walk.contents)
         foreseen[name] = "cached" if found else f"runs ({why})"
 
     look(SOURCE, walk.source_parts(), force)

@@ -16,10 +16,13 @@ from compress.core.artifact import MANIFEST, Artifact, canonical_json, replace_a
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.files import partial_of, remove, sweep, write_atomically
 from compress.core.settings import Settings
+from pipelines.samples import samples_changed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from compress.core.contents import Contents
 
 FORMAT = 1
 """Of the store's folders and records; a store that does not tell its format has this one."""
@@ -149,12 +152,15 @@ class Store:
         key = hashlib.sha256(canonical_json(parts).encode()).hexdigest()
         return Entry(self.root / key[:32])
 
-    def why(self, name: str, parts: dict[str, Any]) -> str:
+    def why(self, name: str, parts: dict[str, Any], data: Contents | None) -> str:
         """Return why a stage must run: what differs from its last run here."""
         before = self.last_parts(name)
         if before is None:
             return "not run before"
-        return _difference(before, parts) or "its artifact is gone or damaged"
+        found = _difference(before, parts)
+        if data is not None and found.startswith("data.splits."):
+            found = samples_changed(self.root, before["data"], data) or found
+        return found or "its artifact is gone or damaged"
 
     def last_parts(self, name: str) -> dict[str, Any] | None:
         """Return what decided a stage's artifact when it was last run here, if it was."""

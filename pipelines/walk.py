@@ -65,7 +65,8 @@ class Walk:
     """Spent on measuring, since the stage began to be judged."""
 
     def __post_init__(self) -> None:
-        self.fingerprint = self.data.fingerprint() if self.data else None
+        self.contents = self.data.contents() if self.data else None
+        self.fingerprint = self.contents.fingerprint if self.contents else None
 
     def import_model(self, again: bool) -> None:
         """Bring in the model as it is; what an earlier run published makes room."""
@@ -201,7 +202,7 @@ class Walk:
         found = None if again else entry.load()
         reason = ""
         if found is None:
-            reason = ASKED if again else self.store.why(name, parts)
+            reason = ASKED if again else self.store.why(name, parts, self.contents)
             self.announce(f"{name}: running ({reason})")
             entry.path.mkdir(parents=True, exist_ok=True)
             began = time.monotonic()
@@ -287,7 +288,7 @@ class Walk:
     def _surroundings(self, uses_data: bool) -> dict[str, Any]:
         # Training keeps the best epoch by the metric, so that decides the result as data does.
         return {
-            "data": self.fingerprint if uses_data else None,
+            "data": self.contents.parts() if uses_data and self.contents else None,
             "metric": self.plan.metric.identity() if uses_data else None,
             "seed": self.pipeline.seed,
             "versions": versions(),

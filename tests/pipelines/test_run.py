@@ -64,7 +64,7 @@ def test_a_changed_setting_is_named_and_reruns_only_what_follows(project) -> Non
 def test_changed_data_is_named(project) -> None:
     project.edit("shift: 0.0", "shift: 0.5")
     project.run()
-    assert project.ran()["train"].startswith("data ")
+    assert project.ran()["train"] == "data.arguments.shift 0.0 → 0.5"
     assert "source" not in project.ran()
 
 
