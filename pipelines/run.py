@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from compress.core.errors import CompressError, GateRefused
 from compress.core.stage import silent
 from pipelines import interruption
+from pipelines.branches import walk_branches
 from pipelines.disk import said_plainly
 from pipelines.inputs import settle
 from pipelines.joining import told_to_other_nodes
@@ -52,8 +53,10 @@ def run(
         The report of a run whose gates all passed.
 
     Raises:
-        GateRefused: a gate refused; the report is written, and the artifact kept.
-        CompressError: the pipeline is invalid, or a stage failed; the report says so.
+        GateRefused: a gate refused and no stage failed; the report is written, and the artifact
+            kept.
+        CompressError: the pipeline is invalid, or a stage failed; the report says so. Where others
+            did not pass either, their errors are its notes.
     """
     plan = make_plan(pipeline, start, until)
     for warning in plan.warnings:
@@ -71,9 +74,7 @@ def run(
         walk = Walk(pipeline, plan, out, store, data, progress, announce)
         try:
             with said_plainly(out):
-                walk.import_model(force)
-                for planned in plan.stages:
-                    walk.step(planned, again=planned.index >= _first_again(plan, start, force))
+                walk_branches(walk, _first_again(plan, start, force))
                 walk.test()
                 report = walk.report("passed")
                 report.write(out)
@@ -138,9 +139,9 @@ def look_ahead(
 
 
 def _first_again(plan: Plan, start: str | None, force: bool) -> int:
-    """Return the index of the first stage that runs whatever the store holds."""
+    """Return the index of the first stage that runs whatever the store holds; the source is -1."""
     if force:
-        return 0
+        return -1
     return next((p.index for p in plan.stages if p.name == start), len(plan.stages))
 
 
