@@ -59,7 +59,9 @@ class Plan:
     def baseline(self) -> str:
         """The model compared with: as a leading `train` stage leaves it, else as it came in."""
         first = self.stages[0]
-        return first.name if first.stage.stage == "train" else SOURCE
+        trained = [p for p in self.stages if p.stage.stage == "train" and p.input == SOURCE]
+        # Where several train what came in, none of them is what the others are compared with.
+        return first.name if trained == [first] else SOURCE
 
     @property
     def names(self) -> tuple[str, ...]:

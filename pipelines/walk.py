@@ -150,7 +150,9 @@ class Walk:
         return {
             "stage": planned.stage.stage,
             "settings": planned.stage.own_settings(),
-            "inputs": {name: self.artifacts[name].digest for name in planned.reads},
+            # Not by its name: whatever it is called, the same weights give the same artifact.
+            "input": self.artifacts[planned.input].digest,
+            "others": {n: self.artifacts[n].digest for n in planned.stage.also_reads},
             "library": version_of(type(planned.stage).__module__),
             **planned.stage.machine_parts,
             **history_parts(planned, self),

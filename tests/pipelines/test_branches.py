@@ -30,8 +30,15 @@ stages:
   - {name: script, stage: export_torchscript}
   - {name: bare, stage: prune_channels, input: source, ratio: 0.5, exclude: ["*"]}
   - {name: lost, stage: export_torchscript}
-  - {name: compared, stage: export_torchscript, input: half, gates: [{gate: parity, atol: 1, against: lost}]}
-  - {name: big, stage: prune_weights, input: source, amount: 0.25, gates: [{gate: max_size, ratio: 0.01}]}
+  - name: compared
+    stage: export_torchscript
+    input: half
+    gates: [{gate: parity, atol: 1, against: lost}]
+  - name: big
+    stage: prune_weights
+    input: source
+    amount: 0.25
+    gates: [{gate: max_size, ratio: 0.01}]
   - {name: bigger, stage: export_torchscript}
   - {name: last, stage: export_torchscript, input: source}
 """
@@ -169,8 +176,9 @@ def test_without_a_baseline_nothing_is_measured(tmp_path) -> None:
         "def data():\n    d = TensorDataset(torch.ones(8, 4), torch.zeros(8).long())\n"
         "    return {'train': d, 'val': d}\n"
     )
-    train = 'data: {factory: "data:data"}\nstages:\n  - {stage: train, epochs: 1, learning_rate: 1.0e+38}\n'
-    failing.file.write_text(FILE.replace("stages:\n", train))
+    train = "  - {stage: train, epochs: 1, learning_rate: 1.0e+38}\n"
+    start = f'data: {{factory: "data:data"}}\nstages:\n{train}'
+    failing.file.write_text(FILE.replace("stages:\n", start))
     (error,) = failing.run()
     assert error.startswith("train: ")
     assert {s.because for s in Report.read(failing.out).skipped} == {"train"}
