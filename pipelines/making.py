@@ -12,7 +12,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.core.artifact import Artifact
+    from compress.core.errors import CompressError
     from compress.core.stage import Context, Progress, Stage
+
+
+@dataclass(frozen=True)
+class Made:
+    """How the making of a stage's artifact has ended."""
+
+    name: str
+    seconds: float
+    error: CompressError | None
 
 
 @dataclass(frozen=True)

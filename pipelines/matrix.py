@@ -106,7 +106,7 @@ def allow_matrix_(definition: dict[str, Any], name: str) -> None:
         "additionalProperties": False,
         "minProperties": 1,
     }
-    for key in set(definition.get("required", ())) & set(varied):
+    for key in [key for key in definition.get("required", ()) if key in varied]:
         definition["required"].remove(key)
         in_matrix = {"required": [MATRIX], "properties": {MATRIX: {"required": [key]}}}
         either = {"anyOf": [{"required": [key]}, in_matrix]}

@@ -16,6 +16,7 @@ from pipelines.plan import SOURCE, Plan, make_plan
 from pipelines.store import Store
 from pipelines.temporary import temporary_files
 from pipelines.walk import ASKED, Walk
+from pipelines.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +34,7 @@ def run(
     start: str | None,
     until: str | None,
     force: bool,
+    jobs: int,
     progress: Progress,
     announce: Callable[[str], None],
     finished: Callable[[Report], None],
@@ -45,6 +47,7 @@ def run(
         start: run this stage and those after it again, whatever the store holds.
         until: stop after this stage.
         force: run every stage again.
+        jobs: branches made at a time, each in a process of its own where it is more than one.
         progress: where stages say how far they are.
         announce: where one line per stage goes.
         finished: given the report once it is written, of a refused or failed run too.
@@ -74,7 +77,8 @@ def run(
         walk = Walk(pipeline, plan, out, store, data, progress, announce)
         try:
             with said_plainly(out):
-                walk_branches(walk, _first_again(plan, start, force))
+                engine = Workers(jobs, progress, store.lock) if jobs > 1 else None
+                walk_branches(walk, _first_again(plan, start, force), engine)
                 walk.test()
                 report = walk.report("passed")
                 report.write(out)
