@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import os
 import sys
 from pathlib import Path
@@ -70,6 +69,7 @@ def run(
     start: Annotated[str | None, typer.Option("--from", help="Run from here on again.")] = None,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     force: Annotated[bool, typer.Option(help="Run every stage again.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Branches made at a time.")] = 1,
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors alone.")] = False,
     as_json: AsJson = False,
@@ -89,8 +89,9 @@ def run(
         tell(as_json, foreseen, (f"{name}: {what}" for name, what in foreseen.items()))
         return
     finished = functools.partial(show, out=directory, as_json=as_json, quiet=quiet)
+    walk = functools.partial(pipeline.run, directory, **options, jobs=jobs, finished=finished)
     with shown(quiet=as_json or quiet) as (progress, announce):
-        pipeline.run(directory, **options, progress=progress, announce=announce, finished=finished)
+        walk(progress=progress, announce=announce)
 
 
 @app.command()
@@ -155,7 +156,7 @@ def schema(debug: Debug = False) -> None:
     """Print the JSON Schema of the pipeline file, for editors."""
     from pipelines.pipeline import json_schema
 
-    typer.echo(json.dumps(json_schema(), indent=1))
+    tell(True, json_schema(), ())
 
 
 @app.command()
@@ -184,8 +185,7 @@ def verify(
     from pipelines.evidence import prove
 
     proof = prove(artifact, sha256, report)
-    content = {"artifact": str(artifact), **proof.model_dump(mode="json")}
-    tell(as_json, content, proof.told())
+    tell(as_json, {"artifact": str(artifact), **proof.model_dump(mode="json")}, proof.told())
 
 
 @app.command()

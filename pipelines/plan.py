@@ -37,6 +37,12 @@ class PlannedStage:
         """Names of all artifacts that the stage reads, its input first."""
         return (self.input, *self.stage.also_reads)
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of all artifacts without which the stage is not made and judged."""
+        against = (gate.against for gate in self.stage.gates if gate.against)
+        return tuple(dict.fromkeys((*self.reads, *against)))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -46,17 +52,42 @@ class Plan:
     metric: Metric
     warnings: tuple[str, ...]
     """What will stop a later stage, while those before it can run."""
+    cut: bool = False
+    """Whether stages of the pipeline are left out."""
 
     @property
     def baseline(self) -> str:
         """The model compared with: as a leading `train` stage leaves it, else as it came in."""
         first = self.stages[0]
-        return first.name if first.stage.stage == "train" else SOURCE
+        trained = [p for p in self.stages if p.stage.stage == "train" and p.input == SOURCE]
+        # Where several train what came in, none of them is what the others are compared with.
+        return first.name if trained == [first] else SOURCE
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the stages in their order."""
+        return tuple(p.name for p in self.stages)
+
+    def stage(self, name: str) -> PlannedStage:
+        """Return the stage of a name."""
+        return self.stages[self.names.index(name)]
+
+    def needs(self, name: str) -> tuple[str, ...]:
+        """Return the names of all artifacts without which a stage is not made and judged."""
+        return () if name == SOURCE else self.stage(name).needs
+
+    def branch(self, name: str) -> tuple[str, ...]:
+        """Return the names on the road from the source to a stage's input, in their order."""
+        road: list[str] = []
+        while name != SOURCE:
+            name = self.stage(name).input
+            road.insert(0, name)
+        return tuple(road)
 
     @property
     def road(self) -> str:
         """The names of the stages in their order, for people."""
-        return " → ".join(p.name for p in self.stages)
+        return " → ".join(self.names)
 
     def described(self) -> dict[str, Any]:
         """Return the stages and the warnings, for machines."""
@@ -96,8 +127,8 @@ def make_plan(pipeline: Pipeline, start: str | None = None, until: str | None = 
     if until is not None:
         planned = planned[: next(p.index for p in planned if p.name == until) + 1]
     _check_needs(pipeline, planned)
-    metric = _metric(pipeline)
-    return Plan(planned, metric, tuple(_missing_programs(planned)))
+    metric, cut = _metric(pipeline), len(planned) < len(order)
+    return Plan(planned, metric, tuple(_missing_programs(planned)), cut)
 
 
 def _names(pipeline: Pipeline) -> tuple[PlannedStage, ...]:

@@ -112,6 +112,8 @@ class StageReport(Settings):
     stage: str
     input: str
     """Name of what it reads."""
+    branch: tuple[str, ...] = ()
+    """The road to it: the names from `source` to its input."""
     cached: bool
     reason: str
     """Why it had to run; empty when it was cached."""
@@ -122,6 +124,8 @@ class StageReport(Settings):
     artifact: ArtifactReport
     measurements: Measurements
     verdicts: tuple[Verdict, ...]
+    status: Literal["passed", "refused"] = Field(default_factory=lambda known: _judgement(known))
+    """Whether each of its gates passed; a stage with nothing to show is among the failures."""
 
     def line(self) -> str:
         """Return the stage in one line."""
@@ -135,11 +139,24 @@ class StageReport(Settings):
 
 
 class FailureReport(Settings):
-    """The stage at which a run failed or was interrupted, before it had anything to show."""
+    """A stage that failed, or at which a run was interrupted, before it had anything to show."""
 
     name: str
     stage: str
+    branch: tuple[str, ...] = ()
+    """The road to it: the names from `source` to its input."""
     error: str
+
+
+class SkippedReport(Settings):
+    """A stage that did not run, as one that it depends on did not pass."""
+
+    name: str
+    stage: str
+    branch: tuple[str, ...]
+    """The road to it: the names from `source` to its input."""
+    because: str
+    """Name of the stage that failed, or that a gate refused."""
 
 
 class TestReport(Settings):
@@ -165,6 +182,13 @@ class Report(Settings):
     warnings: tuple[str, ...] = Field(default_factory=lambda known: _warnings(known))
     """Quantized stages that are slower than their float parent, and what artifacts warn of."""
     failed_stage: FailureReport | None = None
+    """The first of the failures."""
+    failures: tuple[FailureReport, ...] = Field(
+        default_factory=lambda known: tuple(filter(None, [known["failed_stage"]]))
+    )
+    """Stages that failed; those that do not depend on them went on."""
+    skipped: tuple[SkippedReport, ...] = ()
+    """Stages that did not run because of a failure or a refusal."""
     test: TestReport | None = None
     lock: dict[str, JsonValue] = Field(exclude=True)
     """What is needed to run it again."""
@@ -210,6 +234,10 @@ class Report(Settings):
         }
         template = environment.get_template("report.html.jinja")
         return template.render(report=self, lock=self.lock)
+
+
+def _judgement(known: dict[str, Any]) -> Literal["passed", "refused"]:
+    return "passed" if all(v.passed for v in known["verdicts"]) else "refused"
 
 
 def _warnings(known: dict[str, Any]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from compress.core.errors import CompressError, GateRefused
 from compress.core.stage import silent
 from pipelines import interruption
+from pipelines.branches import walk_branches
 from pipelines.disk import said_plainly
 from pipelines.inputs import settle
 from pipelines.joining import told_to_other_nodes
@@ -16,6 +17,7 @@ from pipelines.samples import note_samples
 from pipelines.store import Store
 from pipelines.temporary import temporary_files
 from pipelines.walk import ASKED, Walk
+from pipelines.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +35,7 @@ def run(
     start: str | None,
     until: str | None,
     force: bool,
+    jobs: int,
     progress: Progress,
     announce: Callable[[str], None],
     finished: Callable[[Report], None],
@@ -45,6 +48,7 @@ def run(
         start: run this stage and those after it again, whatever the store holds.
         until: stop after this stage.
         force: run every stage again.
+        jobs: branches made at a time, each in a process of its own where it is more than one.
         progress: where stages say how far they are.
         announce: where one line per stage goes.
         finished: given the report once it is written, of a refused or failed run too.
@@ -53,8 +57,10 @@ def run(
         The report of a run whose gates all passed.
 
     Raises:
-        GateRefused: a gate refused; the report is written, and the artifact kept.
-        CompressError: the pipeline is invalid, or a stage failed; the report says so.
+        GateRefused: a gate refused and no stage failed; the report is written, and the artifact
+            kept.
+        CompressError: the pipeline is invalid, or a stage failed; the report says so. Where others
+            did not pass either, their errors are its notes.
     """
     plan = make_plan(pipeline, start, until)
     for warning in plan.warnings:
@@ -74,9 +80,8 @@ def run(
             note_samples(root, walk.contents)
         try:
             with said_plainly(out):
-                walk.import_model(force)
-                for planned in plan.stages:
-                    walk.step(planned, again=planned.index >= _first_again(plan, start, force))
+                engine = Workers(jobs, progress, store.lock) if jobs > 1 else None
+                walk_branches(walk, _first_again(plan, start, force), engine)
                 walk.test()
                 report = walk.report("passed")
                 report.write(out)
@@ -141,9 +146,9 @@ def look_ahead(
 
 
 def _first_again(plan: Plan, start: str | None, force: bool) -> int:
-    """Return the index of the first stage that runs whatever the store holds."""
+    """Return the index of the first stage that runs whatever the store holds; the source is -1."""
     if force:
-        return 0
+        return -1
     return next((p.index for p in plan.stages if p.name == start), len(plan.stages))
 
 

@@ -85,6 +85,8 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.lock: int | None = None
+        """Descriptor that holds the lock of an open store."""
 
     @classmethod
     @contextmanager
@@ -97,6 +99,7 @@ class Store:
         descriptor = _lock(root, announce)
         try:
             store = cls(root)
+            store.lock = descriptor
             store.refuse_another_format()
             if not (root / FORMAT_FILE).exists():
                 write_atomically(root / FORMAT_FILE, json.dumps({"format": FORMAT}))

@@ -23,7 +23,7 @@ class Part(Settings):
     """One thing that decides a stage's artifact."""
 
     what: str
-    """Dotted path: `settings.ratio`, `inputs.train`, `versions.torch`."""
+    """Dotted path: `settings.ratio`, `input`, `versions.torch`."""
     value: JsonValue
     before: JsonValue
     """What it was when the stage was last run here; as ``value`` where that is not known."""

@@ -36,3 +36,13 @@ def requirements_of(settings: Settings) -> Iterator[Requirement]:
         value = getattr(settings, name)
         if isinstance(value, Settings):
             yield from requirements_of(value)
+
+
+def undisturbed(settings: Settings) -> bool:
+    """Return whether settings, or settings within them, ask that nothing runs beside them.
+
+    They say so by an attribute of this name: what they do measures time, or other nodes take part.
+    """
+    values = (getattr(settings, name) for name in type(settings).model_fields)
+    nested = (value for value in values if isinstance(value, Settings))
+    return bool(getattr(settings, "undisturbed", False)) or any(map(undisturbed, nested))
