@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from pipelines.remote import Remote
+
 FORMAT = 1
 """Of the store's folders and records; a store that does not tell its format has this one."""
 FORMAT_FILE, LOCK = "format.json", "lock"
@@ -51,6 +53,8 @@ class Entry:
         self.path = path
         self.artifact_path = path / "artifact"
         self._record_path = path / RECORD
+        self.fetched_from = ""
+        """URL of the shared store that the artifact came from in this run."""
 
     def load(self) -> tuple[Artifact, Record] | None:
         """Return the artifact and its record, or None when absent or damaged."""
@@ -80,24 +84,30 @@ class Entry:
 class Store:
     """A directory of entries by key."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, remote: Remote | None = None) -> None:
+        """Take a directory, and perhaps a store that other machines share."""
+        self.root, self._remote = root, remote
 
     @classmethod
     @contextmanager
-    def locked(cls, root: Path, announce: Callable[[str], None]) -> Iterator[Store]:
+    def locked(
+        cls, root: Path, announce: Callable[[str], None], remote: Remote | None = None
+    ) -> Iterator[Store]:
         """Open the store for one run, and sweep up what a killed one left; a second run waits.
 
         Raises:
-            PipelineInvalid: the directory cannot be written, or is of another format.
+            PipelineInvalid: the directory, or the shared store, cannot be written, or is of
+                another format.
         """
         descriptor = _lock(root, announce)
         try:
-            store = cls(root)
+            store = cls(root, remote)
             store.refuse_another_format()
             if not (root / FORMAT_FILE).exists():
                 write_atomically(root / FORMAT_FILE, json.dumps({"format": FORMAT}))
             store._sweep()
+            if remote:
+                remote.begin(root)
             yield store
         finally:
             os.close(descriptor)
@@ -109,14 +119,12 @@ class Store:
             PipelineInvalid: it is of another format.
         """
         try:
-            found = json.loads((self.root / FORMAT_FILE).read_text(encoding="utf-8"))["format"]
+            found = format_in((self.root / FORMAT_FILE).read_bytes())
         except FileNotFoundError:
             return
-        except (ValueError, TypeError, KeyError):
-            found = "unknown"
         if found != FORMAT:
             raise PipelineInvalid(
-                f"{self.root}: is of format {_short(found)}, and this version of compress reads "
+                f"{self.root}: is of format {found}, and this version of compress reads "
                 f"format {FORMAT}; choose another --out, or remove {self.root} (everything in it "
                 "can be made again)"
             )
@@ -129,6 +137,30 @@ class Store:
             write_atomically(work / DONE, entry.path.name)
         entry.commit(record)
         remove(work)
+        if self._remote:
+            self._share(entry, Artifact.at(entry.artifact_path), record)
+
+    def find(self, entry: Entry) -> tuple[Artifact, Record] | None:
+        """Return an artifact and its record from here, else from the shared store, else None."""
+        found = entry.load()
+        if found:
+            self._share(entry, *found)
+        elif self._remote and (found := self._remote.fetch(entry.path.name, entry.artifact_path)):
+            entry.commit(found[1])
+            entry.fetched_from = self._remote.url
+        return found
+
+    def foresee(self, entry: Entry) -> tuple[Artifact, Record] | None:
+        """Return what :meth:`find` would; what is in the shared store alone stays there."""
+        found = entry.load()
+        if not found and self._remote:
+            found = self._remote.look(entry.path.name, entry.artifact_path)
+            entry.fetched_from = self._remote.url
+        return found
+
+    def _share(self, entry: Entry, artifact: Artifact, record: Record) -> None:
+        if self._remote:
+            self._remote.share(entry.path.name, artifact, record)
 
     def _sweep(self) -> None:
         """Remove what killed runs left half made, and work that has come to its end."""
@@ -146,8 +178,7 @@ class Store:
 
     def entry(self, parts: dict[str, Any]) -> Entry:
         """Return the place of an artifact, given everything that decides it."""
-        key = hashlib.sha256(canonical_json(parts).encode()).hexdigest()
-        return Entry(self.root / key[:32])
+        return Entry(self.root / key_of(parts))
 
     def why(self, name: str, parts: dict[str, Any]) -> str:
         """Return why a stage must run: what differs from its last run here."""
@@ -171,6 +202,20 @@ class Store:
         except (FileNotFoundError, ValueError):
             return {}
         return last if isinstance(last, dict) else {}
+
+
+def key_of(parts: dict[str, Any]) -> str:
+    """Return the name under which a store keeps what was made of these."""
+    return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
+
+
+def format_in(content: bytes) -> str | int:
+    """Return the format that a store's file tells."""
+    try:
+        found = json.loads(content)["format"]
+    except (ValueError, TypeError, KeyError):
+        found = "unknown"
+    return found if found == FORMAT else _short(found)
 
 
 def publish(artifact: Artifact, path: Path) -> None:

@@ -105,6 +105,7 @@ class Walk:
                 input=planned.input,
                 cached=cached,
                 reason=reason,
+                fetched_from=self.entries[planned.name].fetched_from,
                 seconds=seconds,
                 judged_seconds=self.judging_seconds,
                 artifact=ArtifactReport.of(artifact, f"artifacts/{planned.name}"),
@@ -198,7 +199,7 @@ class Walk:
     ) -> tuple[bool, str, float]:
         """Take an artifact from the store or make it; return whether cached, why not, seconds."""
         entry = self.store.entry(parts)
-        found = None if again else entry.load()
+        found = None if again else self.store.find(entry)
         reason = ""
         if found is None:
             reason = ASKED if again else self.store.why(name, parts)

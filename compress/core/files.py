@@ -76,6 +76,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def stays_inside(name: str) -> bool:
+    """Whether a name, its parts set apart by slashes, is that of a file below a folder."""
+    parts = name.split("/")
+    plain = "\\" not in name and "\0" not in name and not {"", ".", ".."} & {*parts}
+    return plain and all(len(part.encode()) <= 255 for part in parts)
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with path.open("rb") as stream:
