@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -16,6 +15,7 @@ from compress.core.artifact import MANIFEST, Artifact, canonical_json, replace_a
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.files import partial_of, remove, sweep, write_atomically
 from compress.core.settings import Settings
+from pipelines.lock import lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Of the store's folders and records; a store that does not tell its format has this one."""
-FORMAT_FILE, LOCK = "format.json", "lock"
+FORMAT_FILE = "format.json"
 WORK = "work"
 """Folder of what stages keep to go on after an interruption, by stage."""
 RECORD = "record.json"
@@ -99,7 +99,7 @@ class Store:
             PipelineInvalid: the directory, or the shared store, cannot be written, or is of
                 another format.
         """
-        descriptor = _lock(root, announce)
+        descriptor = lock(root, announce)
         try:
             store = cls(root, remote)
             store.refuse_another_format()
@@ -232,38 +232,6 @@ def unpublish(folder: Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if (path / MANIFEST).is_file():
             remove(path)
-
-
-def _lock(root: Path, announce: Callable[[str], None]) -> int:
-    """Return the descriptor that holds a store's lock; closing it, or dying, gives it back."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        while True:
-            descriptor = os.open(root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-            _wait_for(descriptor, root, announce)
-            if _is_at(descriptor, root / LOCK):
-                return descriptor
-            os.close(descriptor)  # the store was removed meanwhile, and perhaps made anew
-            root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PipelineInvalid(
-            f"{root.parent}: cannot be written ({error.strerror}); choose another with --out"
-        ) from None
-
-
-def _wait_for(descriptor: int, root: Path, announce: Callable[[str], None]) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        announce(f"waiting for another run in {root.parent} to end (Ctrl-C gives up)")
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _link(source: str, target: str) -> None:
