@@ -77,7 +77,9 @@ def test_what_one_machine_made_another_fetches_byte_by_byte(mlp, machine, shared
     found = second.find()
     assert _bytes_of(found) == _bytes_of(mlp)
     assert not second.said
-    assert {oct(f.stat().st_mode & 0o777) for f in found.path.iterdir()} == {"0o444"}
+    assert {oct(f.stat().st_mode & 0o777) for f in found.path.rglob("*") if f.is_file()} == {
+        "0o444"
+    }
     assert second.find({"stage": "another"}) is None
     with Store.locked(second.root, second.said.append) as store:
         _, record = store.entry(PARTS).load()
