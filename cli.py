@@ -29,6 +29,7 @@ Ratios = Annotated[list[float], typer.Option(help="Fraction of channels to cut; 
 RunDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="A run's directory, its --out.")]
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artifact's directory.")]
 OrMar = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Its directory, or a bare .mar.")]
+StoreUrl = Annotated[str | None, typer.Option("--store", help="URL of a store to share, s3://…")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
@@ -70,6 +71,7 @@ def run(
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     force: Annotated[bool, typer.Option(help="Run every stage again.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Branches made at a time.")] = 1,
+    store: StoreUrl = None,
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors alone.")] = False,
     as_json: AsJson = False,
@@ -83,7 +85,7 @@ def run(
 
     pipeline = Pipeline.from_yaml(file)
     directory = out or Path("runs") / pipeline.name
-    options: dict[str, Any] = {"start": start, "until": until, "force": force}
+    options: dict[str, Any] = {"start": start, "until": until, "force": force, "store": store}
     if dry_run:
         foreseen = foresee(pipeline, directory, **options)
         tell(as_json, foreseen, (f"{name}: {what}" for name, what in foreseen.items()))
@@ -167,9 +169,8 @@ def inspect(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = Fals
     from pipelines import catalog  # noqa: F401 - importing it makes every kind known
     from pipelines.inspection import described
 
-    found = Artifact.at(artifact)
-    content = found.manifest.model_dump(mode="json")
-    tell(as_json, {"digest": found.digest, **content}, described(found))
+    kept = Artifact.at(artifact)
+    tell(as_json, {"digest": kept.digest, **kept.manifest.model_dump(mode="json")}, described(kept))
 
 
 @app.command()
@@ -194,6 +195,7 @@ def why(
     file: PipelineFile,
     stage: Annotated[str, typer.Argument(metavar="STAGE", help="The stage's name, or `source`.")],
     out: Out = None,
+    store: StoreUrl = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -202,7 +204,7 @@ def why(
     from pipelines.why import why as explain
 
     pipeline = Pipeline.from_yaml(file)
-    reason = explain(pipeline, out or Path("runs") / pipeline.name, stage)
+    reason = explain(pipeline, out or Path("runs") / pipeline.name, stage, store)
     tell(as_json, reason, reason.lines())
 
 
@@ -228,10 +230,9 @@ def report(
     debug: Debug = False,
 ) -> None:
     """Show a run's report again, and write its page anew."""
-    from pipelines.report import Report
+    from pipelines.rewriting import rewrite
 
-    found = Report.read(directory)
-    found.write(directory)
+    found = rewrite(directory, lambda line: warn(line, "yellow"))
     show(found, out=directory, as_json=as_json)
     if open_it:
         typer.launch(str((directory / "report.html").resolve()))

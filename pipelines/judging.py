@@ -42,6 +42,7 @@ def judged(walk: Walk, planned: PlannedStage, sought: Sought) -> StageReport:
         branch=walk.plan.branch(planned.name),
         cached=not sought.reason,
         reason=sought.reason,
+        fetched_from=sought.entry.fetched_from,
         seconds=sought.seconds,
         judged_seconds=questions.seconds,
         artifact=ArtifactReport.of(artifact, f"artifacts/{planned.name}"),

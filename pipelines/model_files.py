@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress.core.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
+from compress.core.files import stays_inside
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def digest_of(file: Path) -> str | None:
 def _external_files(file: Path) -> list[Path]:
     tensors = _graph(file).initializer
     names = {e.value for t in tensors for e in t.external_data if e.key == "location"}
-    return [file.parent / name for name in sorted(names)]
+    return [file.parent / name for name in sorted(filter(stays_inside, names))]
 
 
 def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Artifact:
@@ -205,7 +206,9 @@ def _program(file: Path) -> ExportedProgram:
     from torch.export.pt2_archive import PT2ArchiveReader
 
     from compress.core.program import copy_plain, load_program
+    from compress.core.zips import refuse_bomb
 
+    refuse_bomb(file)
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / file.name
         try:

@@ -117,6 +117,8 @@ class StageReport(Settings):
     cached: bool
     reason: str
     """Why it had to run; empty when it was cached."""
+    fetched_from: str = ""
+    """The shared store that it came from; empty where it was made or lay here."""
     seconds: float
     """How long the stage took when it was run."""
     judged_seconds: float = 0.0
@@ -129,7 +131,8 @@ class StageReport(Settings):
 
     def line(self) -> str:
         """Return the stage in one line."""
-        how = "cached" if self.cached else f"made in {self.seconds:.1f} s"
+        origin = f" (from {self.fetched_from})" if self.fetched_from else ""
+        how = f"cached{origin}" if self.cached else f"made in {self.seconds:.1f} s"
         if self.judged_seconds:
             how += f", judged in {self.judged_seconds:.1f} s"
         metric = self.measurements.metric

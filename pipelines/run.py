@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from compress.core.stage import Progress
     from pipelines.pipeline import Pipeline
+    from pipelines.remote import Remote
     from pipelines.report import Report, Status
 
 
@@ -36,6 +37,7 @@ def run(
     until: str | None,
     force: bool,
     jobs: int,
+    store: str | None,
     progress: Progress,
     announce: Callable[[str], None],
     finished: Callable[[Report], None],
@@ -49,6 +51,7 @@ def run(
         until: stop after this stage.
         force: run every stage again.
         jobs: branches made at a time, each in a process of its own where it is more than one.
+        store: URL of a store that other machines share; none where None.
         progress: where stages say how far they are.
         announce: where one line per stage goes.
         finished: given the report once it is written, of a refused or failed run too.
@@ -62,6 +65,7 @@ def run(
         CompressError: the pipeline is invalid, or a stage failed; the report says so. Where others
             did not pass either, their errors are its notes.
     """
+    remote = _shared(store, announce)
     plan = make_plan(pipeline, start, until)
     for warning in plan.warnings:
         announce(f"warning: {warning}")
@@ -72,15 +76,15 @@ def run(
     with (
         said_plainly(out),
         temporary_files(),
-        Store.locked(root, announce) as store,
+        Store.locked(root, announce, remote) as kept,
         told_to_other_nodes(root),
     ):
-        walk = Walk(pipeline, plan, out, store, data, progress, announce)
+        walk = Walk(pipeline, plan, out, kept, data, progress, announce)
         if walk.contents:
             note_samples(root, walk.contents)
         try:
             with said_plainly(out):
-                engine = Workers(jobs, progress, store.lock) if jobs > 1 else None
+                engine = Workers(jobs, progress, kept.lock) if jobs > 1 else None
                 walk_branches(walk, _first_again(plan, start, force), engine)
                 walk.test()
                 report = walk.report("passed")
@@ -97,14 +101,20 @@ def run(
 
 
 def foresee(
-    pipeline: Pipeline, out: Path, *, start: str | None, until: str | None, force: bool
+    pipeline: Pipeline,
+    out: Path,
+    *,
+    start: str | None,
+    until: str | None,
+    force: bool,
+    store: str | None = None,
 ) -> dict[str, str]:
     """Return for each stage ``cached``, or why it would run; nothing is run.
 
     Raises:
         CompressError: the pipeline is invalid.
     """
-    return look_ahead(pipeline, out, start=start, until=until, force=force)[0]
+    return look_ahead(pipeline, out, start=start, until=until, force=force, store=store)[0]
 
 
 def look_ahead(
@@ -114,25 +124,31 @@ def look_ahead(
     start: str | None = None,
     until: str | None = None,
     force: bool = False,
+    store: str | None = None,
 ) -> tuple[dict[str, str], Walk]:
     """Return what :func:`foresee` does, and a walk that holds what is cached.
 
     Raises:
         CompressError: the pipeline is invalid.
     """
+    remote = _shared(store, lambda line: None)
     plan = make_plan(pipeline, start, until)
     pipeline, data, _ = settle(pipeline)
-    store = Store(out / ".store")
-    store.refuse_another_format()
-    walk = Walk(pipeline, plan, out, store, data, silent, lambda line: None)
+    kept = Store(out / ".store", remote)
+    kept.refuse_another_format()
+    if remote:
+        remote.refuse_another_format()
+    walk = Walk(pipeline, plan, out, kept, data, silent, lambda line: None)
     foreseen: dict[str, str] = {}
 
     def look(name: str, parts: dict[str, Any], again: bool) -> None:
-        found = None if again else store.entry(parts).load()
+        entry = kept.entry(parts)
+        found = None if again else kept.foresee(entry)
         if found:
             walk.artifacts[name] = found[0]
-        why = ASKED if again else store.why(name, parts, walk.contents)
-        foreseen[name] = "cached" if found else f"runs ({why})"
+        why = ASKED if again else kept.why(name, parts, walk.contents)
+        origin = f" (from {entry.fetched_from})" if entry.fetched_from else ""
+        foreseen[name] = f"cached{origin}" if found else f"runs ({why})"
 
     look(SOURCE, walk.source_parts(), force)
     for planned in plan.stages:
@@ -143,6 +159,14 @@ def look_ahead(
             again = planned.index >= _first_again(plan, start, force)
             look(planned.name, walk.parts(planned), again)
     return foreseen, walk
+
+
+def _shared(store: str | None, announce: Callable[[str], None]) -> Remote | None:
+    if store is None:
+        return None
+    from pipelines.remote import Remote
+
+    return Remote(store, announce)
 
 
 def _first_again(plan: Plan, start: str | None, force: bool) -> int:

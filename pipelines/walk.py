@@ -102,7 +102,7 @@ class Walk:
     def seek(self, name: str, parts: dict[str, Any], again: bool) -> Sought:
         """Take an artifact from the store, or announce why it must be made."""
         entry = self.store.entry(parts)
-        found = None if again else entry.load()
+        found = None if again else self.store.find(entry)
         if found is not None:
             artifact, record = found
             self._hold(name, artifact, entry, parts)

@@ -16,9 +16,17 @@ PARTIAL, REMOVED = ".partial-", ".removed-"
 
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Write under a temporary name, sync, and rename over the old file."""
+    content = content.encode() if isinstance(content, str) else content
+    try:
+        _write(path, content)
+    except FileNotFoundError:  # a run that began here swept it up, which it does once
+        _write(path, content)
+
+
+def _write(path: Path, content: bytes) -> None:
     partial = partial_of(path)
     try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.write_bytes(content)
         sync(partial)
         partial.replace(path)
         sync(path.parent)
@@ -74,6 +82,13 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def stays_inside(name: str) -> bool:
+    """Whether a name, its parts set apart by slashes, is that of a file below a folder."""
+    parts = name.split("/")
+    plain = "\\" not in name and "\0" not in name and not {"", ".", ".."} & {*parts}
+    return plain and all(len(part.encode()) <= 255 for part in parts)
 
 
 def sha256_of(path: Path) -> str:

@@ -23,6 +23,7 @@ from compress.core.bounds import trace
 from compress.core.eager import flatten_outputs
 from compress.core.errors import ArtifactInvalid, StageFailed
 from compress.core.plain_program import GRAPH, SAMPLE_INPUTS, code_in
+from compress.core.zips import refuse_bomb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -117,6 +118,7 @@ def load_program(file: Path) -> ExportedProgram:
     """
     from torch.export.pt2_archive._package import load_pt2
 
+    refuse_bomb(file)
     content = file.read_bytes()
     try:
         for danger in code_in(PT2ArchiveReader(io.BytesIO(content))):
