@@ -168,6 +168,7 @@ class Walk:
                 "machine": dict(machine()),
                 "seed": self.pipeline.seed,
                 "data": self.fingerprint,
+                "source": self.store.last_parts(SOURCE),
                 "artifacts": {name: a.digest for name, a in self.artifacts.items()},
                 "settings": self.pipeline.model_dump(mode="json", by_alias=True),
             },
