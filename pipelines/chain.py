@@ -35,6 +35,8 @@ def source_of(report: Report) -> dict[str, str]:
     parts = lock.get("source") or {}
     names = {"checkpoint": "checkpoint, SHA-256", "code": "code, SHA-256", "library": "library"}
     told = {names[key]: str(parts[key]) for key in names if parts.get(key)}
+    if parts and not parts.get("checkpoint"):
+        told["checkpoint"] = "none: the weights are the factory's own, from the seed"
     digest = (lock.get("artifacts") or {}).get("source")
     if digest:
         told["artifact, digest"] = digest

@@ -1,4 +1,4 @@
-"""Training curves of a run: the loss and the metric of each epoch, as the stages wrote them down."""
+"""Training curves of a run: loss and metric of each epoch, as the stages wrote them down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page says of single layers: bytes of their weights, and what a stage measured of each."""
+"""What the page says of layers: bytes of their weights, and what stages measured of each."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _bytes_by_layer(file: Path) -> dict[str, int]:
 
 
 def sensitivities_of(rows: Sequence[Row]) -> tuple[list[LayerTable], list[str]]:
-    """Return what stages measured of single layers, and the names of stages for which is no room."""
+    """Return what stages measured of layers, and the names of stages for which is no room."""
     found = [(row.name, table) for row in rows if row.report for table in _measured(row)]
     left = list(dict.fromkeys(name for name, _ in found[TABLES:]))
     return [table for _, table in found[:TABLES]], left

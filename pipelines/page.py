@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from markupsafe import Markup
 
 
 def rendered(template: str, **names: Any) -> str:
@@ -28,5 +30,12 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": readable_bytes, "count": readable_count}
+    environment.filters |= {"bytes": readable_bytes, "count": readable_count, "folded": folded}
     return environment
+
+
+def folded(name: str) -> Markup:
+    """Return a name that may be broken after the marks within it, and nowhere else."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"([._/:-])(?=\w)", r"\1<wbr>", str(escape(name))))

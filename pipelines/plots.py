@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-WIDTH, HEIGHT, LOW_HEIGHT = 420, 300, 190
-"""Of a plot in its own units: on a narrow phone its letters are still readable."""
-LEFT, RIGHT, TOP, BOTTOM = 60, 16, 26, 46
+LEFT, RIGHT, TOP = 60, 390, 26
+"""Edges of a plot in its own units, few enough for letters to be readable on a phone."""
+FLOOR, LOW_FLOOR = 254, 144
+"""Lower edges: of a scatter plot, and of curves."""
+MARGIN = 30
+"""Beyond the right edge."""
 LOG_FROM = 5.0
 """An axis of sizes or times is logarithmic once its ends differ by this factor."""
 LETTER = 7.0
@@ -38,9 +41,7 @@ class Axis:
 
     def at(self, value: float) -> float:
         """Return where a value stands."""
-        low, high, here = (
-            (math.log10(v) if self.log else v) for v in (self.low, self.high, value)
-        )
+        low, high, here = ((math.log10(v) if self.log else v) for v in (self.low, self.high, value))
         return round(self.start + (here - low) / (high - low) * (self.end - self.start), 1)
 
     def ticks(self, count: int = 5) -> list[float]:
@@ -120,7 +121,10 @@ class Plot:
     xs: list[tuple[float, str]]
     """Place and text of each tick."""
     ys: list[tuple[float, str]]
-    height: int = HEIGHT
+    floor: int = FLOOR
+    left: int = LEFT
+    right: int = RIGHT
+    top: int = TOP
     marks: tuple[Mark, ...] = ()
     labels: tuple[Label, ...] = ()
     lines: tuple[str, ...] = ()
@@ -159,8 +163,8 @@ def scatter(
         shown: a value of the horizontal axis as text.
     """
     ends = [end for p in points for end in (p.x, *(p.x_interval or ()))]
-    across = spanning(ends, LEFT, WIDTH - RIGHT, log=True)
-    up = spanning([p.y for p in points], HEIGHT - BOTTOM, TOP)
+    across = spanning(ends, LEFT, RIGHT, log=True)
+    up = spanning([p.y for p in points], FLOOR, TOP)
     marks = []
     for i, p in enumerate(points):
         whisker = p.x_interval and (across.at(p.x_interval[0]), across.at(p.x_interval[1]))
@@ -198,8 +202,8 @@ def curve(
     known = [(e, v) for e, v in drawn if v is not None and math.isfinite(v)]
     if not known:
         return None
-    across = spanning([e for e, _ in drawn], LEFT, WIDTH - RIGHT)
-    up = spanning([v for _, v in known], LOW_HEIGHT - BOTTOM, TOP)
+    across = spanning([e for e, _ in drawn], LEFT, RIGHT)
+    up = spanning([v for _, v in known], LOW_FLOOR, TOP)
     parts: list[list[str]] = [[]]
     for epoch, value in drawn:
         if value is None or not math.isfinite(value):
@@ -219,7 +223,7 @@ def curve(
         y_name=names[1],
         xs=[(across.at(v), f"{v:g}") for v in across.ticks() if v == int(v)],
         ys=[(up.at(v), f"{v:.4g}") for v in up.ticks(3)],
-        height=LOW_HEIGHT,
+        floor=LOW_FLOOR,
         marks=tuple(marks),
         lines=tuple(" ".join(part if len(part) > 1 else part * 2) for part in parts if part),
     )
@@ -239,14 +243,19 @@ def _labels(named: Sequence[tuple[str, Mark]]) -> Iterator[Label]:
     for text, mark in named:
         together.setdefault((mark.x, mark.y), []).append(text)
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in together]
+    taken += [(m.whisker[0], m.y - 3, m.whisker[1], m.y + 3) for _, m in named if m.whisker]
     front = {(mark.x, mark.y) for _, mark in named if mark.shape == "front"}
     for (x, y), texts in sorted(together.items(), key=lambda item: item[0] not in front):
         text = ", ".join(texts) if len(texts) < 4 else f"{texts[0]} … {texts[-1]}"
         wide = len(text) * LETTER
         for left, base in ((7, 4), (-wide / 2, -8), (-wide - 7, 4), (-wide / 2, 17)):
             box = (x + left, y + base - 10, x + left + wide, y + base + 1)
-            inside = box[0] >= LEFT and box[2] <= WIDTH and TOP - 12 <= box[1] and box[3] <= HEIGHT
-            if inside and not any(_overlap(box, other) for other in taken):
+            across = box[0] >= LEFT and box[2] <= RIGHT + MARGIN
+            if (
+                across
+                and TOP - 12 <= box[1] <= FLOOR - 9
+                and not any(_overlap(box, other) for other in taken)
+            ):
                 taken.append(box)
                 yield Label(round(x + left, 1), round(y + base, 1), text)
                 break

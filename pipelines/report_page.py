@@ -10,7 +10,7 @@ from pipelines.curves import trainings_of
 from pipelines.layers import sensitivities_of, sizes_of
 from pipelines.page import rendered
 from pipelines.quantized import fidelity_of, sameness_of
-from pipelines.rows import SHOWN_FIRST, counted, fronts_of, rows_of, shipped
+from pipelines.rows import SHOWN_FIRST, counted, fronts_of, hindrances, rows_of, shipped
 from pipelines.spreads import spreads_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DRAWN_ELSEWHERE = ("history",)
 """Facts that are in a plot and a table already."""
-WRITTEN_OUT = 60_000
+WRITTEN_OUT = 40_000
 """Letters of facts and settings that are written out; beyond, the page names the file."""
 
 
@@ -48,6 +48,9 @@ def page_of(report: Report, out: Path | None) -> str:
         metric=metric,
         rows=rows,
         counted=counted(rows),
+        hindrances=hindrances(rows),
+        served=_named(rows, "torchserve"),
+        simulated=_named([r for r in rows if r.stage != "export_program"], "graph"),
         fronts=fronts,
         shipped=ends[:SHOWN_FIRST],
         also_shipped=ends[SHOWN_FIRST:],
@@ -66,6 +69,10 @@ def page_of(report: Report, out: Path | None) -> str:
         fidelity_of=fidelity_of,
         sameness_of=sameness_of,
     )
+
+
+def _named(rows: Sequence[Row], kind: str) -> list[str]:
+    return [row.name for row in rows if row.report and row.report.artifact.kind == kind]
 
 
 def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ SHOWN_FIRST = 5
 """Artifacts that are named at the top of the page."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """A stage of a run, or the model as it came in."""
 
@@ -66,13 +66,20 @@ def rows_of(report: Report) -> list[Row]:
     rows = []
     if report.baseline and report.baseline_name == "source":
         rows.append(Row(0, "source", "source", "–", "measured", measured=report.baseline))
-    for number, stage in enumerate(report.stages, 1):
-        rows.append(_row(number, stage))
-    failed = report.failed_stage
-    if failed and failed.name not in [row.name for row in rows if row.report]:
-        status = "interrupted" if report.status == "interrupted" else "failed"
-        rows.append(Row(len(rows) + 1, failed.name, failed.stage, "", status, failed.error))
+    for stage in report.stages:
+        rows.append(_row(_next(rows), stage))
+    told: Any = report
+    ended = "interrupted" if report.status == "interrupted" else "failed"
+    for failed in getattr(told, "failures", None) or filter(None, [report.failed_stage]):
+        rows.append(Row(_next(rows), failed.name, failed.stage, "", ended, failed.error))
+    for skipped in getattr(told, "skipped", ()):
+        why = f"skipped, as {skipped.because} did not pass"
+        rows.append(Row(_next(rows), skipped.name, skipped.stage, "", "skipped", why))
     return rows
+
+
+def _next(rows: Sequence[Row]) -> int:
+    return rows[-1].number + 1 if rows else 1
 
 
 def _row(number: int, stage: StageReport) -> Row:
@@ -115,7 +122,7 @@ def fronts_of(report: Report, rows: Sequence[Row]) -> Fronts | None:
             smallest,
             title=f"{name} against size",
             names=("size of the file", upwards),
-            shown=lambda v: readable_bytes(round(v)),
+            shown=_short_bytes,
         ),
         time=scatter(
             times,
@@ -137,6 +144,10 @@ def _by_size(row: Row) -> Point:
     return Point(str(row.number), title, size, row.metric, refused=row.status == "refused")
 
 
+def _short_bytes(value: float) -> str:
+    return f"{value / 1e6:g} MB" if value >= 1e6 else readable_bytes(round(value))
+
+
 def _by_time(row: Row) -> Point:
     """Return a row by its time as a share of the baseline's, both measured in turn.
 
@@ -155,15 +166,26 @@ def _by_time(row: Row) -> Point:
 
 
 def shipped(rows: Sequence[Row], fronts: Fronts | None) -> list[Row]:
-    """Return what can be deployed: what gates passed and nothing else reads, fronts first."""
-    read = {row.input for row in rows if row.report}
-    leaves = [
-        row
-        for row in rows
-        if row.report and row.status in ("passed", "measured") and row.name not in read
-    ]
+    """Return what can be deployed: the fronts' members, then what passed and no other reads."""
+    made = [row for row in rows if row.report and row.status in ("passed", "measured")]
+    read = {row.input for row in made}
     on_front = [*fronts.by_size, *fronts.by_time] if fronts else []
-    return sorted(leaves, key=lambda row: row not in on_front)
+    leaves = [row for row in made if row.name not in read]
+    return [row for row in dict.fromkeys((*on_front, *leaves)) if row in made]
+
+
+def hindrances(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return what did not pass: a stage or several, and why."""
+    told = [
+        (row.name, row.why.removeprefix(f"{row.name}: "))
+        for row in rows
+        if row.status in ("refused", "failed")
+    ]
+    skipped: dict[str, list[str]] = {}
+    for row in rows:
+        if row.status == "skipped":
+            skipped.setdefault(row.why, []).append(row.name)
+    return [*told, *((", ".join(names), why) for why, names in skipped.items())]
 
 
 def counted(rows: Sequence[Row]) -> str:
