@@ -176,7 +176,7 @@ def inspect(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = Fals
 def verify(
     artifact: OrMar,
     sha256: Annotated[str | None, typer.Option(help="What its file must hash to.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write what was proven, as JSON.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the proof: .json, .md, .html.")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:

@@ -250,12 +250,8 @@ def _labels(named: Sequence[tuple[str, Mark]]) -> Iterator[Label]:
         wide = len(text) * LETTER
         for left, base in ((7, 4), (-wide / 2, -8), (-wide - 7, 4), (-wide / 2, 17)):
             box = (x + left, y + base - 10, x + left + wide, y + base + 1)
-            across = box[0] >= LEFT and box[2] <= RIGHT + MARGIN
-            if (
-                across
-                and TOP - 12 <= box[1] <= FLOOR - 9
-                and not any(_overlap(box, other) for other in taken)
-            ):
+            fits = box[0] >= LEFT and box[2] <= RIGHT + MARGIN and TOP - 12 <= box[1] <= FLOOR - 9
+            if fits and not any(_overlap(box, other) for other in taken):
                 taken.append(box)
                 yield Label(round(x + left, 1), round(y + base, 1), text)
                 break

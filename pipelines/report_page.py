@@ -91,5 +91,5 @@ def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def _written(settings: Any) -> str:
-    text = json.dumps(settings, indent=1)
+    text = json.dumps(settings, indent=1, sort_keys=True)
     return text if len(text) <= WRITTEN_OUT else "see lock.json"
