@@ -178,7 +178,7 @@ def inspect(artifact: ArtifactPath) -> None:
 def verify(
     artifact: OrMar,
     sha256: Annotated[str | None, typer.Option(help="What its file must hash to.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write what was proven, as JSON.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the proof: .json, .md, .html.")] = None,
 ) -> None:
     """Prove an artifact is what was sealed; serve a .mar."""
     from pipelines.evidence import prove

@@ -193,6 +193,7 @@ class Walk:
                 "machine": dict(machine()),
                 "seed": self.pipeline.seed,
                 "data": self.fingerprint,
+                "source": self.store.last_parts(SOURCE),
                 "artifacts": {n: self.artifacts[n].digest for n in self._in_order()},
                 "settings": self.pipeline.model_dump(mode="json", by_alias=True),
             },
