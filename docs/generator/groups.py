@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from setting_text import definitions, joined, prose
 
-from pipelines.catalog import OURS
+from pipelines.catalog import OURS, stages
 from pipelines.pipeline import json_schema
 
 if TYPE_CHECKING:
@@ -136,5 +136,5 @@ def _anchor(group: str) -> str:
     return f"group-{_words(group).replace(' ', '-').lower()}"
 
 
-_STAGES = {stage.__name__ for stage in OURS}
+_STAGES = {stage.__name__ for stage in stages().values()}
 _GATES = {name for name, told in DEFS.items() if "gate" in told.get("properties", {})}
