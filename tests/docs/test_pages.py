@@ -1,4 +1,4 @@
-"""What the pages show is true: their pipelines are valid, their errors are those that are raised."""
+"""What the pages show is true: their pipelines are valid, their errors are the real ones."""
 
 import re
 from pathlib import Path

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,7 @@ def test_lines_are_found_in_order_only() -> None:
 )
 def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
     shown = [
-        (before.text, block.text)
-        for before, block in zip(BLOCKS, BLOCKS[1:], strict=False)
-        if block.title == "prints"
+        (before.text, block.text) for before, block in pairwise(BLOCKS) if block.title == "prints"
     ]
     assert len(shown) >= 8
     script = tmp_path / "script.sh"
