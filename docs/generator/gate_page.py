@@ -8,7 +8,7 @@ import yaml
 from groups import DEFS, link_from
 from setting_text import code, definitions, paragraphs
 
-from compress.core.gates import AnyGate, Gate
+from compress.core.gates import AnyGate, Gate, explain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +50,7 @@ def _gate(gate: type[Gate]) -> Iterator[str]:
     schema: dict[str, Any] = DEFS[gate.__name__]
     name = schema["properties"]["gate"]["const"]
     example = {"gate": name, gate.limit_field: LIMITS[name]}
-    rule = gate.model_validate(example).verdict(None).rule
+    refused = explain(gate.model_validate(example).verdict(None, "found …"))
     own = {
         setting: told
         for setting, told in schema["properties"].items()
@@ -62,5 +62,5 @@ def _gate(gate: type[Gate]) -> Iterator[str]:
         "the stage's input, or with what `against` names." if gate.compares else "nothing."
     )
     yield f"```yaml\ngates:\n{yaml.safe_dump([example], sort_keys=False)}```"
-    yield f"In the report: {code(rule)}."
+    yield f"Where it refuses: {code(refused)}."
     yield definitions(own, schema.get("required", ()), name, link_from("gates"))

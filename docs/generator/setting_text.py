@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -125,7 +126,18 @@ def joined(parts: list[str], word: str) -> str:
 
 def code(value: Any) -> str:
     """Return a value as it is written in a pipeline file."""
-    return f"`{value if isinstance(value, str) and value else json.dumps(value)}`"
+    if isinstance(value, str) and value:
+        return f"`{value}`"
+    if isinstance(value, list):  # of gates, say, whose settings that are not given need no word
+        value = [_given(part) for part in value]
+    flow = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000)
+    return f"`{flow.removesuffix('...' + chr(10)).strip()}`"
+
+
+def _given(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: part for name, part in value.items() if part is not None}
+    return value
 
 
 def prose(text: str) -> str:
