@@ -13,6 +13,7 @@ from compress.core.metrics import Metric
 from export.onnx import OnnxModel
 from export.torchscript import TorchScriptModel
 from pipelines.catalog import stages
+from pipelines.opponents import check_runtime, refuse_missing_runtime
 from pipelines.problems import did_you_mean
 
 if TYPE_CHECKING:
@@ -121,10 +122,7 @@ def _names(pipeline: Pipeline) -> tuple[PlannedStage, ...]:
                 )
         for i, gate in enumerate(stage.gates):
             if gate.against is not None and gate.against not in known:
-                raise PipelineInvalid(
-                    f"{pipeline.place('stages', index, 'gates', i, 'against')}: no earlier stage "
-                    f"is named {gate.against!r}; {did_you_mean(gate.against, known)}"
-                )
+                check_runtime(pipeline, index, i, known)
         planned.append(
             PlannedStage(index, name, stage.input or previous, _beside(pipeline, index, stage))
         )
@@ -226,6 +224,7 @@ def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
             )
         if isinstance(gate, MinMetric) and pipeline.metric.name == "loss":
             raise PipelineInvalid(f"{where}: metric loss falls with quality; use max_drop")
+        refuse_missing_runtime(pipeline, gate, where)
 
 
 def _check_device(pipeline: Pipeline) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import GateRefused
 from compress.core.gates import explain
+from compress.core.runtimes import opponent_of
 from compress.core.stage import Context
 from pipelines.history import history_parts, run_told
 from pipelines.inputs import import_source, source_parts
@@ -229,8 +230,8 @@ class Walk:
             self._ask(name, {"proved against its input": 1, **self._conditions()}, prove)
 
     def _judge(self, planned: PlannedStage, gate: Gate) -> Verdict:
-        other = gate.against or planned.input
-        before, after = self.artifacts[other], self.artifacts[planned.name]
+        other, after = gate.against or planned.input, self.artifacts[planned.name]
+        before = opponent_of(gate, self.artifacts[planned.input], self._context(planned.name))
         question = {**gate.measurement_key(), "against": before.digest, **self._conditions()}
         failed: list[Verdict] = []
 
