@@ -157,16 +157,20 @@ def _reason(error: Exception) -> str:
             f"the input's shape, or declare the number {size} instead of the name in model.inputs"
         )
     limited = re.search(
-        r"Not all values of (\w+) = (\S+) in the specified range satisfy the generated guard (.+)",
+        r"Not all values of (\w+) = (\S+) in the specified range (?:\S.* )?satisfy the generated "
+        r"guard (.+)",
         text,
     )
     if limited:
         axis, expression, guard = limited.groups()
         # torch never tries sizes 0 and 1, so this bound is its own and not the model's.
         limits = guard.rstrip(".").replace(expression, axis).removeprefix(f"2 <= {axis} and ")
+        limits = limits.removesuffix(f" and {axis} <= IntInfinity()")
+        least = re.search(rf"{axis} = Dim\('{axis}', min=(\d+)", text)
+        bounds = f"declare model.axes: {{{axis}: {{min: {least[1]}}}}}, " if least else ""
         return (
             f"axis {axis!r} is declared dynamic and the model's code takes only some sizes, those "
-            f"where {limits}; lift this limit, or declare a number instead of the name in "
+            f"where {limits}; lift this limit, {bounds}or declare a number instead of the name in "
             "model.inputs"
         )
     return f"{type(error).__name__}: {_first_sentence(error)}"

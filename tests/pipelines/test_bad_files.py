@@ -76,6 +76,10 @@ MISTAKES = {
         ("atol: 1e-4", "atol: 1e-4, against: eager"),
         r"gates\[0\]\.against: no earlier stage is named 'eager'; known: source, train",
     ),
+    "bounds of no axis": (
+        ("[batch, 4]}]", "[batch, 4]}]\n  axes: {words: {min: 2}}"),
+        r"p\.yaml:\d: model.*axes: 'words' is no named axis of the inputs; they have none",
+    ),
     "misspelt runtime": (
         ("gate: parity, atol: 1e-4", "gate: min_speedup, ratio: 1, against: onxruntime"),
         r"gates\[0\]\.against: no earlier stage is named 'onxruntime'; did you mean 'onnxruntime'",
