@@ -24,8 +24,9 @@ class ModelInterface(Settings):
     """Named axis → the sizes that it may have, e.g. `{sequence: {min: 2, max: 512}}`; any by
     default. Exports are traced and compared within these, and served requests refused outside."""
     outputs: tuple[OutputSpec, ...] | None = None
-    """Names of the output tensors. Keys of a mapping that forward returns choose among its entries;
-    by default all are given, under their keys, or as `output`, `output_0` and so on."""
+    """Names of the output tensors. Those that there are choose among them, in this order; names of
+    which none is known name them all anew. By default all are given, under their keys, or as
+    `output`, `output_0` and so on."""
 
     requirements: ClassVar[tuple[Requirement, ...]] = ()
 
@@ -103,7 +104,8 @@ class ModelFile(ModelInterface):
 
     file: Annotated[str, Field(pattern=r"\.(onnx|pt2|ts|torchscript|pt|pth)$")]
     """File, relative to this one: `.onnx`, `.pt2` (torch.export.save), or TorchScript as `.ts`,
-    `.torchscript`, `.pt` or `.pth`. TorchScript needs `inputs`, or data; the others tell theirs."""
+    `.torchscript`, `.pt` or `.pth`. TorchScript needs `inputs`, or data; the others tell theirs.
+    `outputs` chooses among a file's outputs."""
 
     @property
     def kind(self) -> Literal["onnx", "graph", "torchscript"]:

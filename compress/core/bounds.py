@@ -28,7 +28,7 @@ def trace(
     inputs: Sequence[torch.Tensor],
     signature: Signature,
     *,
-    gathered: bool = False,
+    gathered: str = "",
 ) -> ExportedProgram:
     """Trace a module with the signature's axes dynamic, up to the size that its code takes.
 
@@ -40,7 +40,7 @@ def trace(
         module: the module, in eval mode.
         inputs: example inputs.
         signature: the interface.
-        gathered: whether the module takes its inputs as ``*inputs``.
+        gathered: name of the parameter ``*inputs`` with which the module takes them all, if so.
     """
     import torch
 
@@ -51,7 +51,7 @@ def trace(
         return torch.export.export(
             module,
             tuple(inputs),
-            dynamic_shapes={"inputs": shapes} if gathered else shapes,
+            dynamic_shapes={gathered: shapes} if gathered else shapes,
             prefer_deferred_runtime_asserts_over_guards=checks,
         )
 

@@ -7,6 +7,7 @@ plain data: see :mod:`compress.core.plain_program`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import re
@@ -48,9 +49,16 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")
         try:
             flat = with_flat_outputs(module, inputs)
-            return trace(flat, inputs, signature, gathered=flat is not module)
+            return trace(flat, inputs, signature, gathered=_gathering(flat))
         except Exception as error:
             raise StageFailed(f"torch.export cannot trace the model: {_reason(error)}") from error
+
+
+def _gathering(module: nn.Module) -> str:
+    """Return the name of the parameter that takes all inputs, or nothing."""
+    first = next(iter(inspect.signature(module.forward).parameters.values()), None)
+    variable = first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL
+    return first.name if first is not None and variable else ""
 
 
 @contextlib.contextmanager

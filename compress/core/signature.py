@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from compress.core.settings import Count, Settings
 
@@ -97,6 +103,12 @@ class Signature(Settings):
     """Outputs, flattened, in order."""
     axes: dict[str, AxisBounds] = {}
     """Named axis → smallest and largest size, where not every size is allowed."""
+
+    @model_serializer(mode="wrap")
+    def _without_no_bounds(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out bounds where there are none: manifests and digests stay those of before."""
+        dumped: dict[str, Any] = dump(self)
+        return dumped if self.axes else {k: v for k, v in dumped.items() if k != "axes"}
 
     @model_validator(mode="after")
     def _bounds_are_of_axes(self) -> Self:
