@@ -200,8 +200,8 @@ class Walk:
         )
 
     def context(self, name: str, root: Path | None = None) -> Context:
-        """Return where a stage runs or is judged, with the artifacts that it names."""
-        needed = {SOURCE, *self.plan.needs(name)}
+        """Return where a stage runs or is judged, with the artifacts that it names or rests on."""
+        needed = {SOURCE, *self.plan.branch(name), *self.plan.needs(name)}
         return Context(
             root=root or self.entries[name].artifact_path,
             data=self.data,

@@ -7,6 +7,7 @@ plain data: see :mod:`compress.core.plain_program`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import re
@@ -49,9 +50,16 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")
         try:
             flat = with_flat_outputs(module, inputs)
-            return trace(flat, inputs, signature, gathered=flat is not module)
+            return trace(flat, inputs, signature, gathered=_gathering(flat))
         except Exception as error:
             raise StageFailed(f"torch.export cannot trace the model: {_reason(error)}") from error
+
+
+def _gathering(module: nn.Module) -> str:
+    """Return the name of the parameter that takes all inputs, or nothing."""
+    first = next(iter(inspect.signature(module.forward).parameters.values()), None)
+    variable = first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL
+    return first.name if first is not None and variable else ""
 
 
 @contextlib.contextmanager
@@ -159,16 +167,20 @@ def _reason(error: Exception) -> str:
             f"the input's shape, or declare the number {size} instead of the name in model.inputs"
         )
     limited = re.search(
-        r"Not all values of (\w+) = (\S+) in the specified range satisfy the generated guard (.+)",
+        r"Not all values of (\w+) = (\S+) in the specified range (?:\S.* )?satisfy the generated "
+        r"guard (.+)",
         text,
     )
     if limited:
         axis, expression, guard = limited.groups()
         # torch never tries sizes 0 and 1, so this bound is its own and not the model's.
         limits = guard.rstrip(".").replace(expression, axis).removeprefix(f"2 <= {axis} and ")
+        limits = limits.removesuffix(f" and {axis} <= IntInfinity()")
+        least = re.search(rf"{axis} = Dim\('{axis}', min=(\d+)", text)
+        bounds = f"declare model.axes: {{{axis}: {{min: {least[1]}}}}}, " if least else ""
         return (
             f"axis {axis!r} is declared dynamic and the model's code takes only some sizes, those "
-            f"where {limits}; lift this limit, or declare a number instead of the name in "
+            f"where {limits}; lift this limit, {bounds}or declare a number instead of the name in "
             "model.inputs"
         )
     return f"{type(error).__name__}: {_first_sentence(error)}"
