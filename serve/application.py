@@ -14,12 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import from_json
+
 from compress import __version__
 from serve import open_inference
 from serve.interface import example
 from serve.metrics import Metrics
 from serve.worker import wire
-from serve.worker.inference_protocol import wanted_of
+from serve.worker.inference_protocol import HEADER_LENGTH, wanted_of
 from serve.worker.refusals import TOO_LARGE, UNREADABLE, blame, told, what_failed
 from serve.worker.tensors import check
 
@@ -186,8 +188,13 @@ class Application:
     def _understood(self, headers: Headers, body: bytes) -> tuple[list[Array], Named]:
         """Return what the model can be given, and how a request of the protocol is answered."""
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        given: Any = body
+        if content_type == wire.JSON and HEADER_LENGTH not in headers:
+            # Four times as fast as json, which holds up all others; what it refuses, json names.
+            with suppress(ValueError):
+                given = from_json(body, allow_inf_nan=False)
         try:
-            arrays, asked = wire.decode(body, content_type, headers, self.specs, {})
+            arrays, asked = wire.decode(given, content_type, headers, self.specs, {})
             check(arrays, self.specs, self.limits.rows)
             return arrays, wanted_of(asked, self.outputs) if asked else {}
         except Exception as error:
