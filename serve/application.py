@@ -122,7 +122,7 @@ class Application:
         path, method = scope["path"], scope["method"]
         headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
         if path in self._open:
-            return _json(self._open[path])
+            return self._state(self._open[path])
         given = headers.get("authorization", "").encode()
         if not secrets.compare_digest(given, self._authorization):
             closing = await self._discard(headers, receive)
@@ -140,7 +140,13 @@ class Application:
             raise Refused(405, f"{method[:20]}: expected GET", allow="GET, HEAD")
         if path == "/metrics":
             return Answer(200, self.metrics.text(), {"content-type": self.metrics.content_type})
-        return _json(self._told[path])
+        return self._state(self._told[path])
+
+    def _state(self, told: Named) -> Answer:
+        """Return what is told of the server: not ready, while every call of the model hangs."""
+        hangs = "ready" in told and self.batcher.hangs(self.limits.seconds)
+        body = json.dumps({**told, "ready": False} if hangs else told).encode()
+        return Answer(503 if hangs else 200, body, {"content-type": wire.JSON})
 
     async def _infer(self, headers: Headers, receive: Receive) -> Answer:
         if max(self.batcher.depth, self._inside) >= self.limits.queue:
@@ -252,10 +258,6 @@ class Application:
                     if not message.get("more_body"):
                         return {}
         return closing
-
-
-def _json(value: Any) -> Answer:
-    return Answer(200, json.dumps(value).encode(), {"content-type": wire.JSON})
 
 
 def _refused(error: Exception) -> Refused:
