@@ -261,6 +261,7 @@ def serve(
     max_mib: Annotated[int, typer.Option(min=1, help="Mebibytes of a request.")] = 8,
     queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 128,
     seconds: Annotated[float, typer.Option(min=0.001, help="Time for a request.")] = 30,
+    sha256: Annotated[str | None, typer.Option(help="What its file must hash to.")] = None,
     debug: Debug = False,
 ) -> None:
     """Answer over HTTP until a signal; a .mar by TorchServe."""
@@ -269,9 +270,8 @@ def serve(
     from serve.options import Limits, Options
 
     limits = Limits(body_bytes=max_mib * 2**20, rows=max_rows, queue=queue, seconds=seconds)
-    sizes: Any = {"workers": workers, "processes": processes, "threads": threads}
-    options = Options(host=host, port=port, limits=limits, **sizes)
-    serve_artifact(artifact, options, token_file, typer.echo)
+    sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "limits": limits}
+    serve_artifact(artifact, Options(host, port, **sizes), token_file, typer.echo, sha256)
 
 
 @app.command()
