@@ -245,16 +245,21 @@ def serve(
     max_mib: Annotated[int, typer.Option(min=1, help="Mebibytes of a request.")] = 8,
     queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 128,
     seconds: Annotated[float, typer.Option(min=0.001, help="Time for a request.")] = 30,
+    sha256: Annotated[str | None, typer.Option(help="What its file must hash to.")] = None,
 ) -> None:
     """Answer over HTTP until a signal; a .mar by TorchServe."""
     from pipelines import catalog  # noqa: F401 - importing it makes every kind known
-    from serve.foreground import serve_artifact
+    from serve.foreground import Place, serve_artifact
     from serve.options import Limits, Options
 
     limits = Limits(body_bytes=max_mib * 2**20, rows=max_rows, queue=queue, seconds=seconds)
-    sizes: Any = {"workers": workers, "processes": processes, "threads": threads}
-    options = Options(host=host, port=port, limits=limits, **sizes)
-    serve_artifact(artifact, options, token_file, lambda p: tell(asdict(p), p.lines(), indent=None))
+    sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "limits": limits}
+    options = Options(host, port, **sizes)
+
+    def told(place: Place) -> None:
+        tell(asdict(place), place.lines(), indent=None)
+
+    serve_artifact(artifact, options, token_file, told, sha256)
 
 
 @command
