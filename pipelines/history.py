@@ -64,9 +64,15 @@ def road_before(planned: PlannedStage, plan: Plan) -> list[PlannedStage]:
     return road
 
 
+def came_in(walk: Walk) -> dict[str, Any]:
+    """Return what decides the model that came in; its files are hashed once a run."""
+    if not walk.came_in:
+        walk.came_in.update(source_parts(walk.pipeline))
+    return walk.came_in
+
+
 def _source(walk: Walk) -> dict[str, Any]:
-    parts: dict[str, Any] = source_parts(walk.pipeline)
-    return {key: parts.get(key) for key in ("checkpoint", "code", "library")}
+    return {key: came_in(walk).get(key) for key in ("checkpoint", "code", "library")}
 
 
 def _told(row: StageReport, stage: Stage[Any, Any]) -> PastStage:

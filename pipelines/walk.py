@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from compress.core.errors import GateRefused
 from compress.core.gates import explain
 from compress.core.stage import Context
-from pipelines.history import history_parts, run_told
-from pipelines.inputs import import_source, source_parts
+from pipelines.history import came_in, history_parts, run_told
+from pipelines.inputs import import_source
 from pipelines.machine import machine, version_of, versions
 from pipelines.naming import named
 from pipelines.plan import SOURCE, Plan, PlannedStage
@@ -56,6 +56,7 @@ class Walk:
     artifacts: dict[str, Artifact] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
     rows: list[StageReport] = field(default_factory=list)
+    came_in: dict[str, Any] = field(default_factory=dict)
     scores: dict[tuple[Any, ...], float] = field(default_factory=dict)
     baseline: Measurements | None = None
     tested: TestReport | None = None
@@ -124,7 +125,7 @@ class Walk:
 
     def source_parts(self) -> dict[str, Any]:
         """Return everything that decides the imported model."""
-        return {**source_parts(self.pipeline), **self._surroundings(uses_data=False)}
+        return {**came_in(self), **self._surroundings(uses_data=False)}
 
     def parts(self, planned: PlannedStage) -> dict[str, Any]:
         """Return everything that decides a stage's artifact."""
