@@ -142,9 +142,14 @@ class Walk:
         if refusal:
             raise refusal
 
+    @functools.cached_property
+    def came_in(self) -> dict[str, Any]:
+        """What decides the model that came in; its files are hashed once a run."""
+        return source_parts(self.pipeline)
+
     def source_parts(self) -> dict[str, Any]:
         """Return everything that decides the imported model."""
-        return {**source_parts(self.pipeline), **self._surroundings(uses_data=False)}
+        return {**self.came_in, **self._surroundings(uses_data=False)}
 
     def parts(self, planned: PlannedStage) -> dict[str, Any]:
         """Return everything that decides a stage's artifact."""

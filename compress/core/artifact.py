@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, S
 from pydantic import Field, JsonValue, ValidationError, field_validator
 
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
-from compress.core.files import partial_of, remove, sha256_of, stays_inside, sync
+from compress.core.files import partial_of, replace, sha256_of, stays_inside, sync
 from compress.core.recipe import Recipe
 from compress.core.settings import Settings
 from compress.core.signature import Signature
@@ -245,8 +245,7 @@ def replace_artifact(new: Path, path: Path) -> None:
         PipelineInvalid: there is something else.
     """
     _refuse_foreign(path)
-    remove(path)
-    new.rename(path)
+    replace(new, path)
 
 
 def _refuse_foreign(path: Path) -> None:
