@@ -226,10 +226,13 @@ def _kind_of_source(pipeline: Pipeline) -> type[Artifact]:
 
 
 def _check_needs(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
-    for requirement in pipeline.model.requirements:
+    parts = {"model": pipeline.model, "tracker": pipeline.tracker}
+    for key, requirement in (
+        (k, r) for k, part in parts.items() if part for r in part.requirements
+    ):
         if requirement.missing():
             raise Unavailable(
-                f"{pipeline.place('model')}: needs {requirement.what}, which is not installed; "
+                f"{pipeline.place(key)}: needs {requirement.what}, which is not installed; "
                 f"{requirement.install}"
             )
     for p in planned:

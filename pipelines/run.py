@@ -5,14 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from compress.core.errors import CompressError, GateRefused
+from compress.core.errors import CompressError
 from compress.core.stage import silent
-from pipelines import interruption
 from pipelines.branches import walk_branches
 from pipelines.disk import said_plainly
 from pipelines.inputs import check_requests, settle
 from pipelines.joining import told_to_other_nodes
 from pipelines.plan import SOURCE, Plan, make_plan
+from pipelines.recording import recorded, status_of
 from pipelines.samples import note_samples
 from pipelines.store import Store
 from pipelines.temporary import temporary_files
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from compress.core.stage import Progress
     from pipelines.pipeline import Pipeline
     from pipelines.remote import Remote
-    from pipelines.report import Report, Status
+    from pipelines.report import Report
 
 
 def run(
@@ -79,10 +79,12 @@ def run(
         temporary_files(),
         Store.locked(root, announce, remote) as kept,
         told_to_other_nodes(root),
+        recorded(pipeline, out) as follow,
     ):
         walk = Walk(pipeline, plan, out, kept, data, progress, announce)
         if walk.contents:
             note_samples(root, walk.contents)
+        follow(walk)
         try:
             with said_plainly(out):
                 engine = Workers(jobs, progress, kept.lock) if jobs > 1 else None
@@ -91,7 +93,7 @@ def run(
                 report = walk.report("passed")
                 report.write(out)
         except BaseException as error:
-            report = walk.report(_status(error), str(error) or "interrupted")
+            report = walk.report(status_of(error), str(error) or "interrupted")
             with suppress(OSError):  # on a full disk the error itself matters more
                 report.write(out)
             if report.status != "interrupted" and isinstance(error, CompressError):
@@ -175,9 +177,3 @@ def _first_again(plan: Plan, start: str | None, force: bool) -> int:
     if force:
         return -1
     return next((p.index for p in plan.stages if p.name == start), len(plan.stages))
-
-
-def _status(error: BaseException) -> Status:
-    if interruption.exit_code() or not isinstance(error, Exception):
-        return "interrupted"
-    return "refused" if isinstance(error, GateRefused) else "failed"
