@@ -23,8 +23,9 @@ lint: .venv/dev
 	$(BIN)/lint-imports
 
 # Otherwise mkdocs-material tells at length of its own end in May 2027, and of its successor.
+# With --quiet, --strict would count no warnings.
 docs: .venv/dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv

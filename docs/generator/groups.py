@@ -29,10 +29,8 @@ STATIONS = {
 """Page → its title, the package whose stages it shows, and the guide."""
 SCHEMA = json_schema()
 DEFS: dict[str, Any] = SCHEMA["$defs"]
-for _told in DEFS.values():  # pydantic leaves out what the group says in the same words
-    for _setting in _told.get("properties", {}).values():
-        if "$ref" in _setting:
-            _setting.setdefault("description", DEFS[_setting["$ref"][8:]].get("description"))
+OF_THE_FILE: dict[str, Any] = {}
+"""What every stage may have in a file, though it is no setting of its class."""
 TRAIN = "Training"
 """The group that `train` itself is, and that other trainings have too."""
 
@@ -136,5 +134,20 @@ def _anchor(group: str) -> str:
     return f"group-{_words(group).replace(' ', '-').lower()}"
 
 
+def _complete_() -> None:
+    """Take what is no setting from the stages; describe settings by their groups' descriptions."""
+    for stage in stages().values():
+        properties = DEFS[stage.__name__]["properties"]
+        for name in properties.keys() - stage.model_fields.keys():
+            told = properties.pop(name)
+            OF_THE_FILE[name] = {"type": told["type"], "description": told["description"]}
+    for told in DEFS.values():  # pydantic leaves out what the group says in the same words
+        for setting in told.get("properties", {}).values():
+            if "$ref" in setting:
+                group = DEFS[setting["$ref"].rpartition("/")[2]]
+                setting.setdefault("description", group.get("description"))
+
+
 _STAGES = {stage.__name__ for stage in stages().values()}
 _GATES = {name for name, told in DEFS.items() if "gate" in told.get("properties", {})}
+_complete_()

@@ -22,6 +22,15 @@ FETCHED = re.compile(
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)\)")
 
 
+def on_config(config: Any) -> Any:
+    """Put guides that mkdocs.yml does not name behind those that it does."""
+    (guides,) = [part["Guides"] for part in config.nav if "Guides" in part]
+    named = [path for part in (*config.nav, *guides) for path in part.values()]
+    pages = sorted(page.name for page in Path(config.docs_dir).glob("*.md"))
+    guides.extend(page for page in pages if page not in named)
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the reference, which no file holds and so none can be stale."""
     for name, text in reference().items():

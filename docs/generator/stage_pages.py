@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
-from groups import DEFS, SCHEMA, STATIONS, TRAIN, group_sections, link_from, stages_of
+from groups import DEFS, OF_THE_FILE, SCHEMA, STATIONS, TRAIN, group_sections, link_from, stages_of
 from setting_text import definitions, paragraphs, prose
 
 from compress.core.artifact import Artifact
@@ -64,6 +64,7 @@ def _overview() -> str:
         for name, kind in sorted(Artifact._kinds.items())
     ]
     every = {name: DEFS["Train"]["properties"][name] for name in Stage.model_fields}
+    every |= OF_THE_FILE
     every["stage"] = {"type": "string", "description": "Which stage this is."}
     return "\n\n".join(
         [
