@@ -254,12 +254,11 @@ def serve(
 
     limits = Limits(body_bytes=max_mib * 2**20, rows=max_rows, queue=queue, seconds=seconds)
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "limits": limits}
-    options = Options(host, port, **sizes)
 
     def told(place: Place) -> None:
         tell(asdict(place), place.lines(), indent=None)
 
-    serve_artifact(artifact, options, token_file, told, sha256)
+    serve_artifact(artifact, Options(host, port, **sizes), token_file, told, sha256)
 
 
 @command

@@ -202,9 +202,9 @@ def test_an_archive_that_unfolds_elsewhere_or_to_any_size_is_refused(
     tmp_path, opened, bomb
 ) -> None:
     make, message = BOMBS[bomb]
-    make(tmp_path / "given")
+    make(tmp_path / "given.mar")
     with pytest.raises(ArtifactInvalid, match=message) as refused:
-        OPENED[opened](tmp_path / "given")
+        OPENED[opened](tmp_path / "given.mar")
     assert "\n" not in str(refused.value)
     assert not (tmp_path.parent / "outside").exists()
 
