@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -69,7 +69,8 @@ def run(
     start: Annotated[str | None, typer.Option("--from", help="Run from here on again.")] = None,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     force: Annotated[bool, typer.Option(help="Run every stage again.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Branches made at a time.")] = 1,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Branches made at a time; 1.")] = None,
+    engine: Annotated[Literal["local", "ray"], typer.Option(help="What makes branches.")] = "local",
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors alone.")] = False,
     as_json: AsJson = False,
@@ -83,15 +84,14 @@ def run(
 
     pipeline = Pipeline.from_yaml(file)
     directory = out or Path("runs") / pipeline.name
-    options: dict[str, Any] = {"start": start, "until": until, "force": force}
     if dry_run:
-        foreseen = foresee(pipeline, directory, **options)
+        foreseen = foresee(pipeline, directory, start=start, until=until, force=force)
         tell(as_json, foreseen, (f"{name}: {what}" for name, what in foreseen.items()))
         return
+    asked: Any = {"start": start, "until": until, "force": force, "jobs": jobs, "engine": engine}
     finished = functools.partial(show, out=directory, as_json=as_json, quiet=quiet)
-    walk = functools.partial(pipeline.run, directory, **options, jobs=jobs, finished=finished)
     with shown(quiet=as_json or quiet) as (progress, announce):
-        walk(progress=progress, announce=announce)
+        pipeline.run(directory, **asked, progress=progress, announce=announce, finished=finished)
 
 
 @app.command()
@@ -168,8 +168,8 @@ def inspect(artifact: ArtifactPath, as_json: AsJson = False, debug: Debug = Fals
     from pipelines.inspection import described
 
     found = Artifact.at(artifact)
-    content = found.manifest.model_dump(mode="json")
-    tell(as_json, {"digest": found.digest, **content}, described(found))
+    content = {"digest": found.digest, **found.manifest.model_dump(mode="json")}
+    tell(as_json, content, described(found))
 
 
 @app.command()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from compress.core.stage import Progress, Stage
+    from pipelines.engines import EngineName
     from pipelines.report import Report
 
     AnyStage = Stage[Any, Any]
@@ -108,7 +109,8 @@ class Pipeline(Settings):
         start: str | None = None,
         until: str | None = None,
         force: bool = False,
-        jobs: int = 1,
+        jobs: int | None = None,
+        engine: EngineName = "local",
         progress: Progress | None = None,
         announce: Callable[[str], None] | None = None,
         finished: Callable[[Report], None] | None = None,
@@ -124,6 +126,7 @@ class Pipeline(Settings):
             until=until,
             force=force,
             jobs=jobs,
+            engine=engine,
             progress=progress or silent,
             announce=announce or (lambda line: None),
             finished=finished or (lambda report: None),
