@@ -96,6 +96,7 @@ def compare(
         StageFailed: they answer otherwise; the message says where.
     """
     signature, rounded = source.signature, isinstance(source, GraphModel)
+    _refuse_outside(signature, seen)
     truth = Truth(source, expected)
     check_agreement(expected, got, signature, rounded=rounded, truth=truth, limits=limits)
     found = check_on_samples(
@@ -117,6 +118,18 @@ def compare(
             "on %d samples of `val` answers differ by %.2g of their spread, %d labels clearly",
             *(found.samples, found.relative_error, found.changed),
         )
+
+
+def _refuse_outside(signature: Signature, seen: Sequence[Outputs]) -> None:
+    """Refuse real inputs of a size that was declared not to come."""
+    for inputs in seen:
+        for spec, x in zip(signature.inputs, inputs, strict=True):
+            for axis, size in zip(spec.shape, x.shape, strict=True):
+                if isinstance(axis, str) and size not in signature.bounds(axis):
+                    raise StageFailed(
+                        f"axis {axis!r} has size {size} in a sample of `val`, and model.axes "
+                        f"allows {signature.bounds(axis)}"
+                    )
 
 
 def prove_again(source: Artifact, artifact: Artifact, context: Context) -> None:
@@ -224,10 +237,15 @@ def _variations(
 
 
 def _sizes(signature: Signature, axis: str, limits: Limits | None) -> tuple[int, ...]:
-    """Return the sizes of an axis that are tried."""
-    usual = BATCHES if axis == signature.batch_axis else SIZES
-    largest = (limits or {}).get(axis, 0)
-    return (*usual, largest) if max(usual) < largest <= LARGEST else usual
+    """Return the sizes of an axis that are tried: usual ones, and the ends of what is allowed."""
+    bounds, limit = signature.bounds(axis), (limits or {}).get(axis, 0)
+    usual = [s for s in (BATCHES if axis == signature.batch_axis else SIZES) if s in bounds]
+    largest = min(limit or math.inf, bounds.max or math.inf)
+    if usual and usual[0] < largest <= LARGEST:
+        usual.append(int(largest))
+    if bounds.min > 1:
+        usual += [bounds.min, bounds.nearest(2 * bounds.min)]
+    return tuple(dict.fromkeys(usual))
 
 
 def _problem(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from compress.core.history import History, PastStage, without_times
-from pipelines.inputs import source_parts
 from pipelines.machine import versions
 from pipelines.plan import SOURCE, Plan, PlannedStage
 
@@ -55,8 +54,7 @@ def road_before(planned: PlannedStage, plan: Plan) -> list[PlannedStage]:
 
 
 def _source(walk: Walk) -> dict[str, Any]:
-    parts: dict[str, Any] = source_parts(walk.pipeline)
-    return {key: parts.get(key) for key in ("checkpoint", "code", "library")}
+    return {key: walk.came_in.get(key) for key in ("checkpoint", "code", "library")}
 
 
 def _told(row: StageReport, stage: Stage[Any, Any]) -> PastStage:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import GateRefused
 from compress.core.gates import explain
+from compress.core.runtimes import opponent_of
 from pipelines.naming import named
 from pipelines.report import ArtifactReport, Measurements, StageReport
 from pipelines.store import publish
@@ -42,6 +43,7 @@ def judged(walk: Walk, planned: PlannedStage, sought: Sought) -> StageReport:
         branch=walk.plan.branch(planned.name),
         cached=not sought.reason,
         reason=sought.reason,
+        fetched_from=sought.entry.fetched_from,
         seconds=sought.seconds,
         judged_seconds=questions.seconds,
         artifact=ArtifactReport.of(artifact, f"artifacts/{planned.name}"),
@@ -103,7 +105,8 @@ def _prove(questions: Questions, planned: PlannedStage, cached: bool) -> None:
 
 def _verdict(questions: Questions, planned: PlannedStage, gate: Gate) -> Verdict:
     walk, other = questions.walk, gate.against or planned.input
-    before, after = walk.artifacts[other], walk.artifacts[planned.name]
+    after = walk.artifacts[planned.name]
+    before = opponent_of(gate, walk.artifacts[planned.input], walk.context(planned.name))
     question = {**gate.measurement_key(), "against": before.digest, **walk.conditions()}
     failed: list[Verdict] = []
 

@@ -18,6 +18,7 @@ from pipelines.matrix import allow_matrix_, expanded, refuse_twins
 from pipelines.model import ModelSpec
 from pipelines.problems import explain
 from pipelines.source import Location, Source, read
+from pipelines.tracker import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,6 +77,8 @@ class Pipeline(Settings):
     """The data; stages that train, calibrate or measure accuracy need it."""
     metric: MetricSpec = MetricSpec(name="accuracy")
     """How good a model is: a name, or a name with arguments."""
+    tracker: Tracker | None = None
+    """Where settings, figures and the report of each run are written too."""
     stages: Annotated[tuple[AnyStage, ...], Field(min_length=1)]
     """The steps, in order."""
 
@@ -111,6 +114,7 @@ class Pipeline(Settings):
         force: bool = False,
         jobs: int | None = None,
         engine: EngineName = "local",
+        store: str | None = None,
         progress: Progress | None = None,
         announce: Callable[[str], None] | None = None,
         finished: Callable[[Report], None] | None = None,
@@ -127,6 +131,7 @@ class Pipeline(Settings):
             force=force,
             jobs=jobs,
             engine=engine,
+            store=store,
             progress=progress or silent,
             announce=announce or (lambda line: None),
             finished=finished or (lambda report: None),

@@ -13,6 +13,7 @@ from compress.core.metrics import Metric
 from export.onnx import OnnxModel
 from export.torchscript import TorchScriptModel
 from pipelines.catalog import stages
+from pipelines.opponents import check_runtime, refuse_missing_runtime
 from pipelines.problems import did_you_mean
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class PlannedStage:
     name: str
     input: str
     stage: Stage[Any, Any]
+    compared: tuple[str, ...]
+    """Names of the artifacts that its gates compare with."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -40,8 +43,7 @@ class PlannedStage:
     @property
     def needs(self) -> tuple[str, ...]:
         """Names of all artifacts without which the stage is not made and judged."""
-        against = (gate.against for gate in self.stage.gates if gate.against)
-        return tuple(dict.fromkeys((*self.reads, *against)))
+        return tuple(dict.fromkeys((*self.reads, *self.compared)))
 
 
 @dataclass(frozen=True)
@@ -152,13 +154,10 @@ def _names(pipeline: Pipeline) -> tuple[PlannedStage, ...]:
                 )
         for i, gate in enumerate(stage.gates):
             if gate.against is not None and gate.against not in known:
-                raise PipelineInvalid(
-                    f"{pipeline.place('stages', index, 'gates', i, 'against')}: no earlier stage "
-                    f"is named {gate.against!r}; {did_you_mean(gate.against, known)}"
-                )
-        planned.append(
-            PlannedStage(index, name, stage.input or previous, _beside(pipeline, index, stage))
-        )
+                check_runtime(pipeline, index, i, known)
+        compared = tuple(g.against for g in stage.gates if g.against in known)
+        stage = _beside(pipeline, index, stage)
+        planned.append(PlannedStage(index, name, stage.input or previous, stage, compared))
     return tuple(planned)
 
 
@@ -227,10 +226,13 @@ def _kind_of_source(pipeline: Pipeline) -> type[Artifact]:
 
 
 def _check_needs(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
-    for requirement in pipeline.model.requirements:
+    parts = {"model": pipeline.model, "tracker": pipeline.tracker}
+    for key, requirement in (
+        (k, r) for k, part in parts.items() if part for r in part.requirements
+    ):
         if requirement.missing():
             raise Unavailable(
-                f"{pipeline.place('model')}: needs {requirement.what}, which is not installed; "
+                f"{pipeline.place(key)}: needs {requirement.what}, which is not installed; "
                 f"{requirement.install}"
             )
     for p in planned:
@@ -257,6 +259,7 @@ def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
             )
         if isinstance(gate, MinMetric) and pipeline.metric.name == "loss":
             raise PipelineInvalid(f"{where}: metric loss falls with quality; use max_drop")
+        refuse_missing_runtime(pipeline, gate, where)
 
 
 def _check_device(pipeline: Pipeline) -> None:

@@ -16,7 +16,7 @@ import ray
 from compress.core.errors import StageFailed, first_line
 from pipelines.interruption import insist
 from pipelines.making import Made
-from pipelines.workers import THREADS, made_of, pickled
+from pipelines.workers import THREADS, log_here, made_of, pickled
 
 if TYPE_CHECKING:
     from compress.core.errors import CompressError
@@ -79,9 +79,7 @@ class RayTasks:
         except ray.exceptions.RayError as lost:
             return Made(name, 0.0, StageFailed(f"{name}: {_how_it_was_lost(lost)}"))
         for record in records:
-            logger = logging.getLogger(record.name)
-            if logger.isEnabledFor(record.levelno):
-                logger.handle(record)
+            log_here(record, name)
         return Made(name, seconds, error)
 
     def close(self) -> None:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 Location = tuple[str | int, ...]
 DEEPEST = 30
 """Levels of nesting that no sensible file reaches."""
+LARGEST = 100_000
+"""Values that no sensible file holds."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ def read(path: Path) -> Source:
         if root is not None:
             _walk(root, (), lines, path)
         content = yaml.safe_load(text)
+    except RecursionError:
+        raise PipelineInvalid(f"{path}: nested deeper than {DEEPEST} levels") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise PipelineInvalid(f"{path}:{line}: not valid YAML: {error.problem}") from None
@@ -109,6 +113,10 @@ def read(path: Path) -> Source:
 
 def _walk(node: yaml.Node, here: Location, lines: dict[Location, int], path: Path) -> None:
     lines.setdefault(here, node.start_mark.line + 1)
+    if len(lines) > LARGEST:
+        raise PipelineInvalid(
+            f"{path}:{node.start_mark.line + 1}: more than {LARGEST} values, with what aliases mean"
+        )
     if len(here) > DEEPEST:
         raise PipelineInvalid(
             f"{path}:{node.start_mark.line + 1}: nested deeper than {DEEPEST} levels; an alias "

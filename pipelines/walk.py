@@ -67,7 +67,8 @@ class Walk:
     """The stage that is being walked; empty between stages."""
 
     def __post_init__(self) -> None:
-        self.fingerprint = self.data.fingerprint() if self.data else None
+        self.contents = self.data.contents() if self.data else None
+        self.fingerprint = self.contents.fingerprint if self.contents else None
         self.outcome = Outcome(self.plan)
 
     def import_model(self, again: bool) -> None:
@@ -101,12 +102,12 @@ class Walk:
     def seek(self, name: str, parts: dict[str, Any], again: bool) -> Sought:
         """Take an artifact from the store, or announce why it must be made."""
         entry = self.store.entry(parts)
-        found = None if again else entry.load()
+        found = None if again else self.store.find(entry)
         if found is not None:
             artifact, record = found
             self._hold(name, artifact, entry, parts)
             return Sought(name, parts, entry, "", record.seconds)
-        reason = ASKED if again else self.store.why(name, parts)
+        reason = ASKED if again else self.store.why(name, parts, self.contents)
         self.announce(f"{name}: running ({reason})")
         entry.path.mkdir(parents=True, exist_ok=True)
         return Sought(name, parts, entry, reason)
@@ -141,9 +142,14 @@ class Walk:
         if refusal:
             raise refusal
 
+    @functools.cached_property
+    def came_in(self) -> dict[str, Any]:
+        """What decides the model that came in; its files are hashed once a run."""
+        return source_parts(self.pipeline)
+
     def source_parts(self) -> dict[str, Any]:
         """Return everything that decides the imported model."""
-        return {**source_parts(self.pipeline), **self._surroundings(uses_data=False)}
+        return {**self.came_in, **self._surroundings(uses_data=False)}
 
     def parts(self, planned: PlannedStage) -> dict[str, Any]:
         """Return everything that decides a stage's artifact."""
@@ -192,14 +198,15 @@ class Walk:
                 "machine": dict(machine()),
                 "seed": self.pipeline.seed,
                 "data": self.fingerprint,
+                "source": self.store.last_parts(SOURCE),
                 "artifacts": {n: self.artifacts[n].digest for n in self._in_order()},
                 "settings": self.pipeline.model_dump(mode="json", by_alias=True),
             },
         )
 
     def context(self, name: str, root: Path | None = None) -> Context:
-        """Return where a stage runs or is judged, with the artifacts that it names."""
-        needed = {SOURCE, *self.plan.needs(name)}
+        """Return where a stage runs or is judged, with the artifacts that it names or rests on."""
+        needed = {SOURCE, *self.plan.branch(name), *self.plan.needs(name)}
         return Context(
             root=root or self.entries[name].artifact_path,
             data=self.data,
@@ -236,7 +243,7 @@ class Walk:
     def _surroundings(self, uses_data: bool) -> dict[str, Any]:
         # Training keeps the best epoch by the metric, so that decides the result as data does.
         return {
-            "data": self.fingerprint if uses_data else None,
+            "data": self.contents.parts() if uses_data and self.contents else None,
             "metric": self.plan.metric.identity() if uses_data else None,
             "seed": self.pipeline.seed,
             "versions": versions(),

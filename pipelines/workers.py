@@ -126,9 +126,7 @@ class _Worker:
         if kind == "progress":
             self._show(progress, *content)
         elif kind == "log":
-            logger = logging.getLogger(content.name)
-            if logger.isEnabledFor(content.levelno):
-                logger.handle(content)
+            log_here(content, self.name)
         else:
             name, self.name = self.name, ""
             return Made(name, *content)
@@ -186,6 +184,14 @@ def made_of(name: str, making: bytes, progress: Progress) -> tuple[float, Compre
         insist()
         return 0.0, StageFailed(f"{name}: {type(error).__name__}: {first_line(error)}")
     return seconds, None
+
+
+def log_here(record: logging.LogRecord, stage: str) -> None:
+    """Log what another process has logged while it made a stage."""
+    record.told = {"stage": stage, **vars(record).get("told", {})}  # as pipelines.events has it
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)
 
 
 def _how_it_ended(code: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,14 @@ class Requirement(Settings):
         if self.program:
             return shutil.which(self.what) is None
         return importlib.util.find_spec(self.what.partition(".")[0]) is None
+
+
+COMPILER = Requirement(
+    what=(os.environ.get("CXX") or "g++").split()[0],
+    program=True,
+    install="a C++ compiler, e.g. apt-get install g++",
+)
+"""What Inductor compiles with."""
 
 
 def requirements_of(settings: Settings) -> Iterator[Requirement]:

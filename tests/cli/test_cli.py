@@ -375,6 +375,25 @@ def test_an_unwritable_store_on_a_rerun_is_one_line(user: Path) -> None:
     assert "--out" in done.stderr
 
 
+@pytest.mark.slow
+def test_init_asks_on_a_terminal_and_what_it_writes_is_valid(user: Path) -> None:
+    master, slave = pty.openpty()
+    os.write(master, b"nets\nnets:mlp\n\nnets:data\n\nsmaller\n")
+    done = subprocess.run(
+        [*COMPRESS, "init"], cwd=user, stdin=slave, capture_output=True, text=True, timeout=120
+    )
+    os.close(slave)
+    os.close(master)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Model, as module:callable") == 2
+    assert done.stdout.endswith("next: compress run pipeline.yaml\n")
+    assert "factory: nets:mlp" in (user / "pipeline.yaml").read_text()
+    assert compress("check", "pipeline.yaml", cwd=user).returncode == 0
+    again = compress("init", "--model", "nets:mlp", "--data", "nets:data", cwd=user)
+    assert again.returncode == 2
+    assert "pipeline.yaml exists and is not overwritten" in again.stderr
+
+
 def test_help_cuts_no_description_off(tmp_path: Path) -> None:
     commands = compress("--help", cwd=tmp_path, COLUMNS="80").stdout.partition("Commands:")[2]
     assert "verify" in commands
