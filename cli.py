@@ -83,7 +83,8 @@ def run(
     start: From = None,
     until: Until = None,
     force: Annotated[bool, typer.Option(help="Run every stage again.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Branches made at a time.")] = 1,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Branches made at a time; 1.")] = None,
+    engine: Annotated[Literal["local", "ray"], typer.Option(help="What makes branches.")] = "local",
     store: StoreUrl = None,
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
 ) -> None:
@@ -100,10 +101,9 @@ def run(
         foreseen = foresee(pipeline, directory, **options)
         tell(foreseen, (f"{name}: {what}" for name, what in foreseen.items()))
         return
-    finished = functools.partial(show, out=directory)
-    walk = functools.partial(pipeline.run, directory, **options, jobs=jobs, finished=finished)
+    options |= {"jobs": jobs, "engine": engine, "finished": functools.partial(show, out=directory)}
     with shown(quiet=manner().silent) as (progress, announce):
-        walk(progress=progress, announce=announce)
+        pipeline.run(directory, **options, progress=progress, announce=announce)
 
 
 @command
@@ -170,8 +170,7 @@ def inspect(artifact: ArtifactPath) -> None:
     from pipelines.inspection import described
 
     found = Artifact.at(artifact)
-    content = found.manifest.model_dump(mode="json")
-    tell({"digest": found.digest, **content}, described(found))
+    tell({"digest": found.digest} | found.manifest.model_dump(mode="json"), described(found))
 
 
 @command

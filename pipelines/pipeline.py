@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from compress.core.stage import Progress, Stage
+    from pipelines.engines import EngineName
     from pipelines.report import Report
 
     AnyStage = Stage[Any, Any]
@@ -111,7 +112,8 @@ class Pipeline(Settings):
         start: str | None = None,
         until: str | None = None,
         force: bool = False,
-        jobs: int = 1,
+        jobs: int | None = None,
+        engine: EngineName = "local",
         store: str | None = None,
         progress: Progress | None = None,
         announce: Callable[[str], None] | None = None,
@@ -128,6 +130,7 @@ class Pipeline(Settings):
             until=until,
             force=force,
             jobs=jobs,
+            engine=engine,
             store=store,
             progress=progress or silent,
             announce=announce or (lambda line: None),

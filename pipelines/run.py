@@ -9,6 +9,7 @@ from compress.core.errors import CompressError
 from compress.core.stage import silent
 from pipelines.branches import walk_branches
 from pipelines.disk import said_plainly
+from pipelines.engines import check_engine, engine_for
 from pipelines.inputs import check_requests, settle
 from pipelines.joining import told_to_other_nodes
 from pipelines.plan import SOURCE, Plan, make_plan
@@ -17,13 +18,13 @@ from pipelines.samples import note_samples
 from pipelines.store import Store
 from pipelines.temporary import temporary_files
 from pipelines.walk import ASKED, Walk
-from pipelines.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from compress.core.stage import Progress
+    from pipelines.engines import EngineName
     from pipelines.pipeline import Pipeline
     from pipelines.remote import Remote
     from pipelines.report import Report
@@ -36,7 +37,8 @@ def run(
     start: str | None,
     until: str | None,
     force: bool,
-    jobs: int,
+    jobs: int | None,
+    engine: EngineName,
     store: str | None,
     progress: Progress,
     announce: Callable[[str], None],
@@ -50,7 +52,9 @@ def run(
         start: run this stage and those after it again, whatever the store holds.
         until: stop after this stage.
         force: run every stage again.
-        jobs: branches made at a time, each in a process of its own where it is more than one.
+        jobs: branches made at a time, each in a process of its own where it is more than one; by
+            default one, and with Ray as many as the cluster has cores.
+        engine: what makes branches: this machine, or a Ray cluster.
         store: URL of a store that other machines share; none where None.
         progress: where stages say how far they are.
         announce: where one line per stage goes.
@@ -65,6 +69,7 @@ def run(
         CompressError: the pipeline is invalid, or a stage failed; the report says so. Where others
             did not pass either, their errors are its notes.
     """
+    check_engine(pipeline, engine)
     remote = _shared(store, announce)
     plan = make_plan(pipeline, start, until)
     for warning in plan.warnings:
@@ -87,8 +92,8 @@ def run(
         follow(walk)
         try:
             with said_plainly(out):
-                engine = Workers(jobs, progress, kept.lock) if jobs > 1 else None
-                walk_branches(walk, _first_again(plan, start, force), engine)
+                makes = engine_for(engine, jobs, kept, progress)
+                walk_branches(walk, _first_again(plan, start, force), makes)
                 walk.test()
                 report = walk.report("passed")
                 report.write(out)

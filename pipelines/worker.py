@@ -5,18 +5,14 @@ from __future__ import annotations
 import logging
 import logging.handlers
 import os
-import pickle
 import signal
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from compress.core.errors import CompressError, StageFailed
 from pipelines import interruption
-
-if TYPE_CHECKING:
-    from pipelines.making import Making
+from pipelines.workers import made_of
 
 
 def work(descriptor: int, lifeline: int) -> None:
@@ -35,23 +31,8 @@ def work(descriptor: int, lifeline: int) -> None:
         while True:
             name, level, making = run.connection.recv()
             logging.getLogger().setLevel(min(level, logging.INFO))
-            run.send("made", _made(name, making, run))
+            run.send("made", made_of(name, making, run.progress))
     os._exit(0)  # nothing is left to be taken apart
-
-
-def _made(name: str, pickled: bytes, run: _Run) -> tuple[float, CompressError | None]:
-    """Make a stage; return the seconds that it took, or what went wrong."""
-    try:
-        making: Making = pickle.loads(pickled)
-        _, seconds = making(run.progress)
-    except CompressError as error:
-        interruption.insist()
-        logging.getLogger(__name__).debug("%s failed", name, exc_info=True)
-        return 0.0, error
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the run tells it
-        interruption.insist()
-        return 0.0, StageFailed(f"{name}: {type(error).__name__}: {error}")
-    return seconds, None
 
 
 class _Run(logging.handlers.QueueHandler):

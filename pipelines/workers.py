@@ -15,8 +15,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
-from compress.core.errors import StageFailed, first_line
+from compress.core.errors import CompressError, StageFailed, first_line
 from compress.core.stage import silent
+from pipelines.interruption import insist
 from pipelines.making import Made
 
 if TYPE_CHECKING:
@@ -58,12 +59,12 @@ class Workers:
         Raises:
             StageFailed: it cannot be sent to another process.
         """
-        pickled = _pickled(making)
+        luggage = pickled(making)
         idle = [worker for worker in self._workers if not worker.name]
         if not idle:
             idle = [_Worker(threads_each(self.places), self.lock)]
             self._workers += idle
-        idle[0].begin(making.name, pickled)
+        idle[0].begin(making.name, luggage)
 
     def next(self) -> Made:
         """Wait until a stage that was begun has been made, or has failed."""
@@ -125,9 +126,7 @@ class _Worker:
         if kind == "progress":
             self._show(progress, *content)
         elif kind == "log":
-            logger = logging.getLogger(content.name)
-            if logger.isEnabledFor(content.levelno):
-                logger.handle(content)
+            log_here(content, self.name)
         else:
             name, self.name = self.name, ""
             return Made(name, *content)
@@ -152,7 +151,12 @@ class _Worker:
         return Made(name, 0.0, StageFailed(f"{name}: {_how_it_ended(self.process.returncode)}"))
 
 
-def _pickled(making: Making) -> bytes:
+def pickled(making: Making) -> bytes:
+    """Return a making for another process, without what only this one has.
+
+    Raises:
+        StageFailed: it cannot be sent.
+    """
     context = replace(making.context, progress=silent, scores={})
     try:
         return pickle.dumps(replace(making, context=context))
@@ -161,6 +165,33 @@ def _pickled(making: Making) -> bytes:
             f"{making.name}: cannot be sent to another process ({type(error).__name__}: "
             f"{first_line(error)}); run it with --jobs 1"
         ) from error
+
+
+def made_of(name: str, making: bytes, progress: Progress) -> tuple[float, CompressError | None]:
+    """Make a stage in the process that it was sent to.
+
+    Returns:
+        The seconds that it took, and what went wrong.
+    """
+    try:
+        unpickled: Making = pickle.loads(making)
+        _, seconds = unpickled(progress)
+    except CompressError as error:
+        insist()
+        logging.getLogger(__name__).debug("%s failed", name, exc_info=True)
+        return 0.0, error
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the run tells it
+        insist()
+        return 0.0, StageFailed(f"{name}: {type(error).__name__}: {first_line(error)}")
+    return seconds, None
+
+
+def log_here(record: logging.LogRecord, stage: str) -> None:
+    """Log what another process has logged while it made a stage."""
+    record.told = {"stage": stage, **vars(record).get("told", {})}  # as pipelines.events has it
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)
 
 
 def _how_it_ended(code: int) -> str:
