@@ -176,7 +176,7 @@ def scatter(
     return Plot(
         title=title,
         description=f"On the Pareto front: {'; '.join(named)}." if named else "",
-        x_name=names[0],
+        x_name=f"{names[0]}{', log scale' if across.log else ''}",
         y_name=names[1],
         xs=[(across.at(v), shown(v)) for v in across.ticks()],
         ys=[(up.at(v), f"{v:.6g}") for v in up.ticks()],

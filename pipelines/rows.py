@@ -115,7 +115,7 @@ def fronts_of(report: Report, rows: Sequence[Row]) -> Fronts | None:
     smallest = set() if better is None else pareto(sizes, better)
     fastest = set() if better is None else pareto(times, better)
     upwards = f"{name} on val{direction}"
-    relative = f"time of a call, {report.baseline_name} = 1 (log scale where wide)"
+    relative = f"time of a call, {report.baseline_name} = 1"
     return Fronts(
         size=scatter(
             sizes,

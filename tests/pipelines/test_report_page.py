@@ -13,12 +13,15 @@ from safetensors.torch import load_file
 
 from pipelines.chain import links_of, source_of
 from pipelines.curves import trainings_of
+from pipelines.evidence import prove
 from pipelines.layers import sensitivities_of, sizes_of
 from pipelines.page import folded
 from pipelines.plots import DRAWN_POINTS, FLOOR, LEFT, RIGHT, TOP, Axis, Point, curve, pareto
 from pipelines.plots import scatter as scattered
+from pipelines.proof_page import as_text
 from pipelines.report import FailureReport, Report
 from pipelines.rows import fronts_of, higher_is_better, hindrances, rows_of, shipped
+from serve.proof import Proof, Replay
 
 
 def points(*pairs: tuple[float, float], refused: tuple[int, ...] = ()) -> list[Point]:
@@ -350,3 +353,31 @@ def test_a_run_that_made_nothing_has_a_page(walked) -> None:
     assert "✗ source: no such checkpoint" in page
     assert "fewer than two artifacts" in page
     assert "No stage made an artifact" in page
+
+
+@pytest.mark.parametrize("ending", [".html", ".md", ".json", ".proof"])
+def test_a_proof_is_written_for_people_and_for_machines(walked, tmp_path, ending: str) -> None:
+    file = tmp_path / f"train{ending}"
+    proof = prove(walked.out / "artifacts" / "train", None, file)
+    text = file.read_text()
+    if ending in (".json", ".proof"):
+        assert Proof.model_validate_json(text) == proof
+    else:
+        for line in (*proof.proven, proof.sha256, proof.digest, "not started"):
+            assert line in text
+
+
+@pytest.mark.parametrize("ending", [".html", ".md"])
+def test_a_proof_says_what_was_not_shown_and_how_far_answers_differ(ending: str) -> None:
+    replay = Replay(what="the <probe>", samples=4, largest_difference=1.25e-7)
+    told = {"proven": ("it answers",), "unproven": ("the data: gone",)}
+    told |= {"served_by": "TorchServe", "replays": (replay,)}
+    proof = Proof(kind="torchserve", sha256="0" * 64, **told)
+    text = as_text(proof, "archive", ending)
+    assert "one thing could not be shown" in text
+    assert text.index("it answers") < text.index("Not proven") < text.index("the data: gone")
+    assert "1.25e-07" in text
+    assert ("&lt;probe&gt;" in text) is (ending == ".html")
+    both = {"unproven": (*proof.unproven, "the code")}
+    assert "2 things could not be shown" in as_text(proof.model_copy(update=both), "a", ending)
+    assert "Not proven" not in as_text(proof.model_copy(update={"unproven": ()}), "a", ending)
