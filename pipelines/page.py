@@ -38,4 +38,4 @@ def folded(name: str) -> Markup:
     """Return a name that may be broken after the marks within it, and nowhere else."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r"([._/:-])(?=\w)", r"\1<wbr>", str(escape(name))))
+    return Markup(re.sub(r"([._/:=-])(?=\w)", r"\1<wbr>", str(escape(name))))
