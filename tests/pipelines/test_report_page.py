@@ -117,6 +117,16 @@ def test_marks_stand_within_the_plot_and_labels_on_no_mark() -> None:
     assert all(a[0] == b[0] or a[1] == b[1] for a, b in pairwise(steps))
 
 
+def test_what_was_refused_far_off_stands_at_the_edge() -> None:
+    found = points((1, 0.9), (2, 0.98), (3, 0.1), refused=(2,))
+    plot = scatter(found, {0, 1})
+    assert plot.beyond == 1
+    assert plot.marks[2].y == FLOOR
+    assert plot.marks[0].y - plot.marks[1].y > (FLOOR - TOP) / 2, "the choices have the room"
+    near = scatter(points((1, 0.9), (2, 0.98), (3, 0.95), refused=(2,)), {0, 1})
+    assert (near.beyond, FLOOR > near.marks[2].y > TOP) == (0, True)
+
+
 def test_equal_points_share_a_label() -> None:
     plot = scatter(points((1, 1), (1, 1), (2, 0)), set())
     assert {label.text for label in plot.labels} == {"0, 1", "2"}
@@ -268,7 +278,8 @@ def test_what_did_not_pass_is_told_first_and_has_rows(walked) -> None:
     fronts = fronts_of(report, rows)
     assert {row.name for row in fronts.absent} == {"int8", "int8_onnx", "mar"}
     assert "worse" not in [row.name for row in (*fronts.by_size, *fronts.by_time)]
-    assert "worse" not in [row.name for row in shipped(rows, fronts)]
+    assert "worse" not in [row.name for row in shipped(rows, fronts, "train")]
+    assert "train" not in [row.name for row in shipped(rows, fronts, "train")]
     page = report.html()
     assert "no &lt;samples&gt; left" in page
     before_stages = page.partition("<h2>Stages")[0]
