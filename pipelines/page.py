@@ -35,7 +35,8 @@ def _environment() -> Environment:
 
 
 def folded(name: str) -> Markup:
-    """Return a name that may be broken after the marks within it, and nowhere else."""
+    """Return a name that may be broken after some marks within it, and nowhere else."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r"([._/:-])(?=\w)", r"\1<wbr>", str(escape(name))))
+    marks = "-/" if "-" in name else "._/:"  # a branch is named `stage-setting=value`
+    return Markup(re.sub(rf"([{marks}])(?=\w)", r"\1<wbr>", str(escape(name))))

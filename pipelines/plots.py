@@ -44,6 +44,10 @@ class Axis:
         low, high, here = ((math.log10(v) if self.log else v) for v in (self.low, self.high, value))
         return round(self.start + (here - low) / (high - low) * (self.end - self.start), 1)
 
+    def within(self, value: float) -> float:
+        """Return where a value stands; at an end of the axis where it lies beyond it."""
+        return self.at(min(max(value, self.low), self.high))
+
     def ticks(self, count: int = 5) -> list[float]:
         """Return round values along the axis, about so many."""
         if self.log:
@@ -126,6 +130,8 @@ class Plot:
     right: int = RIGHT
     top: int = TOP
     marks: tuple[Mark, ...] = ()
+    beyond: int = 0
+    """Marks that lie beyond the vertical axis, and stand at its end."""
     labels: tuple[Label, ...] = ()
     lines: tuple[str, ...] = ()
     """Points of polylines; of a scatter plot the front's steps, of curves their unbroken parts."""
@@ -155,6 +161,8 @@ def scatter(
 ) -> Plot:
     """Return a scatter plot with its Pareto front as steps.
 
+    What was refused may lie far off, and does not stretch the vertical axis.
+
     Args:
         points: at least one.
         front: indices of the front's members; empty where no direction is the better one.
@@ -164,23 +172,25 @@ def scatter(
     """
     ends = [end for p in points for end in (p.x, *(p.x_interval or ()))]
     across = spanning(ends, LEFT, RIGHT, log=True)
-    up = spanning([p.y for p in points], FLOOR, TOP)
+    choices = [p.y for p in points if not p.refused]
+    up = spanning(choices if len(choices) > 1 else [p.y for p in points], FLOOR, TOP)
     marks = []
     for i, p in enumerate(points):
         whisker = p.x_interval and (across.at(p.x_interval[0]), across.at(p.x_interval[1]))
         shape: Shape = "refused" if p.refused else "front" if i in front else "other"
-        marks.append(Mark(across.at(p.x), up.at(p.y), shape, p.title, whisker))
+        marks.append(Mark(across.at(p.x), up.within(p.y), shape, p.title, whisker))
     members = sorted({(marks[i].x, marks[i].y) for i in front})
     steps = [f"{x},{y}" for x, y in _steps(members)]
     named = [points[i].title for i in sorted(front, key=lambda i: points[i].x)]
     return Plot(
         title=title,
         description=f"On the Pareto front: {'; '.join(named)}." if named else "",
-        x_name=names[0],
+        x_name=f"{names[0]}{', log scale' if across.log else ''}",
         y_name=names[1],
         xs=[(across.at(v), shown(v)) for v in across.ticks()],
         ys=[(up.at(v), f"{v:.6g}") for v in up.ticks()],
         marks=tuple(marks),
+        beyond=sum(not up.low <= p.y <= up.high for p in points),
         labels=tuple(_labels([(p.label, m) for p, m in zip(points, marks, strict=True)])),
         lines=(" ".join(steps),) if len(members) > 1 else (),
     )

@@ -29,9 +29,8 @@ def as_text(proof: Proof, name: str, ending: str) -> str:
 def _verdict(proof: Proof) -> str:
     left = len(proof.unproven)
     if left:
-        return (
-            f"✓ Nothing contradicts it; {left} thing{'' if left == 1 else 's'} could not be shown"
-        )
+        what = "one thing" if left == 1 else f"{left} things"
+        return f"✓ Nothing contradicts it; {what} could not be shown"
     return "✓ It answers as recorded" if proof.served_by else "✓ As it was sealed; not started"
 
 

@@ -38,7 +38,7 @@ def page_of(report: Report, out: Path | None) -> str:
     lock: Any = report.lock
     rows = rows_of(report)
     fronts = fronts_of(report, rows)
-    ends = shipped(rows, fronts)
+    ends = shipped(rows, fronts, report.baseline_name)
     sensitivities, crowded_out = sensitivities_of(rows)
     metric = ((lock.get("settings") or {}).get("metric") or {}).get("name", "metric")
     return rendered(

@@ -114,7 +114,7 @@ def fronts_of(report: Report, rows: Sequence[Row]) -> Fronts | None:
     smallest = set() if better is None else pareto(sizes, better)
     fastest = set() if better is None else pareto(times, better)
     upwards = f"{name} on val{direction}"
-    relative = f"time of a call, {report.baseline_name} = 1 (log scale where wide)"
+    relative = f"time of a call, {report.baseline_name} = 1"
     return Fronts(
         size=scatter(
             sizes,
@@ -164,9 +164,16 @@ def _by_time(row: Row) -> Point:
     return Point(str(row.number), title, share, row.metric, (low, high), refused)
 
 
-def shipped(rows: Sequence[Row], fronts: Fronts | None) -> list[Row]:
-    """Return what can be deployed: the fronts' members, then what passed and no other reads."""
-    made = [row for row in rows if row.report and row.status in ("passed", "measured")]
+def shipped(rows: Sequence[Row], fronts: Fronts | None, baseline: str) -> list[Row]:
+    """Return what can be deployed: the fronts' members, then what passed and no other reads.
+
+    Args:
+        rows: the stages.
+        fronts: accuracy against size and time, where they were measured.
+        baseline: name of what all is compared with; it is no choice of its own.
+    """
+    passed = [row for row in rows if row.report and row.status in ("passed", "measured")]
+    made = [row for row in passed if row.name != baseline]
     read = {row.input for row in made}
     on_front = [*fronts.by_size, *fronts.by_time] if fronts else []
     leaves = [row for row in made if row.name not in read]

@@ -13,12 +13,15 @@ from safetensors.torch import load_file
 
 from pipelines.chain import links_of, source_of
 from pipelines.curves import trainings_of
+from pipelines.evidence import prove
 from pipelines.layers import sensitivities_of, sizes_of
 from pipelines.page import folded
 from pipelines.plots import DRAWN_POINTS, FLOOR, LEFT, RIGHT, TOP, Axis, Point, curve, pareto
 from pipelines.plots import scatter as scattered
+from pipelines.proof_page import as_text
 from pipelines.report import FailureReport, Report
 from pipelines.rows import fronts_of, higher_is_better, hindrances, rows_of, shipped
+from serve.proof import Proof, Replay
 
 
 def points(*pairs: tuple[float, float], refused: tuple[int, ...] = ()) -> list[Point]:
@@ -112,6 +115,16 @@ def test_marks_stand_within_the_plot_and_labels_on_no_mark() -> None:
             assert beside or abs(label.y - 4.5 - mark.y) >= 9, (label, mark)
     steps = [tuple(map(float, corner.split(","))) for corner in plot.lines[0].split()]
     assert all(a[0] == b[0] or a[1] == b[1] for a, b in pairwise(steps))
+
+
+def test_what_was_refused_far_off_stands_at_the_edge() -> None:
+    found = points((1, 0.9), (2, 0.98), (3, 0.1), refused=(2,))
+    plot = scatter(found, {0, 1})
+    assert plot.beyond == 1
+    assert plot.marks[2].y == FLOOR
+    assert plot.marks[0].y - plot.marks[1].y > (FLOOR - TOP) / 2, "the choices have the room"
+    near = scatter(points((1, 0.9), (2, 0.98), (3, 0.95), refused=(2,)), {0, 1})
+    assert (near.beyond, FLOOR > near.marks[2].y > TOP) == (0, True)
 
 
 def test_equal_points_share_a_label() -> None:
@@ -265,7 +278,8 @@ def test_what_did_not_pass_is_told_first_and_has_rows(walked) -> None:
     fronts = fronts_of(report, rows)
     assert {row.name for row in fronts.absent} == {"int8", "int8_onnx", "mar"}
     assert "worse" not in [row.name for row in (*fronts.by_size, *fronts.by_time)]
-    assert "worse" not in [row.name for row in shipped(rows, fronts)]
+    assert "worse" not in [row.name for row in shipped(rows, fronts, "train")]
+    assert "train" not in [row.name for row in shipped(rows, fronts, "train")]
     page = report.html()
     assert "no &lt;samples&gt; left" in page
     before_stages = page.partition("<h2>Stages")[0]
@@ -350,3 +364,31 @@ def test_a_run_that_made_nothing_has_a_page(walked) -> None:
     assert "✗ source: no such checkpoint" in page
     assert "fewer than two artifacts" in page
     assert "No stage made an artifact" in page
+
+
+@pytest.mark.parametrize("ending", [".html", ".md", ".json", ".proof"])
+def test_a_proof_is_written_for_people_and_for_machines(walked, tmp_path, ending: str) -> None:
+    file = tmp_path / f"train{ending}"
+    proof = prove(walked.out / "artifacts" / "train", None, file)
+    text = file.read_text()
+    if ending in (".json", ".proof"):
+        assert Proof.model_validate_json(text) == proof
+    else:
+        for line in (*proof.proven, proof.sha256, proof.digest, "not started"):
+            assert line in text
+
+
+@pytest.mark.parametrize("ending", [".html", ".md"])
+def test_a_proof_says_what_was_not_shown_and_how_far_answers_differ(ending: str) -> None:
+    replay = Replay(what="the <probe>", samples=4, largest_difference=1.25e-7)
+    told = {"proven": ("it answers",), "unproven": ("the data: gone",)}
+    told |= {"served_by": "TorchServe", "replays": (replay,)}
+    proof = Proof(kind="torchserve", sha256="0" * 64, **told)
+    text = as_text(proof, "archive", ending)
+    assert "one thing could not be shown" in text
+    assert text.index("it answers") < text.index("Not proven") < text.index("the data: gone")
+    assert "1.25e-07" in text
+    assert ("&lt;probe&gt;" in text) is (ending == ".html")
+    both = {"unproven": (*proof.unproven, "the code")}
+    assert "2 things could not be shown" in as_text(proof.model_copy(update=both), "a", ending)
+    assert "Not proven" not in as_text(proof.model_copy(update={"unproven": ()}), "a", ending)
