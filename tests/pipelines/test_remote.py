@@ -137,6 +137,8 @@ def test_what_is_damaged_is_named_never_used_and_made_anew(
         assert found is None
         (line,) = second.said
         assert f"{second.url}/{folder}/{file.name}: " in line and "made anew" in line
+        if folder == "files" and damage != "a flipped bit":
+            assert "is missing" in line or "bytes, not" in line, "before it is fetched"
     second.make(mlp)
     third = machine()
     assert _bytes_of(third.find()) == _bytes_of(mlp), third.said
@@ -198,24 +200,22 @@ def test_a_record_stands_for_its_own_key_alone(mlp, machine, shared) -> None:
 
 def _killed_at(machine: Machine, model: Artifact, step: int, half: bool) -> None:
     """Upload in a process that is killed at its n-th write, half of which is written."""
-    write, copy, steps = Objects.write, shutil.copyfile, itertools.count()
+    write, steps = Objects.write, itertools.count()
 
-    def die_in_half(source: str, target: str, **_: object) -> None:
-        Path(target).write_bytes(Path(source).read_bytes()[:100])
+    def die_in_half(path: str, content: bytes) -> None:
+        Path(path).write_bytes(content[:100])
         os.kill(os.getpid(), signal.SIGKILL)
 
     def counted(self: Objects, name: str, content: bytes | Path) -> None:
         if next(steps) == step:
             if not half:
                 os.kill(os.getpid(), signal.SIGKILL)
-            shutil.copyfile = die_in_half
+            self._files.pipe_file = die_in_half
+            self._files.put_file = lambda file, path: die_in_half(path, Path(file).read_bytes())
         write(self, name, content)
 
     Objects.write = counted
-    try:
-        machine.make(model)
-    finally:
-        shutil.copyfile = copy
+    machine.make(model)
 
 
 @pytest.mark.parametrize("half", [False, True])
