@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from typing import TYPE_CHECKING, Any
@@ -101,6 +101,11 @@ class LogFile(RotatingFileHandler):
         if not self.is_broken:
             self.is_broken = True
             log.warning("%s cannot be written; the run goes on without it", self.file)
+
+    def close(self) -> None:
+        """Close the file; what could not be written before cannot be now."""
+        with suppress(OSError):
+            super().close()
 
 
 def _remove_torn_line(file: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import shlex
 import shutil
 import signal
@@ -12,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import cli
 
 ROOT = Path(__file__).parents[2]
 COMPRESS = [sys.executable, "-c", "import cli; cli.main()"]
@@ -142,6 +145,38 @@ def test_run_check_inspect_and_json(walked: tuple[Path, subprocess.CompletedProc
 
     checked = compress("check", "small.yaml", cwd=user)
     assert "valid (train → export_onnx)" in checked.stdout
+
+
+def test_the_page_tells_the_keys_of_the_json(
+    walked: tuple[Path, subprocess.CompletedProcess],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(walked[0])
+    run, artifact = "runs/small", "runs/small/artifacts/export_onnx"
+    model = ["--model", "nets:mlp", "--data", "nets:data"]
+    called = {
+        "run": ["small.yaml"],
+        "report": [run],
+        "check": ["small.yaml"],
+        "init": [str(tmp_path / "new.yaml"), *model],
+        "inspect": [artifact],
+        "verify": [artifact],
+        "why": ["small.yaml", "train"],
+        "diff": [run, run],
+        "doctor": [],
+    }
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for name, arguments in called.items():
+        (row,) = re.findall(rf"^\| (?:`\w+`, )*`{name}`.*? \| (.*) \|", page, re.MULTILINE)[:1]
+        with pytest.raises(SystemExit) as end:
+            cli.app([name, *arguments, "--json"])
+        assert end.value.code == 0, capfd.readouterr().err
+        found = json.loads(capfd.readouterr().out)
+        told = set(re.findall("`([a-z_]+)`", row.partition(";")[0])) - {"null"}
+        assert len(told) >= 3
+        assert told <= found.keys(), name
 
 
 def test_a_tampered_artifact_is_refused(ran: Path) -> None:

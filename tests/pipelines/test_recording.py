@@ -3,10 +3,12 @@
 import importlib.util
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from compress.core.errors import GateRefused, StageFailed, Unavailable
 from pipelines import events, recording
@@ -14,6 +16,7 @@ from pipelines.events import LOG, LogFile, happened, heard_by
 from pipelines.pipeline import Pipeline
 from pipelines.plan import make_plan
 from pipelines.tracked import flat
+from pipelines.tracker import Tracker
 
 ALWAYS = {"time", "level", "run", "event", "stage", "message"}
 TRACKER = "tracker: {kind: %s}\nstages:"
@@ -227,6 +230,19 @@ def test_a_tracker_that_is_not_installed_is_refused_first(project, monkeypatch, 
         make_plan(Pipeline.from_yaml(project.file))
     assert caught.value.exit_code == 4
     assert "\n" not in str(caught.value)
+
+
+def test_the_page_names_every_event_and_its_fields(walked, project) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    (snippet,) = re.findall(r"```yaml\n(tracker: .*?)```", page, re.DOTALL)
+    Tracker.model_validate(yaml.safe_load(snippet)["tracker"])
+    table = page.partition("| event |")[2].partition("\n\n")[0]
+    project.run()
+    told = {line["event"]: line.keys() - ALWAYS for line in logged(project.out)}
+    assert len(told) == 7
+    for event, fields in told.items():
+        (row,) = (row for row in table.splitlines() if f"`{event}`" in row.partition(" | ")[0])
+        assert {f"`{field}`" for field in fields} <= set(re.findall("`[a-z_]+`", row)), event
 
 
 def test_settings_have_dotted_names() -> None:
