@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +32,8 @@ logger = logging.getLogger(__name__)
 Outputs = tuple[torch.Tensor, ...]
 
 BATCHES = (1, 3, 8)
-SIZES = (8, 16, 4)
-"""Sizes tried of named axes other than the batch; a model may refuse some."""
+SIZES = (8, 16, 4, 7)
+"""Sizes tried of named axes other than the batch, an odd one too; a model may refuse some."""
 LARGEST = 1024
 """The largest size of an axis that is bounded is tried too, up to here: answers take memory."""
 FLOAT_ERROR = 1e-3
@@ -40,8 +41,15 @@ FLOAT_ERROR = 1e-3
 ROUNDED_ERROR = 0.1
 """The same with integer activations, where one unit in the last place of a float flips a rounding;
 a gate states what accuracy is needed, this only tells a right graph from a wrong one."""
-ASSERTED = "Runtime assertion failed"
-"""What a graph says that was traced for other sizes, as torch.export assumes none to become 1."""
+ASSERTED = re.compile(
+    r"Runtime assertion failed for expression|Expected .+ to be True but received"
+)
+"""What a graph of torch.export says, or AOTInductor's code, of sizes that were ruled out."""
+RULED_OUT = (
+    ": the model's code, or torch's own, goes another way where this holds than where it does not; "
+    "torch.export followed one way, and refuses the other sizes (it takes it that none within the "
+    "model is 1); bound the axis with model.axes, or use export_onnx or export_torchscript"
+)
 BAKED_IN = (
     ", and is right at the sizes it was made with, so the axis is baked in; compute it from the "
     "input's shape in the model's code"
@@ -198,7 +206,8 @@ def check_agreement(
             problem = _problem(got, inputs, outputs, limit)
             if problem and not _excused(truth, got, inputs, limit):
                 baked_in = _problem(got, example, expected(*example), limit) is None
-                advice = BAKED_IN if baked_in and ASSERTED not in problem else ""
+                advice = BAKED_IN if baked_in else ""
+                advice = RULED_OUT if ASSERTED.search(problem) else advice
                 raise Disagreement(
                     f"axis {axis!r} at size {size}: {problem}{advice}", f"{axis} of {size}", inputs
                 )
