@@ -53,6 +53,7 @@ From = Annotated[str | None, typer.Option("--from", help="Run from here on again
 Until = Annotated[str | None, typer.Option(help="Stop after this stage.", **BY_STAGE)]
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artifact's directory.")]
 OrMar = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Its directory, or a bare .mar.")]
+StoreUrl = Annotated[str | None, typer.Option("--store", help="URL of a store to share, s3://…")]
 
 
 def main() -> None:
@@ -82,6 +83,9 @@ def run(
     start: From = None,
     until: Until = None,
     force: Annotated[bool, typer.Option(help="Run every stage again.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Branches made at a time; 1.")] = None,
+    engine: Annotated[Literal["local", "ray"], typer.Option(help="What makes branches.")] = "local",
+    store: StoreUrl = None,
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
 ) -> None:
     """Walk a pipeline; write the report and the artifacts."""
@@ -92,14 +96,14 @@ def run(
 
     pipeline = Pipeline.from_yaml(file)
     directory = out or Path("runs") / pipeline.name
-    options: dict[str, Any] = {"start": start, "until": until, "force": force}
+    options: dict[str, Any] = {"start": start, "until": until, "force": force, "store": store}
     if dry_run:
         foreseen = foresee(pipeline, directory, **options)
         tell(foreseen, (f"{name}: {what}" for name, what in foreseen.items()))
         return
-    finished = functools.partial(show, out=directory)
+    options |= {"jobs": jobs, "engine": engine, "finished": functools.partial(show, out=directory)}
     with shown(quiet=manner().silent) as (progress, announce):
-        pipeline.run(directory, **options, progress=progress, announce=announce, finished=finished)
+        pipeline.run(directory, **options, progress=progress, announce=announce)
 
 
 @command
@@ -166,15 +170,14 @@ def inspect(artifact: ArtifactPath) -> None:
     from pipelines.inspection import described
 
     found = Artifact.at(artifact)
-    content = found.manifest.model_dump(mode="json")
-    tell({"digest": found.digest, **content}, described(found))
+    tell({"digest": found.digest} | found.manifest.model_dump(mode="json"), described(found))
 
 
 @command
 def verify(
     artifact: OrMar,
     sha256: Annotated[str | None, typer.Option(help="What its file must hash to.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write what was proven, as JSON.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the proof: .json, .md, .html.")] = None,
 ) -> None:
     """Prove an artifact is what was sealed; serve a .mar."""
     from pipelines.evidence import prove
@@ -185,13 +188,13 @@ def verify(
 
 
 @command
-def why(file: PipelineFile, stage: StageName, out: Out = None) -> None:
+def why(file: PipelineFile, stage: StageName, out: Out = None, store: StoreUrl = None) -> None:
     """Show what decides a stage, and why it is cached or runs."""
     from pipelines.pipeline import Pipeline
     from pipelines.why import why as explain
 
     pipeline = Pipeline.from_yaml(file)
-    reason = explain(pipeline, out or Path("runs") / pipeline.name, stage)
+    reason = explain(pipeline, out or Path("runs") / pipeline.name, stage, store)
     tell(reason, reason.lines())
 
 
@@ -211,10 +214,9 @@ def report(
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show a run's report again, and write its page anew."""
-    from pipelines.report import Report
+    from pipelines.rewriting import rewrite
 
-    found = Report.read(directory)
-    found.write(directory)
+    found = rewrite(directory, inform)
     show(found, out=directory)
     if open_it:
         typer.launch(str((directory / "report.html").resolve()))
@@ -242,16 +244,20 @@ def serve(
     max_mib: Annotated[int, typer.Option(min=1, help="Mebibytes of a request.")] = 8,
     queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 128,
     seconds: Annotated[float, typer.Option(min=0.001, help="Time for a request.")] = 30,
+    sha256: Annotated[str | None, typer.Option(help="What its file must hash to.")] = None,
 ) -> None:
     """Answer over HTTP until a signal; a .mar by TorchServe."""
     from pipelines import catalog  # noqa: F401 - importing it makes every kind known
-    from serve.foreground import serve_artifact
+    from serve.foreground import Place, serve_artifact
     from serve.options import Limits, Options
 
     limits = Limits(body_bytes=max_mib * 2**20, rows=max_rows, queue=queue, seconds=seconds)
-    sizes: Any = {"workers": workers, "processes": processes, "threads": threads}
-    options = Options(host=host, port=port, limits=limits, **sizes)
-    serve_artifact(artifact, options, token_file, lambda p: tell(asdict(p), p.lines(), indent=None))
+    sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "limits": limits}
+
+    def told(place: Place) -> None:
+        tell(asdict(place), place.lines(), indent=None)
+
+    serve_artifact(artifact, Options(host, port, **sizes), token_file, told, sha256)
 
 
 @command

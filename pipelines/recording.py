@@ -6,7 +6,7 @@ import re
 import time
 import uuid
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from compress.core.errors import GateRefused
 from pipelines import interruption
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipelines.pipeline import Pipeline
-    from pipelines.report import Report, StageReport, Status
+    from pipelines.report import StageReport, Status
     from pipelines.walk import Walk
 
 RUNNING = re.compile(r"(?P<stage>\S+): running \((?P<reason>.*)\)", re.DOTALL)
@@ -84,8 +84,9 @@ class Recording:
         if self.walk is None:
             return
         self._tell_rows()
-        report = self.walk.report(status_of(error), str(error or ""))
-        for failure in _failures(report):
+        why = "" if error is None else str(error) or "interrupted"
+        report = self.walk.report(status_of(error), why)
+        for failure in report.failures:
             happened(
                 "stage_failed",
                 f"{failure.name}: {report.status}: {failure.error}",
@@ -93,6 +94,9 @@ class Recording:
                 stage=failure.name,
                 error=failure.error,
             )
+        for skipped in report.skipped:
+            words = f"{skipped.name}: skipped, as {skipped.because} did not pass"
+            happened("stage_skipped", words, level="warning", stage=skipped.name)
         happened(
             "run_finished",
             f"{self.pipeline.name}: {report.status}",
@@ -139,11 +143,6 @@ def _tell_row(row: StageReport) -> None:
             stage=row.name,
             **verdict.model_dump(mode="json"),
         )
-
-
-def _failures(report: Report) -> list[Any]:
-    several = getattr(report, "failures", ())  # where branches fail by themselves
-    return [*several] or [*filter(None, [report.failed_stage])]
 
 
 def status_of(error: BaseException | None) -> Status:

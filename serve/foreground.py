@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from compress.core.artifact import MANIFEST, Artifact
-from compress.core.errors import PipelineInvalid, StageFailed
+from compress.core.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from serve import builtin, curl, prefork
-from serve.archive import TorchServeArchive
+from serve.archive import TorchServeArchive, refuse_bare, refuse_other
 
 if TYPE_CHECKING:
     import socket
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from compress.core.signature import Signature
     from serve.options import Options
+    from serve.provenance import Provenance
 
     Tell = Callable[["Place"], None]
 
@@ -35,6 +36,10 @@ NOT_JOINED = (
 NO_TLS = (
     "warning: other machines reach this port, and the token travels unencrypted: put a proxy with "
     "TLS before it"
+)
+NATIVE = (
+    "its model is native code, which runs unseen: give the archive's sha256, as you were told it, "
+    "with --sha256"
 )
 
 
@@ -58,7 +63,13 @@ class Place:
         return (*self.warnings, where, self.curl)
 
 
-def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: Tell) -> None:
+def serve_artifact(
+    path: Path,
+    options: Options,
+    token_file: Path | None,
+    tell: Tell,
+    sha256: str | None = None,
+) -> None:
     """Serve until a signal; it is raised again once what runs has been answered.
 
     Args:
@@ -66,6 +77,7 @@ def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: 
         options: how; the token is taken from the file, the environment, or made.
         token_file: what holds the token.
         tell: is given where the model is, once it answers.
+        sha256: what the deployed file must hash to, where you were told.
 
     Raises:
         ArtifactInvalid: not an artifact that is served, or altered after sealing.
@@ -74,9 +86,17 @@ def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: 
         StageFailed: the model does not answer.
     """
     if path.is_file() and not (path.parent / MANIFEST).is_file():
-        _by_torchserve(path, _signature_of(path), options, token_file, tell)
+        refuse_bare(path, "serve")
+        refuse_other(path, sha256)
+        origin = _origin_of(path)
+        if origin.artifact.kind == "aot" and sha256 is None:
+            raise ArtifactInvalid(f"{path}: {NATIVE}")
+        _by_torchserve(path, origin.signature, options, token_file, tell)
         return
     artifact = Artifact.at(path.parent if path.is_file() else path)
+    if path.is_file() and path.name != artifact.payload_name:
+        raise ArtifactInvalid(f"{path}: expected the directory, or its {artifact.payload_name}")
+    refuse_other(artifact.payload_path, sha256)
     if isinstance(artifact, TorchServeArchive):
         artifact.verify()  # a .mar is code
         _by_torchserve(artifact.payload_path, artifact.signature, options, token_file, tell)
@@ -121,15 +141,15 @@ def _answer(
         builtin.serve(model, listener, options, ready)
 
 
-def _signature_of(mar: Path) -> Signature:
-    """Return a bare archive's signature, if its code is ours and nothing in it was changed."""
+def _origin_of(mar: Path) -> Provenance:
+    """Return what a bare archive says of itself, if its code is ours and nothing was changed."""
     from serve.mar import read_mar
     from serve.verify import check_code, check_members
 
     members = read_mar(mar)
     origin = check_members(members, str(mar))
     check_code(members, origin, mar)
-    return origin.signature
+    return origin
 
 
 def _by_torchserve(

@@ -81,25 +81,24 @@ def test_runs_of_a_folder_are_told_apart_and_the_log_decides_nothing(project) ->
     assert of(last_run(project.out), "stage_started") == []
 
 
-def test_refusals_and_failures_are_told_with_their_stage(project, monkeypatch) -> None:
+def test_refusals_and_failures_are_told_with_their_stage(project) -> None:
     project.edit("points: 90", "points: -100")
     with pytest.raises(GateRefused):
         project.run()
-    *_, gate, ended = last_run(project.out)
-    assert (gate["event"], gate["stage"], gate["passed"]) == (
-        "gate_judged",
-        "prune_channels",
-        False,
-    )
+    lines = last_run(project.out)
+    (gate,), ended = of(lines, "gate_judged"), lines[-1]
+    assert (gate["stage"], gate["gate"], gate["passed"]) == ("prune_channels", "max_drop", False)
     assert gate["level"] == ended["level"] == "error"
     assert (ended["event"], ended["status"]) == ("run_finished", "refused")
     assert "max_drop" in ended["error"]
+    assert [line["stage"] for line in of(lines, "stage_skipped")] == ["export_onnx"]
 
     project.edit("epochs: 3,", "epochs: 3, learning_rate: 1.0e+30,")
     with pytest.raises(StageFailed):
         project.run()
-    *_, failed, ended = last_run(project.out)
-    assert (failed["event"], failed["stage"], failed["level"]) == ("stage_failed", "train", "error")
+    lines = last_run(project.out)
+    (failed,), ended = of(lines, "stage_failed"), lines[-1]
+    assert (failed["stage"], failed["level"]) == ("train", "error")
     assert failed["error"] == ended["error"]
     assert ended["status"] == "failed"
 
