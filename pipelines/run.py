@@ -9,7 +9,7 @@ from compress.core.errors import CompressError, GateRefused
 from compress.core.stage import silent
 from pipelines import interruption
 from pipelines.disk import said_plainly
-from pipelines.inputs import check_requests, settle
+from pipelines.inputs import settle
 from pipelines.joining import told_to_other_nodes
 from pipelines.plan import SOURCE, Plan, make_plan
 from pipelines.store import Store
@@ -59,7 +59,6 @@ def run(
     for warning in plan.warnings:
         announce(f"warning: {warning}")
     pipeline, data, told = settle(pipeline)
-    check_requests(pipeline)
     if told:
         announce(told)
     root = out / ".store"
