@@ -20,13 +20,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.server.contenders import Case, InProcess, Server, built_in, torchserve
+from benchmarks.server.contenders import Case, InProcess, Server, bare, built_in, torchserve
 from compress.core.errors import Unavailable
 from export.onnx import OnnxModel
 
 CASES = [Case(connections, rows) for rows in (1, 16) for connections in (1, 8, 32)]
 ONE, EIGHT = CASES[0], CASES[1]
 FIGURES = ("p50_ms", "p99_ms", "rows_per_second")
+COSTS = ("server_us", "client_us")
+"""Of a request, on one core; the client is on the same cores, and so is a part of every figure."""
 SHARE = 0.7
 SOAKED = Case(8, 1)
 
@@ -48,7 +50,7 @@ def main() -> None:
             chosen = ours if given.server == "built-in" else torchserve(model, folder)
             soak(stack.enter_context(chosen), given.soak)
             return
-        contenders = [InProcess(model), stack.enter_context(ours)]
+        contenders = [InProcess(model), *map(stack.enter_context, (bare(model), ours))]
         try:
             contenders.append(stack.enter_context(torchserve(model, folder)))
         except Unavailable as error:
@@ -65,8 +67,8 @@ def compare(contenders: list[InProcess | Server], rounds: int, seconds: float) -
             for each in contenders:
                 found = each.run(case, seconds if number else 0.5)  # the first round warms up
                 errors[each.name] += int(found.get("errors", 0))
-                for figure in FIGURES if number else ():
-                    seen[case, each.name, figure].append(found[figure])
+                for figure in (*FIGURES, *COSTS) if number else ():
+                    seen[case, each.name, figure].append(found.get(figure, 0.0))
     middle = {key: statistics.median(values) for key, values in seen.items()}
     print(f"{'':24}" + "".join(f"{each.name:>34}" for each in contenders))
     print(
@@ -80,6 +82,11 @@ def compare(contenders: list[InProcess | Server], rounds: int, seconds: float) -
             cells += f"{p50:>11.3f}{p99:>9.3f}{rows:>9.0f}{rows / base:>5.2f}".rjust(34)
         print(f"{f'{case.connections} × {case.rows}':24}{cells}")
     print(f"errors: {dict(errors)}; {rounds} rounds of {seconds:g} s")
+    for each in contenders:
+        server, client = (middle[EIGHT, each.name, cost] for cost in COSTS)
+        print(
+            f"µs of one core for a request of 8 × 1: {each.name} {server:.0f}, client {client:.0f}"
+        )
     goals(middle, {each.name for each in contenders})
 
 

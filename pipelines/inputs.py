@@ -117,6 +117,24 @@ def load_data(pipeline: Pipeline) -> Splits | None:
         raise PipelineInvalid(f"{pipeline.place('data', 'factory')}: {message}") from error
 
 
+def check_requests(pipeline: Pipeline) -> None:
+    """Refuse images and texts that would not become what the model takes, once that is settled.
+
+    Raises:
+        PipelineInvalid: the stage, what was found, and what was expected.
+    """
+    from serve.stage import PackageTorchServe
+
+    for index, stage in enumerate(pipeline.stages):
+        if isinstance(stage, PackageTorchServe):
+            signature = Signature(inputs=pipeline.model.inputs or ())
+            try:
+                stage.beside(pipeline.folder, pipeline.code_folder).check_inputs(signature)
+            except CompressError as error:
+                where = pipeline.place("stages", index)
+                raise PipelineInvalid(f"{where} ({stage.title}): {error}") from error
+
+
 def check_model(pipeline: Pipeline) -> tuple[Signature, str]:
     """Build the model and read its weights and the data, keeping nothing.
 
@@ -127,6 +145,7 @@ def check_model(pipeline: Pipeline) -> tuple[Signature, str]:
         CompressError: the factory, the checkpoint, the data or the declared inputs are wrong.
     """
     pipeline, _, told = settle(pipeline)
+    check_requests(pipeline)
     with temporary_files(), tempfile.TemporaryDirectory() as folder:
         return import_source(pipeline, Path(folder) / SOURCE).signature, told
 
@@ -140,10 +159,12 @@ def import_source(pipeline: Pipeline, path: Path) -> Artifact:
     spec = pipeline.model
     outputs = {} if spec.outputs is None else {"outputs": spec.outputs}
     try:
-        signature = Signature.model_validate({"inputs": spec.inputs, **outputs})
+        signature = Signature.model_validate({"inputs": spec.inputs, "axes": spec.axes, **outputs})
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise PipelineInvalid(f"{pipeline.place('model', 'inputs')}: {message}") from None
+        key = "axes" if message.startswith("axes: ") else "inputs"
+        message = message.removeprefix("axes: ")
+        raise PipelineInvalid(f"{pipeline.place('model', key)}: {message}") from None
     try:
         return _sealed(pipeline, signature, path)
     except CompressError as error:
@@ -199,7 +220,7 @@ def _import_hugging_face(
         )
     if spec.outputs is None and spec.task in OUTPUTS:
         outputs = tuple(OutputSpec(name=name) for name in OUTPUTS[spec.task])
-        signature = Signature(inputs=signature.inputs, outputs=outputs)
+        signature = Signature(inputs=signature.inputs, outputs=outputs, axes=signature.axes)
     return import_module(path, recipe, module, signature)
 
 

@@ -117,9 +117,13 @@ class StageReport(Settings):
     stage: str
     input: str
     """Name of what it reads."""
+    branch: tuple[str, ...] = ()
+    """The road to it: the names from `source` to its input."""
     cached: bool
     reason: str
     """Why it had to run; empty when it was cached."""
+    fetched_from: str = ""
+    """The shared store that it came from; empty where it was made or lay here."""
     seconds: float
     """How long the stage took when it was run."""
     judged_seconds: float = 0.0
@@ -127,10 +131,13 @@ class StageReport(Settings):
     artifact: ArtifactReport
     measurements: Measurements
     verdicts: tuple[Verdict, ...]
+    status: Literal["passed", "refused"] = Field(default_factory=lambda known: _judgement(known))
+    """Whether each of its gates passed; a stage with nothing to show is among the failures."""
 
     def line(self) -> str:
         """Return the stage in one line."""
-        how = "cached" if self.cached else f"made in {self.seconds:.1f} s"
+        origin = f" (from {self.fetched_from})" if self.fetched_from else ""
+        how = f"cached{origin}" if self.cached else f"made in {self.seconds:.1f} s"
         if self.judged_seconds:
             how += f", judged in {self.judged_seconds:.1f} s"
         metric = self.measurements.metric
@@ -140,11 +147,24 @@ class StageReport(Settings):
 
 
 class FailureReport(Settings):
-    """The stage at which a run failed or was interrupted, before it had anything to show."""
+    """A stage that failed, or at which a run was interrupted, before it had anything to show."""
 
     name: str
     stage: str
+    branch: tuple[str, ...] = ()
+    """The road to it: the names from `source` to its input."""
     error: str
+
+
+class SkippedReport(Settings):
+    """A stage that did not run, as one that it depends on did not pass."""
+
+    name: str
+    stage: str
+    branch: tuple[str, ...]
+    """The road to it: the names from `source` to its input."""
+    because: str
+    """Name of the stage that failed, or that a gate refused."""
 
 
 class TestReport(Settings):
@@ -170,6 +190,13 @@ class Report(Settings):
     warnings: tuple[str, ...] = Field(default_factory=lambda known: _warnings(known))
     """Quantized stages that are slower than their float parent, and what artifacts warn of."""
     failed_stage: FailureReport | None = None
+    """The first of the failures."""
+    failures: tuple[FailureReport, ...] = Field(
+        default_factory=lambda known: tuple(filter(None, [known["failed_stage"]]))
+    )
+    """Stages that failed; those that do not depend on them went on."""
+    skipped: tuple[SkippedReport, ...] = ()
+    """Stages that did not run because of a failure or a refusal."""
     test: TestReport | None = None
     lock: dict[str, JsonValue] = Field(exclude=True)
     """What is needed to run it again."""
@@ -204,6 +231,10 @@ class Report(Settings):
         from pipelines.report_page import page_of
 
         return page_of(self, out)
+
+
+def _judgement(known: dict[str, Any]) -> Literal["passed", "refused"]:
+    return "passed" if all(v.passed for v in known["verdicts"]) else "refused"
 
 
 def _warnings(known: dict[str, Any]) -> tuple[str, ...]:

@@ -68,11 +68,10 @@ def rows_of(report: Report) -> list[Row]:
         rows.append(Row(0, "source", "source", "–", "measured", measured=report.baseline))
     for stage in report.stages:
         rows.append(_row(_next(rows), stage))
-    told: Any = report
     ended = "interrupted" if report.status == "interrupted" else "failed"
-    for failed in getattr(told, "failures", None) or filter(None, [report.failed_stage]):
+    for failed in report.failures:
         rows.append(Row(_next(rows), failed.name, failed.stage, "", ended, failed.error))
-    for skipped in getattr(told, "skipped", ()):
+    for skipped in report.skipped:
         why = f"skipped, as {skipped.because} did not pass"
         rows.append(Row(_next(rows), skipped.name, skipped.stage, "", "skipped", why))
     return rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from compress.core.artifact import Artifact, Manifest, Predictor
+from compress.core.artifact import MANIFEST, Artifact, Manifest, Predictor
 from compress.core.errors import ArtifactInvalid
 from compress.core.files import sha256_of
 
@@ -14,6 +14,31 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PROBE = "probe.npz"
+
+
+def refuse_bare(path: Path, command: str) -> None:
+    """Refuse a file that is no ``.mar``: alone it says neither its hash nor what the model takes.
+
+    Raises:
+        ArtifactInvalid: what the command takes, and what to run instead.
+    """
+    if path.suffix == ".mar":
+        return
+    known = (path.parent / MANIFEST).is_file()
+    instead = f"run compress {command} {path.parent}" if known else f"no {MANIFEST} lies beside it"
+    raise ArtifactInvalid(
+        f"{path}: compress {command} takes an artifact's directory, or a .mar: {instead}"
+    )
+
+
+def refuse_other(file: Path, sha256: str | None) -> None:
+    """Refuse a file that is not the one which somebody was told of.
+
+    Raises:
+        ArtifactInvalid: it hashes to something else.
+    """
+    if sha256 is not None and file.is_file() and sha256_of(file) != sha256.lower():
+        raise ArtifactInvalid(f"{file}: sha256 is {sha256_of(file)}, expected {sha256}")
 
 
 class TorchServeArchive(Artifact):

@@ -68,6 +68,8 @@ class Batcher:
         self._max_rows = max_rows
         self._joins_rows = joins_rows
         self._delay_seconds = delay_seconds
+        self._began: dict[int, float] = {}
+        """When each thread's call began, of those that are in one."""
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[Job | End] = queue.SimpleQueue()
         # Daemons: a call that never ends must not keep the process from ending.
@@ -84,6 +86,11 @@ class Batcher:
         self._queue.put(Job(arrays, rows, alike, future))
         return future
 
+    def hangs(self, seconds: float) -> bool:
+        """Return whether every thread has been in one call of the model for longer than that."""
+        began = [*self._began.values()]
+        return len(began) == len(self._threads) and time.monotonic() - max(began) > seconds
+
     def close(self) -> None:
         """End the threads; what still waits is dropped."""
         with suppress(queue.Empty):
@@ -99,7 +106,9 @@ class Batcher:
         job = self._queue.get()
         while isinstance(job, Job):
             batch, held = self._gather(job)
+            self._began[threading.get_ident()] = time.monotonic()
             done = answer(self._call, batch)
+            del self._began[threading.get_ident()]
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 self._loop.call_soon_threadsafe(self._deliver, batch, done)
             job = held or self._queue.get()

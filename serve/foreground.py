@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from compress.core.artifact import MANIFEST, Artifact
-from compress.core.errors import PipelineInvalid, StageFailed
+from compress.core.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from serve import builtin, curl, prefork
-from serve.archive import TorchServeArchive
+from serve.archive import TorchServeArchive, refuse_bare, refuse_other
 
 if TYPE_CHECKING:
     import socket
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from compress.core.signature import Signature
     from serve.options import Options
+    from serve.provenance import Provenance
 
-    Tell = Callable[[str], None]
+    Tell = Callable[["Place"], None]
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +37,47 @@ NO_TLS = (
     "warning: other machines reach this port, and the token travels unencrypted: put a proxy with "
     "TLS before it"
 )
+NATIVE = (
+    "its model is native code, which runs unseen: give the archive's sha256, as you were told it, "
+    "with --sha256"
+)
 
 
-def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: Tell) -> None:
+@dataclass(frozen=True)
+class Place:
+    """Where a model is served, once it answers."""
+
+    artifact: str
+    url: str
+    """Of the model, or of TorchServe's own pages."""
+    server: str
+    """`built-in` or `torchserve`."""
+    curl: str
+    """A command that asks the model."""
+    warnings: tuple[str, ...] = ()
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the same for people."""
+        by = "" if self.server == "built-in" else "by TorchServe "
+        where = f"{self.artifact}: served {by}at {self.url} (Ctrl-C stops)"
+        return (*self.warnings, where, self.curl)
+
+
+def serve_artifact(
+    path: Path,
+    options: Options,
+    token_file: Path | None,
+    tell: Tell,
+    sha256: str | None = None,
+) -> None:
     """Serve until a signal; it is raised again once what runs has been answered.
 
     Args:
         path: an artifact's directory, its file in it, or a bare ``.mar``.
         options: how; the token is taken from the file, the environment, or made.
         token_file: what holds the token.
-        tell: is given each line that says where the model is.
+        tell: is given where the model is, once it answers.
+        sha256: what the deployed file must hash to, where you were told.
 
     Raises:
         ArtifactInvalid: not an artifact that is served, or altered after sealing.
@@ -54,9 +86,17 @@ def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: 
         StageFailed: the model does not answer.
     """
     if path.is_file() and not (path.parent / MANIFEST).is_file():
-        _by_torchserve(path, _signature_of(path), options, token_file, tell)
+        refuse_bare(path, "serve")
+        refuse_other(path, sha256)
+        origin = _origin_of(path)
+        if origin.artifact.kind == "aot" and sha256 is None:
+            raise ArtifactInvalid(f"{path}: {NATIVE}")
+        _by_torchserve(path, origin.signature, options, token_file, tell)
         return
     artifact = Artifact.at(path.parent if path.is_file() else path)
+    if path.is_file() and path.name != artifact.payload_name:
+        raise ArtifactInvalid(f"{path}: expected the directory, or its {artifact.payload_name}")
+    refuse_other(artifact.payload_path, sha256)
     if isinstance(artifact, TorchServeArchive):
         artifact.verify()  # a .mar is code
         _by_torchserve(artifact.payload_path, artifact.signature, options, token_file, tell)
@@ -74,12 +114,11 @@ def _by_the_built_in(
         url = builtin.url_of(listener)
         header = curl.bearer(token, made, token_file, builtin.TOKEN_VARIABLE)
         line = curl.open_inference_line(url, options.name, artifact.signature, header)
-        if options.host not in LOOPBACK:
-            tell(NO_TLS)
+        warnings = () if options.host in LOOPBACK else (NO_TLS,)
+        model = f"{url}/v2/models/{options.name}"
 
         def ready() -> None:
-            tell(f"{artifact.path}: served at {url}/v2/models/{options.name} (Ctrl-C stops)")
-            tell(line)
+            tell(Place(str(artifact.path), model, "built-in", line, warnings))
             sys.stdout.flush()
             if options.processes > 1:
                 listener.close()  # theirs are open: nobody listens any more once they stop
@@ -102,15 +141,15 @@ def _answer(
         builtin.serve(model, listener, options, ready)
 
 
-def _signature_of(mar: Path) -> Signature:
-    """Return a bare archive's signature, if its code is ours and nothing in it was changed."""
+def _origin_of(mar: Path) -> Provenance:
+    """Return what a bare archive says of itself, if its code is ours and nothing was changed."""
     from serve.mar import read_mar
     from serve.verify import check_code, check_members
 
     members = read_mar(mar)
     origin = check_members(members, str(mar))
     check_code(members, origin, mar)
-    return origin.signature
+    return origin
 
 
 def _by_torchserve(
@@ -126,8 +165,8 @@ def _by_torchserve(
             "and limits of its own: leave all options but --port and --threads out"
         )
     with TorchServe(mar, threads=options.threads, port=options.port) as server:
-        tell(f"{mar}: served by TorchServe at {server.url} (Ctrl-C stops)")
-        tell(curl.torchserve_line(server.url, server.model_name, signature, server.token))
+        line = curl.torchserve_line(server.url, server.model_name, signature, server.token)
+        tell(Place(str(mar), server.url, "torchserve", line))
         sys.stdout.flush()
         while not server.has_ended():
             time.sleep(POLL_SECONDS)

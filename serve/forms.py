@@ -11,8 +11,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from serve.open_inference import HEADER_LENGTH
-from serve.worker.inference_protocol import DATATYPES
+from serve.worker.inference_protocol import DATATYPES, HEADER_LENGTH
 from serve.worker.wire import JSON, NPZ, RAW, from_npz, to_npz
 
 if TYPE_CHECKING:

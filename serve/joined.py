@@ -10,6 +10,7 @@ from importlib.resources import files
 
 MODULES = (
     "compress.core.plain_program",
+    "serve.worker.refusals",
     "serve.worker.tensors",
     "serve.worker.inference_protocol",
     "serve.worker.wire",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from compress.core.artifact import Artifact
+    from compress.core.signature import Signature
 
 Servable = OnnxModel | TorchScriptModel | AotModel | GraphModel | EagerModel
 
@@ -92,6 +93,17 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
     def own_settings(self) -> dict[str, Any]:
         """Return the settings that decide the result; the tokenizer by its content."""
         return super().own_settings() | ({"text": self.text.identity()} if self.text else {})
+
+    def check_inputs(self, signature: Signature) -> None:
+        """Refuse what :meth:`run` would refuse once the model is made.
+
+        Raises:
+            StageFailed: `image` or `text` does not fit what the model takes.
+        """
+        if self.image:
+            self.image.packed(signature)
+        if self.text:
+            self.text.packed(signature)
 
     def run(self, model: Servable, context: Context) -> TorchServeArchive:
         """Pack the model; the same model, settings and data give the same bytes."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from compress.core.artifact import Artifact
 from compress.core.errors import ArtifactInvalid
 from compress.core.files import sha256_of
-from serve.archive import PROBE, TorchServeArchive
+from serve.archive import PROBE, TorchServeArchive, refuse_bare, refuse_other
 from serve.joined import handler_text
 from serve.mar import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest, model_name_of, read_mar
 from serve.proof import Evidence, Proof, prove_answers, prove_chain
@@ -56,19 +56,15 @@ def verify(
     """
     path = Path(path)
     if path.is_file():
-        _refuse_other(path, sha256)
+        refuse_bare(path, "verify")
+        refuse_other(path, sha256)
         return _prove_bare(path, trusted=sha256 is not None)
     _know_every_kind()
     artifact = Artifact.at(path)
-    _refuse_other(artifact.payload_path, sha256)
+    refuse_other(artifact.payload_path, sha256)
     if isinstance(artifact, TorchServeArchive):
         return _prove_archive(artifact, evidence)
     return _prove_files(artifact)
-
-
-def _refuse_other(file: Path, sha256: str | None) -> None:
-    if sha256 is not None and file.is_file() and sha256_of(file) != sha256.lower():
-        raise ArtifactInvalid(f"{file}: sha256 is {sha256_of(file)}, expected {sha256}")
 
 
 def _prove_files(artifact: Artifact) -> Proof:

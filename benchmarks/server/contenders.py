@@ -6,8 +6,10 @@ import base64
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ import numpy as np
 import psutil
 
 from compress.core.stage import Context
-from serve.server import TorchServe
+from serve.server import TorchServe, free_ports
 from serve.stage import PackageTorchServe
 
 if TYPE_CHECKING:
@@ -81,12 +83,22 @@ class Server:
         )
         request = base64.b64encode(head.encode() + body).decode()
         given = {"port": self.port, "request": request, "rate": rate}
-        return measured("load.py", given, case, seconds)
+        before = self.cpu_seconds()
+        found = measured("load.py", given, case, seconds)
+        return found | {"server_us": 1e6 * (self.cpu_seconds() - before) / found["requests"]}
+
+    def cpu_seconds(self) -> float:
+        """Return what the server and what it started have computed, in seconds of one core."""
+        return sum(sum(p.cpu_times()[:2]) for p in self.processes())
 
     def rss_mib(self) -> float:
         """Return the resident memory of the server and what it started."""
+        return sum(p.memory_info().rss for p in self.processes()) / 2**20
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the server's process, and those that it started."""
         server = psutil.Process(self.pid)
-        return sum(p.memory_info().rss for p in (server, *server.children(recursive=True))) / 2**20
+        return [server, *server.children(recursive=True)]
 
 
 @contextmanager
@@ -105,6 +117,29 @@ def built_in(model: Artifact, processes: int) -> Iterator[Server]:
             yield Server("built-in", model, port, "/v2/models/model/infer", TOKEN, process.pid)
         finally:
             process.terminate()
+
+
+@contextmanager
+def bare(model: Artifact) -> Iterator[Server]:
+    """Give the built-in server's library without anything of ours, nor a model."""
+    (port,) = free_ports(1)
+    with subprocess.Popen([sys.executable, str(HERE / "echo.py"), str(port)]) as process:
+        try:
+            due = time.monotonic() + 60
+            while not reached(port):
+                assert time.monotonic() < due
+            yield Server("bare uvicorn", model, port, "/", TOKEN, process.pid)
+        finally:
+            process.terminate()
+
+
+def reached(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        time.sleep(0.05)
+        return False
+    return True
 
 
 @contextmanager

@@ -41,14 +41,15 @@ def run(
             session.run(None, feed)
             latencies.append(time.perf_counter() - began)
 
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     threads = [threading.Thread(target=call, args=(latencies,)) for latencies in found]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    took = time.perf_counter() - began
-    return summary([latency for latencies in found for latency in latencies], took)
+    took, used = time.perf_counter() - began, time.process_time() - used
+    seen = summary([latency for latencies in found for latency in latencies], took)
+    return seen | {"client_us": 1e6 * used / seen["requests"]}
 
 
 if __name__ == "__main__":

@@ -111,6 +111,8 @@ def latencies(
 def _rounds(
     predictors: Sequence[Predictor], inputs: Sequence[torch.Tensor], seconds: float
 ) -> list[list[float]]:
+    for predict in predictors:
+        predict(*inputs)  # what compiles at its first call does so before the clock runs
     deadline = time.perf_counter() + seconds / 4 * len(predictors)
     while True:
         for predict in predictors:

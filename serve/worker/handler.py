@@ -16,13 +16,13 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from serve.worker.inference_protocol import LABELS, wanted_of
 from serve.worker.joining import together
 from serve.worker.loaders import LOADERS, THREADS_VARIABLE, replay
 from serve.worker.readers import readers_of
+from serve.worker.refusals import BROKEN, UNREADABLE, blame, what_failed
 from serve.worker.tensors import check
-from serve.worker.wire import JSON, NPZ, RAW, decode, encode, from_npz, refusal
+from serve.worker.wire import JSON, NPZ, decode, encode, from_npz, refusal
 
 if TYPE_CHECKING:
     from ts.context import Context
@@ -48,6 +48,7 @@ class PackagedModel:
         self.inputs: Specs = settings["inputs"]
         self.outputs: list[str] = settings["outputs"]
         self.classes: Named | None = settings["classes"]
+        self.answered = [*self.outputs, *(LABELS if self.classes else ())]
         self.max_rows = int(settings["max_rows"])
         self.joins_rows = bool(settings["joins_rows"])
         self.readers = readers_of(settings, self.inputs, folder)
@@ -66,12 +67,13 @@ class PackagedModel:
         sent = [context.get_all_request_header(i) for i in range(len(data))]
         headers = [{key.lower(): value for key, value in each.items()} for each in sent]
         answers: dict[int, str | bytes] = {}
-        asked: dict[int, Named] = {}
+        wanted: dict[int, Named] = {}
         groups: dict[Any, Requests] = {}
         for i, row in enumerate(data):
             try:
-                arrays, asked[i] = read_request(row, headers[i], self.inputs, self.readers)
+                arrays, asked = read_request(row, headers[i], self.inputs, self.readers)
                 check(arrays, self.inputs, self.max_rows)
+                wanted[i] = wanted_of(asked, self.answered) if asked else {}
             except Exception as error:  # noqa: BLE001 - RecursionError too; its neighbours live on
                 answers[i] = refuse(context, i, error)
             else:
@@ -81,7 +83,7 @@ class PackagedModel:
             answered = together(self.run, [*group.values()])
             for i, outputs in zip(group, answered, strict=True):
                 accept = str(headers[i].get("accept", "")).lower()
-                answers[i] = self.write_answer(context, i, accept, asked[i], outputs)
+                answers[i] = self.write_answer(context, i, accept, wanted[i], outputs)
         return [answers[i] for i in range(len(data))]
 
     def write_answer(
@@ -89,32 +91,30 @@ class PackagedModel:
         context: Context,
         i: int,
         accept: str,
-        asked: Named,
-        outputs: list[Array] | Exception,
+        wanted: Named,
+        outputs: Any,
     ) -> str | bytes:
         """Return one response body and set its status and headers."""
         try:
-            if isinstance(outputs, Exception):
-                raise self.blame(f"{type(outputs).__name__}: {str(outputs)[:160]}")
-            if any(array.dtype.kind == "f" and np.isnan(array).any() for array in outputs):
-                raise self.blame("it answers NaN")
+            if what := what_failed(outputs, self.outputs):
+                raise blame(what, works=self.works())
             named = dict(zip(self.outputs, outputs, strict=True))
-            body, headers = encode(named, accept, asked, self.name, self.classes)
+            body, headers = encode(named, accept, wanted, self.name, self.classes)
         except Exception as error:  # noqa: BLE001
-            return refuse(context, i, error, status=500)
+            return refuse(context, i, error, status=BROKEN)
         if self.joins_rows:
             headers["X-Batch-Axis"] = "0"
         for key, value in headers.items():
             context.set_response_header(i, key, value)
         return body
 
-    def blame(self, what: str) -> ValueError:
-        """Return whose fault a failure is: the request's, where the probe is still answered."""
+    def works(self) -> bool:
+        """Return whether the model still answers the probe."""
         try:
             replay(self.run, self.given, self.expected, self.atol)
         except Exception:  # noqa: BLE001
-            return ValueError(500, f"the model does not work any more: {what}")
-        return ValueError(422, f"the model cannot answer these values: {what}")
+            return False
+        return True
 
 
 def refuse_damage(folder: Path) -> None:
@@ -130,18 +130,18 @@ def refuse_damage(folder: Path) -> None:
 def read_request(
     row: Named, headers: Named, specs: Specs, readers: Readers
 ) -> tuple[list[Array], Named]:
-    """Return a request's inputs in the signature's order, and how the answer is wanted."""
+    """Return a request's inputs in the signature's order, and what :func:`decode` says of it."""
     field = "body" if "body" in row else "data"
     if field not in row:
-        raise ValueError(400, f"the request has no body; send one as {JSON} or {NPZ}")
+        raise ValueError(UNREADABLE, f"the request has no body; send one as {JSON} or {NPZ}")
     # TorchServe keeps each form field's own Content-Type under the field's name.
-    content_type = (headers.get(field) or headers).get("content-type") or RAW
+    content_type = (headers.get(field) or headers).get("content-type") or ""
     return decode(
         row[field], content_type.partition(";")[0].strip().lower(), headers, specs, readers
     )
 
 
-def refuse(context: Context, i: int, error: Exception, status: int = 400) -> str:
+def refuse(context: Context, i: int, error: Exception, status: int = UNREADABLE) -> str:
     """Set the status of a refused request and return its body."""
     status, body = refusal(error, status)
     context.set_response_status(status, HTTPStatus(status).phrase, i)

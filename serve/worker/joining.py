@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,10 +27,10 @@ def together(
         if len(requests) == 1:
             return [list(run(requests[0]))]
         joined = run([np.concatenate(column) for column in zip(*requests, strict=True)])
-        *ends, rows = np.cumsum([len(arrays[0]) for arrays in requests])
-        if any(len(output) != rows for output in joined):
+        ends = [0, *accumulate(len(arrays[0]) for arrays in requests)]
+        if any(len(output) != ends[-1] for output in joined):
             raise ValueError("the rows of an answer are not those of the requests")
-        return [list(p) for p in zip(*(np.split(output, ends) for output in joined), strict=True)]
+        return [[output[start:end] for output in joined] for start, end in pairwise(ends)]
     except Exception as error:
         if len(requests) == 1:
             logging.getLogger(__name__).warning("inference failed", exc_info=True)

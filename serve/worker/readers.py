@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from serve.worker.refusals import TOO_LARGE, UNREADABLE
 from serve.worker.wire import IMAGES, TEXT
 
 if TYPE_CHECKING:
@@ -47,12 +48,14 @@ def image_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]
             with Image.open(io.BytesIO(body), formats=("PNG", "JPEG")) as image:
                 found = image.width * image.height
                 if found > MAX_PIXELS:
-                    raise ValueError(413, f"the image has {found} pixels, at most {MAX_PIXELS}")
+                    message = f"the image has {found} pixels, at most {MAX_PIXELS}"
+                    raise ValueError(TOO_LARGE, message)
                 if image.mode.startswith(DEEP):
-                    raise ValueError(400, f"the image's mode is {image.mode}, expected 8 bits")
+                    message = f"the image's mode is {image.mode}, expected 8 bits"
+                    raise ValueError(UNREADABLE, message)
                 fitted = fit(image.convert(settings["mode"]), settings)
         except (OSError, SyntaxError, Image.DecompressionBombError):
-            raise ValueError(400, "the body is no PNG or JPEG image, or truncated") from None
+            raise ValueError(UNREADABLE, "the body is no PNG or JPEG image, or truncated") from None
         return [normalized(np.asarray(fitted), settings, spec["dtype"])]
 
     return read
@@ -69,7 +72,8 @@ def fit(image: Any, settings: Named) -> Any:
     # As torchvision's Resize(shorter) and CenterCrop((height, width)) do.
     sides = [shorter * side // min(image.size) for side in image.size]
     if sides[0] * sides[1] > MAX_PIXELS:
-        raise ValueError(413, f"the image would be scaled to {sides}, at most {MAX_PIXELS} pixels")
+        message = f"the image would be scaled to {sides}, at most {MAX_PIXELS} pixels"
+        raise ValueError(TOO_LARGE, message)
     scaled = image.resize(sides, Image.Resampling.BILINEAR)
     left, top = round((sides[0] - width) / 2), round((sides[1] - height) / 2)
     return scaled.crop((left, top, left + width, top + height))

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from serve.worker.refusals import TOO_LARGE, UNREADABLE
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -20,7 +22,7 @@ def in_order(named: Named, specs: Specs) -> list[Any]:
     """Return what is given by name in the signature's order."""
     names = [spec["name"] for spec in specs]
     if sorted(named) != sorted(names):
-        raise ValueError(400, f"the inputs are {sorted(named)}, expected {names}")
+        raise ValueError(UNREADABLE, f"the inputs are {sorted(named)}, expected {names}")
     return [named[name] for name in names]
 
 
@@ -29,37 +31,44 @@ def exact(values: Any, spec: Named) -> Array:
     try:
         found = np.asarray(values)
     except (ValueError, OverflowError) as error:
-        raise ValueError(400, f"{spec['name']} is no tensor: {str(error)[:120]}") from None
+        raise ValueError(UNREADABLE, f"{spec['name']} is no tensor: {str(error)[:120]}") from None
     if found.dtype.kind in "biuf":
         with np.errstate(all="ignore"):
             array = found.astype(spec["dtype"])
         if array.dtype.kind == "f" or (array == found).all():
             return array
-    raise ValueError(400, f"{spec['name']} holds values that are not {spec['dtype']}")
+    raise ValueError(UNREADABLE, f"{spec['name']} holds values that are not {spec['dtype']}")
 
 
 def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
     """Raise ValueError for inputs that the signature does not allow.
 
-    A spec may say ``infinities``: that the model is meant to be given them, as masks have.
+    A spec may say ``infinities``: that the model is meant to be given them, as masks have; and
+    ``bounds``: the smallest and largest size of a named axis.
     """
     sizes: dict[str, int] = {}
     for array, spec in zip(arrays, specs, strict=True):
         name, shape = spec["name"], spec["shape"]
         if array.dtype != spec["dtype"]:
-            raise ValueError(400, f"{name} is {array.dtype}, expected {spec['dtype']}")
+            raise ValueError(UNREADABLE, f"{name} is {array.dtype}, expected {spec['dtype']}")
         fits = array.size and len(array.shape) == len(shape)
         for wanted, size in zip(shape, array.shape, strict=False):
             fits &= size == (sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted)
         if not fits:
-            raise ValueError(400, f"{name} has shape {list(array.shape)}, expected {list(shape)}")
+            raise ValueError(
+                UNREADABLE, f"{name} has shape {list(array.shape)}, expected {list(shape)}"
+            )
+        for axis, (least, most) in spec.get("bounds", {}).items():
+            if not least <= sizes[axis] <= (most or sizes[axis]):
+                allowed = f"{least} to {most}" if most else f"{least} or more"
+                raise ValueError(UNREADABLE, f"{name}: {axis} is {sizes[axis]}, expected {allowed}")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             found = "NaN" if np.isnan(array).any() else "infinity"
             if found == "NaN" or not spec.get("infinities"):
-                raise ValueError(400, f"{name} holds {found}, expected finite numbers")
+                raise ValueError(UNREADABLE, f"{name} holds {found}, expected finite numbers")
     rows = sizes.get(next(iter(specs[0]["shape"]), ""), 0)
     if rows > max_rows:
-        raise ValueError(413, f"{rows} rows, at most {max_rows} in one request")
+        raise ValueError(TOO_LARGE, f"{rows} rows, at most {max_rows} in one request")
 
 
 def likeliest(scores: Array, classes: Named) -> list[list[dict[str, Any]]]:

@@ -1,7 +1,5 @@
 """Bodies of requests and answers as arrays: pure functions of bytes, headers and the inputs' specs.
 
-A refusal is ``ValueError(status, message)``; :func:`refusal` tells a client of any exception.
-
 Requests (Content-Type decides, nothing is guessed from the bytes):
 
     application/x-npz         every input by name, as numpy.savez writes them; lossless
@@ -9,7 +7,9 @@ Requests (Content-Type decides, nothing is guessed from the bytes):
     application/octet-stream  its bytes, little-endian, C order; X-Shape where axes vary, and
                               X-Dtype, where given, must be the model's
     application/json          [...] for a single input, {"inputs": {"name": [...], ...}}, or the
-                              Open Inference Protocol's {"inputs": [{"name", "shape", ...}]}
+                              Open Inference Protocol's {"inputs": [{"name", "shape", ...}]},
+                              with tensors' bytes behind it where Inference-Header-Content-Length
+                              says where it ends
     image/png, image/jpeg     one image, where the archive was packed with ``image``
     text/plain                one text, where it was packed with ``text``; several as JSON [...]
 
@@ -23,12 +23,21 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import zipfile
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.worker.inference_protocol import from_protocol, is_protocol, to_protocol
+from serve.worker.inference_protocol import (
+    HEADER_LENGTH,
+    from_protocol,
+    is_protocol,
+    split,
+    to_protocol,
+)
+from serve.worker.refusals import NOT_ACCEPTABLE, UNKNOWN_FORM, UNREADABLE, told
 from serve.worker.tensors import exact, in_order, likeliest
 
 if TYPE_CHECKING:
@@ -49,7 +58,7 @@ def decode(
 
     Args:
         body: bytes, or JSON that was parsed already.
-        content_type: what it is, without parameters, in lower case.
+        content_type: what it is, without parameters, in lower case; where it is not said, bytes.
         headers: the request's others, their names in lower case.
         specs: name, shape and dtype of each input.
         readers: by content type, how the body of an image, and how a list of texts, is read.
@@ -57,18 +66,28 @@ def decode(
     Returns:
         The arrays, and the request where it came by the Open Inference Protocol; else nothing.
     """
+    encoding = headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise ValueError(UNKNOWN_FORM, f"Content-Encoding is {encoding[:40]}, expected none")
+    if HEADER_LENGTH in headers:
+        text, raw = split(bytes(body), headers[HEADER_LENGTH])
+        value = parse(text)
+        return from_protocol(value, specs, raw, readers.get(TEXT)), value
     own = (JSON, NPZ) if len(specs) > 1 else (JSON, NPZ, NPY, RAW)
+    content_type = content_type or RAW
     if content_type not in (*own, *readers):
         taken = ", ".join((*own, *readers))
-        raise ValueError(415, f"Content-Type is {content_type[:80]}, expected one of {taken}")
+        raise ValueError(
+            UNKNOWN_FORM, f"Content-Type is {content_type[:80]}, expected one of {taken}"
+        )
     if isinstance(body, bytes | bytearray) and not body:
         names = [spec["name"] for spec in specs]
-        raise ValueError(400, f"the body is empty, expected {names} as {JSON} or {NPZ}")
+        raise ValueError(UNREADABLE, f"the body is empty, expected {names} as {JSON} or {NPZ}")
     if content_type == JSON:
         # TorchServe has parsed it already where decode_input_request is on, its default.
         value = parse(body) if isinstance(body, bytes | bytearray) else body
         if is_protocol(value):
-            return from_protocol(value, specs, readers.get(TEXT)), value
+            return from_protocol(value, specs, read_texts=readers.get(TEXT)), value
         return from_json(value, specs, readers), {}
     if content_type == NPZ:
         return in_order(from_npz(bytes(body)), specs), {}
@@ -85,11 +104,16 @@ def from_raw(body: bytes, headers: Named, spec: Named) -> Array:
     """Return the array in bare bytes; its shape from X-Shape, else from the signature."""
     sent = headers.get("x-dtype", spec["dtype"])
     if sent != spec["dtype"]:
-        raise ValueError(400, f"{spec['name']} is {sent[:40]}, expected {spec['dtype']}")
+        raise ValueError(UNREADABLE, f"{spec['name']} is {sent[:40]}, expected {spec['dtype']}")
     shape = [-1 if isinstance(d, str) else d for d in spec["shape"]]
     if "x-shape" in headers:
         shape = [int(d) for d in headers["x-shape"].split(",")]
     little_endian = np.dtype(spec["dtype"]).newbyteorder("<")
+    row = math.prod(d for d in shape if d > 0) * little_endian.itemsize
+    if len(body) % row:
+        found = f"the body has {len(body)} bytes as {RAW}"
+        message = f"{found}, expected {spec['dtype']} of shape {list(spec['shape'])}"
+        raise ValueError(UNREADABLE, message)
     return np.frombuffer(body, little_endian).reshape(shape).astype(spec["dtype"])
 
 
@@ -98,9 +122,9 @@ def parse(body: bytes | bytearray) -> Any:
     try:
         return json.loads(body, parse_constant=_refuse_constant)
     except RecursionError:
-        raise ValueError(400, "the body is JSON nested too deeply for any tensor") from None
+        raise ValueError(UNREADABLE, "the body is JSON nested too deeply for any tensor") from None
     except ValueError as error:
-        raise ValueError(400, f"the body is not JSON: {str(error)[:120]}") from None
+        raise ValueError(UNREADABLE, f"the body is not JSON: {str(error)[:120]}") from None
 
 
 def _refuse_constant(word: str) -> None:
@@ -116,42 +140,49 @@ def from_json(value: Any, specs: Specs, readers: Readers) -> list[Array]:
     if isinstance(inputs, list) and len(specs) == 1:
         inputs = {specs[0]["name"]: inputs}
     if not isinstance(inputs, dict):
-        raise ValueError(400, 'the body is not {"inputs": {"name": [...], ...}}')
+        raise ValueError(UNREADABLE, 'the body is not {"inputs": {"name": [...], ...}}')
     ordered = zip(in_order(inputs, specs), specs, strict=True)
     return [exact(values, spec) for values, spec in ordered]
 
 
 def encode(
-    named: dict[str, Array], accept: str, asked: Named, model_name: str, classes: Named | None
-) -> tuple[str | bytes, dict[str, str]]:
+    named: dict[str, Array], accept: str, wanted: Named, model_name: str, classes: Named | None
+) -> tuple[bytes, dict[str, str]]:
     """Return a body and its headers in the form that the client accepts.
 
     Args:
         named: the outputs by name; none of them holds NaN.
         accept: the Accept header, in lower case.
-        asked: the request where it came by the Open Inference Protocol; else nothing.
+        wanted: how, where the request came by the Open Inference Protocol; else nothing.
         model_name: under which the model is served.
         classes: ``names``, ``top`` and ``softmax`` for the first output; None where it has none.
     """
     if NPZ in accept:
         return to_npz(named), {"content-type": NPZ}
+    labels = likeliest(next(iter(named.values())), classes) if classes else []
+    if wanted:
+        return to_protocol(named, wanted, model_name, labels)
     if RAW in accept:
         (output, *others) = named.values()
         if others:
-            raise ValueError(406, f"the model has {len(named)} outputs: accept {NPZ} or {JSON}")
-        headers = {"X-Shape": ",".join(map(str, output.shape)), "X-Dtype": str(output.dtype)}
-        little_endian = output.astype(output.dtype.newbyteorder("<"))
+            message = f"the model has {len(named)} outputs: accept {NPZ} or {JSON}"
+            raise ValueError(NOT_ACCEPTABLE, message)
+        headers = {"X-Shape": ",".join(map(str, output.shape)), "X-Dtype": dtype_name(output.dtype)}
+        little_endian = output.astype(output.dtype.newbyteorder("<"), copy=False)
         return little_endian.tobytes(), {"content-type": RAW, **headers}
-    if any(array.dtype.kind == "f" and np.isinf(array).any() for array in named.values()):
-        raise ValueError(406, f"the answer holds infinity, which JSON cannot: accept {NPZ}")
-    labels = likeliest(next(iter(named.values())), classes) if classes else []
-    answer: dict[str, Any]
-    if asked:
-        answer = to_protocol(named, asked, model_name, labels)
-    else:
-        outputs = {name: array.tolist() for name, array in named.items()}
-        answer = {"outputs": outputs, **({"labels": labels} if labels else {})}
-    return json.dumps(answer, allow_nan=False), {"content-type": JSON}
+    for name, array in named.items():
+        if array.dtype.kind == "f" and np.isinf(array).any():
+            message = f"{name} holds infinity, which JSON cannot: accept {NPZ}"
+            raise ValueError(NOT_ACCEPTABLE, message)
+    outputs = {name: array.tolist() for name, array in named.items()}
+    answer = {"outputs": outputs, **({"labels": labels} if labels else {})}
+    return json.dumps(answer, allow_nan=False).encode(), {"content-type": JSON}
+
+
+@cache
+def dtype_name(dtype: Any) -> str:
+    """Return a dtype's name, which numpy takes longer to write than a small answer."""
+    return str(dtype)
 
 
 def to_npz(arrays: Named) -> bytes:
@@ -168,20 +199,21 @@ def from_npz(data: bytes) -> dict[str, Array]:
     """Return arrays by name; nothing is unpickled."""
     arrays: dict[str, Array] = {}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        for member in archive.infolist():
+        members = archive.infolist()
+        if sum(member.file_size for member in members) > len(data):
+            raise ValueError(400, "the npz holds arrays that share their bytes")
+        for member in members:
             if member.compress_type != zipfile.ZIP_STORED:  # few bytes could unfold to any size
-                raise ValueError(400, "the npz is compressed: write it with numpy.savez")
+                raise ValueError(UNREADABLE, "the npz is compressed: write it with numpy.savez")
             name = member.filename.removesuffix(".npy")
             if name in arrays:  # entries that share their bytes could be read any number of times
-                raise ValueError(400, f"the npz holds {name[:80]} twice")
+                raise ValueError(UNREADABLE, f"the npz holds {name[:80]} twice")
             with archive.open(member) as stream:
                 arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
     return arrays
 
 
-def refusal(error: Exception, status: int = 400) -> tuple[int, str]:
-    """Return the status and the JSON body that tell a client of an error."""
-    message = f"{type(error).__name__}: {str(error)[:160]}"
-    if type(error) is ValueError and len(error.args) == 2:
-        status, message = error.args
+def refusal(error: Exception, status: int = UNREADABLE) -> tuple[int, str]:
+    """Return the status and the JSON body with which TorchServe tells a client of an error."""
+    status, message = told(error, status)
     return status, json.dumps({"code": status, "message": message})

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from compress.core.errors import CompressError, PipelineInvalid
+from pipelines.inputs import check_model
 from pipelines.pipeline import Pipeline
 from pipelines.plan import make_plan
 
@@ -71,6 +72,36 @@ MISTAKES = {
     "unknown against": (
         ("atol: 1e-4", "atol: 1e-4, against: later"),
         r"gates\[0\]\.against: no earlier stage is named 'later'",
+    ),
+    "a runtime where answers are compared": (
+        ("atol: 1e-4", "atol: 1e-4, against: eager"),
+        r"gates\[0\]\.against: no earlier stage is named 'eager'; known: source, train",
+    ),
+    "bounds of no axis": (
+        ("[batch, 4]}]", "[batch, 4]}]\n  axes: {words: {min: 2}}"),
+        r"p\.yaml:\d: model.*axes: 'words' is no named axis of the inputs; they have none",
+    ),
+    "misspelt runtime": (
+        ("gate: parity, atol: 1e-4", "gate: min_speedup, ratio: 1, against: onxruntime"),
+        r"gates\[0\]\.against: no earlier stage is named 'onxruntime'; did you mean 'onnxruntime'",
+    ),
+    "a runtime or a stage": (
+        (
+            "stage: export_onnx\n    gates: [{gate: parity, atol: 1e-4}]",
+            "stage: export_onnx\n    name: eager\n    gates: [{gate: min_speedup, ratio: 1, "
+            "against: eager}]",
+        ),
+        r"gates\[0\]\.against: 'eager' is a runtime, and a stage that is not earlier has that name",
+    ),
+    "a runtime that cannot run the file": (
+        (
+            "  factory: nets:mlp\n  inputs: [{name: x, shape: [batch, 4]}]\ndata: "
+            '{factory: "nets:data"}\nstages:\n  - stage: train\n    epochs: 1\n'
+            "  - stage: export_onnx\n    gates: [{gate: parity, atol: 1e-4}]",
+            "  file: a.onnx\nstages:\n  - stage: package_triton\n"
+            "    gates: [{gate: min_speedup, ratio: 1, against: compiled}]",
+        ),
+        r"gates\[0\]\.against: compiled runs eager and graph models, and this one comes in as onnx",
     ),
     "same name twice": (
         ("stage: export_onnx", "stage: export_onnx\n    name: train"),
@@ -181,6 +212,34 @@ def test_a_gate_without_its_data_is_refused_before_anything_runs(tmp_path: Path)
     (tmp_path / "p.yaml").write_text(text)
     with pytest.raises(PipelineInvalid, match=r"p\.yaml:7: .*\(max_drop\): needs data"):
         _load(tmp_path / "p.yaml")
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (
+            "image: {layout: hwc}",
+            r"image: the inputs are \{'x': \['batch', 4\]\}, expected one with",
+        ),
+        ("text: {tokenizer: words.json}", r"text: .*words\.json: not a tokenizer"),
+    ],
+)
+def test_requests_that_do_not_fit_the_model_are_refused_before_anything_runs(
+    tmp_path: Path, setting: str, words: str
+) -> None:
+    (tmp_path / "words.json").write_text("{}")
+    text = GOOD.replace('data: {factory: "nets:data"}\n', "").replace(
+        "- stage: train\n    epochs: 1\n  ", ""
+    )
+    text += f"  - stage: package_torchserve\n    {setting}\n"
+    (tmp_path / "p.yaml").write_text(text)
+    pipeline = Pipeline.from_yaml(tmp_path / "p.yaml")
+    place = r"p\.yaml:\d+: stages\[1\] \(package_torchserve\)"
+    with pytest.raises(PipelineInvalid, match=f"{place}.*: {words}"):
+        check_model(pipeline)
+    with pytest.raises(PipelineInvalid, match=f"{place}.*: {words}"):
+        pipeline.run(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_packaging_needs_no_data(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from export.program import ExportProgram
 from export.torchscript import ExportTorchScript
 from serve.application import Application
 from serve.batching import Batcher, Job, answer
-from serve.interface import Tensor, interface_of
+from serve.interface import Interface, Tensor, interface_of
 from serve.options import Limits
 from serve.served import ServedModel, loaded, warm
 from serve.worker.joining import together
@@ -86,7 +87,7 @@ def test_joined_requests_get_their_own_rows() -> None:
     assert isinstance(bad, IndexError)
 
 
-@pytest.mark.parametrize(("breaks", "status"), [(False, 400), (True, 500)])
+@pytest.mark.parametrize(("breaks", "status"), [(False, 422), (True, 500)])
 def test_a_failure_is_the_requests_where_the_model_still_answers_another(
     breaks: bool, status: int
 ) -> None:
@@ -115,9 +116,59 @@ def test_a_failure_is_the_requests_where_the_model_still_answers_another(
         batcher.close()
         return sent[0]["status"], json.loads(sent[1]["body"])["error"]
 
-    words = "inference failed: RuntimeError" if breaks else "these values: index out of range"
+    words = "does not work any more" if breaks else "cannot answer these values"
     found, message = asyncio.run(ask())
-    assert found == status and message.endswith(words)
+    assert found == status
+    assert message == f"the model {words}: RuntimeError: index out of range"
+
+
+def test_a_server_whose_calls_all_hang_is_not_ready_until_one_ends() -> None:
+    """A load balancer asks; the server itself stays alive."""
+    entered, released = threading.Semaphore(0), threading.Event()
+
+    def call(x: np.ndarray) -> list[np.ndarray]:
+        entered.release()
+        released.wait()
+        return [x]
+
+    async def states() -> list[int]:
+        tensor = Tensor("x", "float32", (-1, 3))
+        interface = Interface((tensor,), (tensor,), rows_stay_first=True, joins_rows=False)
+        model = ServedModel("m", "onnx", SIGNATURE, interface, call)
+        batcher = Batcher(call, workers=2, joins_rows=False)
+        application = Application(model, batcher, Limits(seconds=0.01), "t")
+
+        async def ready(path: str = "/v2/health/ready") -> int:
+            sent: list[MutableMapping[str, Any]] = []
+
+            async def send(message: MutableMapping[str, Any]) -> None:
+                sent.append(message)
+
+            scope = {"path": path, "method": "GET", "headers": [(b"authorization", b"Bearer t")]}
+            await application(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]  # unread
+            assert json.loads(sent[1]["body"]).get("ready", True) == (sent[0]["status"] == 200)
+            return int(sent[0]["status"])
+
+        async def until(status: int) -> int:
+            async with asyncio.timeout(60):
+                while await ready() != status:
+                    await asyncio.sleep(0.01)
+            return await ready("/v2/models/m/ready")
+
+        found = [await ready()]
+        first = batcher.submit([np.ones((1, 3), np.float32)])
+        await asyncio.to_thread(entered.acquire)
+        await asyncio.sleep(0.05)  # one hangs: the other answers
+        found.append(await ready())
+        second = batcher.submit([np.ones((1, 3), np.float32)])
+        found += [await until(503), await ready("/v2/health/live")]
+        released.set()
+        await asyncio.gather(first, second)
+        found.append(await until(200))
+        batcher.close()
+        return found
+
+    assert asyncio.run(states()) == [200, 200, 503, 200, 200]
 
 
 def test_what_torch_runs_is_loaded_and_answers_as_opened(mlp: EagerModel, tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ from pipelines.pipeline import Pipeline
 from pipelines.run import foresee
 from serve.archive import TorchServeArchive
 from serve.card import card
+from serve.foreground import serve_artifact
 from serve.mar import read_mar, write_mar
+from serve.options import Options
 from serve.proof import replayed
 from serve.provenance import Provenance, digest_of, refuse_broken_chain
 from serve.stage import PackageTorchServe
@@ -132,6 +134,27 @@ def test_native_code_of_unknown_origin_is_not_run(
     proof = verify(tmp_path / "x.mar")
     assert proof.served_by is None and not proof.replays
     assert "native code, which runs unseen, so it was not started" in proof.unproven[-1]
+    with pytest.raises(ArtifactInvalid, match="native code, which runs unseen: give the archive's"):
+        serve_artifact(tmp_path / "x.mar", Options(), None, print)
+
+
+@pytest.mark.usefixtures("never_started")
+def test_a_file_is_taken_for_what_it_is_and_where_to_go_is_said(
+    archive: TorchServeArchive, tmp_path: Path
+) -> None:
+    alone, named = tmp_path / "model.pt2", archive.path / "manifest.json"
+    alone.write_bytes(b"PK")
+    takes = "takes an artifact's directory, or a .mar"
+    with pytest.raises(ArtifactInvalid, match=f"compress verify {takes}: no manifest.json lies"):
+        verify(alone)
+    with pytest.raises(ArtifactInvalid, match=f"{takes}: run compress verify {archive.path}"):
+        verify(named)
+    with pytest.raises(ArtifactInvalid, match=f"compress serve {takes}: no manifest.json lies"):
+        serve_artifact(alone, Options(), None, print)
+    with pytest.raises(ArtifactInvalid, match=r"expected the directory, or its model\.mar"):
+        serve_artifact(named, Options(), None, print)
+    with pytest.raises(ArtifactInvalid, match=r"sha256 is \w+, expected 00ff"):
+        serve_artifact(archive.path, Options(), None, print, sha256="00ff")
 
 
 @pytest.mark.usefixtures("never_started")
