@@ -79,6 +79,8 @@ def test_every_file_that_can_be_written_is_valid(
         # This reads the text again, and refuses what `compress check` does.
         text, plan = composed(file, beginning(file, wish), wish, found, inferred=False)
         seen.add(plan.road)
+        kernels = {getattr(planned.stage, "target", None) for planned in plan.stages} - {None}
+        assert kernels <= {"inductor-cpu" if target == "aot" else "onnxruntime-cpu"}
         assert text.count("\n  - {") == len(plan.stages)
         assert all(len(line) < 250 and line == line.rstrip() for line in text.splitlines())
     assert len(seen) > {"convolutional": 5, "linear": 1, "other": 1}[family]
