@@ -237,6 +237,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
     token_file: Annotated[Path | None, typer.Option(help="File with the token.")] = None,
+    sha256: Annotated[str | None, typer.Option(help="What its file must hash to.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Concurrent calls; the cores.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that answer.")] = 1,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of a call; 1.")] = None,
@@ -244,20 +245,19 @@ def serve(
     max_mib: Annotated[int, typer.Option(min=1, help="Mebibytes of a request.")] = 8,
     queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 128,
     seconds: Annotated[float, typer.Option(min=0.001, help="Time for a request.")] = 30,
-    sha256: Annotated[str | None, typer.Option(help="What its file must hash to.")] = None,
 ) -> None:
     """Answer over HTTP until a signal; a .mar by TorchServe."""
     from pipelines import catalog  # noqa: F401 - importing it makes every kind known
     from serve.foreground import Place, serve_artifact
     from serve.options import Limits, Options
 
-    limits = Limits(body_bytes=max_mib * 2**20, rows=max_rows, queue=queue, seconds=seconds)
-    sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "limits": limits}
+    sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "sha256": sha256}
+    options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
 
     def told(place: Place) -> None:
         tell(asdict(place), place.lines(), indent=None)
 
-    serve_artifact(artifact, Options(host, port, **sizes), token_file, told, sha256)
+    serve_artifact(artifact, options, token_file, told)
 
 
 @command

@@ -3,7 +3,7 @@
     python benchmarks/serve.py runs/quickstart/artifacts/onnx
     python benchmarks/serve.py runs/quickstart/artifacts/onnx --soak 30
 
-The first takes about four minutes: rounds in which everything is measured in turn, medians of them.
+The first takes about five minutes: rounds in which everything is measured in turn, medians of them.
 The second loads the built-in server (or `--server torchserve`) for so many minutes at 70 % of what
 it can do, and says what went wrong and how its memory grew after the first minute.
 """

@@ -37,10 +37,12 @@ def settle(pipeline: Pipeline) -> tuple[Pipeline, Splits | None, str]:
         The pipeline with `model.inputs`, its data if any, and what was found out, in words.
 
     Raises:
-        CompressError: the data are wrong, or do not tell the model's inputs.
+        CompressError: the data are wrong, or do not tell the model's inputs, or these are not what
+            a packaged model's requests become.
     """
     data = load_data(pipeline)
     if pipeline.model.inputs is not None:
+        _check_requests(pipeline)
         return pipeline, data, ""
     inputs, where = _found_inputs(pipeline, data)
     from compress.core.inferred import described
@@ -51,7 +53,25 @@ def settle(pipeline: Pipeline) -> tuple[Pipeline, Splits | None, str]:
         data = replace(data, input_names=names, source=source)
     model = pipeline.model.model_copy(update={"inputs": inputs})
     told = f"model.inputs, from {where}: {described(inputs)}"
-    return pipeline.model_copy(update={"model": model}), data, told
+    pipeline = pipeline.model_copy(update={"model": model})
+    _check_requests(pipeline)
+    return pipeline, data, told
+
+
+def _check_requests(pipeline: Pipeline) -> None:
+    """Refuse images and texts that would not become what the model takes."""
+    from serve.stage import PackageTorchServe
+
+    for index, stage in enumerate(pipeline.stages):
+        lacks = any(r.missing() for r in stage.all_requirements() if not r.program)
+        if lacks or not isinstance(stage, PackageTorchServe):
+            continue  # what lacks a library is refused where it is planned
+        try:
+            signature = Signature(inputs=pipeline.model.inputs or ())
+            stage.beside(pipeline.folder, pipeline.code_folder).check_inputs(signature)
+        except CompressError as error:
+            where = pipeline.place("stages", index)
+            raise PipelineInvalid(f"{where} ({stage.title}): {error}") from error
 
 
 def _found_inputs(pipeline: Pipeline, data: Splits | None) -> tuple[tuple[TensorSpec, ...], str]:
@@ -117,24 +137,6 @@ def load_data(pipeline: Pipeline) -> Splits | None:
         raise PipelineInvalid(f"{pipeline.place('data', 'factory')}: {message}") from error
 
 
-def check_requests(pipeline: Pipeline) -> None:
-    """Refuse images and texts that would not become what the model takes, once that is settled.
-
-    Raises:
-        PipelineInvalid: the stage, what was found, and what was expected.
-    """
-    from serve.stage import PackageTorchServe
-
-    for index, stage in enumerate(pipeline.stages):
-        if isinstance(stage, PackageTorchServe):
-            signature = Signature(inputs=pipeline.model.inputs or ())
-            try:
-                stage.beside(pipeline.folder, pipeline.code_folder).check_inputs(signature)
-            except CompressError as error:
-                where = pipeline.place("stages", index)
-                raise PipelineInvalid(f"{where} ({stage.title}): {error}") from error
-
-
 def check_model(pipeline: Pipeline) -> tuple[Signature, str]:
     """Build the model and read its weights and the data, keeping nothing.
 
@@ -145,7 +147,6 @@ def check_model(pipeline: Pipeline) -> tuple[Signature, str]:
         CompressError: the factory, the checkpoint, the data or the declared inputs are wrong.
     """
     pipeline, _, told = settle(pipeline)
-    check_requests(pipeline)
     with temporary_files(), tempfile.TemporaryDirectory() as folder:
         return import_source(pipeline, Path(folder) / SOURCE).signature, told
 

@@ -84,7 +84,8 @@ class Recording:
         if self.walk is None:
             return
         self._tell_rows()
-        report = self.walk.report(status_of(error), str(error or ""))
+        why = "" if error is None else str(error) or "interrupted"
+        report = self.walk.report(status_of(error), why)
         for failure in report.failures:
             happened(
                 "stage_failed",

@@ -10,7 +10,7 @@ from compress.core.stage import silent
 from pipelines.branches import walk_branches
 from pipelines.disk import said_plainly
 from pipelines.engines import check_engine, engine_for
-from pipelines.inputs import check_requests, settle
+from pipelines.inputs import settle
 from pipelines.joining import told_to_other_nodes
 from pipelines.plan import SOURCE, Plan, make_plan
 from pipelines.recording import recorded, status_of
@@ -75,7 +75,6 @@ def run(
     for warning in plan.warnings:
         announce(f"warning: {warning}")
     pipeline, data, told = settle(pipeline)
-    check_requests(pipeline)
     if told:
         announce(told)
     root = out / ".store"

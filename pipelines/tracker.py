@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import model_validator
 
 from compress.core.settings import Settings
 
@@ -18,6 +21,18 @@ class Tracker(Settings):
     `compress`. Each is an extra of that name."""
     uri: str | None = None
     """Folder, relative to that of the results (`tracking` by default); or MLflow's address."""
+
+    @model_validator(mode="after")
+    def _uri_fits(self) -> Self:
+        address = self.uri is not None and "://" in self.uri
+        if address and self.kind == "tensorboard":
+            raise ValueError("tensorboard writes to a folder, and uri is an address")
+        if address and "@" in urlsplit(str(self.uri)).netloc:
+            raise ValueError(
+                "uri would show its password in logs and reports; put that into "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            )
+        return self
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:

@@ -63,13 +63,7 @@ class Place:
         return (*self.warnings, where, self.curl)
 
 
-def serve_artifact(
-    path: Path,
-    options: Options,
-    token_file: Path | None,
-    tell: Tell,
-    sha256: str | None = None,
-) -> None:
+def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: Tell) -> None:
     """Serve until a signal; it is raised again once what runs has been answered.
 
     Args:
@@ -77,7 +71,6 @@ def serve_artifact(
         options: how; the token is taken from the file, the environment, or made.
         token_file: what holds the token.
         tell: is given where the model is, once it answers.
-        sha256: what the deployed file must hash to, where you were told.
 
     Raises:
         ArtifactInvalid: not an artifact that is served, or altered after sealing.
@@ -87,16 +80,16 @@ def serve_artifact(
     """
     if path.is_file() and not (path.parent / MANIFEST).is_file():
         refuse_bare(path, "serve")
-        refuse_other(path, sha256)
+        refuse_other(path, options.sha256)
         origin = _origin_of(path)
-        if origin.artifact.kind == "aot" and sha256 is None:
+        if origin.artifact.kind == "aot" and options.sha256 is None:
             raise ArtifactInvalid(f"{path}: {NATIVE}")
         _by_torchserve(path, origin.signature, options, token_file, tell)
         return
     artifact = Artifact.at(path.parent if path.is_file() else path)
     if path.is_file() and path.name != artifact.payload_name:
         raise ArtifactInvalid(f"{path}: expected the directory, or its {artifact.payload_name}")
-    refuse_other(artifact.payload_path, sha256)
+    refuse_other(artifact.payload_path, options.sha256)
     if isinstance(artifact, TorchServeArchive):
         artifact.verify()  # a .mar is code
         _by_torchserve(artifact.payload_path, artifact.signature, options, token_file, tell)
@@ -158,11 +151,11 @@ def _by_torchserve(
     from serve.options import Options
     from serve.server import TorchServe
 
-    taken = Options(host=options.host, port=options.port, threads=options.threads)
+    taken = Options(options.host, options.port, threads=options.threads, sha256=options.sha256)
     if options != taken or options.host not in LOOPBACK or token_file is not None:
         raise PipelineInvalid(
             f"{mar}: a .mar is served by TorchServe, on loopback alone, and with a token, workers "
-            "and limits of its own: leave all options but --port and --threads out"
+            "and limits of its own: leave all options but --port, --threads and --sha256 out"
         )
     with TorchServe(mar, threads=options.threads, port=options.port) as server:
         line = curl.torchserve_line(server.url, server.model_name, signature, server.token)

@@ -37,6 +37,8 @@ class Options:
     delay_seconds: float = 0.0
     """How long a request waits to be joined by others."""
     limits: Limits = field(default_factory=Limits)
+    sha256: str | None = None
+    """What the deployed file must hash to, where it was told."""
     stop_seconds: float = 30.0
     """How long requests that run may take once the server is told to stop."""
 

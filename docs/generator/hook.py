@@ -26,8 +26,10 @@ def on_config(config: Any) -> Any:
     """Put guides that mkdocs.yml does not name behind those that it does."""
     (guides,) = [part["Guides"] for part in config.nav if "Guides" in part]
     named = [path for part in (*config.nav, *guides) for path in part.values()]
-    pages = sorted(page.name for page in Path(config.docs_dir).glob("*.md"))
-    guides.extend(page for page in pages if page not in named)
+    for page in sorted(Path(config.docs_dir).glob("*.md")):
+        if page.name not in named:
+            title = page.read_text().partition("\n")[0].lstrip("# ").partition(":")[0]
+            guides.append({title: page.name})
     return config
 
 

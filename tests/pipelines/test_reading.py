@@ -113,7 +113,7 @@ ENTRIES = {
     "model.file: model.pt2": lambda f: signature_of("graph", f),
     "model.file: model.ts": lambda f: import_file("torchscript", f, None, f.with_name("sealed")),
     "compress run": Pipeline.from_yaml,
-    "compress verify": verify,
+    "compress verify": lambda f: verify(shutil.copy(f, f.with_suffix(".mar"))),
     "compress serve": model_name_of,
     "compress inspect": lambda f: Artifact.at(_folder_with(f, MANIFEST)),
     "compress report": _a_report,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from compress.core.errors import GateRefused, StageFailed, Unavailable
+from compress.core.errors import GateRefused, PipelineInvalid, StageFailed, Unavailable
 from pipelines import events, recording
 from pipelines.events import LOG, LogFile, happened, heard_by
 from pipelines.pipeline import Pipeline
@@ -81,25 +81,24 @@ def test_runs_of_a_folder_are_told_apart_and_the_log_decides_nothing(project) ->
     assert of(last_run(project.out), "stage_started") == []
 
 
-def test_refusals_and_failures_are_told_with_their_stage(project, monkeypatch) -> None:
+def test_refusals_and_failures_are_told_with_their_stage(project) -> None:
     project.edit("points: 90", "points: -100")
     with pytest.raises(GateRefused):
         project.run()
-    *_, gate, ended = last_run(project.out)
-    assert (gate["event"], gate["stage"], gate["passed"]) == (
-        "gate_judged",
-        "prune_channels",
-        False,
-    )
+    lines = last_run(project.out)
+    (gate,), ended = of(lines, "gate_judged"), lines[-1]
+    assert (gate["stage"], gate["gate"], gate["passed"]) == ("prune_channels", "max_drop", False)
     assert gate["level"] == ended["level"] == "error"
     assert (ended["event"], ended["status"]) == ("run_finished", "refused")
     assert "max_drop" in ended["error"]
+    assert [line["stage"] for line in of(lines, "stage_skipped")] == ["export_onnx"]
 
     project.edit("epochs: 3,", "epochs: 3, learning_rate: 1.0e+30,")
     with pytest.raises(StageFailed):
         project.run()
-    *_, failed, ended = last_run(project.out)
-    assert (failed["event"], failed["stage"], failed["level"]) == ("stage_failed", "train", "error")
+    lines = last_run(project.out)
+    (failed,), ended = of(lines, "stage_failed"), lines[-1]
+    assert (failed["stage"], failed["level"]) == ("train", "error")
     assert failed["error"] == ended["error"]
     assert ended["status"] == "failed"
 
@@ -239,10 +238,27 @@ def test_the_page_names_every_event_and_its_fields(walked, project) -> None:
     table = page.partition("| event |")[2].partition("\n\n")[0]
     project.run()
     told = {line["event"]: line.keys() - ALWAYS for line in logged(project.out)}
-    assert len(told) == 7
+    assert len(told) == 8
     for event, fields in told.items():
         (row,) = (row for row in table.splitlines() if f"`{event}`" in row.partition(" | ")[0])
         assert {f"`{field}`" for field in fields} <= set(re.findall("`[a-z_]+`", row)), event
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("{kind: tensorboard, uri: 'http://host/'}", "tensorboard writes to a folder"),
+        ("{kind: mlflow, uri: 'https://me:secret@host/'}", "MLFLOW_TRACKING_USERNAME"),
+        ("{kind: wandb}", "'tensorboard' or 'mlflow'"),
+    ],
+)
+def test_a_tracker_that_cannot_be_is_refused(project, settings, message) -> None:
+    tracker = f"tracker: {settings}\nstages:"
+    project.file.write_text(project.file.read_text().replace("stages:", tracker))
+    with pytest.raises(PipelineInvalid, match=message) as caught:
+        Pipeline.from_yaml(project.file)
+    assert "small.yaml:6: tracker" in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 def test_settings_have_dotted_names() -> None:

@@ -154,7 +154,7 @@ def test_a_file_is_taken_for_what_it_is_and_where_to_go_is_said(
     with pytest.raises(ArtifactInvalid, match=r"expected the directory, or its model\.mar"):
         serve_artifact(named, Options(), None, print)
     with pytest.raises(ArtifactInvalid, match=r"sha256 is \w+, expected 00ff"):
-        serve_artifact(archive.path, Options(), None, print, sha256="00ff")
+        serve_artifact(archive.path, Options(sha256="00ff"), None, print)
 
 
 @pytest.mark.usefixtures("never_started")
