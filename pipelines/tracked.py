@@ -109,7 +109,7 @@ class _Writing(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         told: dict[str, Any] = getattr(record, "told", {})
-        if not told or self.is_let_go:
+        if "event" not in told or self.is_let_go:
             return
         try:
             self._write(told)

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+# Before a test calls a command, which would import settings without their descriptions.
+import pipelines.pipeline  # noqa: F401
 from compress.core.checkpoint import import_checkpoint
 from compress.core.data import DataReference, Splits
 from compress.core.eager import EagerModel

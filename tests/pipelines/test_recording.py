@@ -15,7 +15,7 @@ from pipelines import events, recording
 from pipelines.events import LOG, LogFile, happened, heard_by
 from pipelines.pipeline import Pipeline
 from pipelines.plan import make_plan
-from pipelines.tracked import flat
+from pipelines.tracked import flat, tracked
 from pipelines.tracker import Tracker
 
 ALWAYS = {"time", "level", "run", "event", "stage", "message"}
@@ -180,6 +180,16 @@ def test_tensorboard_shows_settings_curves_figures_and_the_report(project) -> No
     assert texts["status/text_summary"] == "passed"
     page = project.out / "tracking" / f"small-{runs[1]}" / "report.html"
     assert page.read_text() == (project.out / "report.html").read_text()
+
+
+def test_a_tracker_takes_events_alone(tmp_path, caplog) -> None:
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    with tracked(Tracker(kind="tensorboard", uri="boards"), tmp_path, "small", "run"):
+        logging.getLogger("compress.somewhere").info("words", extra={"told": {"stage": "train"}})
+        happened("epoch", "words", stage="a", task="train 1/2", epoch=3, figures={"loss": 0.5})
+        happened("run_finished", "words", status="failed", test={})
+    assert scalars(tmp_path / "boards" / "small-run")[0] == {"train 1/2/loss": [(3, 0.5)]}
+    assert caplog.text == ""
 
 
 @pytest.mark.slow

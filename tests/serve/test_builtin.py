@@ -277,6 +277,23 @@ def test_what_was_altered_is_not_served(artifact: Path, tmp_path: Path) -> None:
     assert (done.returncode, "model.onnx is not the file" in done.stderr) == (2, True)
 
 
+@pytest.mark.slow
+def test_where_it_is_served_is_told_on_one_line_of_json(artifact: Path) -> None:
+    from tests.serve.served_here import COMPRESS, ROOT
+
+    command = [*COMPRESS, "serve", str(artifact), "--port", "0", "--json"]
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        place = json.loads(process.stdout.readline())
+        process.terminate()
+        assert process.wait(60) == 143
+        assert process.stdout.read() == ""
+    assert place.keys() == {"artifact", "url", "server", "curl", "warnings"}
+    assert place["server"] == "built-in"
+    assert place["url"].endswith("/v2/models/model")
+    assert place["url"] in place["curl"]
+
+
 def refused(artifact: Path, *options: str, before: str = "") -> subprocess.CompletedProcess[str]:
     from tests.serve.served_here import COMPRESS, ROOT
 
