@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compress.core.lazy import imported_on_use
+from compress.core.runtimes import RUNTIMES, Runtime
+from export.plain_onnx import in_onnxruntime
 
 if TYPE_CHECKING:
     from export.aot import AotModel, ExportAot
@@ -32,5 +34,7 @@ _HOMES = {
     "export.tensorrt": ("ExportTensorRT", "TensorRTEngine"),
     "export.torchscript": ("ExportTorchScript", "TorchScriptModel"),
 }
+
+RUNTIMES["onnxruntime"] = Runtime(in_onnxruntime, frozenset({"eager", "graph", "onnx"}))
 
 __getattr__ = imported_on_use(__name__, _HOMES)

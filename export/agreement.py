@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +32,8 @@ logger = logging.getLogger(__name__)
 Outputs = tuple[torch.Tensor, ...]
 
 BATCHES = (1, 3, 8)
-SIZES = (8, 16, 4)
-"""Sizes tried of named axes other than the batch; a model may refuse some."""
+SIZES = (8, 16, 4, 7)
+"""Sizes tried of named axes other than the batch, an odd one too; a model may refuse some."""
 LARGEST = 1024
 """The largest size of an axis that is bounded is tried too, up to here: answers take memory."""
 FLOAT_ERROR = 1e-3
@@ -40,8 +41,15 @@ FLOAT_ERROR = 1e-3
 ROUNDED_ERROR = 0.1
 """The same with integer activations, where one unit in the last place of a float flips a rounding;
 a gate states what accuracy is needed, this only tells a right graph from a wrong one."""
-ASSERTED = "Runtime assertion failed"
-"""What a graph says that was traced for other sizes, as torch.export assumes none to become 1."""
+ASSERTED = re.compile(
+    r"Runtime assertion failed for expression|Expected .+ to be True but received"
+)
+"""What a graph of torch.export says, or AOTInductor's code, of sizes that were ruled out."""
+RULED_OUT = (
+    ": the model's code, or torch's own, goes another way where this holds than where it does not; "
+    "torch.export followed one way, and refuses the other sizes (it takes it that none within the "
+    "model is 1); bound the axis with model.axes, or use export_onnx or export_torchscript"
+)
 BAKED_IN = (
     ", and is right at the sizes it was made with, so the axis is baked in; compute it from the "
     "input's shape in the model's code"
@@ -96,6 +104,7 @@ def compare(
         StageFailed: they answer otherwise; the message says where.
     """
     signature, rounded = source.signature, isinstance(source, GraphModel)
+    _refuse_outside(signature, seen)
     truth = Truth(source, expected)
     check_agreement(expected, got, signature, rounded=rounded, truth=truth, limits=limits)
     found = check_on_samples(
@@ -117,6 +126,18 @@ def compare(
             "on %d samples of `val` answers differ by %.2g of their spread, %d labels clearly",
             *(found.samples, found.relative_error, found.changed),
         )
+
+
+def _refuse_outside(signature: Signature, seen: Sequence[Outputs]) -> None:
+    """Refuse real inputs of a size that was declared not to come."""
+    for inputs in seen:
+        for spec, x in zip(signature.inputs, inputs, strict=True):
+            for axis, size in zip(spec.shape, x.shape, strict=True):
+                if isinstance(axis, str) and size not in signature.bounds(axis):
+                    raise StageFailed(
+                        f"axis {axis!r} has size {size} in a sample of `val`, and model.axes "
+                        f"allows {signature.bounds(axis)}"
+                    )
 
 
 def prove_again(source: Artifact, artifact: Artifact, context: Context) -> None:
@@ -185,7 +206,8 @@ def check_agreement(
             problem = _problem(got, inputs, outputs, limit)
             if problem and not _excused(truth, got, inputs, limit):
                 baked_in = _problem(got, example, expected(*example), limit) is None
-                advice = BAKED_IN if baked_in and ASSERTED not in problem else ""
+                advice = BAKED_IN if baked_in else ""
+                advice = RULED_OUT if ASSERTED.search(problem) else advice
                 raise Disagreement(
                     f"axis {axis!r} at size {size}: {problem}{advice}", f"{axis} of {size}", inputs
                 )
@@ -224,10 +246,15 @@ def _variations(
 
 
 def _sizes(signature: Signature, axis: str, limits: Limits | None) -> tuple[int, ...]:
-    """Return the sizes of an axis that are tried."""
-    usual = BATCHES if axis == signature.batch_axis else SIZES
-    largest = (limits or {}).get(axis, 0)
-    return (*usual, largest) if max(usual) < largest <= LARGEST else usual
+    """Return the sizes of an axis that are tried: usual ones, and the ends of what is allowed."""
+    bounds, limit = signature.bounds(axis), (limits or {}).get(axis, 0)
+    usual = [s for s in (BATCHES if axis == signature.batch_axis else SIZES) if s in bounds]
+    largest = min(limit or math.inf, bounds.max or math.inf)
+    if usual and usual[0] < largest <= LARGEST:
+        usual.append(int(largest))
+    if bounds.min > 1:
+        usual += [bounds.min, bounds.nearest(2 * bounds.min)]
+    return tuple(dict.fromkeys(usual))
 
 
 def _problem(

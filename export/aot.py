@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -11,7 +10,7 @@ from compress.core.artifact import Artifact, Predictor
 from compress.core.bounds import limits_of
 from compress.core.eager import EagerModel, predicting
 from compress.core.graph import GraphModel, program_of
-from compress.core.requirement import Requirement
+from compress.core.requirement import COMPILER, Requirement
 from compress.core.stage import Context, Stage
 from export.targets import NO_WIDE_INTEGERS, warn_of_another
 
@@ -67,13 +66,7 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
     device: Literal["cpu", "cuda"] = "cpu"
     """What the code is compiled for; `cuda` needs such a device, here and where it runs."""
 
-    requirements: ClassVar[tuple[Requirement, ...]] = (
-        Requirement(
-            what=(os.environ.get("CXX") or "g++").split()[0],
-            program=True,
-            install="a C++ compiler, e.g. apt-get install g++",
-        ),
-    )
+    requirements: ClassVar[tuple[Requirement, ...]] = (COMPILER,)
 
     def all_requirements(self) -> tuple[Requirement, ...]:
         """Return the compiler, and a CUDA device where one is compiled for."""

@@ -14,6 +14,7 @@ import torch
 from torch.export.pt2_archive import PT2ArchiveReader
 
 from compress.core.errors import ArtifactInvalid, StageFailed, first_line
+from compress.core.zips import refuse_bomb
 from export.aot_lowering import merge_products_
 from export.targets import NO_WIDE_INTEGERS
 
@@ -82,6 +83,7 @@ def load(file: Path, signature: Signature, device: str) -> Callable[..., tuple[t
     Raises:
         ArtifactInvalid: the package cannot be loaded.
     """
+    refuse_bomb(file)
     index = int(device.partition(":")[2] or 0) if device.startswith("cuda") else -1
     try:
         # Not torch._inductor.aoti_load_package, which compiles test programs where no cache is.

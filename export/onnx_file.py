@@ -21,6 +21,8 @@ SMALLEST_OUTSIDE = 1024
 GRAPH = onnx.ModelProto.GRAPH_FIELD_NUMBER
 NUMBERS = onnx.TensorProto.RAW_DATA_FIELD_NUMBER
 INITIALIZER = onnx.GraphProto.INITIALIZER_FIELD_NUMBER
+PLAIN = ("name", "dims", "data_type", "raw_data")
+"""Fields of a tensor that has nothing to tell but its numbers."""
 MOST = 2**29
 """No field has a larger number."""
 
@@ -34,7 +36,7 @@ def write(model: onnx.ModelProto, file: Path) -> None:
         StageFailed: it breaks the standard.
     """
     _check(model)
-    if sum(tensor.ByteSize() for tensor in model.graph.initializer) > LARGEST:
+    if sum(size_of(tensor) for tensor in model.graph.initializer) > LARGEST:
         onnx.save_model(
             model,
             file,
@@ -52,7 +54,7 @@ def _check(model: onnx.ModelProto) -> None:
     """Check a model; its weights stand as inputs, as the checker would copy them twice."""
     small = without_weights(model)
     for tensor in model.graph.initializer:
-        if tensor.ByteSize() < SMALLEST_OUTSIDE:
+        if size_of(tensor) < SMALLEST_OUTSIDE:
             small.graph.initializer.append(tensor)
         else:
             value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
@@ -71,7 +73,7 @@ def _parts(model: onnx.ModelProto) -> Iterator[bytes]:
     """
     yield _before_weights(model)
     for tensor in model.graph.initializer:
-        yield _head(INITIALIZER, tensor.ByteSize())
+        yield _head(INITIALIZER, size_of(tensor))
         yield from _fields(tensor)
     yield _only(model.graph, after=INITIALIZER)
     yield _only(model, after=GRAPH)
@@ -84,7 +86,7 @@ def places(model: onnx.ModelProto) -> Iterator[int]:
     """
     place = len(_before_weights(model))
     for tensor in model.graph.initializer:
-        place += len(_head(INITIALIZER, tensor.ByteSize())) + tensor.ByteSize()
+        place += len(_head(INITIALIZER, size_of(tensor))) + size_of(tensor)
         yield place
 
 
@@ -94,7 +96,7 @@ def _before_weights(model: onnx.ModelProto) -> bytes:
         _only(model.graph, before=INITIALIZER),
         _only(model.graph, after=INITIALIZER),
     )
-    sizes = [tensor.ByteSize() for tensor in model.graph.initializer]
+    sizes = [size_of(tensor) for tensor in model.graph.initializer]
     weights = sum(len(_head(INITIALIZER, size)) + size for size in sizes)
     head = _head(GRAPH, len(first) + weights + len(then))
     return _only(model, before=GRAPH) + head + first
@@ -107,9 +109,23 @@ def bare(tensor: onnx.TensorProto) -> onnx.TensorProto:
 
 def is_plain(tensor: onnx.TensorProto) -> bool:
     """Whether a tensor is a name, sizes, a type, and then its numbers as bytes."""
+    return tensor.HasField("raw_data") and not any(
+        len(getattr(tensor, field.name)) if field.is_repeated else tensor.HasField(field.name)
+        for field in onnx.TensorProto.DESCRIPTOR.fields
+        if field.name not in PLAIN
+    )
+
+
+def size_of(tensor: onnx.TensorProto) -> int:
+    """Return a tensor's bytes in protobuf's encoding.
+
+    To count them, protobuf writes them, and then has the numbers in memory three times: a plain
+    tensor's are counted here.
+    """
+    if not is_plain(tensor):
+        return int(tensor.ByteSize())
     length = len(tensor.raw_data)
-    plain: int = bare(tensor).ByteSize() + len(_head(NUMBERS, length)) + length
-    return bool(tensor.ByteSize() == plain)
+    return int(bare(tensor).ByteSize()) + len(_head(NUMBERS, length)) + length
 
 
 def _fields(tensor: onnx.TensorProto) -> tuple[bytes, ...]:

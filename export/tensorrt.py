@@ -84,7 +84,8 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
     converters, which take no int8 graphs."""
     sizes: dict[str, Sizes] = {}
     """Named axis → smallest, usual and largest size, e.g. `{batch: [1, 8, 32]}`, which is what the
-    batch gets when left out. Every other named axis must be given."""
+    batch gets when left out. Every other named axis must be given, unless `model.axes` says its
+    smallest and largest size."""
     workspace_mebibytes: Count | None = None
     """Memory that a kernel may use besides weights and activations; all there is by default."""
     optimization_level: Annotated[int, Field(ge=0, le=5)] | None = None

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 BATCH = (1, 8, 32)
 """The batch where nothing was said."""
+LENGTH = 128
+"""The usual size of another axis whose bounds alone are known, or the nearest that they allow."""
 
 
 class Shapes(NamedTuple):
@@ -40,13 +42,21 @@ def sizes_of(
             )
     found = {}
     for name in axes:
-        if name not in given and name != signature.batch_axis:
+        bounds = signature.bounds(name)
+        usual = BATCH if name == signature.batch_axis else None
+        if usual is None and bounds.max is not None:
+            usual = (bounds.min, bounds.nearest(LENGTH), bounds.max)
+        sizes = given.get(name, usual)
+        if sizes is None:
             raise StageFailed(
                 f"axis {name!r} has no sizes to build the engine for; add them, for example "
-                f"sizes: {{{name}: [1, 128, 512]}}"
+                f"sizes: {{{name}: [1, 128, 512]}}, or declare its bounds in model.axes"
             )
-        smallest, usual, largest = given.get(name, BATCH)
-        found[name] = (smallest, usual, largest)
+        if not all(size in bounds for size in sizes):
+            raise StageFailed(
+                f"sizes: {{{name}: {[*sizes]}}} leaves what model.axes allows, {bounds}"
+            )
+        found[name] = (sizes[0], sizes[1], sizes[2])
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 
 from compress.core.errors import ArtifactInvalid, StageFailed, first_line
 from compress.core.program import with_flat_outputs
+from compress.core.zips import refuse_bomb
 from export.torchscript_functions import plain_functions
 from export.torchscript_mixed import guesses, script_parts_
 
@@ -146,8 +147,9 @@ def load(file: Path, device: str = "cpu", *, optimized: bool = False) -> Any:
             torch (2.13) cannot save.
 
     Raises:
-        ArtifactInvalid: the file is not TorchScript, or truncated.
+        ArtifactInvalid: the file is not TorchScript, truncated, or an archive of another's making.
     """
+    refuse_bomb(file)
     try:
         with quiet():
             module = torch.jit.load(file, map_location=device)  # type: ignore[no-untyped-call]  # torch

@@ -1,23 +1,58 @@
-"""Standard output kept for one JSON answer."""
+"""How a command answers: lines for people, or one JSON answer for which standard output is kept."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+
+@dataclass
+class Manner:
+    """What a command was asked to print."""
+
+    as_json: bool = False
+    quiet: bool = False
+    """Errors alone; an answer in JSON is printed all the same."""
+    given: bool = False
+    """Whether JSON was printed."""
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is told to people on the way."""
+        return self.as_json or self.quiet
+
+
+_manner: ContextVar[Manner] = ContextVar("_manner")
 _answers: ContextVar[TextIO] = ContextVar("_answers")
 """Standard output, while everything else is kept away from it."""
 
 
+def manner() -> Manner:
+    """Return how the command at hand answers; without one, in lines for people."""
+    return _manner.get(Manner())
+
+
 @contextmanager
-def only_json() -> Iterator[None]:
+def answering(asked: Manner) -> Iterator[None]:
+    """Let a command answer in some manner for a block."""
+    token = _manner.set(asked)
+    try:
+        with _only_json() if asked.as_json else nullcontext():
+            yield
+    finally:
+        _manner.reset(token)
+
+
+@contextmanager
+def _only_json() -> Iterator[None]:
     """Keep standard output for the answer: what user code writes there goes to standard error."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
@@ -31,8 +66,9 @@ def only_json() -> Iterator[None]:
             _answers.reset(token)
 
 
-def give(content: object) -> None:
+def give(content: object, indent: int | None = 1) -> None:
     """Write JSON where it was promised."""
     stream = _answers.get(sys.stdout)
-    stream.write(json.dumps(content, indent=1) + "\n")
+    stream.write(json.dumps(content, indent=indent) + "\n")
     stream.flush()
+    manner().given = True

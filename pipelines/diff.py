@@ -77,6 +77,8 @@ def _surroundings(report: Report) -> dict[str, Any]:
 def _found(report: Report) -> dict[str, Any]:
     return {
         "status": report.status,
+        "failed": {failure.name: failure.error for failure in report.failures},
+        "skipped": {skipped.name: f"as {skipped.because}" for skipped in report.skipped},
         **{
             stage.name: {
                 **_figures(stage.measurements),

@@ -13,6 +13,7 @@ from compress.core.files import write_atomically
 from pipelines import catalog  # noqa: F401 - importing it makes every kind known
 from pipelines.inputs import settle, source_parts
 from pipelines.pipeline import Pipeline
+from pipelines.proof_page import as_text
 from serve.archive import TorchServeArchive
 from serve.proof import Evidence, Proof
 from serve.verify import verify
@@ -26,12 +27,17 @@ if TYPE_CHECKING:
 def prove(path: Path, sha256: str | None, report: Path | None) -> Proof:
     """Return what was proven of an artifact, and write it where that is asked for.
 
+    Args:
+        path: the artifact's directory, or a bare archive.
+        sha256: what its file must hash to.
+        report: file to write: a page where it ends in `.html`, text where in `.md`, else JSON.
+
     Raises:
         CompressError: something does not match; the message names it.
     """
     proof = verify(path, sha256=sha256, evidence=partial(evidence_of, path))
     if report is not None:
-        write_atomically(report, json.dumps(proof.model_dump(mode="json"), indent=1) + "\n")
+        write_atomically(report, as_text(proof, path.name, report.suffix))
     return proof
 
 

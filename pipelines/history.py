@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from compress.core.history import History, PastStage, without_times
-from pipelines.inputs import source_parts
 from pipelines.machine import versions
 from pipelines.plan import SOURCE, Plan, PlannedStage
 
 if TYPE_CHECKING:
-    from compress.core.artifact import Artifact
-    from compress.core.stage import Context, Stage
+    from compress.core.stage import Stage
     from pipelines.report import StageReport
     from pipelines.walk import Walk
-
-
-def run_told(planned: PlannedStage, walk: Walk, context: Context) -> Artifact:
-    """Run a stage, which is told the road to its input where it records it."""
-    history = history_before(planned, walk) if planned.stage.records_history else None
-    model = walk.artifacts[planned.input]
-    made: Artifact = planned.stage.run(model, replace(context, history=history))
-    return made
 
 
 def history_before(planned: PlannedStage, walk: Walk) -> History:
@@ -65,8 +54,7 @@ def road_before(planned: PlannedStage, plan: Plan) -> list[PlannedStage]:
 
 
 def _source(walk: Walk) -> dict[str, Any]:
-    parts: dict[str, Any] = source_parts(walk.pipeline)
-    return {key: parts.get(key) for key in ("checkpoint", "code", "library")}
+    return {key: walk.came_in.get(key) for key in ("checkpoint", "code", "library")}
 
 
 def _told(row: StageReport, stage: Stage[Any, Any]) -> PastStage:

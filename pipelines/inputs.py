@@ -160,10 +160,12 @@ def import_source(pipeline: Pipeline, path: Path) -> Artifact:
     spec = pipeline.model
     outputs = {} if spec.outputs is None else {"outputs": spec.outputs}
     try:
-        signature = Signature.model_validate({"inputs": spec.inputs, **outputs})
+        signature = Signature.model_validate({"inputs": spec.inputs, "axes": spec.axes, **outputs})
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise PipelineInvalid(f"{pipeline.place('model', 'inputs')}: {message}") from None
+        key = "axes" if message.startswith("axes: ") else "inputs"
+        message = message.removeprefix("axes: ")
+        raise PipelineInvalid(f"{pipeline.place('model', key)}: {message}") from None
     try:
         return _sealed(pipeline, signature, path)
     except CompressError as error:
@@ -219,7 +221,7 @@ def _import_hugging_face(
         )
     if spec.outputs is None and spec.task in OUTPUTS:
         outputs = tuple(OutputSpec(name=name) for name in OUTPUTS[spec.task])
-        signature = Signature(inputs=signature.inputs, outputs=outputs)
+        signature = Signature(inputs=signature.inputs, outputs=outputs, axes=signature.axes)
     return import_module(path, recipe, module, signature)
 
 

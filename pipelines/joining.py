@@ -68,8 +68,8 @@ def slurm_step() -> str | None:
 
 def join(
     out: Path, announce: Callable[[str], None], *, wait: float, silence: float = SECONDS_TO_SILENCE
-) -> None:
-    """Take part in all trainings of a run on another node, until the run ends.
+) -> int:
+    """Take part in all trainings of a run on another node, until the run ends; return how many.
 
     Args:
         out: the run's directory, on a file system that both nodes have.
@@ -91,7 +91,7 @@ def join(
         if run and run.state != "running" and (lives or _is_ours(run, before)):
             if run.state == "failed":
                 raise StageFailed(f"the run in {out} failed: {run.error}")
-            return
+            return len(joined)
         if pulse.beats and pulse.silent_seconds > silence:
             raise StageFailed(
                 f"the run in {out} has given no sign of life for {silence:.0f} s and is taken for "

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, JsonValue, Tag, field_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from compress.core.factory import Reference
 from compress.core.hugging_face import Task
 from compress.core.requirement import Requirement
 from compress.core.settings import Settings
-from compress.core.signature import OutputSpec, TensorSpec
+from compress.core.signature import AxisBounds, OutputSpec, TensorSpec, refuse_other_axes
 from pipelines.problems import closest
 
 
@@ -20,11 +20,21 @@ class ModelInterface(Settings):
     inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)] | None = None
     """Input tensors. Names that are parameters of forward are passed to those; other names are
     free, and pass by position. Left out, they are taken from the samples of the data."""
+    axes: dict[str, AxisBounds] = {}
+    """Named axis → the sizes that it may have, e.g. `{sequence: {min: 2, max: 512}}`; any by
+    default. Exports are traced and compared within these, and served requests refused outside."""
     outputs: tuple[OutputSpec, ...] | None = None
-    """Names of the output tensors. Keys of a mapping that forward returns choose among its entries;
-    by default all are given, under their keys, or as `output`, `output_0` and so on."""
+    """Names of the output tensors. Those that there are choose among them, in this order; names of
+    which none is known name them all anew. By default all are given, under their keys, or as
+    `output`, `output_0` and so on."""
 
     requirements: ClassVar[tuple[Requirement, ...]] = ()
+
+    @model_validator(mode="after")
+    def _bounds_are_of_axes(self) -> Self:
+        if self.inputs is not None:
+            refuse_other_axes(self.inputs, self.axes)
+        return self
 
     @property
     def kind(self) -> str:
@@ -94,7 +104,8 @@ class ModelFile(ModelInterface):
 
     file: Annotated[str, Field(pattern=r"\.(onnx|pt2|ts|torchscript|pt|pth)$")]
     """File, relative to this one: `.onnx`, `.pt2` (torch.export.save), or TorchScript as `.ts`,
-    `.torchscript`, `.pt` or `.pth`. TorchScript needs `inputs`, or data; the others tell theirs."""
+    `.torchscript`, `.pt` or `.pth`. TorchScript needs `inputs`, or data; the others tell theirs.
+    `outputs` chooses among a file's outputs."""
 
     @property
     def kind(self) -> Literal["onnx", "graph", "torchscript"]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import re
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from compress.core.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
+from compress.core.errors import ArtifactInvalid, PipelineInvalid, first_line
+from compress.core.files import stays_inside
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch.export import ExportedProgram
+    from pathlib import Path
 
     from compress.core.artifact import Artifact
 
@@ -33,7 +29,11 @@ def signature_of(kind: Kind, file: Path) -> Signature | None:
         raise ArtifactInvalid(f"{file}: no such file")
     if kind == "torchscript":
         return None
-    return _of_onnx(file) if kind == "onnx" else _of_program(file)
+    if kind == "onnx":
+        return _of_onnx(file)
+    from pipelines.program_files import signature_of_program
+
+    return signature_of_program(file)
 
 
 def parameters_of(file: Path) -> list[str]:
@@ -64,7 +64,7 @@ def digest_of(file: Path) -> str | None:
 def _external_files(file: Path) -> list[Path]:
     tensors = _graph(file).initializer
     names = {e.value for t in tensors for e in t.external_data if e.key == "location"}
-    return [file.parent / name for name in sorted(names)]
+    return [file.parent / name for name in sorted(filter(stays_inside, names))]
 
 
 def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Artifact:
@@ -89,20 +89,28 @@ def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
 
     from export.onnx import OnnxModel
     from export.onnx_graph import count_operators
+    from export.onnx_outputs import keep_outputs_
     from export.onnx_session import counted_predictor
 
     own = _of_onnx(file)
-    for key in ("inputs", "outputs"):
-        ours, theirs = ([t.name for t in getattr(s, key)] for s in (signature, own))
-        if key in signature.model_fields_set and ours != theirs:
-            raise PipelineInvalid(f"model.{key}: {file} has {theirs}, found {ours}")
-    signature = signature.model_copy(update={"outputs": own.outputs})
+    found, given = ([spec.name for spec in s.inputs] for s in (signature, own))
+    if found != given:
+        raise PipelineInvalid(f"model.inputs: {file} has {given}, found {found}")
+    given = [output.name for output in own.outputs]
+    wanted = [o.name for o in signature.outputs if "outputs" in signature.model_fields_set]
+    if not set(wanted) <= set(given):
+        raise PipelineInvalid(f"model.outputs names {wanted}, and {file} gives {given}")
+    wanted = wanted or given
+    outputs = tuple(OutputSpec(name=name) for name in wanted)
+    signature = signature.model_copy(update={"outputs": outputs})
     try:
         model = onnx.load(file)  # what lies in other files beside it comes along
     except Exception as error:
         raise ArtifactInvalid(f"{file}: {first_line(error)}") from error
     if model.ByteSize() >= LARGEST:
         raise ArtifactInvalid(f"{file}: 2 GB of weights and more are not taken in one ONNX file")
+    if wanted != given:
+        keep_outputs_(model, wanted)
     opset = max((o.version for o in model.opset_import if not o.domain), default=0)
     facts: dict[str, Any] = {"opset": opset, "operators": count_operators(model)}
     with OnnxModel.sealing(path, signature, facts=facts) as partial:
@@ -115,33 +123,28 @@ def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
 
 
 def _import_program(file: Path, signature: Signature, path: Path) -> Artifact:
-    from compress.core.graph import GraphModel
+    from pipelines.program_files import import_program
 
-    program = _program(file)
-    signature = _named(file, program.module(), signature)
-    return GraphModel.create(path, program, signature)
+    return import_program(file, signature, path, _try)
 
 
 def _import_script(file: Path, signature: Signature, path: Path) -> Artifact:
+    from compress.core.calling import with_outputs
     from export.torchscript import TorchScriptModel
     from export.torchscript_file import load, save
+    from export.torchscript_outputs import choosing
 
     module = load(file).eval()
-    signature = _named(file, module, signature)
+    answer = _try(file, module, signature)
+    chosen, signature = with_outputs(answer, signature)
+    if chosen:
+        module = choosing(module, chosen, answer, len(signature.inputs)).eval()
+        _try(file, module, signature)
     # A frozen module has none; its artifact then counts the constants of its graph.
     facts = {"parameters": sum(p.numel() for p in module.parameters())}
     with TorchScriptModel.sealing(path, signature, facts=facts) as partial:
         save(module, partial / TorchScriptModel.payload)
     return TorchScriptModel.at(path)
-
-
-def _named(file: Path, module: Any, signature: Signature) -> Signature:
-    from compress.core.calling import with_outputs
-
-    chosen, signature = with_outputs(_try(file, module, signature), signature)
-    if chosen:
-        raise PipelineInvalid("model.outputs: a file's outputs are named all, in their order")
-    return signature
 
 
 def _try(file: Path, module: Any, signature: Signature) -> Any:
@@ -198,47 +201,3 @@ def _dimension(name: str, axis: int, dim: Any) -> int | str:
         return int(dim.dim_value)
     word = re.sub(r"\W", "_", dim.dim_param or ("batch" if axis == 0 else f"{name}_{axis}"))
     return word if word.isidentifier() else f"axis_{word}"
-
-
-def _program(file: Path) -> ExportedProgram:
-    """Read a program without its pickled example and its guards, which are source code."""
-    from torch.export.pt2_archive import PT2ArchiveReader
-
-    from compress.core.program import copy_plain, load_program
-
-    with tempfile.TemporaryDirectory() as folder:
-        plain = Path(folder) / file.name
-        try:
-            copy_plain(PT2ArchiveReader(io.BytesIO(file.read_bytes())), plain)
-            return load_program(plain)
-        except CompressError as error:
-            raise type(error)(str(error).replace(str(plain), str(file))) from error
-        except Exception as error:
-            raise ArtifactInvalid(
-                f"{file}: not a torch.export program, or truncated ({first_line(error)})"
-            ) from error
-
-
-def _of_program(file: Path) -> Signature:
-    program = _program(file)
-    names = program.graph_signature.user_inputs
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    return Signature(inputs=tuple(_specs_of_program(file, names, values)))
-
-
-def _specs_of_program(
-    file: Path, names: Sequence[Any], values: dict[str, Any]
-) -> Iterator[TensorSpec]:
-    import torch
-
-    axes: dict[str, str] = {}
-    for name in names:
-        value = values.get(name)
-        if not isinstance(value, torch.Tensor):
-            raise ArtifactInvalid(f"{file}: input {name!r} is no tensor")
-        shape = [
-            d if isinstance(d, int) else axes.setdefault(str(d), f"{name}_{i}" if i else "batch")
-            for i, d in enumerate(value.shape)
-        ]
-        dtype = str(value.dtype).removeprefix("torch.")
-        yield TensorSpec.model_validate({"name": name, "shape": shape, "dtype": dtype})

@@ -14,14 +14,17 @@ from compress.core.factory import Reference
 from compress.core.loading import Loading
 from compress.core.settings import Count, Settings
 from pipelines.catalog import stages
+from pipelines.matrix import allow_matrix_, expanded, refuse_twins
 from pipelines.model import ModelSpec
 from pipelines.problems import explain
 from pipelines.source import Location, Source, read
+from pipelines.tracker import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from compress.core.stage import Progress, Stage
+    from pipelines.engines import EngineName
     from pipelines.report import Report
 
     AnyStage = Stage[Any, Any]
@@ -74,6 +77,8 @@ class Pipeline(Settings):
     """The data; stages that train, calibrate or measure accuracy need it."""
     metric: MetricSpec = MetricSpec(name="accuracy")
     """How good a model is: a name, or a name with arguments."""
+    tracker: Tracker | None = None
+    """Where settings, figures and the report of each run are written too."""
     stages: Annotated[tuple[AnyStage, ...], Field(min_length=1)]
     """The steps, in order."""
 
@@ -91,11 +96,12 @@ class Pipeline(Settings):
         Raises:
             PipelineInvalid: one line per problem, each with its place in the file.
         """
-        source = read(Path(path))
+        source = expanded(read(Path(path)))
         try:
             pipeline = cls.model_validate({"name": source.path.stem, **source.content})
         except ValidationError as error:
             raise PipelineInvalid(explain(error, source, cls)) from None
+        refuse_twins(pipeline.stages, source)
         pipeline._source = source
         return pipeline
 
@@ -106,6 +112,9 @@ class Pipeline(Settings):
         start: str | None = None,
         until: str | None = None,
         force: bool = False,
+        jobs: int | None = None,
+        engine: EngineName = "local",
+        store: str | None = None,
         progress: Progress | None = None,
         announce: Callable[[str], None] | None = None,
         finished: Callable[[Report], None] | None = None,
@@ -120,6 +129,9 @@ class Pipeline(Settings):
             start=start,
             until=until,
             force=force,
+            jobs=jobs,
+            engine=engine,
+            store=store,
             progress=progress or silent,
             announce=announce or (lambda line: None),
             finished=finished or (lambda report: None),
@@ -142,8 +154,9 @@ class Pipeline(Settings):
 
     def place(self, *location: str | int) -> str:
         """Return where a setting stands: the file, its line, and its name."""
-        dotted = _dotted(location)
-        return f"{self._source.place(location)}: {dotted}" if self._source else dotted
+        if self._source is None:
+            return _dotted(location)
+        return f"{self._source.place(location)}: {_dotted(self._source.written(location))}"
 
 
 def _dotted(location: Location) -> str:
@@ -159,4 +172,6 @@ def json_schema() -> dict[str, Any]:
     metric = schema["properties"]["metric"]
     reference = {key: metric.pop(key) for key in ("$ref", "allOf") if key in metric}
     metric["anyOf"] = [{"type": "string"}, reference]
+    for stage in stages().values():
+        allow_matrix_(schema["$defs"][stage.__name__], stage.__name__)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

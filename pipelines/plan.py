@@ -13,6 +13,7 @@ from compress.core.metrics import Metric
 from export.onnx import OnnxModel
 from export.torchscript import TorchScriptModel
 from pipelines.catalog import stages
+from pipelines.opponents import check_runtime, refuse_missing_runtime
 from pipelines.problems import did_you_mean
 
 if TYPE_CHECKING:
@@ -31,11 +32,18 @@ class PlannedStage:
     name: str
     input: str
     stage: Stage[Any, Any]
+    compared: tuple[str, ...]
+    """Names of the artifacts that its gates compare with."""
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Names of all artifacts that the stage reads, its input first."""
         return (self.input, *self.stage.also_reads)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of all artifacts without which the stage is not made and judged."""
+        return tuple(dict.fromkeys((*self.reads, *self.compared)))
 
 
 @dataclass(frozen=True)
@@ -46,17 +54,42 @@ class Plan:
     metric: Metric
     warnings: tuple[str, ...]
     """What will stop a later stage, while those before it can run."""
+    cut: bool = False
+    """Whether stages of the pipeline are left out."""
 
     @property
     def baseline(self) -> str:
         """The model compared with: as a leading `train` stage leaves it, else as it came in."""
         first = self.stages[0]
-        return first.name if first.stage.stage == "train" else SOURCE
+        trained = [p for p in self.stages if p.stage.stage == "train" and p.input == SOURCE]
+        # Where several train what came in, none of them is what the others are compared with.
+        return first.name if trained == [first] else SOURCE
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the stages in their order."""
+        return tuple(p.name for p in self.stages)
+
+    def stage(self, name: str) -> PlannedStage:
+        """Return the stage of a name."""
+        return self.stages[self.names.index(name)]
+
+    def needs(self, name: str) -> tuple[str, ...]:
+        """Return the names of all artifacts without which a stage is not made and judged."""
+        return () if name == SOURCE else self.stage(name).needs
+
+    def branch(self, name: str) -> tuple[str, ...]:
+        """Return the names on the road from the source to a stage's input, in their order."""
+        road: list[str] = []
+        while name != SOURCE:
+            name = self.stage(name).input
+            road.insert(0, name)
+        return tuple(road)
 
     @property
     def road(self) -> str:
         """The names of the stages in their order, for people."""
-        return " → ".join(p.name for p in self.stages)
+        return " → ".join(self.names)
 
     def described(self) -> dict[str, Any]:
         """Return the stages and the warnings, for machines."""
@@ -96,8 +129,8 @@ def make_plan(pipeline: Pipeline, start: str | None = None, until: str | None = 
     if until is not None:
         planned = planned[: next(p.index for p in planned if p.name == until) + 1]
     _check_needs(pipeline, planned)
-    metric = _metric(pipeline)
-    return Plan(planned, metric, tuple(_missing_programs(planned)))
+    metric, cut = _metric(pipeline), len(planned) < len(order)
+    return Plan(planned, metric, tuple(_missing_programs(planned)), cut)
 
 
 def _names(pipeline: Pipeline) -> tuple[PlannedStage, ...]:
@@ -121,13 +154,10 @@ def _names(pipeline: Pipeline) -> tuple[PlannedStage, ...]:
                 )
         for i, gate in enumerate(stage.gates):
             if gate.against is not None and gate.against not in known:
-                raise PipelineInvalid(
-                    f"{pipeline.place('stages', index, 'gates', i, 'against')}: no earlier stage "
-                    f"is named {gate.against!r}; {did_you_mean(gate.against, known)}"
-                )
-        planned.append(
-            PlannedStage(index, name, stage.input or previous, _beside(pipeline, index, stage))
-        )
+                check_runtime(pipeline, index, i, known)
+        compared = tuple(g.against for g in stage.gates if g.against in known)
+        stage = _beside(pipeline, index, stage)
+        planned.append(PlannedStage(index, name, stage.input or previous, stage, compared))
     return tuple(planned)
 
 
@@ -196,10 +226,13 @@ def _kind_of_source(pipeline: Pipeline) -> type[Artifact]:
 
 
 def _check_needs(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
-    for requirement in pipeline.model.requirements:
+    parts = {"model": pipeline.model, "tracker": pipeline.tracker}
+    for key, requirement in (
+        (k, r) for k, part in parts.items() if part for r in part.requirements
+    ):
         if requirement.missing():
             raise Unavailable(
-                f"{pipeline.place('model')}: needs {requirement.what}, which is not installed; "
+                f"{pipeline.place(key)}: needs {requirement.what}, which is not installed; "
                 f"{requirement.install}"
             )
     for p in planned:
@@ -226,6 +259,7 @@ def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
             )
         if isinstance(gate, MinMetric) and pipeline.metric.name == "loss":
             raise PipelineInvalid(f"{where}: metric loss falls with quality; use max_drop")
+        refuse_missing_runtime(pipeline, gate, where)
 
 
 def _check_device(pipeline: Pipeline) -> None:

@@ -34,7 +34,7 @@ def _causes(
     places: set[Location] = set()
     for details in found:
         loc = details["loc"]
-        place = _resolve(loc, source.content, model)[0]
+        place = source.written(_resolve(loc, source.content, model)[0])
         # A misspelt key is missing too; a list whose only item is wrong counts as empty; every
         # member of a union complains about the same value.
         misspelling = details["type"] == "missing" and loc in misspelt
@@ -60,7 +60,7 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 def _line(details: ErrorDetails, source: Source, model: type[Settings]) -> str:
     location, _ = _resolve(details["loc"], source.content, model)
-    where = f"{source.place(location)}: {_dotted(location, source.content)}"
+    where = source.told(location)
     kind, found = details["type"], details["input"]
     if kind == "extra_forbidden":
         known = _known(details["loc"], source, model)
@@ -129,25 +129,6 @@ def _settings_in(annotation: Any) -> Iterable[type[Settings]]:
         yield annotation
     for argument in get_args(annotation):
         yield from _settings_in(argument)
-
-
-def _dotted(location: Location, content: Any) -> str:
-    text = ""
-    for part in location:
-        content = content[part] if _has(content, part) else None
-        if isinstance(part, int):
-            keys = content if isinstance(content, dict) else {}
-            label = keys.get("stage") or keys.get("gate")
-            text += f"[{part}]" + (f" ({label})" if label else "")
-        else:
-            text += f".{part}" if text else part
-    return text or "the file"
-
-
-def _has(content: Any, part: str | int) -> bool:
-    if isinstance(content, dict):
-        return part in content
-    return isinstance(content, list) and isinstance(part, int) and part < len(content)
 
 
 def _short(value: Any) -> str:

@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pipelines.events import OWN_LOGGERS
 from pipelines.interruption import insist
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from compress.core.stage import Progress
 
-OWN_LOGGERS = ("compress", "export", "serve", "pipelines")
 SECONDS_BETWEEN_LINES = 3.0
 """Between progress lines where there is no terminal to draw bars on."""
 
@@ -43,7 +43,7 @@ class _Announcer(logging.Handler):
     """Announces what is logged."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
-        super().__init__()
+        super().__init__(logging.WARNING)
         self.announce = announce
 
     def emit(self, record: logging.LogRecord) -> None:

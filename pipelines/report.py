@@ -38,6 +38,8 @@ class LatencyReport(Settings):
     p95: float
     outliers: float
     """Fraction of the calls that took far longer than the others, by Tukey's fence."""
+    ventiles: tuple[float, ...] = ()
+    """Below these stayed 5 %, 10 %, … 95 % of the calls; empty where an older run kept none."""
 
 
 class Measurements(Settings):
@@ -52,6 +54,8 @@ class Measurements(Settings):
     """How many times faster than the baseline, both measured in turn."""
     speedup_interval: tuple[float, float]
     """Where that lies, with the confidence of 95 %."""
+    speedup_blocks: tuple[float, ...] = ()
+    """The ratio in each block of consecutive calls, from which that follows."""
     bytes_ratio: float
     """The baseline's bytes divided by this artifact's."""
 
@@ -71,6 +75,7 @@ class Measurements(Settings):
             latency_ms=LatencyReport.model_validate(compared.after.model_dump()),
             speedup=compared.speedup,
             speedup_interval=compared.interval,
+            speedup_blocks=tuple(float(f"{ratio:.4g}") for ratio in compared.ratios),
             bytes_ratio=baseline.payload_bytes / artifact.payload_bytes,
         )
 
@@ -112,9 +117,13 @@ class StageReport(Settings):
     stage: str
     input: str
     """Name of what it reads."""
+    branch: tuple[str, ...] = ()
+    """The road to it: the names from `source` to its input."""
     cached: bool
     reason: str
     """Why it had to run; empty when it was cached."""
+    fetched_from: str = ""
+    """The shared store that it came from; empty where it was made or lay here."""
     seconds: float
     """How long the stage took when it was run."""
     judged_seconds: float = 0.0
@@ -122,10 +131,13 @@ class StageReport(Settings):
     artifact: ArtifactReport
     measurements: Measurements
     verdicts: tuple[Verdict, ...]
+    status: Literal["passed", "refused"] = Field(default_factory=lambda known: _judgement(known))
+    """Whether each of its gates passed; a stage with nothing to show is among the failures."""
 
     def line(self) -> str:
         """Return the stage in one line."""
-        how = "cached" if self.cached else f"made in {self.seconds:.1f} s"
+        origin = f" (from {self.fetched_from})" if self.fetched_from else ""
+        how = f"cached{origin}" if self.cached else f"made in {self.seconds:.1f} s"
         if self.judged_seconds:
             how += f", judged in {self.judged_seconds:.1f} s"
         metric = self.measurements.metric
@@ -135,11 +147,24 @@ class StageReport(Settings):
 
 
 class FailureReport(Settings):
-    """The stage at which a run failed or was interrupted, before it had anything to show."""
+    """A stage that failed, or at which a run was interrupted, before it had anything to show."""
 
     name: str
     stage: str
+    branch: tuple[str, ...] = ()
+    """The road to it: the names from `source` to its input."""
     error: str
+
+
+class SkippedReport(Settings):
+    """A stage that did not run, as one that it depends on did not pass."""
+
+    name: str
+    stage: str
+    branch: tuple[str, ...]
+    """The road to it: the names from `source` to its input."""
+    because: str
+    """Name of the stage that failed, or that a gate refused."""
 
 
 class TestReport(Settings):
@@ -165,6 +190,13 @@ class Report(Settings):
     warnings: tuple[str, ...] = Field(default_factory=lambda known: _warnings(known))
     """Quantized stages that are slower than their float parent, and what artifacts warn of."""
     failed_stage: FailureReport | None = None
+    """The first of the failures."""
+    failures: tuple[FailureReport, ...] = Field(
+        default_factory=lambda known: tuple(filter(None, [known["failed_stage"]]))
+    )
+    """Stages that failed; those that do not depend on them went on."""
+    skipped: tuple[SkippedReport, ...] = ()
+    """Stages that did not run because of a failure or a refusal."""
     test: TestReport | None = None
     lock: dict[str, JsonValue] = Field(exclude=True)
     """What is needed to run it again."""
@@ -172,7 +204,7 @@ class Report(Settings):
     def write(self, out: Path) -> None:
         """Write report.json, report.html and lock.json."""
         write_atomically(out / "lock.json", json.dumps(self.lock, indent=1, sort_keys=True) + "\n")
-        write_atomically(out / "report.html", self.html())
+        write_atomically(out / "report.html", self.html(out))
         write_atomically(out / "report.json", self.model_dump_json(indent=1) + "\n")
 
     @classmethod
@@ -189,27 +221,20 @@ class Report(Settings):
             raise ArtifactInvalid(f"{out}: holds no readable report ({error})") from None
         return cls.model_validate({**content, "lock": lock})
 
-    def html(self) -> str:
-        """Return the report as one self-contained page."""
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    def html(self, out: Path | None = None) -> str:
+        """Return the report as one self-contained page.
 
-        from pipelines.quantized import fidelity_of, sameness_of
+        Args:
+            out: where the artifacts lie, of which the page tells layers and digests; without it,
+                or where one is gone, it says that they are not here.
+        """
+        from pipelines.report_page import page_of
 
-        environment = Environment(
-            loader=FileSystemLoader(Path(__file__).parent),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        environment.filters |= {"bytes": readable_bytes, "count": readable_count}
-        environment.globals |= {
-            "rule_in_words": rule_in_words,
-            "fidelity_of": fidelity_of,
-            "sameness_of": sameness_of,
-        }
-        template = environment.get_template("report.html.jinja")
-        return template.render(report=self, lock=self.lock)
+        return page_of(self, out)
+
+
+def _judgement(known: dict[str, Any]) -> Literal["passed", "refused"]:
+    return "passed" if all(v.passed for v in known["verdicts"]) else "refused"
 
 
 def _warnings(known: dict[str, Any]) -> tuple[str, ...]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from compress.core.errors import CompressError, GateRefused
+from compress.core.errors import CompressError
 from compress.core.stage import silent
-from pipelines import interruption
+from pipelines.branches import walk_branches
 from pipelines.disk import said_plainly
+from pipelines.engines import check_engine, engine_for
 from pipelines.inputs import settle
 from pipelines.joining import told_to_other_nodes
 from pipelines.plan import SOURCE, Plan, make_plan
+from pipelines.recording import recorded, status_of
+from pipelines.samples import note_samples
 from pipelines.store import Store
 from pipelines.temporary import temporary_files
 from pipelines.walk import ASKED, Walk
@@ -21,8 +24,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.core.stage import Progress
+    from pipelines.engines import EngineName
     from pipelines.pipeline import Pipeline
-    from pipelines.report import Report, Status
+    from pipelines.remote import Remote
+    from pipelines.report import Report
 
 
 def run(
@@ -32,6 +37,9 @@ def run(
     start: str | None,
     until: str | None,
     force: bool,
+    jobs: int | None,
+    engine: EngineName,
+    store: str | None,
     progress: Progress,
     announce: Callable[[str], None],
     finished: Callable[[Report], None],
@@ -44,6 +52,10 @@ def run(
         start: run this stage and those after it again, whatever the store holds.
         until: stop after this stage.
         force: run every stage again.
+        jobs: branches made at a time, each in a process of its own where it is more than one; by
+            default one, and with Ray as many as the cluster has cores.
+        engine: what makes branches: this machine, or a Ray cluster.
+        store: URL of a store that other machines share; none where None.
         progress: where stages say how far they are.
         announce: where one line per stage goes.
         finished: given the report once it is written, of a refused or failed run too.
@@ -52,9 +64,13 @@ def run(
         The report of a run whose gates all passed.
 
     Raises:
-        GateRefused: a gate refused; the report is written, and the artifact kept.
-        CompressError: the pipeline is invalid, or a stage failed; the report says so.
+        GateRefused: a gate refused and no stage failed; the report is written, and the artifact
+            kept.
+        CompressError: the pipeline is invalid, or a stage failed; the report says so. Where others
+            did not pass either, their errors are its notes.
     """
+    check_engine(pipeline, engine)
+    remote = _shared(store, announce)
     plan = make_plan(pipeline, start, until)
     for warning in plan.warnings:
         announce(f"warning: {warning}")
@@ -65,20 +81,23 @@ def run(
     with (
         said_plainly(out),
         temporary_files(),
-        Store.locked(root, announce) as store,
+        Store.locked(root, announce, remote) as kept,
         told_to_other_nodes(root),
+        recorded(pipeline, out) as follow,
     ):
-        walk = Walk(pipeline, plan, out, store, data, progress, announce)
+        walk = Walk(pipeline, plan, out, kept, data, progress, announce)
+        if walk.contents:
+            note_samples(root, walk.contents)
+        follow(walk)
         try:
             with said_plainly(out):
-                walk.import_model(force)
-                for planned in plan.stages:
-                    walk.step(planned, again=planned.index >= _first_again(plan, start, force))
+                makes = engine_for(engine, jobs, kept, progress)
+                walk_branches(walk, _first_again(plan, start, force), makes)
                 walk.test()
                 report = walk.report("passed")
                 report.write(out)
         except BaseException as error:
-            report = walk.report(_status(error), str(error) or "interrupted")
+            report = walk.report(status_of(error), str(error) or "interrupted")
             with suppress(OSError):  # on a full disk the error itself matters more
                 report.write(out)
             if report.status != "interrupted" and isinstance(error, CompressError):
@@ -89,14 +108,20 @@ def run(
 
 
 def foresee(
-    pipeline: Pipeline, out: Path, *, start: str | None, until: str | None, force: bool
+    pipeline: Pipeline,
+    out: Path,
+    *,
+    start: str | None,
+    until: str | None,
+    force: bool,
+    store: str | None = None,
 ) -> dict[str, str]:
     """Return for each stage ``cached``, or why it would run; nothing is run.
 
     Raises:
         CompressError: the pipeline is invalid.
     """
-    return look_ahead(pipeline, out, start=start, until=until, force=force)[0]
+    return look_ahead(pipeline, out, start=start, until=until, force=force, store=store)[0]
 
 
 def look_ahead(
@@ -106,25 +131,31 @@ def look_ahead(
     start: str | None = None,
     until: str | None = None,
     force: bool = False,
+    store: str | None = None,
 ) -> tuple[dict[str, str], Walk]:
     """Return what :func:`foresee` does, and a walk that holds what is cached.
 
     Raises:
         CompressError: the pipeline is invalid.
     """
+    remote = _shared(store, lambda line: None)
     plan = make_plan(pipeline, start, until)
     pipeline, data, _ = settle(pipeline)
-    store = Store(out / ".store")
-    store.refuse_another_format()
-    walk = Walk(pipeline, plan, out, store, data, silent, lambda line: None)
+    kept = Store(out / ".store", remote)
+    kept.refuse_another_format()
+    if remote:
+        remote.refuse_another_format()
+    walk = Walk(pipeline, plan, out, kept, data, silent, lambda line: None)
     foreseen: dict[str, str] = {}
 
     def look(name: str, parts: dict[str, Any], again: bool) -> None:
-        found = None if again else store.entry(parts).load()
+        entry = kept.entry(parts)
+        found = None if again else kept.foresee(entry)
         if found:
             walk.artifacts[name] = found[0]
-        why = ASKED if again else store.why(name, parts)
-        foreseen[name] = "cached" if found else f"runs ({why})"
+        why = ASKED if again else kept.why(name, parts, walk.contents)
+        origin = f" (from {entry.fetched_from})" if entry.fetched_from else ""
+        foreseen[name] = f"cached{origin}" if found else f"runs ({why})"
 
     look(SOURCE, walk.source_parts(), force)
     for planned in plan.stages:
@@ -137,14 +168,16 @@ def look_ahead(
     return foreseen, walk
 
 
+def _shared(store: str | None, announce: Callable[[str], None]) -> Remote | None:
+    if store is None:
+        return None
+    from pipelines.remote import Remote
+
+    return Remote(store, announce)
+
+
 def _first_again(plan: Plan, start: str | None, force: bool) -> int:
-    """Return the index of the first stage that runs whatever the store holds."""
+    """Return the index of the first stage that runs whatever the store holds; the source is -1."""
     if force:
-        return 0
+        return -1
     return next((p.index for p in plan.stages if p.name == start), len(plan.stages))
-
-
-def _status(error: BaseException) -> Status:
-    if interruption.exit_code() or not isinstance(error, Exception):
-        return "interrupted"
-    return "refused" if isinstance(error, GateRefused) else "failed"

@@ -12,6 +12,7 @@ from compress.core.errors import PipelineInvalid, StageFailed
 from compress.core.files import write_atomically
 from compress.core.stage import Context, silent
 from pipelines.inputs import import_source, settle
+from pipelines.page import rendered
 from pipelines.plan import SOURCE, make_plan
 from pipelines.run import look_ahead
 from pipelines.temporary import temporary_files
@@ -116,20 +117,10 @@ def lines_below(found: Sensitivity, out: Path) -> Iterator[str]:
 
 def write_page(out: Path, name: str, found: Sensitivity) -> None:
     """Write sensitivity.html, a page of its own, and sensitivity.json."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    template = environment.get_template("sensitivity.html.jinja")
     words = _harm_in_words(found)
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "sensitivity.json", found.model_dump_json(indent=1) + "\n")
-    page = template.render(name=name, found=found, harm=words, plot=plot(found))
+    page = rendered("sensitivity.html.jinja", name=name, found=found, harm=words, plot=plot(found))
     write_atomically(out / PAGE, page)
 
 

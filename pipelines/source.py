@@ -15,6 +15,17 @@ if TYPE_CHECKING:
 Location = tuple[str | int, ...]
 DEEPEST = 30
 """Levels of nesting that no sensible file reaches."""
+LARGEST = 100_000
+"""Values that no sensible file holds."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the file has a stage."""
+
+    index: int
+    chosen: dict[str, int]
+    """Which value of its matrix each setting has."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +35,47 @@ class Source:
     path: Path
     content: dict[str, Any]
     lines: dict[Location, int] = field(repr=False)
+    origins: tuple[Origin, ...] = ()
+    """For each stage of the content where the file has it; empty where they are the same."""
+    unexpanded: dict[str, Any] | None = None
+    """The content as the file has it, where that is another."""
+
+    def written(self, location: Location) -> Location:
+        """Return where the file has a place of the content."""
+        if not self.origins or location[:1] != ("stages",) or len(location) < 2:
+            return location
+        origin, rest = self.origins[int(location[1])], location[2:]
+        if rest and rest[0] in origin.chosen:
+            rest = ("matrix", rest[0], origin.chosen[str(rest[0])], *rest[1:])
+        return ("stages", origin.index, *rest)
 
     def place(self, location: Location = ()) -> str:
         """Return ``file:line`` of the deepest known part of a location."""
+        location = self.written(location)
         for end in range(len(location), -1, -1):
             if location[:end] in self.lines:
                 return f"{self.path}:{self.lines[location[:end]]}"
         return str(self.path)
+
+    def told(self, location: Location) -> str:
+        """Return the place of a setting and its name, with what its stage and gate are."""
+        text = ""
+        content: Any = self.unexpanded or self.content
+        for part in self.written(location):
+            content = content[part] if _has(content, part) else None
+            if isinstance(part, int):
+                keys = content if isinstance(content, dict) else {}
+                label = keys.get("stage") or keys.get("gate")
+                text += f"[{part}]" + (f" ({label})" if label else "")
+            else:
+                text += f".{part}" if text else part
+        return f"{self.place(location)}: {text or 'the file'}"
+
+
+def _has(content: Any, part: str | int) -> bool:
+    if isinstance(content, dict):
+        return part in content
+    return isinstance(content, list) and isinstance(part, int) and part < len(content)
 
 
 def read(path: Path) -> Source:
@@ -51,6 +96,8 @@ def read(path: Path) -> Source:
         if root is not None:
             _walk(root, (), lines, path)
         content = yaml.safe_load(text)
+    except RecursionError:
+        raise PipelineInvalid(f"{path}: nested deeper than {DEEPEST} levels") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise PipelineInvalid(f"{path}:{line}: not valid YAML: {error.problem}") from None
@@ -66,6 +113,10 @@ def read(path: Path) -> Source:
 
 def _walk(node: yaml.Node, here: Location, lines: dict[Location, int], path: Path) -> None:
     lines.setdefault(here, node.start_mark.line + 1)
+    if len(lines) > LARGEST:
+        raise PipelineInvalid(
+            f"{path}:{node.start_mark.line + 1}: more than {LARGEST} values, with what aliases mean"
+        )
     if len(here) > DEEPEST:
         raise PipelineInvalid(
             f"{path}:{node.start_mark.line + 1}: nested deeper than {DEEPEST} levels; an alias "

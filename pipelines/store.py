@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -16,14 +15,19 @@ from compress.core.artifact import MANIFEST, Artifact, canonical_json, replace_a
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.files import partial_of, remove, sweep, write_atomically
 from compress.core.settings import Settings
+from pipelines.lock import lock
+from pipelines.samples import samples_changed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from compress.core.contents import Contents
+    from pipelines.remote import Remote
+
 FORMAT = 1
 """Of the store's folders and records; a store that does not tell its format has this one."""
-FORMAT_FILE, LOCK = "format.json", "lock"
+FORMAT_FILE = "format.json"
 WORK = "work"
 """Folder of what stages keep to go on after an interruption, by stage."""
 RECORD = "record.json"
@@ -51,6 +55,8 @@ class Entry:
         self.path = path
         self.artifact_path = path / "artifact"
         self._record_path = path / RECORD
+        self.fetched_from = ""
+        """URL of the shared store that the artifact came from in this run."""
 
     def load(self) -> tuple[Artifact, Record] | None:
         """Return the artifact and its record, or None when absent or damaged."""
@@ -80,24 +86,33 @@ class Entry:
 class Store:
     """A directory of entries by key."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, remote: Remote | None = None) -> None:
+        """Take a directory, and perhaps a store that other machines share."""
+        self.root, self._remote = root, remote
+        self.lock: int | None = None
+        """Descriptor that holds the lock of an open store."""
 
     @classmethod
     @contextmanager
-    def locked(cls, root: Path, announce: Callable[[str], None]) -> Iterator[Store]:
+    def locked(
+        cls, root: Path, announce: Callable[[str], None], remote: Remote | None = None
+    ) -> Iterator[Store]:
         """Open the store for one run, and sweep up what a killed one left; a second run waits.
 
         Raises:
-            PipelineInvalid: the directory cannot be written, or is of another format.
+            PipelineInvalid: the directory, or the shared store, cannot be written, or is of
+                another format.
         """
-        descriptor = _lock(root, announce)
+        descriptor = lock(root, announce)
         try:
-            store = cls(root)
+            store = cls(root, remote)
+            store.lock = descriptor
             store.refuse_another_format()
             if not (root / FORMAT_FILE).exists():
                 write_atomically(root / FORMAT_FILE, json.dumps({"format": FORMAT}))
             store._sweep()
+            if remote:
+                remote.begin(root)
             yield store
         finally:
             os.close(descriptor)
@@ -109,14 +124,12 @@ class Store:
             PipelineInvalid: it is of another format.
         """
         try:
-            found = json.loads((self.root / FORMAT_FILE).read_text(encoding="utf-8"))["format"]
+            found = format_in((self.root / FORMAT_FILE).read_bytes())
         except FileNotFoundError:
             return
-        except (ValueError, TypeError, KeyError):
-            found = "unknown"
         if found != FORMAT:
             raise PipelineInvalid(
-                f"{self.root}: is of format {_short(found)}, and this version of compress reads "
+                f"{self.root}: is of format {found}, and this version of compress reads "
                 f"format {FORMAT}; choose another --out, or remove {self.root} (everything in it "
                 "can be made again)"
             )
@@ -129,6 +142,30 @@ class Store:
             write_atomically(work / DONE, entry.path.name)
         entry.commit(record)
         remove(work)
+        if self._remote:
+            self._share(entry, Artifact.at(entry.artifact_path), record)
+
+    def find(self, entry: Entry) -> tuple[Artifact, Record] | None:
+        """Return an artifact and its record from here, else from the shared store, else None."""
+        found = entry.load()
+        if found:
+            self._share(entry, *found)
+        elif self._remote and (found := self._remote.fetch(entry.path.name, entry.artifact_path)):
+            entry.commit(found[1])
+            entry.fetched_from = self._remote.url
+        return found
+
+    def foresee(self, entry: Entry) -> tuple[Artifact, Record] | None:
+        """Return what :meth:`find` would; what is in the shared store alone stays there."""
+        found = entry.load()
+        if not found and self._remote:
+            found = self._remote.look(entry.path.name, entry.artifact_path)
+            entry.fetched_from = self._remote.url
+        return found
+
+    def _share(self, entry: Entry, artifact: Artifact, record: Record) -> None:
+        if self._remote:
+            self._remote.share(entry.path.name, artifact, record)
 
     def _sweep(self) -> None:
         """Remove what killed runs left half made, and work that has come to its end."""
@@ -146,15 +183,17 @@ class Store:
 
     def entry(self, parts: dict[str, Any]) -> Entry:
         """Return the place of an artifact, given everything that decides it."""
-        key = hashlib.sha256(canonical_json(parts).encode()).hexdigest()
-        return Entry(self.root / key[:32])
+        return Entry(self.root / key_of(parts))
 
-    def why(self, name: str, parts: dict[str, Any]) -> str:
+    def why(self, name: str, parts: dict[str, Any], data: Contents | None) -> str:
         """Return why a stage must run: what differs from its last run here."""
         before = self.last_parts(name)
         if before is None:
             return "not run before"
-        return _difference(before, parts) or "its artifact is gone or damaged"
+        found = _difference(before, parts)
+        if data is not None and found.startswith("data.splits."):
+            found = samples_changed(self.root, before["data"], data) or found
+        return found or "its artifact is gone or damaged"
 
     def last_parts(self, name: str) -> dict[str, Any] | None:
         """Return what decided a stage's artifact when it was last run here, if it was."""
@@ -173,6 +212,20 @@ class Store:
         return last if isinstance(last, dict) else {}
 
 
+def key_of(parts: dict[str, Any]) -> str:
+    """Return the name under which a store keeps what was made of these."""
+    return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
+
+
+def format_in(content: bytes) -> str | int:
+    """Return the format that a store's file tells."""
+    try:
+        found = json.loads(content)["format"]
+    except (ValueError, TypeError, KeyError):
+        found = "unknown"
+    return found if found == FORMAT else _short(found)
+
+
 def publish(artifact: Artifact, path: Path) -> None:
     """Show an artifact under a readable path, by hard links where the file system has them."""
     partial = partial_of(path)
@@ -187,38 +240,6 @@ def unpublish(folder: Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if (path / MANIFEST).is_file():
             remove(path)
-
-
-def _lock(root: Path, announce: Callable[[str], None]) -> int:
-    """Return the descriptor that holds a store's lock; closing it, or dying, gives it back."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        while True:
-            descriptor = os.open(root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-            _wait_for(descriptor, root, announce)
-            if _is_at(descriptor, root / LOCK):
-                return descriptor
-            os.close(descriptor)  # the store was removed meanwhile, and perhaps made anew
-            root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PipelineInvalid(
-            f"{root.parent}: cannot be written ({error.strerror}); choose another with --out"
-        ) from None
-
-
-def _wait_for(descriptor: int, root: Path, announce: Callable[[str], None]) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        announce(f"waiting for another run in {root.parent} to end (Ctrl-C gives up)")
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _link(source: str, target: str) -> None:

@@ -70,7 +70,7 @@ def stage_table(report: Report, console: Console) -> Table:
 
 
 def gate_lines(report: Report) -> Iterator[Text]:
-    """Yield one line per verdict, and one for a stage that failed."""
+    """Yield one line per verdict, and one for each stage that failed or was skipped."""
     metric = _metric(report)
     for stage in report.stages:
         for v in stage.verdicts:
@@ -79,8 +79,10 @@ def gate_lines(report: Report) -> Iterator[Text]:
             against = f" against {v.against}" if v.against else ""
             rule = rule_in_words(v, metric)
             yield Text(f"{mark} {stage.name}: {rule}{against}: {found}", style=style)
-    if report.failed_stage:
-        yield Text(f"✗ {report.failed_stage.error}", style="bold red")
+    for skipped in report.skipped:
+        yield Text(f"– {skipped.name}: skipped, as {skipped.because} did not pass")
+    for failed in report.failures:
+        yield Text(f"✗ {failed.error}", style="bold red")
 
 
 def closing_lines(report: Report, out: Path) -> Iterator[Text]:
@@ -144,9 +146,12 @@ def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
     for stage in report.stages:
         cells = {**_cells(stage.measurements), **_judgement(stage)}
         table.add_row(stage.name, *(cells[column] for column in shown))
-    if report.failed_stage:
-        failed = Text(f"✗ {report.status}", style="bold red")
-        table.add_row(report.failed_stage.name, failed, *("–" for _ in shown[1:]))
+    dashes = ["–" for _ in shown[1:]]
+    for failure in report.failures:
+        word = "interrupted" if report.status == "interrupted" else "failed"
+        table.add_row(failure.name, Text(f"✗ {word}", style="bold red"), *dashes)
+    for skipped in report.skipped:
+        table.add_row(skipped.name, "skipped", *dashes)
     return table
 
 

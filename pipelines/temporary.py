@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_sharer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,28 @@ def temporary_files() -> Iterator[None]:
     try:
         yield
     finally:
+        _end_listeners(folder)
         tempfile.tempdir, variable, sockets["tempdir"] = before
         del os.environ["TMPDIR"]
         if variable is not None:
             os.environ["TMPDIR"] = variable
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def _end_listeners(folder: Path) -> None:
+    """End what multiprocessing has listening in a folder; it begins anew elsewhere when needed.
+
+    Its queues of open files, and its server that forks, keep their socket's name for ever.
+    """
+    sharer: Any = vars(resource_sharer)["_resource_sharer"]
+    server: Any = vars(forkserver)["_forkserver"]
+    with suppress(OSError):
+        if str(sharer._address).startswith(f"{folder}/"):
+            sharer.stop()
+    with suppress(OSError):
+        if str(server._forkserver_address).startswith(f"{folder}/"):
+            server._stop()
 
 
 def _own_folder(place: Path) -> tuple[Path, int]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import io
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from compress.core.errors import StageFailed, told_of
+from compress.core.errors import CompressError, StageFailed, told_of
 from pipelines import answers, interruption
 
 if TYPE_CHECKING:
@@ -27,28 +28,72 @@ if TYPE_CHECKING:
 COLOURS = {"red": 31, "yellow": 33}
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Turn the toolkit's errors into one line on standard error and an exit code."""
+def started(app: Callable[[], Any]) -> NoReturn:
+    """Run the command line until it ends: by an exit code, or by a signal's."""
+    interruption.listen()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a lesser encoding must not end a run
+    try:
+        app()
+        raise SystemExit
+    except SystemExit as end:
+        raise SystemExit(interruption.exit_code() or end.code) from None
+    finally:
+        interruption.ignore()
+
+
+def framed(function: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
+    """Turn the toolkit's errors into one line on standard error and an exit code.
+
+    Args:
+        function: a command.
+        options: annotations of `as_json`, `quiet` and `debug`, which every command takes; they
+            decide how :func:`tell` answers, and the command itself need not know them.
+    """
 
     @functools.wraps(function)
-    def wrapped(*args: Any, debug: bool = False, **kwargs: Any) -> None:
+    def wrapped(*args: Any, as_json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
         logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR, format="%(message)s")
         try:
-            with answers.only_json() if kwargs.get("as_json") else nullcontext():
-                function(*args, debug=debug, **kwargs)
+            with answers.answering(answers.Manner(as_json=as_json, quiet=quiet)):
+                try:
+                    function(*args, **kwargs)
+                except BaseException as error:
+                    _refuse_as_json(error)
+                    raise
         except BaseException as error:  # noqa: BLE001 - a newcomer gets one line, not a traceback
             end(error, debug, resumes=function.__name__ != "serve")
 
+    signature = inspect.signature(function, eval_str=True)
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        for name, kind in options.items()
+    ]
+    signed: Any = wrapped
+    signed.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])
     return wrapped
+
+
+def _refuse_as_json(error: BaseException) -> None:
+    """Say in JSON what went wrong, where JSON is promised and nothing else was said."""
+    asked = answers.manner()
+    if asked.given or not asked.as_json or isinstance(error, BrokenPipeError | SystemExit):
+        return
+    found: dict[str, Any] = {"kind": "Interrupted", "exit_code": _interrupted(error), "lines": []}
+    if not found["exit_code"] and isinstance(error, Exception):
+        lines, code = told_of(error), _exit_code(error)
+        found = {"kind": type(error).__name__, "exit_code": code, "lines": lines}
+    answers.give({"error": found})
 
 
 def end(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
     """Say what went wrong, and end with its exit code."""
     if debug:
         traceback.print_exception(error)
-    if interruption.exit_code() or isinstance(error, KeyboardInterrupt):
+    if code := _interrupted(error):
         say("interrupted; run the same command again to resume" if resumes else "stopped")
-        raise SystemExit(interruption.exit_code() or 130) from None
+        raise SystemExit(code) from None
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
@@ -56,7 +101,16 @@ def end(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
         raise error
     for line in told_of(error):
         warn(f"error: {line}", "red")
-    raise SystemExit(getattr(error, "exit_code", StageFailed.exit_code)) from None
+    raise SystemExit(_exit_code(error)) from None
+
+
+def _interrupted(error: BaseException) -> int:
+    """Return the exit code of an interruption; 0 for everything else."""
+    return interruption.exit_code() or (130 if isinstance(error, KeyboardInterrupt) else 0)
+
+
+def _exit_code(error: Exception) -> int:
+    return int(getattr(error, "exit_code", StageFailed.exit_code))
 
 
 def say(line: str) -> None:
@@ -72,16 +126,56 @@ def warn(line: str, colour: str) -> None:
     say(f"\x1b[{COLOURS[colour]}m{line}\x1b[0m" if coloured else line)
 
 
+def inform(line: str) -> None:
+    """Write a line on standard error, unless errors alone or JSON are asked for."""
+    if not answers.manner().silent:
+        say(line)
+
+
+def asker() -> Callable[[str, str, Callable[[str], object]], str] | None:
+    """Return what asks a question; None where nobody is there to answer."""
+    return _ask if sys.stdin.isatty() and not answers.manner().silent else None
+
+
+def _ask(question: str, usual: str, check: Callable[[str], object]) -> str:
+    """Ask on standard error, and again after a wrong answer."""
+    while True:
+        sys.stderr.write(f"{question}{f' [{usual}]' if usual else ''}: ")
+        sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:  # Ctrl-D
+            raise KeyboardInterrupt
+        try:
+            check(answer := line.strip() or usual)
+        except CompressError as error:
+            say(str(error))
+        else:
+            return answer
+
+
 def tell(
-    as_json: bool,
     content: Settings | Mapping[str, Any],
     lines: Iterable[Any],
     table: Callable[[Console], Table] | None = None,
+    indent: int | None = 1,
+    warnings: Iterable[str] = (),
 ) -> None:
-    """Print JSON; or lines for people, below a table where there is one."""
-    if as_json:
+    """Print JSON; or lines for people, below a table where there is one; or nothing.
+
+    Args:
+        content: what is given as JSON; the warnings are part of it.
+        lines: what is given to people.
+        table: makes what stands above the lines.
+        indent: of the JSON; None puts it on one line.
+        warnings: what goes to standard error, for people alone.
+    """
+    for line in () if answers.manner().silent else warnings:
+        warn(f"warning: {line}", "yellow")
+    if answers.manner().as_json:
         mapping = content if isinstance(content, Mapping) else content.model_dump(mode="json")
-        answers.give(mapping)
+        answers.give(mapping, indent)
+    elif answers.manner().quiet:
+        return
     elif table is not None:
         from pipelines.table import printed
 
@@ -92,11 +186,11 @@ def tell(
         sys.stdout.flush()
 
 
-def show(report: Report, out: Path, as_json: bool, quiet: bool = False) -> None:
+def show(report: Report, out: Path) -> None:
     """Print a run's report; nothing where all is to be quiet and no JSON is asked for."""
     from pipelines.table import show_report
 
-    if as_json:
+    if answers.manner().as_json:
         answers.give(report.model_dump(mode="json"))
-    elif not quiet:
+    elif not answers.manner().quiet:
         show_report(report, out)

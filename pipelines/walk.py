@@ -1,45 +1,49 @@
-"""Walking the road: each stage is reused or run, measured, judged and reported."""
+"""Walking the road: each stage is reused or made, judged, and reported."""
 
 from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from compress.core.errors import GateRefused
-from compress.core.gates import explain
 from compress.core.stage import Context
-from pipelines.history import history_parts, run_told
+from pipelines.history import history_before, history_parts
 from pipelines.inputs import import_source, source_parts
+from pipelines.judging import judged, measured, refusal_of
 from pipelines.machine import machine, version_of, versions
+from pipelines.making import Making
 from pipelines.naming import named
+from pipelines.outcome import Outcome
 from pipelines.plan import SOURCE, Plan, PlannedStage
-from pipelines.report import (
-    ArtifactReport,
-    FailureReport,
-    Measurements,
-    Report,
-    StageReport,
-    TestReport,
-    how_to_run,
-)
+from pipelines.report import Measurements, Report, TestReport, how_to_run
 from pipelines.store import WORK, Entry, Record, Store, publish, unpublish
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from pydantic import JsonValue
-
     from compress.core.artifact import Artifact
     from compress.core.data import Splits
-    from compress.core.gates import Gate, Verdict
     from compress.core.stage import Progress
     from pipelines.pipeline import Pipeline
-    from pipelines.report import Status
+    from pipelines.report import StageReport, Status
 
 ASKED = "asked to run again"
+
+
+@dataclass(frozen=True)
+class Sought:
+    """A stage's place in the store, and why its artifact must be made where it is not there."""
+
+    name: str
+    parts: dict[str, Any]
+    """Everything that decides the artifact."""
+    entry: Entry
+    reason: str
+    """Empty where the store holds it."""
+    seconds: float = 0.0
+    """How long it took to be made."""
 
 
 @dataclass
@@ -61,76 +65,100 @@ class Walk:
     tested: TestReport | None = None
     at: str = ""
     """The stage that is being walked; empty between stages."""
-    judging_seconds: float = 0.0
-    """Spent on measuring, since the stage began to be judged."""
 
     def __post_init__(self) -> None:
-        self.fingerprint = self.data.fingerprint() if self.data else None
+        self.contents = self.data.contents() if self.data else None
+        self.fingerprint = self.contents.fingerprint if self.contents else None
+        self.outcome = Outcome(self.plan)
 
     def import_model(self, again: bool) -> None:
         """Bring in the model as it is; what an earlier run published makes room."""
         self.at = SOURCE
         unpublish(self.out / "artifacts")
-        self._obtain(
-            SOURCE, self.source_parts(), lambda c: import_source(self.pipeline, c.root), again
-        )
+        sought = self.seek(SOURCE, self.source_parts(), again)
+        if sought.reason:
+            began = time.monotonic()
+            with named(SOURCE, self.out):
+                artifact = import_source(self.pipeline, sought.entry.artifact_path)
+            self.keep(sought, artifact, time.monotonic() - began)
         publish(self.artifacts[SOURCE], self.out / "artifacts" / SOURCE)
         if self.plan.baseline == SOURCE:
-            self.baseline = self._measured(SOURCE)
+            self.baseline = measured(self, SOURCE)
         self.at = ""
 
     def step(self, planned: PlannedStage, again: bool) -> None:
-        """Reuse or run one stage, then measure and judge it.
+        """Reuse or make one stage, then measure and judge it.
 
         Raises:
             GateRefused: a gate refused.
         """
-        stage = planned.stage
-        self.at, self.judging_seconds = planned.name, 0.0
-        cached, reason, seconds = self._obtain(
-            planned.name, self.parts(planned), functools.partial(run_told, planned, self), again
-        )
-        artifact = self.artifacts[planned.name]
-        self._prove(planned, cached)
-        publish(artifact, self.out / "artifacts" / planned.name)
-        with artifact.held(self.pipeline.device, self.pipeline.threads):
-            verdicts = [self._judge(planned, gate) for gate in stage.gates]
-            measurements = self._measured(planned.name)
+        self.at = planned.name
+        sought = self.seek(planned.name, self.parts(planned), again)
+        if sought.reason:
+            artifact, seconds = self.making(planned, sought)(self.progress)
+            sought = self.keep(sought, artifact, seconds)
+        self.judge(planned, sought)
+
+    def seek(self, name: str, parts: dict[str, Any], again: bool) -> Sought:
+        """Take an artifact from the store, or announce why it must be made."""
+        entry = self.store.entry(parts)
+        found = None if again else self.store.find(entry)
+        if found is not None:
+            artifact, record = found
+            self._hold(name, artifact, entry, parts)
+            return Sought(name, parts, entry, "", record.seconds)
+        reason = ASKED if again else self.store.why(name, parts, self.contents)
+        self.announce(f"{name}: running ({reason})")
+        entry.path.mkdir(parents=True, exist_ok=True)
+        return Sought(name, parts, entry, reason)
+
+    def keep(self, sought: Sought, artifact: Artifact, seconds: float) -> Sought:
+        """Make what was made part of the store."""
+        record = Record(parts=sought.parts, digest=artifact.digest, seconds=seconds)
+        self.store.settle(sought.name, sought.entry, record)
+        self._hold(sought.name, artifact, sought.entry, sought.parts)
+        return replace(sought, seconds=seconds)
+
+    def making(self, planned: PlannedStage, sought: Sought) -> Making:
+        """Return the making of a stage's artifact, whose inputs are there."""
+        history = history_before(planned, self) if planned.stage.records_history else None
+        context = self.context(planned.name, sought.entry.artifact_path)
+        return Making(planned.name, planned.stage, planned.input, replace(context, history=history))
+
+    def judge(self, planned: PlannedStage, sought: Sought) -> None:
+        """Prove, publish, measure and judge what a stage has made.
+
+        Raises:
+            GateRefused: a gate refused.
+        """
+        self.at = planned.name
+        row = judged(self, planned, sought)
         if planned.name == self.plan.baseline:
-            self.baseline = measurements
-        self.rows.append(
-            StageReport(
-                name=planned.name,
-                stage=stage.stage,
-                input=planned.input,
-                cached=cached,
-                reason=reason,
-                seconds=seconds,
-                judged_seconds=self.judging_seconds,
-                artifact=ArtifactReport.of(artifact, f"artifacts/{planned.name}"),
-                measurements=measurements,
-                verdicts=tuple(verdicts),
-            )
-        )
+            self.baseline = row.measurements
+        self.rows.append(row)
         self.at = ""
-        self.announce(self.rows[-1].line())
-        refused = [v for v in verdicts if not v.passed]
-        if refused:
-            raise GateRefused(
-                f"{planned.name}: {'; '.join(map(explain, refused))} "
-                f"(artifact kept in {self.out / 'artifacts' / planned.name})"
-            )
+        self.announce(row.line())
+        refusal = refusal_of(row, self.out)
+        if refusal:
+            raise refusal
+
+    @functools.cached_property
+    def came_in(self) -> dict[str, Any]:
+        """What decides the model that came in; its files are hashed once a run."""
+        return source_parts(self.pipeline)
 
     def source_parts(self) -> dict[str, Any]:
         """Return everything that decides the imported model."""
-        return {**source_parts(self.pipeline), **self._surroundings(uses_data=False)}
+        return {**self.came_in, **self._surroundings(uses_data=False)}
 
     def parts(self, planned: PlannedStage) -> dict[str, Any]:
         """Return everything that decides a stage's artifact."""
         return {
             "stage": planned.stage.stage,
             "settings": planned.stage.own_settings(),
-            "inputs": {name: self.artifacts[name].digest for name in planned.reads},
+            # Not by its name: whatever it is called, the same weights give the same artifact.
+            "input": self.artifacts[planned.input].digest,
+            "others": {n: self.artifacts[n].digest for n in planned.stage.also_reads},
             "library": version_of(type(planned.stage).__module__),
             **planned.stage.machine_parts,
             **history_parts(planned, self),
@@ -139,126 +167,46 @@ class Walk:
 
     def test(self) -> None:
         """Touch the test split, once, for what came in and what ships; not where a run is cut."""
-        complete = len(self.plan.stages) == len(self.pipeline.stages)
-        if self.data is None or "test" not in self.data.datasets or not complete:
+        if self.data is None or "test" not in self.data.datasets or self.plan.cut:
             return
-        question = {"metric on": "test", **self._conditions()}
+        question = {"metric on": "test", **self.conditions()}
         values: dict[str, float] = {}
         for name in dict.fromkeys((self.plan.baseline, *self.plan.leaves)):
-            score = functools.partial(self._context(name).score, self.artifacts[name], "test")
+            score = functools.partial(self.context(name).score, self.artifacts[name], "test")
             with named(name, self.out):
                 values[name] = float(str(self.entries[name].answer(question, score)))
         self.tested = TestReport(metric=self.plan.metric.name, values=values)
 
     def report(self, status: Status, error: str = "") -> Report:
         """Return what happened so far."""
+        failures = self.outcome.failures_with(self.at, error)
         return Report(
             pipeline=self.pipeline.name,
             status=status,
             error=error,
-            failed_stage=self._failure(error) if self.at else None,
+            failed_stage=failures[0] if failures else None,
+            failures=failures,
+            skipped=self.outcome.skipped(),
             baseline_name=self.plan.baseline,
             baseline=self.baseline,
-            stages=tuple(self.rows),
+            stages=tuple(sorted(self.rows, key=lambda row: self.plan.names.index(row.name))),
             test=self.tested,
             lock={
+                "source": self.store.last_parts(SOURCE),
                 "file": self.pipeline.file,
                 "command": how_to_run(self.pipeline.file, self.out),
                 "versions": dict(versions()),
                 "machine": dict(machine()),
                 "seed": self.pipeline.seed,
                 "data": self.fingerprint,
-                "artifacts": {name: a.digest for name, a in self.artifacts.items()},
+                "artifacts": {n: self.artifacts[n].digest for n in self._in_order()},
                 "settings": self.pipeline.model_dump(mode="json", by_alias=True),
             },
         )
 
-    def _failure(self, error: str) -> FailureReport:
-        stages = {p.name: p.stage.stage for p in self.plan.stages}
-        return FailureReport(name=self.at, stage=stages.get(self.at, SOURCE), error=error)
-
-    def _ask(self, name: str, question: dict[str, Any], measure: Callable[[], JsonValue]) -> Any:
-        """Return what was measured before, or measure, counting the seconds."""
-
-        def timed() -> JsonValue:
-            began = time.monotonic()
-            try:
-                return measure()
-            finally:
-                self.judging_seconds += time.monotonic() - began
-
-        return self.entries[name].answer(question, timed)
-
-    def _obtain(
-        self,
-        name: str,
-        parts: dict[str, Any],
-        make: Callable[[Context], Artifact],
-        again: bool,
-    ) -> tuple[bool, str, float]:
-        """Take an artifact from the store or make it; return whether cached, why not, seconds."""
-        entry = self.store.entry(parts)
-        found = None if again else entry.load()
-        reason = ""
-        if found is None:
-            reason = ASKED if again else self.store.why(name, parts)
-            self.announce(f"{name}: running ({reason})")
-            entry.path.mkdir(parents=True, exist_ok=True)
-            began = time.monotonic()
-            context = self._context(name, entry.artifact_path)
-            with named(name, self.out):
-                artifact = make(context)
-            record = Record(parts=parts, digest=artifact.digest, seconds=time.monotonic() - began)
-            self.store.settle(name, entry, record)
-            found = artifact, record
-        artifact, record = found
-        self.artifacts[name], self.entries[name] = artifact, entry
-        self.store.remember(name, parts)
-        return not reason, reason, record.seconds
-
-    def _prove(self, planned: PlannedStage, cached: bool) -> None:
-        """Hold a cached result against its input, once for each data and machine."""
-        name, model = planned.name, self.artifacts[planned.input]
-
-        def prove() -> JsonValue:
-            if cached:  # else the stage has just done so itself
-                planned.stage.prove(model, self.artifacts[name], self._context(name))
-            return True
-
-        with named(name, self.out):
-            self._ask(name, {"proved against its input": 1, **self._conditions()}, prove)
-
-    def _judge(self, planned: PlannedStage, gate: Gate) -> Verdict:
-        other = gate.against or planned.input
-        before, after = self.artifacts[other], self.artifacts[planned.name]
-        question = {**gate.measurement_key(), "against": before.digest, **self._conditions()}
-        failed: list[Verdict] = []
-
-        def measure() -> float:
-            verdict = gate.judge(before, after, self._context(planned.name))
-            if verdict.value is None:
-                failed.append(verdict)
-                raise _Unmeasured
-            return verdict.value
-
-        try:
-            value = self._ask(planned.name, question, measure)
-            verdict = gate.verdict(float(str(value)))
-        except _Unmeasured:
-            verdict = failed[0]
-        return verdict.model_copy(update={"against": other if gate.compares else None})
-
-    def _measured(self, name: str) -> Measurements:
-        baseline, artifact = self.artifacts[self.plan.baseline], self.artifacts[name]
-        question = {"measurements": 1, "against": baseline.digest, **self._conditions()}
-
-        def measure() -> JsonValue:
-            return Measurements.of(artifact, baseline, self._context(name)).model_dump(mode="json")
-
-        with named(name, self.out):
-            return Measurements.model_validate(self._ask(name, question, measure))
-
-    def _context(self, name: str, root: Path | None = None) -> Context:
+    def context(self, name: str, root: Path | None = None) -> Context:
+        """Return where a stage runs or is judged, with the artifacts that it names or rests on."""
+        needed = {SOURCE, *self.plan.branch(name), *self.plan.needs(name)}
         return Context(
             root=root or self.entries[name].artifact_path,
             data=self.data,
@@ -266,7 +214,7 @@ class Walk:
             device=self.pipeline.device,
             threads=self.pipeline.threads,
             seed=self.pipeline.seed,
-            earlier=dict(self.artifacts),
+            earlier={n: artifact for n, artifact in self.artifacts.items() if n in needed},
             progress=self.progress,
             # Not the entry's: a training goes on where another number of processes left it.
             scratch=self.store.root / WORK / name,
@@ -274,7 +222,8 @@ class Walk:
             scores=self.scores,
         )
 
-    def _conditions(self) -> dict[str, Any]:
+    def conditions(self) -> dict[str, Any]:
+        """Return what a measurement depends on, besides what is measured."""
         return {
             "data": self.fingerprint,
             "metric": self.plan.metric.identity(),
@@ -284,15 +233,18 @@ class Walk:
             "machine": machine(),
         }
 
+    def _hold(self, name: str, artifact: Artifact, entry: Entry, parts: dict[str, Any]) -> None:
+        self.artifacts[name], self.entries[name] = artifact, entry
+        self.store.remember(name, parts)
+
+    def _in_order(self) -> list[str]:
+        return [name for name in (SOURCE, *self.plan.names) if name in self.artifacts]
+
     def _surroundings(self, uses_data: bool) -> dict[str, Any]:
         # Training keeps the best epoch by the metric, so that decides the result as data does.
         return {
-            "data": self.fingerprint if uses_data else None,
+            "data": self.contents.parts() if uses_data and self.contents else None,
             "metric": self.plan.metric.identity() if uses_data else None,
             "seed": self.pipeline.seed,
             "versions": versions(),
         }
-
-
-class _Unmeasured(Exception):
-    pass

@@ -23,7 +23,7 @@ class Part(Settings):
     """One thing that decides a stage's artifact."""
 
     what: str
-    """Dotted path: `settings.ratio`, `inputs.train`, `versions.torch`."""
+    """Dotted path: `settings.ratio`, `input`, `versions.torch`."""
     value: JsonValue
     before: JsonValue
     """What it was when the stage was last run here; as ``value`` where that is not known."""
@@ -47,18 +47,19 @@ class Reason(Settings):
             yield f"  {part.what:{width}}  {_text(part.value)}{was}"
 
 
-def why(pipeline: Pipeline, out: Path, stage: str) -> Reason:
+def why(pipeline: Pipeline, out: Path, stage: str, store: str | None = None) -> Reason:
     """Return why a run would take a stage's artifact from the store, or make it.
 
     Args:
         pipeline: the pipeline.
         out: directory of its results.
         stage: name of the stage, or `source`.
+        store: URL of a store that other machines share; none where None.
 
     Raises:
         PipelineInvalid: no stage has that name, or the file is invalid.
     """
-    foreseen, walk = look_ahead(pipeline, out)
+    foreseen, walk = look_ahead(pipeline, out, store=store)
     if stage not in foreseen:
         raise PipelineInvalid(
             f"{pipeline.file}: no stage is named {stage!r}; {did_you_mean(stage, set(foreseen))}"

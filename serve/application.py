@@ -82,7 +82,7 @@ class Application:
         self.limits = limits
         self.batcher = batcher
         self.metrics = Metrics(model.name, lambda: batcher.depth)
-        self.specs = [spec.model_dump(mode="json") for spec in model.signature.inputs]
+        self.specs = model.signature.announced()
         self.outputs = [output.name for output in model.signature.outputs]
         self._example = example(model.signature, rows=1)
         self._inside = 0  # requests whose body is read or which are answered

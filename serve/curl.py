@@ -77,8 +77,8 @@ def torchserve_line(url: str, name: str, signature: Signature, token: str) -> st
 
 
 def _sizes(spec: TensorSpec, signature: Signature) -> list[int]:
-    axes = dict.fromkeys(signature.dynamic_axes, SOME_LENGTH) | {signature.batch_axis or "": 1}
-    return [*spec.sized(axes)]
+    axes = {axis: signature.bounds(axis).nearest(SOME_LENGTH) for axis in signature.dynamic_axes}
+    return [*spec.sized(axes | {signature.batch_axis or "": 1})]
 
 
 def _value(spec: TensorSpec) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from serve.options import Options
     from serve.provenance import Provenance
 
-    Tell = Callable[[str], None]
+    Tell = Callable[["Place"], None]
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +37,30 @@ NO_TLS = (
     "warning: other machines reach this port, and the token travels unencrypted: put a proxy with "
     "TLS before it"
 )
-
-
 NATIVE = (
     "its model is native code, which runs unseen: give the archive's sha256, as you were told it, "
     "with --sha256"
 )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model is served, once it answers."""
+
+    artifact: str
+    url: str
+    """Of the model, or of TorchServe's own pages."""
+    server: str
+    """`built-in` or `torchserve`."""
+    curl: str
+    """A command that asks the model."""
+    warnings: tuple[str, ...] = ()
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the same for people."""
+        by = "" if self.server == "built-in" else "by TorchServe "
+        where = f"{self.artifact}: served {by}at {self.url} (Ctrl-C stops)"
+        return (*self.warnings, where, self.curl)
 
 
 def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: Tell) -> None:
@@ -52,7 +70,7 @@ def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: 
         path: an artifact's directory, its file in it, or a bare ``.mar``.
         options: how; the token is taken from the file, the environment, or made.
         token_file: what holds the token.
-        tell: is given each line that says where the model is.
+        tell: is given where the model is, once it answers.
 
     Raises:
         ArtifactInvalid: not an artifact that is served, or altered after sealing.
@@ -89,12 +107,11 @@ def _by_the_built_in(
         url = builtin.url_of(listener)
         header = curl.bearer(token, made, token_file, builtin.TOKEN_VARIABLE)
         line = curl.open_inference_line(url, options.name, artifact.signature, header)
-        if options.host not in LOOPBACK:
-            tell(NO_TLS)
+        warnings = () if options.host in LOOPBACK else (NO_TLS,)
+        model = f"{url}/v2/models/{options.name}"
 
         def ready() -> None:
-            tell(f"{artifact.path}: served at {url}/v2/models/{options.name} (Ctrl-C stops)")
-            tell(line)
+            tell(Place(str(artifact.path), model, "built-in", line, warnings))
             sys.stdout.flush()
             if options.processes > 1:
                 listener.close()  # theirs are open: nobody listens any more once they stop
@@ -141,8 +158,8 @@ def _by_torchserve(
             "and limits of its own: leave all options but --port, --threads and --sha256 out"
         )
     with TorchServe(mar, threads=options.threads, port=options.port) as server:
-        tell(f"{mar}: served by TorchServe at {server.url} (Ctrl-C stops)")
-        tell(curl.torchserve_line(server.url, server.model_name, signature, server.token))
+        line = curl.torchserve_line(server.url, server.model_name, signature, server.token)
+        tell(Place(str(mar), server.url, "torchserve", line))
         sys.stdout.flush()
         while not server.has_ended():
             time.sleep(POLL_SECONDS)

@@ -81,7 +81,8 @@ def interface_of(call: Call, signature: Signature) -> Interface:
 def example(signature: Signature, rows: int, seed: int = 0) -> list[Array]:
     """Return inputs without torch: normal floats, ones for integers, which masks let through."""
     generator = np.random.default_rng(seed)
-    axes = dict.fromkeys(signature.dynamic_axes, rows + SOME_LENGTH)
+    longer = rows + SOME_LENGTH
+    axes = {axis: signature.bounds(axis).nearest(longer) for axis in signature.dynamic_axes}
     axes |= {signature.batch_axis or "": rows}
     arrays: list[Array] = []
     for spec in signature.inputs:

@@ -41,7 +41,7 @@ and compared with its source. This part is written by `benchmarks/export.py cove
 
 - A number: the largest difference to the source, relative to its largest output, on inputs of
   another batch size (5) and seed than those that the stage itself compares (batches of 1, 3 and 8,
-  and three sizes of every other named axis). The sealed artifact was opened again in a fresh
+  and four sizes of every other named axis). The sealed artifact was opened again in a fresh
   process and gave the same answers to the last bit.
 - **no**: there is no artifact; the reason is what the stage says. *Nothing*: not tried.
 - **TorchScript**: by `method: trace`, and where that refuses by `method: script`.

@@ -11,12 +11,12 @@ import json
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self
 
-from pydantic import JsonValue, ValidationError
+from pydantic import Field, JsonValue, ValidationError, field_validator
 
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
-from compress.core.files import partial_of, remove, sha256_of, sync
+from compress.core.files import partial_of, replace, sha256_of, stays_inside, sync
 from compress.core.recipe import Recipe
 from compress.core.settings import Settings
 from compress.core.signature import Signature
@@ -41,8 +41,8 @@ class Predictor(Protocol):
 class FileDigest(Settings):
     """Size and hash of one file of an artifact."""
 
-    sha256: str
-    bytes: int
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    bytes: Annotated[int, Field(ge=0)]
 
 
 class Step(Settings):
@@ -67,6 +67,14 @@ class Manifest(Settings):
     """What the producing stage found out."""
     lineage: tuple[Step, ...] = ()
     files: dict[str, FileDigest] = {}
+
+    @field_validator("files")
+    @classmethod
+    def _inside(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
+        for name in files:
+            if not stays_inside(name) or name == MANIFEST:
+                raise ValueError(f"{name[:80]!r} is no file of an artifact")
+        return files
 
 
 class Artifact:
@@ -101,9 +109,19 @@ class Artifact:
         path = Path(path)
         try:
             raw = (path / MANIFEST).read_bytes()
-            manifest = Manifest.model_validate_json(raw)
         except (FileNotFoundError, NotADirectoryError):
             raise ArtifactInvalid(f"{path}: not an artifact (it has no {MANIFEST})") from None
+        return cls.described_by(raw, path)
+
+    @classmethod
+    def described_by(cls, raw: bytes, path: Path) -> Self:
+        """Return the artifact that a manifest describes, whether or not it lies at the path yet.
+
+        Raises:
+            ArtifactInvalid: the manifest is unreadable, or one of another kind.
+        """
+        try:
+            manifest = Manifest.model_validate_json(raw)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
@@ -153,7 +171,9 @@ class Artifact:
                 lineage=lineage,
                 files=files,
             )
-            _seal(partial, manifest)
+            text = json.dumps(manifest.model_dump(mode="json"), indent=1, sort_keys=True)
+            (partial / MANIFEST).write_text(text + "\n", encoding="utf-8")
+            seal(partial)
             replace_artifact(partial, path)
             sync(path.parent)
         finally:
@@ -225,8 +245,7 @@ def replace_artifact(new: Path, path: Path) -> None:
         PipelineInvalid: there is something else.
     """
     _refuse_foreign(path)
-    remove(path)
-    new.rename(path)
+    replace(new, path)
 
 
 def _refuse_foreign(path: Path) -> None:
@@ -250,9 +269,8 @@ def _digest(file: Path) -> FileDigest:
     return FileDigest(sha256=sha256_of(file), bytes=file.stat().st_size)
 
 
-def _seal(folder: Path, manifest: Manifest) -> None:
-    text = json.dumps(manifest.model_dump(mode="json"), indent=1, sort_keys=True)
-    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+def seal(folder: Path) -> None:
+    """Write-protect and sync an artifact's files, before it gets a name of its own."""
     for entry in sorted(folder.rglob("*"), reverse=True):
         if entry.is_file():
             entry.chmod(0o444)  # hard links share these bytes: an edit in place must not be easy

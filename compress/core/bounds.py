@@ -1,4 +1,4 @@
-"""How large a named axis may be, as torch.export finds it in a model's code."""
+"""How large a named axis may be: as declared, and as torch.export finds it in a model's code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SOME_SIZES = "in the specified range satisfy the generated guard"
+SOME_SIZES = re.compile(r"in the specified range (\S.* )?satisfy the generated guard")
 """What torch.export says where a graph is right for some sizes of an axis alone."""
 LARGEST = re.compile(r"^ *(\w+) = Dim\('\1', (?:min=\d+, )?max=(\d+)\)$", re.MULTILINE)
 """Its own mending."""
@@ -28,7 +28,7 @@ def trace(
     inputs: Sequence[torch.Tensor],
     signature: Signature,
     *,
-    gathered: bool = False,
+    gathered: str = "",
 ) -> ExportedProgram:
     """Trace a module with the signature's axes dynamic, up to the size that its code takes.
 
@@ -40,7 +40,7 @@ def trace(
         module: the module, in eval mode.
         inputs: example inputs.
         signature: the interface.
-        gathered: whether the module takes its inputs as ``*inputs``.
+        gathered: name of the parameter ``*inputs`` with which the module takes them all, if so.
     """
     import torch
 
@@ -51,7 +51,7 @@ def trace(
         return torch.export.export(
             module,
             tuple(inputs),
-            dynamic_shapes={"inputs": shapes} if gathered else shapes,
+            dynamic_shapes={gathered: shapes} if gathered else shapes,
             prefer_deferred_runtime_asserts_over_guards=checks,
         )
 
@@ -59,7 +59,7 @@ def trace(
         try:
             return traced({})
         except torch._dynamo.exc.UserError as error:
-            if SOME_SIZES not in str(error):
+            if not SOME_SIZES.search(str(error)):
                 raise
             limits = {axis: int(most) for axis, most in LARGEST.findall(str(error))}
         limits.pop(signature.batch_axis or "", None)
@@ -72,8 +72,12 @@ def dynamic_shapes(
     """Return the named axes of each input, in the form that torch.export and its kin take."""
     import torch
 
-    most = limits or {}
-    sizes = {name: torch.export.Dim(name, max=most.get(name)) for name in signature.dynamic_axes}
+    sizes = {}
+    for name in signature.dynamic_axes:
+        declared = signature.bounds(name)
+        known = [most for most in (declared.max, (limits or {}).get(name)) if most is not None]
+        least = declared.min if declared.min > 1 else None
+        sizes[name] = torch.export.Dim(name, min=least, max=min(known, default=None))
     return tuple(
         {axis: sizes[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} or None
         for spec in signature.inputs
@@ -98,7 +102,7 @@ def axis_limits(program: ExportedProgram, signature: Signature) -> dict[str, int
 
 
 def limits_of(program: ExportedProgram, signature: Signature, title: str) -> dict[str, Any]:
-    """Return the facts on how large axes may be, and say them aloud; none where nothing bounds.
+    """Return the facts on how large axes may be, and say aloud what was not declared so.
 
     Args:
         program: the model's graph.
@@ -107,5 +111,6 @@ def limits_of(program: ExportedProgram, signature: Signature, title: str) -> dic
     """
     limits = axis_limits(program, signature)
     for axis, most in limits.items():
-        logger.info("%s: the model's code takes %s of at most %d", title, axis, most)
+        if most != signature.bounds(axis).max:
+            logger.info("%s: the model's code takes %s of at most %d", title, axis, most)
     return {"axis_limits": limits} if limits else {}

@@ -40,7 +40,7 @@ def call_by_name_(module: torch.nn.Module, inputs: Sequence[str], outputs: Seque
             answer = kind.forward(self, *tensors)
         if not outputs:
             return answer
-        entries = _entries(answer)
+        entries = entries_of(answer)
         return tuple(entries[name] for name in outputs)
 
     if inputs:
@@ -59,8 +59,8 @@ def fit_call(
     """Return how a module is to be called, and the signature with the outputs' names.
 
     Inputs named like parameters of forward are passed to them, whatever their order; other names
-    are free, and pass by position. Names of outputs choose entries of a mapping by their keys, or
-    name all outputs anew.
+    are free, and pass by position. Names of outputs choose among those that there are, or name all
+    outputs anew.
 
     Args:
         module: the module; it is run once and not changed.
@@ -112,15 +112,18 @@ def with_outputs(answer: Any, signature: Signature) -> tuple[tuple[str, ...], Si
     """Return the entries to choose of an answer, if not all, and the signature with their names.
 
     Raises:
-        PipelineInvalid: there are not as many tensors as names.
+        PipelineInvalid: there are not as many tensors as names, or some names alone are known.
         ArtifactInvalid: there is anything but tensors in it.
     """
     wanted = [o.name for o in signature.outputs]
     given = "outputs" in signature.model_fields_set
-    entries = _entries(answer)
-    if given and set(wanted) <= set(entries):
+    entries = entries_of(answer)
+    known = [name for name in wanted if name in entries]
+    if given and known == wanted:
         flat = list(_named(answer)) if _is_flat(answer) else []
         return (() if wanted == flat else tuple(wanted)), signature
+    if given and known:
+        raise PipelineInvalid(f"model.outputs names {wanted}, and the model returns {[*entries]}")
     try:
         flatten_outputs(answer)
     except ArtifactInvalid as error:
@@ -135,13 +138,17 @@ def with_outputs(answer: Any, signature: Signature) -> tuple[tuple[str, ...], Si
     return (), name_outputs(signature, len(found))
 
 
-def _entries(answer: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a mapping or a named tuple, by key."""
+def entries_of(answer: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of an answer by key, and those without one by the name they get."""
+    flat = (
+        dict(zip(_named(answer), flatten_outputs(answer), strict=True)) if _is_flat(answer) else {}
+    )
     if hasattr(answer, "_asdict"):
         answer = answer._asdict()
     if not isinstance(answer, Mapping):
         answer = {"logits": answer.logits} if hasattr(answer, "logits") else {}
-    return {str(k): v for k, v in answer.items() if isinstance(v, torch.Tensor)}
+    own = {str(k): v for k, v in answer.items() if isinstance(v, torch.Tensor)}
+    return own | {name: tensor for name, tensor in flat.items() if name not in own}
 
 
 def _is_flat(answer: Any) -> bool:

@@ -228,6 +228,9 @@ def _read_pickle(file: Path) -> dict[str, Any]:
 
     import torch
 
+    from compress.core.zips import refuse_bomb
+
+    refuse_bomb(file)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from compress.core.batch import Batch, collate, describe
 from compress.core.cache import CachedDataset, place_of, probe
-from compress.core.contents import held_tensors, tensors_of, update
+from compress.core.contents import Contents, hashes_of, held_tensors
 from compress.core.errors import PipelineInvalid, StageFailed, first_line
 from compress.core.factory import local_sources, resolve, sources_digest
 from compress.core.loading import Loading
@@ -247,36 +246,37 @@ class Splits:
         yield from self.read(name, order[:samples].tolist(), self.batch_size)
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 over the splits' contents, batches, and the source that makes them.
+        """Return a SHA-256 over :meth:`contents`, which also says what may be raised."""
+        return self.contents().fingerprint
 
-        Datasets that hold tensors are hashed whole, others by evenly spaced samples and length.
+    def contents(self) -> Contents:
+        """Return what decides what comes out of the data: samples, batches, the code behind them.
 
         Raises:
             PipelineInvalid: a sample cannot be read.
         """
-        digest = hashlib.sha256(f"batches of {self.batch_size}".encode())
+        made = {"batch_size": self.batch_size, **self._origin()}
         if self.loading.bucket_by or self.loading.pad_values:
-            digest.update(f"{self.loading.bucket_by} {self.loading.pad_values}".encode())
-        digest.update(self._origin().encode())
+            made["loader"] = f"{self.loading.bucket_by} {self.loading.pad_values}"
+        lengths, hashes = {}, {}
         for name in sorted(self.datasets):
             dataset = self.split(name)
-            digest.update(f"{name}:{len(dataset)}".encode())  # type: ignore[arg-type]
+            lengths[name] = len(dataset)  # type: ignore[arg-type]
             with self._telling_of_samples(name):
-                for tensor in tensors_of(dataset):
-                    update(digest, tensor)
-        return digest.hexdigest()
+                hashes[name] = hashes_of(dataset)
+        return Contents(made, lengths, hashes)
 
     @property
     def _where(self) -> str:
         return f"data.factory {self.source.factory!r}" if self.source else "the data"
 
-    def _origin(self) -> str:
+    def _origin(self) -> dict[str, Any]:
         """Return what is known of the datasets' making."""
         if self.source is None:
-            return ""
-        sources = local_sources(self.source.factory, self.source.folder)
-        made = repr((self.source.factory, sorted(self.source.arguments.items())))
-        return made + sources_digest(sources)
+            return {}
+        code = sources_digest(local_sources(self.source.factory, self.source.folder))
+        arguments = {name: repr(value) for name, value in sorted(self.source.arguments.items())}
+        return {"factory": self.source.factory, "arguments": arguments, "code": code}
 
     @contextmanager
     def _telling_of_samples(self, split: str) -> Iterator[None]:

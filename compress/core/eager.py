@@ -124,10 +124,11 @@ class EagerModel(Artifact):
         Raises:
             ArtifactInvalid: the weights do not fit the recipe.
         """
-        from safetensors.torch import load_file
+        from compress.core.safetensors_file import tensors_in
 
         module = self.recipe.build(self.code)
-        load_state_(module, load_file(self.payload_path), str(self.payload_path))
+        with self.payload_path.open("rb", buffering=0) as stream:
+            load_state_(module, tensors_in(stream), str(self.payload_path))
         return module.eval().to(device)
 
     def skeleton(self) -> torch.nn.Module | None:

@@ -63,8 +63,9 @@ def lines_of(message: str) -> list[str]:
 
 
 def told_of(error: Exception) -> list[str]:
-    """Return what a user is told of an error: one line per problem."""
+    """Return what a user is told of an error and of those that it notes: one line per problem."""
     message = str(error)
     if not isinstance(error, CompressError | OSError):
         message = f"internal error, {type(error).__name__}: {error} (--debug shows where)"
-    return lines_of(message)
+    notes = getattr(error, "__notes__", ()) if isinstance(error, CompressError) else ()
+    return [*lines_of(message), *notes]

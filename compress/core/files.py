@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -10,15 +11,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Of renameat2(2)."""
 PARTIAL, REMOVED = ".partial-", ".removed-"
 """Marks in the hidden names of what is being made and removed; a process's number follows."""
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Write under a temporary name, sync, and rename over the old file."""
+    content = content.encode() if isinstance(content, str) else content
+    try:
+        _write(path, content)
+    except FileNotFoundError:  # a run that began here swept it up, which it does once
+        _write(path, content)
+
+
+def _write(path: Path, content: bytes) -> None:
     partial = partial_of(path)
     try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.write_bytes(content)
         sync(partial)
         partial.replace(path)
         sync(path.parent)
@@ -43,6 +54,30 @@ def remove(folder: Path) -> None:
     except FileNotFoundError:
         return
     _remove_now(aside)  # what another process still writes there is swept up
+
+
+def replace(new: Path, folder: Path) -> None:
+    """Put a directory in the place of another, so that a crash leaves the old one or the new."""
+    try:
+        _exchange(new, folder)
+    except FileNotFoundError:  # there is no old one
+        new.rename(folder)
+    except OSError:  # the file system cannot exchange names
+        remove(folder)
+        new.rename(folder)
+    else:
+        remove(new)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Exchange the names of two directories in one step."""
+    import ctypes
+
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # glibc's, of Linux
+    if rename is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(other))
 
 
 def sweep(folder: Path, names: str = "*") -> None:
@@ -74,6 +109,13 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def stays_inside(name: str) -> bool:
+    """Whether a name, its parts set apart by slashes, is that of a file below a folder."""
+    parts = name.split("/")
+    plain = "\\" not in name and "\0" not in name and not {"", ".", ".."} & {*parts}
+    return plain and all(len(part.encode()) <= 255 for part in parts)
 
 
 def sha256_of(path: Path) -> str:

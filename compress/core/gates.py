@@ -240,6 +240,9 @@ class MinSpeedup(Gate):
     """How many times faster at least, by the lower end of the speedup's 95 % interval."""
     batch: Count = 1
     """Samples per call."""
+    against: str | None = None
+    """Earlier stage compared with, `source`, or what runs the float model that the input was made
+    of: `eager` (PyTorch), `compiled` (torch.compile), `onnxruntime` (its plain export)."""
 
     limit_field: ClassVar[str] = "ratio"
     words: ClassVar[str] = "speedup at batch {batch} >= {ratio:g} with 95 % confidence"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 def count_macs(module: Any, inputs: Sequence[torch.Tensor]) -> int:
@@ -23,6 +25,7 @@ def count_macs(module: Any, inputs: Sequence[torch.Tensor]) -> int:
         for parameter in learning:
             parameter.requires_grad_(False)
         with (
+            _uncompiled(),
             FlopCounterMode(display=False) as counter,
             torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),
             sdpa_kernel(SDPBackend.MATH),
@@ -34,6 +37,24 @@ def count_macs(module: Any, inputs: Sequence[torch.Tensor]) -> int:
             parameter.requires_grad_(True)
         torch.backends.mha.set_fastpath_enabled(fast_path)
     return int(counter.get_total_flops()) // 2 // len(inputs[0])
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Let nothing be compiled in a block, or else forget it.
+
+    `torch.cond` compiles itself. Under a mode that sees operators it cannot, which Dynamo remembers
+    of its code: the model would then fail for as long as the process lives.
+    """
+    if "torch._dynamo" in sys.modules:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        return
+    try:
+        yield
+    finally:
+        if "torch._dynamo" in sys.modules:  # imported in the block: nothing else was compiled yet
+            torch.compiler.reset()
 
 
 def count_graph_weights(program: torch.export.ExportedProgram) -> int:

@@ -7,6 +7,7 @@ plain data: see :mod:`compress.core.plain_program`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import re
@@ -23,10 +24,13 @@ from compress.core.bounds import trace
 from compress.core.eager import flatten_outputs
 from compress.core.errors import ArtifactInvalid, StageFailed
 from compress.core.plain_program import GRAPH, SAMPLE_INPUTS, code_in
+from compress.core.specialized import described, noting_places
+from compress.core.zips import refuse_bomb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
+    from traceback import FrameSummary
 
     from torch.export import ExportedProgram
 
@@ -43,14 +47,27 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
         StageFailed: the module cannot be traced, or its code fixes the size of a named axis.
     """
     inputs = signature.example()
-    with torch.no_grad(), warnings.catch_warnings(), _silent_at_failures():
+    with (
+        torch.no_grad(),
+        warnings.catch_warnings(),
+        _silent_at_failures(),
+        noting_places() as places,
+    ):
         # LSTM and GRU keep a second list of their own weights, which tracing swaps and restores.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")
         try:
             flat = with_flat_outputs(module, inputs)
-            return trace(flat, inputs, signature, gathered=flat is not module)
+            return trace(flat, inputs, signature, gathered=_gathering(flat))
         except Exception as error:
-            raise StageFailed(f"torch.export cannot trace the model: {_reason(error)}") from error
+            reason = _reason(error, places)
+            raise StageFailed(f"torch.export cannot trace the model: {reason}") from error
+
+
+def _gathering(module: nn.Module) -> str:
+    """Return the name of the parameter that takes all inputs, or nothing."""
+    first = next(iter(inspect.signature(module.forward).parameters.values()), None)
+    variable = first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL
+    return first.name if first is not None and variable else ""
 
 
 @contextlib.contextmanager
@@ -117,6 +134,7 @@ def load_program(file: Path) -> ExportedProgram:
     """
     from torch.export.pt2_archive._package import load_pt2
 
+    refuse_bomb(file)
     content = file.read_bytes()
     try:
         for danger in code_in(PT2ArchiveReader(io.BytesIO(content))):
@@ -145,28 +163,34 @@ def _without_provenance(record: bytes) -> bytes:
     return json.dumps(graph, separators=(",", ":")).encode()
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, places: Mapping[int, FrameSummary]) -> str:
     text = str(error)
     fixed = re.search(
         r"You marked (\w+) as dynamic but your code specialized it .*?\((\d+)\)", text
     )
     if fixed:
         axis, size = fixed.groups()
+        place = described(places.get(int(size)))
         return (
-            f"axis {axis!r} is baked in: the model's code fixes it to {size}; compute it from "
-            f"the input's shape, or declare the number {size} instead of the name in model.inputs"
+            f"axis {axis!r} is baked in: the model's code fixes it to {size}{place}; compute it "
+            f"from the input's shape, or declare the number {size} instead of the name in "
+            "model.inputs"
         )
     limited = re.search(
-        r"Not all values of (\w+) = (\S+) in the specified range satisfy the generated guard (.+)",
+        r"Not all values of (\w+) = (\S+) in the specified range (?:\S.* )?satisfy the generated "
+        r"guard (.+)",
         text,
     )
     if limited:
         axis, expression, guard = limited.groups()
         # torch never tries sizes 0 and 1, so this bound is its own and not the model's.
         limits = guard.rstrip(".").replace(expression, axis).removeprefix(f"2 <= {axis} and ")
+        limits = limits.removesuffix(f" and {axis} <= IntInfinity()")
+        least = re.search(rf"{axis} = Dim\('{axis}', min=(\d+)", text)
+        bounds = f"declare model.axes: {{{axis}: {{min: {least[1]}}}}}, " if least else ""
         return (
             f"axis {axis!r} is declared dynamic and the model's code takes only some sizes, those "
-            f"where {limits}; lift this limit, or declare a number instead of the name in "
+            f"where {limits}; lift this limit, {bounds}or declare a number instead of the name in "
             "model.inputs"
         )
     return f"{type(error).__name__}: {_first_sentence(error)}"

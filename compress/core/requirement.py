@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,14 @@ class Requirement(Settings):
         return importlib.util.find_spec(self.what.partition(".")[0]) is None
 
 
+COMPILER = Requirement(
+    what=(os.environ.get("CXX") or "g++").split()[0],
+    program=True,
+    install="a C++ compiler, e.g. apt-get install g++",
+)
+"""What Inductor compiles with."""
+
+
 def requirements_of(settings: Settings) -> Iterator[Requirement]:
     """Yield what settings, or settings within them, cannot do without."""
     yield from getattr(settings, "requirements", ())
@@ -36,3 +45,13 @@ def requirements_of(settings: Settings) -> Iterator[Requirement]:
         value = getattr(settings, name)
         if isinstance(value, Settings):
             yield from requirements_of(value)
+
+
+def undisturbed(settings: Settings) -> bool:
+    """Return whether settings, or settings within them, ask that nothing runs beside them.
+
+    They say so by an attribute of this name: what they do measures time, or other nodes take part.
+    """
+    values = (getattr(settings, name) for name in type(settings).model_fields)
+    nested = (value for value in values if isinstance(value, Settings))
+    return bool(getattr(settings, "undisturbed", False)) or any(map(undisturbed, nested))

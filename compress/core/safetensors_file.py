@@ -8,7 +8,8 @@ apart.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +19,7 @@ from compress.core.files import partial_of, sync
 from compress.core.weights import StoredTensor, in_memory, place_of
 
 if TYPE_CHECKING:
+    from io import FileIO
     from pathlib import Path
 
     from compress.core.weights import Weights
@@ -74,6 +76,49 @@ def write_safetensors(file: Path, state: Weights) -> None:
         sync(file.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def tensors_in(stream: FileIO) -> dict[str, StoredTensor]:
+    """Return the tensors of an open file, each read when it is asked for; tied names but one lack.
+
+    Mapped into memory, as the library reads, the file would count beside the module it fills.
+
+    Raises:
+        ArtifactInvalid: it is no such file, or truncated.
+    """
+    try:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        return {
+            name: StoredTensor(
+                tuple(entry["shape"]),
+                DTYPES[entry["dtype"]],
+                partial(_read, stream, 8 + length, name, entry),
+            )
+            for name, entry in header.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
+        raise ArtifactInvalid(
+            f"{stream.name}: not a readable safetensors file, or truncated ({error})"
+        ) from error
+
+
+def _read(stream: FileIO, start: int, name: str, entry: dict[str, Any]) -> torch.Tensor:
+    tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+    begin, end = entry["data_offsets"]
+    stream.seek(start + begin)
+    numbers: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else bytearray()
+    wanted = memoryview(numbers)
+    position = 0
+    while position < len(wanted):
+        count = stream.readinto(wanted[position:])
+        if not count:
+            raise ArtifactInvalid(f"{stream.name}: truncated within {name}")
+        position += count
+    if position != end - begin:
+        raise ArtifactInvalid(f"{stream.name}: {name} is not as long as its shape says")
+    return tensor
 
 
 def _tied_names(state: Weights) -> dict[str, str]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
-from compress.core.settings import Settings
+from compress.core.settings import Count, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +55,38 @@ class TensorSpec(Settings):
         return whole and "mask" in self.name.lower() and len(self.shape) > 1
 
 
+class AxisBounds(Settings):
+    """The sizes that a named axis may have."""
+
+    min: Count = 1
+    """The smallest."""
+    max: Count | None = None
+    """The largest; any where left out."""
+
+    @model_validator(mode="after")
+    def _are_several(self) -> Self:
+        if self.max is not None and self.max <= self.min:
+            raise ValueError(
+                f"max {self.max} is not above min {self.min}; of an axis that has one size, "
+                "declare the number instead of the name"
+            )
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.min} or more" if self.max is None else f"{self.min} to {self.max}"
+
+    def __contains__(self, size: int) -> bool:
+        """Whether a size is allowed."""
+        return self.nearest(size) == size
+
+    def nearest(self, size: int) -> int:
+        """Return the allowed size that is nearest to one."""
+        return max(self.min, size if self.max is None else min(size, self.max))
+
+
+ANY_SIZE = AxisBounds()
+
+
 class OutputSpec(Settings):
     """Name of one output; its shape follows from the model."""
 
@@ -63,6 +101,19 @@ class Signature(Settings):
     """Inputs in the order in which the model's forward takes them."""
     outputs: tuple[OutputSpec, ...] = (OutputSpec(name="output"),)
     """Outputs, flattened, in order."""
+    axes: dict[str, AxisBounds] = {}
+    """Named axis → smallest and largest size, where not every size is allowed."""
+
+    @model_serializer(mode="wrap")
+    def _without_no_bounds(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out bounds where there are none: manifests and digests stay those of before."""
+        dumped: dict[str, Any] = dump(self)
+        return dumped if self.axes else {k: v for k, v in dumped.items() if k != "axes"}
+
+    @model_validator(mode="after")
+    def _bounds_are_of_axes(self) -> Self:
+        refuse_other_axes(self.inputs, self.axes)
+        return self
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
@@ -84,6 +135,20 @@ class Signature(Settings):
         axes = (d for spec in self.inputs for d in spec.shape if isinstance(d, str))
         return tuple(dict.fromkeys(axes))
 
+    def bounds(self, axis: str) -> AxisBounds:
+        """Return the sizes that a named axis may have."""
+        return self.axes.get(axis, ANY_SIZE)
+
+    def announced(self) -> list[dict[str, Any]]:
+        """Return the inputs for servers, which hold requests against them, bounds included."""
+        told = []
+        for spec in self.inputs:
+            own = {d: self.axes[d] for d in spec.shape if isinstance(d, str) and d in self.axes}
+            bounds = {axis: [bound.min, bound.max] for axis, bound in own.items()}
+            more = {"bounds": bounds} if bounds else {}
+            told.append({**spec.model_dump(mode="json"), **more})
+        return told
+
     def example(
         self,
         batch: int = 2,
@@ -97,7 +162,8 @@ class Signature(Settings):
         counts has no meaning, and models answer anything to it.
 
         Args:
-            batch: size of the batch axis; other named axes get 8 elements.
+            batch: size of the batch axis; other named axes get 8 elements, or the number nearest
+                to that which is allowed.
             seed: seed of the generator.
             device: where the tensors live.
             sizes: sizes of named axes, in place of the above.
@@ -105,7 +171,8 @@ class Signature(Settings):
         import torch
 
         generator = torch.Generator().manual_seed(seed)
-        axes = dict.fromkeys(self.dynamic_axes, 8) | {self.batch_axis or "": batch}
+        axes = {axis: self.bounds(axis).nearest(8) for axis in self.dynamic_axes}
+        axes |= {self.batch_axis or "": batch}
         axes |= sizes or {}
         tensors = []
         for spec in self.inputs:
@@ -140,3 +207,21 @@ class Signature(Settings):
                 TensorSpec.model_validate({"name": name, "shape": (*head, *rest), "dtype": dtype})
             )
         return cls(inputs=tuple(specs))
+
+
+def refuse_other_axes(inputs: Sequence[TensorSpec], bounded: Mapping[str, AxisBounds]) -> None:
+    """Refuse bounds of what is no named axis of the inputs, or is the batch.
+
+    Raises:
+        ValueError: the message names the axis, and those that there are.
+    """
+    batches = {spec.shape[0] for spec in inputs[:1] if spec.shape}
+    named = {d: 0 for spec in inputs for d in spec.shape if isinstance(d, str) and d not in batches}
+    for axis in bounded:
+        if axis in batches:
+            raise ValueError(f"axes: {axis!r} is the batch, of which any size is answered")
+        if axis not in named:
+            raise ValueError(
+                f"axes: {axis!r} is no named axis of the inputs; they have "
+                f"{', '.join(named) or 'none'} beside the batch"
+            )

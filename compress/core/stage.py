@@ -14,6 +14,7 @@ from compress.core.files import remove
 from compress.core.gates import AnyGate, Verdict, explain
 from compress.core.metrics import Metric
 from compress.core.requirement import Requirement, requirements_of
+from compress.core.runtimes import opponent_of
 from compress.core.settings import Settings
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ class Stage(Settings, Generic[Reads, Writes]):
     """A step of the road; a subclass's type arguments say what it reads and writes."""
 
     stage: str
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.=-]*$")] | None = None
     """Name of this step in the report and on disk; the stage's type by default."""
     input: str | None = None
     """Earlier stage whose artifact is read, or `source`; the previous stage by default."""
@@ -209,9 +210,7 @@ class Stage(Settings, Generic[Reads, Writes]):
         """Return every gate's verdict on the result."""
         with artifact.held(context.device, context.threads):
             return [
-                gate.judge(
-                    context.named(gate.against) if gate.against else model, artifact, context
-                )
+                gate.judge(opponent_of(gate, model, context), artifact, context)
                 for gate in self.gates
             ]
 

@@ -246,7 +246,8 @@ class Pruner:
 def other_sizes(signature: Signature, seed: int) -> list[tuple[torch.Tensor, ...]]:
     """Return inputs that are larger along one named axis each, the batch left out."""
     axes = [axis for axis in signature.dynamic_axes if axis != signature.batch_axis]
-    return [signature.example(seed=seed, sizes={axis: LARGER}) for axis in axes]
+    larger = {axis: signature.bounds(axis).nearest(LARGER) for axis in axes}
+    return [signature.example(seed=seed, sizes={axis: larger[axis]}) for axis in axes]
 
 
 def samples(stage: PruneChannels, context: Context) -> list[Batch]:

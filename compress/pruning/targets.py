@@ -44,6 +44,11 @@ class Target(Settings):
         return "parameters" if self.parameters else "latency"
 
     @property
+    def undisturbed(self) -> bool:
+        """Whether time is measured, which nothing else may take meanwhile."""
+        return self.latency is not None
+
+    @property
     def share(self) -> float:
         """The share of it that remains."""
         return self.macs or self.parameters or self.latency or 1.0

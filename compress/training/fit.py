@@ -25,7 +25,7 @@ from compress.training.resume import (
     newest,
     read_progress,
 )
-from compress.training.tracking import refuse_missing, tracking
+from compress.training.tracking import figures_of, refuse_missing, tracking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -223,7 +223,9 @@ def _teller(
     def tell(epoch: MeasuredEpoch) -> None:
         value = "" if epoch.metric is None else f" val {job.metric.name} {epoch.metric:.4g}"
         note = f"epoch {epoch.epoch}/{total} loss {epoch.loss:.3g}{value}"
-        log.info("%s: %s, %s", task, note, epoch.cost())
+        figures = figures_of(epoch, job.metric.name)
+        told = {"event": "epoch", "task": task, "epoch": epoch.epoch, "figures": figures}
+        log.info("%s: %s, %s", task, note, epoch.cost(), extra={"told": told})
         track(epoch)
         context.progress(task, epoch.epoch, total, f"{note} ({epoch.speed()})")
 

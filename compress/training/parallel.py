@@ -200,6 +200,11 @@ class Parallel(Settings):
         return (DEEPSPEED,) if self.strategy == "deepspeed" else ()
 
     @property
+    def undisturbed(self) -> bool:
+        """Whether other nodes take part, which look for one training at a time."""
+        return self.nodes > 1
+
+    @property
     def alone(self) -> bool:
         """Whether the calling process trains, without a process group."""
         needs_group = self.sharding_mode is not None or self.strategy == "deepspeed"

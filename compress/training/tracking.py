@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from compress.core.errors import Unavailable, first_line
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from compress.training.watch import MeasuredEpoch
 
 EXPERIMENT = "compress"
+FOLDER = "tracking"
 TRAINING = "compress.training"
 """The tag of an MLflow run that says which training it is."""
 REQUIREMENTS = {
@@ -39,6 +41,27 @@ class Tracker(Protocol):
     def close(self) -> None:
         """End, whether the training did well or not."""
         ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tracker writes."""
+
+    uri: str
+    """Of a tracking server or database."""
+    folder: Path | None
+    """On this machine; None for an address."""
+
+
+def place_of(kind: str, uri: str | None, results: Path) -> Place:
+    """Return where a tracker writes: an address, or a folder relative to that of the results."""
+    if uri is not None and "://" in uri:
+        return Place(uri, None)
+    folder = results / (uri or FOLDER)
+    if kind == "mlflow":
+        folder.mkdir(parents=True, exist_ok=True)
+    # MLflow 3 has given up plain folders.
+    return Place(f"sqlite:///{folder.absolute() / 'mlflow.db'}", folder)
 
 
 class TensorBoard:
@@ -65,11 +88,11 @@ class TensorBoard:
 class MLflow:
     """Metrics of an MLflow run; a training that goes on finds its run again."""
 
-    def __init__(self, uri: str, training: str, name: str, done: int) -> None:
+    def __init__(self, place: Place, training: str, name: str, done: int) -> None:
         """Open a run.
 
         Args:
-            uri: the tracking server or database.
+            place: the tracking server or database.
             training: what tells this training from others.
             name: the run's name.
             done: epochs trained before; an interrupted training's run is looked for.
@@ -77,9 +100,9 @@ class MLflow:
         from mlflow import MlflowClient
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        self.client: Any = MlflowClient(tracking_uri=uri)
+        self.client: Any = MlflowClient(tracking_uri=place.uri)
         known = self.client.get_experiment_by_name(EXPERIMENT)
-        experiment = known.experiment_id if known else self.client.create_experiment(EXPERIMENT)
+        experiment = known.experiment_id if known else self._new_experiment(place)
         found = self.client.search_runs([experiment], f"tags.`{TRAINING}` = '{training}'")
         if done and found:
             self.run = found[0].info.run_id
@@ -88,6 +111,11 @@ class MLflow:
             tags = {TRAINING: training}
             self.run = self.client.create_run(experiment, run_name=name, tags=tags).info.run_id
         self.written = {m.step for m in self.client.get_metric_history(self.run, "loss")}
+
+    def _new_experiment(self, place: Place) -> Any:
+        # A database keeps no artifacts: by default they would go to the working directory.
+        artifacts = (place.folder / "artifacts").absolute().as_uri() if place.folder else None
+        return self.client.create_experiment(EXPERIMENT, artifact_location=artifacts)
 
     def write(self, epoch: int, figures: Mapping[str, float]) -> None:
         """Send the figures, unless the run has that epoch."""
@@ -167,17 +195,12 @@ def tracking(
 
 
 def _open(profile: Profile, results: Path, name: str, identity: str, done: int) -> Tracker | None:
-    uri = profile.tracking_uri or "tracking"
-    folder = results / uri
-    if profile.tracker == "tensorboard":
-        return TensorBoard(folder / name, done)
+    if profile.tracker == "none":
+        return None
+    place = place_of(profile.tracker, profile.tracking_uri, results)
     if profile.tracker == "mlflow":
-        if "://" not in uri:
-            # MLflow 3 has given up plain folders.
-            folder.mkdir(parents=True, exist_ok=True)
-            uri = f"sqlite:///{folder.absolute() / 'mlflow.db'}"
-        return MLflow(uri, identity, name, done)
-    return None
+        return MLflow(place, identity, name, done)
+    return TensorBoard((place.folder or results) / name, done)
 
 
 def _let_go(profile: Profile, error: Exception) -> None:

@@ -43,7 +43,8 @@ def exact(values: Any, spec: Named) -> Array:
 def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
     """Raise ValueError for inputs that the signature does not allow.
 
-    A spec may say ``infinities``: that the model is meant to be given them, as masks have.
+    A spec may say ``infinities``: that the model is meant to be given them, as masks have; and
+    ``bounds``: the smallest and largest size of a named axis.
     """
     sizes: dict[str, int] = {}
     for array, spec in zip(arrays, specs, strict=True):
@@ -57,6 +58,10 @@ def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
             raise ValueError(
                 UNREADABLE, f"{name} has shape {list(array.shape)}, expected {list(shape)}"
             )
+        for axis, (least, most) in spec.get("bounds", {}).items():
+            if not least <= sizes[axis] <= (most or sizes[axis]):
+                allowed = f"{least} to {most}" if most else f"{least} or more"
+                raise ValueError(UNREADABLE, f"{name}: {axis} is {sizes[axis]}, expected {allowed}")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             found = "NaN" if np.isnan(array).any() else "infinity"
             if found == "NaN" or not spec.get("infinities"):

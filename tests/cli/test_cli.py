@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import shlex
 import shutil
 import signal
@@ -12,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import cli
 
 ROOT = Path(__file__).parents[2]
 COMPRESS = [sys.executable, "-c", "import cli; cli.main()"]
@@ -142,6 +145,38 @@ def test_run_check_inspect_and_json(walked: tuple[Path, subprocess.CompletedProc
 
     checked = compress("check", "small.yaml", cwd=user)
     assert "valid (train → export_onnx)" in checked.stdout
+
+
+def test_the_page_tells_the_keys_of_the_json(
+    walked: tuple[Path, subprocess.CompletedProcess],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(walked[0])
+    run, artifact = "runs/small", "runs/small/artifacts/export_onnx"
+    model = ["--model", "nets:mlp", "--data", "nets:data"]
+    called = {
+        "run": ["small.yaml"],
+        "report": [run],
+        "check": ["small.yaml"],
+        "init": [str(tmp_path / "new.yaml"), *model],
+        "inspect": [artifact],
+        "verify": [artifact],
+        "why": ["small.yaml", "train"],
+        "diff": [run, run],
+        "doctor": [],
+    }
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for name, arguments in called.items():
+        (row,) = re.findall(rf"^\| (?:`\w+`, )*`{name}`.*? \| (.*) \|", page, re.MULTILINE)[:1]
+        with pytest.raises(SystemExit) as end:
+            cli.app([name, *arguments, "--json"])
+        assert end.value.code == 0, capfd.readouterr().err
+        found = json.loads(capfd.readouterr().out)
+        told = set(re.findall("`([a-z_]+)`", row.partition(";")[0])) - {"null"}
+        assert len(told) >= 3
+        assert told <= found.keys(), name
 
 
 def test_a_tampered_artifact_is_refused(ran: Path) -> None:
@@ -373,6 +408,25 @@ def test_an_unwritable_store_on_a_rerun_is_one_line(user: Path) -> None:
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "--out" in done.stderr
+
+
+@pytest.mark.slow
+def test_init_asks_on_a_terminal_and_what_it_writes_is_valid(user: Path) -> None:
+    master, slave = pty.openpty()
+    os.write(master, b"nets\nnets:mlp\n\nnets:data\n\nsmaller\n")
+    done = subprocess.run(
+        [*COMPRESS, "init"], cwd=user, stdin=slave, capture_output=True, text=True, timeout=120
+    )
+    os.close(slave)
+    os.close(master)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Model, as module:callable") == 2
+    assert done.stdout.endswith("next: compress run pipeline.yaml\n")
+    assert "factory: nets:mlp" in (user / "pipeline.yaml").read_text()
+    assert compress("check", "pipeline.yaml", cwd=user).returncode == 0
+    again = compress("init", "--model", "nets:mlp", "--data", "nets:data", cwd=user)
+    assert again.returncode == 2
+    assert "pipeline.yaml exists and is not overwritten" in again.stderr
 
 
 def test_help_cuts_no_description_off(tmp_path: Path) -> None:

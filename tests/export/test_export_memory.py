@@ -19,7 +19,7 @@ from compress.core.signature import Signature, TensorSpec
 from export import answers, difference
 from export.answers import recorded
 from export.difference import relative_error
-from export.onnx_file import write
+from export.onnx_file import is_plain, size_of, write
 from export.onnx_lowering import lower
 from export.onnx_mapped import mapped, write_mapped
 from export.onnx_session import session_predictor
@@ -59,6 +59,13 @@ def test_a_file_written_in_parts_is_as_protobuf_writes_it(
     file = tmp_path / "model.onnx"
     write(graph, file)
     assert file.read_bytes() == graph.SerializeToString(deterministic=True)
+
+
+def test_sizes_are_counted_as_protobuf_counts_them(graph: onnx.ModelProto) -> None:
+    graph.graph.initializer.append(numpy_helper.from_array(torch.zeros(0, 3).numpy(), "empty"))
+    tensors = graph.graph.initializer
+    assert [is_plain(tensor) for tensor in tensors] == [True, False, True, False, True]
+    assert [size_of(tensor) for tensor in tensors] == [tensor.ByteSize() for tensor in tensors]
 
 
 def test_a_mapped_graph_reads_the_weights_of_the_file(

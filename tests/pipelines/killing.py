@@ -21,7 +21,14 @@ from pathlib import Path
 
 import psutil
 
-TIMINGS = {"seconds", "judged_seconds", "latency_ms", "speedup", "speedup_interval"}
+TIMINGS = {
+    "seconds",
+    "judged_seconds",
+    "latency_ms",
+    "speedup",
+    "speedup_interval",
+    "speedup_blocks",
+}
 """Of a report, what no two runs have alike."""
 HOW_IT_CAME = {"cached", "reason"}
 """Of a report, what a resumed run has otherwise: stages that were done before are cached."""

@@ -73,6 +73,36 @@ MISTAKES = {
         ("atol: 1e-4", "atol: 1e-4, against: later"),
         r"gates\[0\]\.against: no earlier stage is named 'later'",
     ),
+    "a runtime where answers are compared": (
+        ("atol: 1e-4", "atol: 1e-4, against: eager"),
+        r"gates\[0\]\.against: no earlier stage is named 'eager'; known: source, train",
+    ),
+    "bounds of no axis": (
+        ("[batch, 4]}]", "[batch, 4]}]\n  axes: {words: {min: 2}}"),
+        r"p\.yaml:\d: model.*axes: 'words' is no named axis of the inputs; they have none",
+    ),
+    "misspelt runtime": (
+        ("gate: parity, atol: 1e-4", "gate: min_speedup, ratio: 1, against: onxruntime"),
+        r"gates\[0\]\.against: no earlier stage is named 'onxruntime'; did you mean 'onnxruntime'",
+    ),
+    "a runtime or a stage": (
+        (
+            "stage: export_onnx\n    gates: [{gate: parity, atol: 1e-4}]",
+            "stage: export_onnx\n    name: eager\n    gates: [{gate: min_speedup, ratio: 1, "
+            "against: eager}]",
+        ),
+        r"gates\[0\]\.against: 'eager' is a runtime, and a stage that is not earlier has that name",
+    ),
+    "a runtime that cannot run the file": (
+        (
+            "  factory: nets:mlp\n  inputs: [{name: x, shape: [batch, 4]}]\ndata: "
+            '{factory: "nets:data"}\nstages:\n  - stage: train\n    epochs: 1\n'
+            "  - stage: export_onnx\n    gates: [{gate: parity, atol: 1e-4}]",
+            "  file: a.onnx\nstages:\n  - stage: package_triton\n"
+            "    gates: [{gate: min_speedup, ratio: 1, against: compiled}]",
+        ),
+        r"gates\[0\]\.against: compiled runs eager and graph models, and this one comes in as onnx",
+    ),
     "same name twice": (
         ("stage: export_onnx", "stage: export_onnx\n    name: train"),
         r"p\.yaml:9: stages\[1\]: the name 'train' is taken",

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from compress.core.errors import StageFailed
 from compress.core.gates import MaxDrop, MinMetric
+from pipelines.page import folded
 from pipelines.report import Report, readable_bytes, readable_count, rule_in_words
 from pipelines.table import COLUMNS, DISPENSABLE, gate_lines, stage_table
 
@@ -16,7 +17,7 @@ def test_the_page_is_self_contained_and_shows_every_figure(walked) -> None:
     assert not re.search(r'(src|href)="(https?:)?//', page)
     report = Report.read(walked.out)
     for stage in report.stages:
-        assert f"<td>{stage.name}</td>" in page
+        assert f"</span>{folded(stage.name)}</th>" in page
         assert stage.artifact.sha256 in page
         assert f"{stage.measurements.speedup:.2f}×" in page
         for verdict in stage.verdicts:

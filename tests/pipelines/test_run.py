@@ -64,7 +64,7 @@ def test_a_changed_setting_is_named_and_reruns_only_what_follows(project) -> Non
 def test_changed_data_is_named(project) -> None:
     project.edit("shift: 0.0", "shift: 0.5")
     project.run()
-    assert project.ran()["train"].startswith("data ")
+    assert project.ran()["train"] == "data.arguments.shift 0.0 → 0.5"
     assert "source" not in project.ran()
 
 
@@ -123,6 +123,14 @@ def test_a_changed_metric_trains_again_for_it_decides_which_epoch_is_kept(projec
 
 
 @pytest.mark.slow
+def test_a_speedup_is_judged_against_a_runtime_of_the_float_model(project) -> None:
+    gate = "{gate: min_speedup, ratio: 1e-6, against: eager}"
+    project.edit("{gate: parity, atol: 1e-4}", gate)
+    first, second = (project.run().stages[-1].verdicts for _ in range(2))
+    assert first[0].against == "eager"
+    assert first == second  # measured once
+
+
 def test_another_machine_measures_again(project, monkeypatch) -> None:
     import pipelines.walk
 

@@ -142,6 +142,69 @@ def test_a_file_answers_as_it_did_and_lives_without_its_folder(
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("model", "stage"),
+    [
+        ("file: net.onnx", "package_torchserve"),
+        ("file: net.pt2", "export_aot"),
+        ("file: net.ts, inputs: [{name: x, shape: [n, 4]}]", "package_torchserve"),
+    ],
+)
+@pytest.mark.parametrize("names", [("sums",), ("sums", "scores")], ids=["one", "turned"])
+def test_outputs_of_a_file_are_chosen_and_ordered(files, tmp_path, model, stage, names) -> None:
+    for file in files.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    listed = ", ".join(f"{{name: {name}}}" for name in names)
+    source, outputs = imported(tmp_path, f"{model}, outputs: [{listed}]", stage)
+    assert outputs == [*names]
+    x, expected = torch.load(files / "answers")
+    wanted = [dict(zip(("scores", "sums"), expected, strict=True))[name] for name in names]
+    with source.open() as predict:
+        for found, answer in zip(predict(x), wanted, strict=True):
+            torch.testing.assert_close(found, answer, rtol=0, atol=1e-6)
+    with source.open() as predict:
+        assert len(predict(torch.zeros(5, 4))[0]) == 5
+    if len(names) == 1 and source.kind == "onnx":
+        assert source.parameters() == 0, "what made the scores went"
+
+
+class Keywords(nn.Module):
+    """Takes a tensor by position, others by keyword and in a mapping, and constants."""
+
+    def forward(self, x, *, scale=None, double=False, more=None, absent=None):
+        y = x * scale + more["shift"] + (1 if double else 0)
+        return y[:, :1], y.sum(1)
+
+
+def test_a_program_with_keywords_is_called_by_position(tmp_path) -> None:
+    rows, width = torch.export.Dim("rows"), torch.export.Dim("width", min=4, max=30)
+    x, scale, shift = torch.randn(2, 8), torch.rand(2, 1), torch.rand(2, 1)
+    keywords = {"scale": scale, "double": True, "more": {"shift": shift}, "absent": None}
+    shapes = {"x": {0: rows, 1: width}, "scale": {0: rows}, "double": None, "absent": None}
+    shapes |= {"more": {"shift": {0: rows}}}
+    program = torch.export.export(Keywords(), (x,), keywords, dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "net.pt2")
+    expected = Keywords()(x, **keywords)
+    source, outputs = imported(tmp_path, "file: net.pt2", "export_aot")
+    signature = source.signature
+    assert [i.name for i in signature.inputs] == ["x", "scale", "more_shift"]
+    assert outputs == ["output_0", "output_1"]
+    assert {k: (b.min, b.max) for k, b in signature.axes.items()} == {"x_1": (4, 30)}
+    with source.open() as predict:
+        for found, answer in zip(predict(x, scale, shift), expected, strict=True):
+            torch.testing.assert_close(found, answer)
+    inputs = "{name: more_shift, shape: [n, 1]}, {name: scale, shape: [n, 1]}, "
+    inputs += "{name: x, shape: [n, width]}"
+    model = f"file: net.pt2, inputs: [{inputs}], outputs: [{{name: output_1}}]"
+    (tmp_path / "again").mkdir()
+    (tmp_path / "net.pt2").rename(tmp_path / "again" / "net.pt2")
+    source, outputs = imported(tmp_path / "again", model, "export_aot")
+    assert outputs == ["output_1"]
+    assert {k: (b.min, b.max) for k, b in source.signature.axes.items()} == {"width": (4, 30)}
+    with source.open() as predict:
+        torch.testing.assert_close(predict(shift, scale, x)[0], expected[1])
+
+
 def test_a_files_inputs_come_from_the_file_or_the_data(files, tmp_path) -> None:
     told = settle(pipeline(tmp_path, f"file: {files / 'net.onnx'}"))[2]
     assert told == "model.inputs, from net.onnx: x [rows, 4] float32"
@@ -161,7 +224,8 @@ def test_a_files_inputs_come_from_the_file_or_the_data(files, tmp_path) -> None:
         ("file: missing.onnx", "missing.onnx: no such file"),
         ("file: net.onnx, inputs: [{name: y, shape: [n, 4]}]", r"has \['x'\], found \['y'\]"),
         ("file: net.onnx, inputs: [{name: x, shape: [n, 5]}]", r"not take x \[n, 5\] float32"),
-        ("file: net.pt2, outputs: [{name: sums}]", "a file's outputs are named all"),
+        ("file: net.pt2, outputs: [{name: sums}, {name: sum}]", r"returns \['scores', 'sums'\]"),
+        ("file: net.onnx, outputs: [{name: sum}]", r"net\.onnx gives \['scores', 'sums'\]"),
         ("file: alone.onnx", "alone.onnx: .*apart.onnx.data"),
     ],
 )

@@ -1,6 +1,7 @@
 """What happens to a store: two runs at once, other formats, no rights, a clock that goes back."""
 
 import ctypes
+import errno
 import itertools
 import json
 import multiprocessing
@@ -13,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from compress.core import files
 from compress.core.artifact import Artifact
 from compress.core.errors import CompressError, PipelineInvalid
 from compress.core.files import remove, sweep, write_atomically
 from pipelines.report import Report
+from pipelines.rewriting import rewrite
 from pipelines.run import foresee
-from pipelines.store import FORMAT, FORMAT_FILE, WORK
+from pipelines.store import FORMAT, FORMAT_FILE, WORK, Store
 from pipelines.temporary import temporary_files
 
 fork = multiprocessing.get_context("fork")
@@ -72,8 +75,6 @@ def test_two_pipelines_in_one_out_leave_the_results_of_the_last(project) -> None
 
 
 def test_a_run_whose_store_is_removed_while_it_waits_makes_a_new_one(project) -> None:
-    from pipelines.store import Store
-
     root, said = project.out / ".store", []
 
     def remove_it(line: str) -> None:
@@ -210,6 +211,61 @@ def test_removing_leaves_the_whole_or_none(tmp_path, monkeypatch) -> None:
     assert (tmp_path / "file").read_text() == "whole"
 
 
+def _die_while_replacing(new: Path, old: Path) -> None:
+    files.remove = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    files.replace(new, old)
+
+
+def test_what_replaces_another_is_there_at_every_moment(tmp_path, monkeypatch) -> None:
+    new, old = tmp_path / ".artifact.partial-1", tmp_path / "artifact"
+    for folder in (new, old):
+        folder.mkdir()
+        (folder / "weights").write_text(folder.name)
+    child = fork.Process(target=_die_while_replacing, args=(new, old))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    assert (old / "weights").read_text() == new.name
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == [old]
+    for exchange in (files._exchange, _cannot_exchange):
+        monkeypatch.setattr(files, "_exchange", exchange)
+        new.mkdir()
+        files.replace(new, old)
+        assert not list(old.iterdir()) and list(tmp_path.iterdir()) == [old]
+        remove(old)
+        new.mkdir()
+        files.replace(new, old)
+        assert list(tmp_path.iterdir()) == [old]
+
+
+def _cannot_exchange(new: Path, folder: Path) -> None:
+    raise OSError(errno.EINVAL, "no such operation here")
+
+
+def test_a_file_written_while_a_run_begins_and_sweeps_up_is_written(tmp_path, monkeypatch) -> None:
+    swept = []
+
+    def sweep_once(path: Path) -> None:
+        if not swept:
+            swept.append(path)
+            sweep(tmp_path, "*.json")
+
+    monkeypatch.setattr(files, "sync", sweep_once)
+    write_atomically(tmp_path / "sensitivity.json", "{}")
+    assert swept and [f.name for f in tmp_path.iterdir()] == ["sensitivity.json"]
+
+
+def test_a_page_is_written_anew_only_where_no_run_is_at_work(project) -> None:
+    page, said = project.out / "report.html", []
+    page.write_text("old")
+    with Store.locked(project.out / ".store", said.append):
+        report = rewrite(project.out, said.append)
+    assert page.read_text() == "old" and "a run is at work" in said.pop()
+    assert rewrite(project.out, said.append) == report
+    assert page.read_text() != "old" and not said
+
+
 def _die_with_temporary_files(place, answers) -> None:
     import tempfile
 
@@ -252,3 +308,26 @@ tempfile.mkstemp(dir=multiprocessing.util.get_temp_dir())
 sys.stderr = sys.stdout
 """)
     assert said == ""
+
+
+def test_queues_and_processes_of_a_librarys_caller_live_on_after_a_run(fresh_process) -> None:
+    said = fresh_process("""
+import multiprocessing, os, sys
+from multiprocessing.resource_sharer import DupFd
+from pipelines.temporary import temporary_files
+
+def begin_a_process():
+    child = multiprocessing.get_context("forkserver").Process(target=print, args=("lives",))
+    child.start()
+    child.join()
+
+if __name__ == "__main__":
+    sys.stderr = sys.stdout
+    for _ in range(2):
+        with temporary_files():
+            DupFd(1)
+            begin_a_process()
+    os.close(DupFd(1).detach())
+    begin_a_process()
+""")
+    assert said.split() == ["lives"] * 3

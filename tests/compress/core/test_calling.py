@@ -92,6 +92,7 @@ def test_a_graph_and_an_onnx_file_bear_the_names(tmp_path, one_registry) -> None
         ("Talking", ("state",), ("state",), ["state"]),
         ("Talking", ("state", "scores"), ("state", "scores"), ["state", "scores"]),
         ("Keywords", ("scores",), ("scores",), ["scores"]),
+        ("Keywords", ("both_1", "scores"), ("both_1", "scores"), ["both_1", "scores"]),
     ],
 )
 def test_outputs_are_chosen_by_key_or_named_anew(tmp_path, kind, outputs, chosen, names) -> None:
@@ -112,6 +113,13 @@ def test_free_names_pass_by_position(tmp_path) -> None:
     [
         ("Keywords", ("ids", "image"), (), PipelineInvalid, "'ids' is a parameter .*'image' is no"),
         ("Named", ("x",), ("only",), PipelineInvalid, r"names \['only'\], and the model returns"),
+        (
+            "Named",
+            ("x",),
+            ("scores", "totl"),
+            PipelineInvalid,
+            r"'totl'\], and the model returns \['scores', 'total'\]",
+        ),
         (
             "Talking",
             ("x",),

@@ -112,7 +112,7 @@ def test_more_outputs_than_names_is_refused(project: Path, tmp_path: Path) -> No
     inputs = {"inputs": [{"name": "x", "shape": ["batch", 4]}]}
     named = Signature.model_validate({**inputs, "outputs": [{"name": "only"}]})
     arguments = {"checkpoint": None, "folder": project}
-    with pytest.raises(PipelineInvalid, match="returns 2 tensors"):
+    with pytest.raises(PipelineInvalid, match=r"the model returns \["):
         import_checkpoint(tmp_path / "a", Recipe(factory="two:Two"), named, **arguments)
     free = Signature.model_validate(inputs)
     model = import_checkpoint(tmp_path / "b", Recipe(factory="two:Two"), free, **arguments)

@@ -25,3 +25,32 @@ def test_recurrent_layers_are_counted(layer: type[nn.RNNBase], gates: int) -> No
     module = layer(inputs, units, batch_first=True).eval()
     counted = count_macs(module, (torch.randn(2, steps, inputs),))
     assert counted == steps * gates * units * (inputs + units)
+
+
+BRANCHES = """
+import sys, torch
+from torch import nn
+from compress.core.measure import count_macs
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return torch.cond(x.mean() > 0, self.one.forward, self.other.forward, (x,))
+
+module, x = Branches(), torch.ones(2, 4)
+for _ in range(2):
+    before = "torch._dynamo" in sys.modules
+    assert count_macs(module, (x,)) == 12
+    with torch.inference_mode():
+        assert torch.equal(module(x), module.one(x))
+    print(before)
+"""
+
+
+@pytest.mark.slow  # Dynamo is imported in a fresh process
+def test_what_compiles_itself_answers_after_it_was_counted(fresh_process) -> None:
+    """Whether Dynamo was imported before or not."""
+    assert fresh_process(BRANCHES).split() == ["False", "True"]

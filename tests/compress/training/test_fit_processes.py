@@ -279,12 +279,7 @@ def test_after_ctrl_c_nothing_runs_on_and_the_next_call_ends_bit_identical(tmp_p
 @pytest.mark.parametrize(
     ("number", "to_the_group"),
     # Ctrl-C to the group is above; of what is killed all at once nothing is left to end.
-    [
-        (signal.SIGTERM, False),
-        (signal.SIGTERM, True),
-        (signal.SIGINT, False),
-        (signal.SIGKILL, False),
-    ],
+    [(signal.SIGTERM, True), (signal.SIGKILL, False)],
 )
 def test_a_signal_ends_every_process(tmp_path, number, to_the_group):
     make_source(tmp_path / "source")

@@ -1,0 +1,66 @@
+"""The page of the gates, written from their classes and their schema."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, get_args
+
+import yaml
+from groups import DEFS, link_from
+from setting_text import code, definitions, paragraphs
+
+from compress.core.gates import AnyGate, Gate, explain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LIMITS = {
+    "parity": 1e-4,
+    "label_agreement": 0.99,
+    "max_drop": 1.0,
+    "min_metric": 0.975,
+    "max_size": 0.25,
+    "max_parameters": 0.5,
+    "min_speedup": 2.0,
+    "max_latency": 5.0,
+}
+"""A limit for each example."""
+
+
+def gates_page() -> str:
+    """Return the page of every gate."""
+    gates: tuple[type[Gate], ...] = get_args(get_args(AnyGate)[0])
+    return "\n\n".join(
+        [
+            "# Gates",
+            "A gate measures one number and holds it against one limit. How to choose them, and "
+            "what a refusal looks like: [the guide](../gates.md).",
+            *(part for gate in gates for part in _gate(gate)),
+            "## Settings of every gate",
+            definitions(
+                {"against": DEFS["Parity"]["properties"]["against"]},
+                (),
+                "every",
+                link_from("gates"),
+            ),
+        ]
+    )
+
+
+def _gate(gate: type[Gate]) -> Iterator[str]:
+    schema: dict[str, Any] = DEFS[gate.__name__]
+    name = schema["properties"]["gate"]["const"]
+    example = {"gate": name, gate.limit_field: LIMITS[name]}
+    refused = explain(gate.model_validate(example).verdict(None, "found …"))
+    own = {
+        setting: told
+        for setting, told in schema["properties"].items()
+        if setting not in Gate.model_fields
+    }
+    yield f"## {name} {{#{name}}}"
+    yield from paragraphs(gate)
+    yield "Compares with " + (
+        "the stage's input, or with what `against` names." if gate.compares else "nothing."
+    )
+    yield f"```yaml\ngates:\n{yaml.safe_dump([example], sort_keys=False)}```"
+    yield f"Where it refuses: {code(refused)}."
+    yield definitions(own, schema.get("required", ()), name, link_from("gates"))

@@ -1,0 +1,68 @@
+"""What mkdocs calls while it builds the site: adds the pages written from the code itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+from reference import reference
+
+if TYPE_CHECKING:
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+FETCHED = re.compile(
+    r"""<(?:script|img|iframe)[^>]* src=["']?(?:https?:)?//"""
+    r"""|<link[^>]* rel=["']?(?:stylesheet|icon|preconnect|preload)[^>]* href=["']?(?:https?:)?//"""
+)
+OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)\)")
+
+
+def on_config(config: Any) -> Any:
+    """Put guides that mkdocs.yml does not name behind those that it does."""
+    (guides,) = [part["Guides"] for part in config.nav if "Guides" in part]
+    named = [path for part in (*config.nav, *guides) for path in part.values()]
+    for page in sorted(Path(config.docs_dir).glob("*.md")):
+        if page.name not in named:
+            title = page.read_text().partition("\n")[0].lstrip("# ").partition(":")[0]
+            guides.append({title: page.name})
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the reference, which no file holds and so none can be stale."""
+    for name, text in reference().items():
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    return files
+
+
+def on_post_build(config: Any) -> None:
+    """Refuse a page that would fetch something from elsewhere when it is read.
+
+    Raises:
+        PluginError: there is one.
+    """
+    for page in Path(config.site_dir).rglob("*.html"):
+        if found := FETCHED.search(page.read_text()):
+            raise PluginError(f"{page}: fetches from elsewhere: {found[0]}")
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Show files of the repository by their paths, as the site does not have them; one title.
+
+    Raises:
+        PluginError: there is no such file.
+    """
+    if page.file.src_uri.startswith("reference/"):
+        return markdown
+    for _text, path in OUTSIDE.findall(markdown):
+        if not (ROOT / path).exists():
+            raise PluginError(f"{page.file.src_uri}: the repository has no {path}")
+    markdown = OUTSIDE.sub(r"`\2`", markdown)
+    if page.file.src_uri == "coverage.md":  # two tables of two benchmarks, each with a title
+        markdown = "# What was tried\n\n" + re.sub(r"^#", "##", markdown, flags=re.MULTILINE)
+    return markdown

@@ -1,0 +1,155 @@
+"""Settings as readers want them: what may be written, within which bounds, and what it does."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from pydantic import BaseModel
+
+    Link = Callable[[list[str]], str]
+    """Class names of groups of settings, any of which may be written → links to them."""
+
+WORDS = {
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "`true` or `false`",
+    "string": "text",
+    "object": "mapping",
+}
+SHORT = 30
+"""Characters up to which a pattern says more than it hides."""
+
+
+def definitions(
+    properties: dict[str, Any], required: Collection[str], anchor: str, link: Link
+) -> str:
+    """Return a definition list of settings, each with a place to link to.
+
+    Args:
+        properties: JSON Schema by setting.
+        required: those that must be given; they come first.
+        anchor: what the places' names begin with.
+        link: how the settings of a group are linked to.
+    """
+    ordered = sorted(properties.items(), key=lambda item: item[0] not in required)
+    return "\n".join(
+        f'<a id="{anchor}-{name}"></a>`{name}` '
+        f'<span class="kind">{kind(schema, name in required, link)}</span>\n'
+        f":   {prose(schema['description'])}\n"
+        for name, schema in ordered
+    )
+
+
+def kind(schema: dict[str, Any], is_required: bool, link: Link) -> str:
+    """Return what may be written, and what holds where nothing is: `text, by default "cpu"`."""
+    told = may_be(schema, link)
+    if is_required:
+        return f"{told}, **required**"
+    default = schema.get("default")
+    if default in (None, []) or isinstance(default, dict):
+        return f"{told}, optional"
+    if schema.get("const") == default:
+        return told
+    return f"{told}, by default {code(default)}"
+
+
+def may_be(schema: dict[str, Any], link: Link) -> str:
+    """Return in words what a JSON Schema lets through."""
+    if "$ref" in schema:
+        return link([_name(schema)])
+    if "const" in schema:
+        return code(schema["const"])
+    if "enum" in schema:
+        return joined([code(value) for value in schema["enum"]], "or")
+    for several in ("anyOf", "oneOf"):
+        if several in schema:
+            return _any_of([one for one in schema[several] if one != {"type": "null"}], link)
+    if schema.get("type") == "array":
+        return _list(schema, link)
+    if schema.get("type") == "object" and isinstance(schema.get("additionalProperties"), dict):
+        values = may_be(schema["additionalProperties"], link)
+        return "mapping" if values == "anything" else f"mapping of names to {values}"
+    if "type" not in schema:
+        return "anything"
+    return WORDS[schema["type"]] + _bounds(schema)
+
+
+def _any_of(schemas: list[dict[str, Any]], link: Link) -> str:
+    told = [may_be(one, link) for one in schemas if "$ref" not in one]
+    groups = [_name(one) for one in schemas if "$ref" in one]
+    return joined([*told, link(groups)] if groups else told, "or")
+
+
+def _name(schema: dict[str, Any]) -> str:
+    return str(schema["$ref"].rpartition("/")[2])
+
+
+def _list(schema: dict[str, Any], link: Link) -> str:
+    if "prefixItems" in schema:
+        return f"list of {_and([may_be(item, link) for item in schema['prefixItems']])}"
+    several = f"list of {_plural(may_be(schema['items'], link))}"
+    return f"non-empty {several}" if schema.get("minItems") else several
+
+
+def _plural(words: str) -> str:
+    return re.sub(r"^(whole number|number|text|group)\b", r"\1s", words)
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    low, high = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    if schema["type"] == "integer" and above is not None:
+        low, above = above + 1, None
+    if low is not None and high is not None:
+        return f" from {low} to {high}"
+    parts = {"from": low, "above": above, "below": below, "to": high}
+    told = [f" {word} {value}" for word, value in parts.items() if value is not None]
+    pattern = schema.get("pattern", "")
+    return " and".join(told) + (f" like `{pattern}`" if 0 < len(pattern) <= SHORT else "")
+
+
+def _and(parts: list[str]) -> str:
+    return f"{len(parts)} {_plural(parts[0])}" if len(set(parts)) == 1 else joined(parts, "and")
+
+
+def joined(parts: list[str], word: str) -> str:
+    """Return parts as a list in words: `a, b or c`."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} {word} {parts[-1]}"
+
+
+def code(value: Any) -> str:
+    """Return a value as it is written in a pipeline file."""
+    if isinstance(value, str) and value:
+        return f"`{value}`"
+    if isinstance(value, list):  # of gates, say, whose settings that are not given need no word
+        value = [_given(part) for part in value]
+    flow = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000)
+    return f"`{flow.removesuffix('...' + chr(10)).strip()}`"
+
+
+def _given(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: part for name, part in value.items() if part is not None}
+    return value
+
+
+def prose(text: str) -> str:
+    """Return a docstring as one paragraph, or several; `<name>` stays what it is."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.replace("``", "`").split()))
+    return "".join(
+        part if part.startswith("`") else re.sub(r"([*_])", r"\\\1", part).replace("<", "&lt;")
+        for part in parts
+    )
+
+
+def paragraphs(cls: type[BaseModel]) -> Iterator[str]:
+    """Yield what a class's docstring says, paragraph by paragraph."""
+    for paragraph in inspect.cleandoc(cls.__doc__ or "").split("\n\n"):
+        yield prose(paragraph)

@@ -1,0 +1,140 @@
+"""Pages of the stages and of the pipeline file, written from their classes and their schema."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, get_args
+
+import yaml
+from groups import DEFS, OF_THE_FILE, SCHEMA, STATIONS, TRAIN, group_sections, link_from, stages_of
+from setting_text import definitions, paragraphs, prose
+
+from compress.core.artifact import Artifact
+from compress.core.stage import Stage
+from compress.training.settings import Training
+from pipelines.catalog import stage_type
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    AnyStage = type[Stage[Any, Any]]
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "train": {"epochs": 12},
+    "prune_channels": {"ratio": 0.5},
+    "prune_layers": {"remove": 1},
+    "prune_weights": {"amount": 0.5},
+    "distill": {"teacher": "source", "epochs": 6},
+    "quantize_aware_training": {"epochs": 3},
+    "quantize_mixed": {"max_drop": 0.5},
+    "convert_precision": {"dtype": "float16"},
+    "package_kserve": {"storage_uri": "s3://models/digits"},
+}
+"""Settings without which a stage is refused."""
+
+
+def pipeline_page() -> str:
+    """Return the page of the file itself."""
+    page = "pipeline"
+    return "\n\n".join(
+        [
+            "# Pipeline file",
+            "What may stand in `pipeline.yaml`. A key that is not listed is refused, with the "
+            "nearest one that is. The same as a JSON Schema, for editors: `compress schema`.",
+            definitions(SCHEMA["properties"], SCHEMA["required"], "file", link_from(page)),
+            *group_sections(page),
+        ]
+    )
+
+
+def stage_pages() -> dict[str, str]:
+    """Return the page of all stages, and one of each station."""
+    pages = {page: _station(page, *told) for page, told in STATIONS.items()}
+    return {"stages": _overview(), **pages}
+
+
+def _overview() -> str:
+    stages = [
+        f"[`{stage_type(stage)}`]({page}.md#{stage_type(stage)}) "
+        f'<span class="kind">{_road(stage)}</span>\n:   {next(paragraphs(stage))}\n'
+        for page in STATIONS
+        for stage in stages_of(page)
+    ]
+    kinds = [
+        f"| `{name}` | {next(paragraphs(kind))} |"  # type: ignore[arg-type]
+        for name, kind in sorted(Artifact._kinds.items())
+    ]
+    every = {name: DEFS["Train"]["properties"][name] for name in Stage.model_fields}
+    every |= OF_THE_FILE
+    every["stage"] = {"type": "string", "description": "Which stage this is."}
+    return "\n\n".join(
+        [
+            "# Stages",
+            "Each reads one kind of artifact and writes one. `compress check` refuses an order "
+            "in which they do not fit.",
+            "\n".join(stages),
+            "## Settings of every stage",
+            definitions(every, ["stage"], "every", link_from("stages")),
+            "## Kinds of artifacts {#kinds}",
+            "\n".join(["| kind | |", "|---|---|", *kinds]),
+            "Other packages may add stages: [Writing a stage](../writing-a-stage.md).",
+        ]
+    )
+
+
+def _station(page: str, title: str, _package: str, guide: str) -> str:
+    sections = [part for stage in stages_of(page) for part in _stage(page, stage)]
+    groups = group_sections(page)
+    return "\n\n".join(
+        [
+            f"# {title}",
+            f"Every setting of these stages. How to use them: [the guide]({guide}). What all "
+            "stages share, such as `gates`: [settings of every stage]"
+            "(stages.md#settings-of-every-stage).",
+            *sections,
+            *(["## Groups of settings", *groups] if groups else []),
+        ]
+    )
+
+
+def _stage(page: str, stage: AnyStage) -> Iterator[str]:
+    name = stage_type(stage)
+    example = {"stage": name, **EXAMPLES.get(name, {})}
+    usual = stage.model_validate(example)
+    yield f"## {name} {{#{name}}}"
+    yield from paragraphs(stage)
+    yield " ".join([f"Reads → writes: [{_road(stage)}](stages.md#kinds).", *_needs(usual)])
+    yield f"```yaml\n{yaml.safe_dump([example], sort_keys=False)}```"
+    schema = DEFS[stage.__name__]
+    inherits = issubclass(stage, Training) and name != "train"
+    own = {
+        setting: told
+        for setting, told in schema["properties"].items()
+        if _is_own(setting, told)
+        and not (inherits and DEFS[TRAIN]["properties"].get(setting) == told)
+    }
+    yield definitions(own, schema.get("required", ()), name, link_from(page))
+    if inherits:
+        yield "And every other setting of [`train`](training.md#train)."
+    if not own and not inherits:
+        yield "It has no settings of its own."
+
+
+def _is_own(setting: str, schema: dict[str, Any]) -> bool:
+    if setting == "gates":
+        return bool(schema["default"])
+    return setting not in Stage.model_fields
+
+
+def _road(stage: AnyStage) -> str:
+    read = get_args(stage.reads()) or (stage.reads(),)
+    return f"{', '.join(kind.kind for kind in read)} → {stage.writes().kind}"
+
+
+def _needs(stage: Stage[Any, Any]) -> Iterator[str]:
+    """Yield what the stage cannot do without, with the settings of its example."""
+    if stage.needs_data:
+        yield "Needs `data:`."
+    elif stage.uses_data:
+        yield "Uses `data:` where there is any."
+    for need in stage.all_requirements():
+        yield f"Needs {prose(need.what)} ({prose(need.install)})."

@@ -1,0 +1,168 @@
+"""The order in which stages are walked: what one stage's failure does not concern goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from compress.core.artifact import Artifact
+from compress.core.requirement import undisturbed
+from pipelines.plan import SOURCE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipelines.making import Made, Making
+    from pipelines.plan import PlannedStage
+    from pipelines.walk import Sought, Walk
+
+
+class Engine(Protocol):
+    """Makes several stages at a time, elsewhere."""
+
+    @property
+    def places(self) -> int:
+        """How many it makes at a time."""
+        ...
+
+    def begin(self, making: Making) -> None:
+        """Have a stage made, where there is a place."""
+        ...
+
+    def next(self) -> Made:
+        """Wait until a stage that was begun has been made, or has failed."""
+        ...
+
+    def close(self) -> None:
+        """End what is still under way."""
+        ...
+
+
+def walk_branches(walk: Walk, first_again: int, engine: Engine | None) -> None:
+    """Bring in the model, and walk every stage that no other one's failure keeps from running.
+
+    Args:
+        walk: the run.
+        first_again: index of the first stage that runs whatever the store holds; the source is -1.
+        engine: makes branches side by side; without it stage follows stage in this process.
+
+    Raises:
+        CompressError: the error that decides how the run ends; the others are its notes.
+    """
+    with walk.outcome.noting(SOURCE):
+        walk.import_model(again=first_again < 0)
+    if engine is None:
+        _in_turn(walk, first_again)
+    else:
+        try:
+            _SideBySide(walk, first_again, engine, list(walk.plan.stages)).go()
+        finally:
+            engine.close()
+    error = walk.outcome.error()
+    if error:
+        raise error
+
+
+def _in_turn(walk: Walk, first_again: int) -> None:
+    for planned in walk.plan.stages:
+        if not _skipped(walk, planned):
+            with walk.outcome.noting(planned.name):
+                walk.step(planned, again=planned.index >= first_again)
+            _close(walk, planned.name)
+
+
+@dataclass
+class _SideBySide:
+    """Branches that are made at the same time, and judged one after another.
+
+    Nothing is measured while something is made, so that times are true: what has been made waits
+    until nothing is under way and nothing more can be begun.
+    """
+
+    walk: Walk
+    first_again: int
+    engine: Engine
+    waiting: list[PlannedStage]
+    under_way: dict[str, Sought] = field(default_factory=dict)
+    made: dict[str, Sought] = field(default_factory=dict)
+    judged: set[str] = field(default_factory=lambda: {SOURCE})
+
+    def go(self) -> None:
+        """Walk all stages."""
+        try:
+            while self.waiting or self.under_way or self.made:
+                self._begin_what_can_be()
+                if self.under_way:
+                    self._take_in(self.engine.next())
+                else:
+                    self._judge()
+        except BaseException:
+            self.walk.at = self.walk.at or next(iter(self.under_way), "")
+            raise
+
+    def _begin_what_can_be(self) -> None:
+        for planned in tuple(self.waiting):
+            if _skipped(self.walk, planned):
+                self.waiting.remove(planned)
+            elif self._can_begin(planned):
+                self.waiting.remove(planned)
+                with self.walk.outcome.noting(planned.name):
+                    self._begin(planned)
+                _close(self.walk, planned.name)
+
+    def _can_begin(self, planned: PlannedStage) -> bool:
+        needed = {*planned.needs, self.walk.plan.baseline} - {planned.name}
+        if not needed <= self.judged or len(self.under_way) >= self.engine.places:
+            return False
+        if undisturbed(planned.stage) and self.under_way:
+            return False
+        # What is being made for another branch will be in the store.
+        return self._place(planned) not in {s.entry.path for s in self.under_way.values()}
+
+    def _place(self, planned: PlannedStage) -> Path:
+        return self.walk.store.entry(self.walk.parts(planned)).path
+
+    def _begin(self, planned: PlannedStage) -> None:
+        walk, name = self.walk, planned.name
+        sought = walk.seek(name, walk.parts(planned), planned.index >= self.first_again)
+        if not sought.reason:
+            self.made[name] = sought
+        elif undisturbed(planned.stage):
+            walk.at = name
+            self.made[name] = walk.keep(sought, *walk.making(planned, sought)(walk.progress))
+        else:
+            self.engine.begin(walk.making(planned, sought))
+            self.under_way[name] = sought
+
+    def _take_in(self, made: Made) -> None:
+        sought = self.under_way.pop(made.name)
+        with self.walk.outcome.noting(made.name):
+            if made.error:
+                raise made.error
+            artifact = Artifact.at(sought.entry.artifact_path)
+            self.made[made.name] = self.walk.keep(sought, artifact, made.seconds)
+        _close(self.walk, made.name)
+
+    def _judge(self) -> None:
+        """Judge all that has been made, in the plan's order."""
+        for planned in self.walk.plan.stages:
+            if planned.name in self.made:
+                with self.walk.outcome.noting(planned.name):
+                    self.walk.judge(planned, self.made.pop(planned.name))
+                _close(self.walk, planned.name)
+                self.judged.add(planned.name)
+
+
+def _skipped(walk: Walk, planned: PlannedStage) -> bool:
+    """Whether a stage cannot run any more; then it is said why."""
+    stopper = walk.outcome.stopper(planned)
+    if stopper:
+        walk.announce(f"{planned.name}: skipped, as {stopper} did not pass")
+    return stopper is not None
+
+
+def _close(walk: Walk, name: str) -> None:
+    """Leave a stage, and say so where it failed."""
+    walk.at = ""
+    if name in walk.outcome.errors and not walk.outcome.refused(name):
+        walk.announce(f"{name}: failed")

@@ -1,0 +1,47 @@
+"""What a shell completes: names of stages and of runs, read without validating anything."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+RUNS = Path("runs")
+
+
+def stage_names(ctx: Any, incomplete: str) -> list[str]:
+    """Return the names of the stages in the pipeline file that a command line names.
+
+    Args:
+        ctx: holds what the command line says so far.
+        incomplete: how the name begins.
+    """
+    # An option that still lacks its value ends the parsing before the file is found.
+    words = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or "").split()
+    files = [ctx.params.get("file"), *(word for word in words if word.endswith((".yaml", ".yml")))]
+    names = _names_in(next(Path(file) for file in (*files, "pipeline.yaml") if file))
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def run_names(incomplete: str) -> list[tuple[str, str]]:
+    """Return the runs in the usual folder that begin so, each with how it ended."""
+    found = {str(file.parent): file for file in sorted(RUNS.glob("*/report.json"))}
+    return [(name, _status(file)) for name, file in found.items() if name.startswith(incomplete)]
+
+
+def _names_in(file: Path) -> list[str]:
+    import yaml
+
+    try:
+        stages = yaml.safe_load(file.read_text(encoding="utf-8"))["stages"]
+        return [str(stage.get("name") or stage["stage"]) for stage in stages]
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+        return []
+
+
+def _status(file: Path) -> str:
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["status"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""

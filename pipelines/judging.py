@@ -1,0 +1,140 @@
+"""Judging what a stage has made: proofs, gates and measurements, each asked once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from compress.core.errors import GateRefused
+from compress.core.gates import explain
+from compress.core.runtimes import opponent_of
+from pipelines.naming import named
+from pipelines.report import ArtifactReport, Measurements, StageReport
+from pipelines.store import publish
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from pydantic import JsonValue
+
+    from compress.core.gates import Gate, Verdict
+    from pipelines.plan import PlannedStage
+    from pipelines.walk import Sought, Walk
+
+
+def judged(walk: Walk, planned: PlannedStage, sought: Sought) -> StageReport:
+    """Prove, publish, measure and judge what a stage has made.
+
+    Raises:
+        CompressError: it could not be proved, or not be measured.
+    """
+    questions, artifact = Questions(walk, planned.name), walk.artifacts[planned.name]
+    _prove(questions, planned, cached=not sought.reason)
+    publish(artifact, walk.out / "artifacts" / planned.name)
+    with artifact.held(walk.pipeline.device, walk.pipeline.threads):
+        verdicts = [_verdict(questions, planned, gate) for gate in planned.stage.gates]
+        measurements = _measured(questions)
+    return StageReport(
+        name=planned.name,
+        stage=planned.stage.stage,
+        input=planned.input,
+        branch=walk.plan.branch(planned.name),
+        cached=not sought.reason,
+        reason=sought.reason,
+        fetched_from=sought.entry.fetched_from,
+        seconds=sought.seconds,
+        judged_seconds=questions.seconds,
+        artifact=ArtifactReport.of(artifact, f"artifacts/{planned.name}"),
+        measurements=measurements,
+        verdicts=tuple(verdicts),
+    )
+
+
+def measured(walk: Walk, name: str) -> Measurements:
+    """Return what is measured of an artifact beside the baseline."""
+    return _measured(Questions(walk, name))
+
+
+def refusal_of(row: StageReport, out: Path) -> GateRefused | None:
+    """Return the error that says which gates refused, if any did."""
+    refused = [v for v in row.verdicts if not v.passed]
+    if not refused:
+        return None
+    return GateRefused(
+        f"{row.name}: {'; '.join(map(explain, refused))} "
+        f"(artifact kept in {out / 'artifacts' / row.name})"
+    )
+
+
+@dataclass
+class Questions:
+    """What is asked of one artifact, and the seconds that answering took."""
+
+    walk: Walk
+    name: str
+    seconds: float = 0.0
+
+    def ask(self, question: dict[str, Any], measure: Callable[[], JsonValue]) -> Any:
+        """Return what was measured before, or measure, counting the seconds."""
+
+        def timed() -> JsonValue:
+            began = time.monotonic()
+            try:
+                return measure()
+            finally:
+                self.seconds += time.monotonic() - began
+
+        return self.walk.entries[self.name].answer(question, timed)
+
+
+def _prove(questions: Questions, planned: PlannedStage, cached: bool) -> None:
+    """Hold a cached result against its input, once for each data and machine."""
+    walk, name = questions.walk, planned.name
+
+    def prove() -> JsonValue:
+        if cached:  # else the stage has just done so itself
+            model, artifact = walk.artifacts[planned.input], walk.artifacts[name]
+            planned.stage.prove(model, artifact, walk.context(name))
+        return True
+
+    with named(name, walk.out):
+        questions.ask({"proved against its input": 1, **walk.conditions()}, prove)
+
+
+def _verdict(questions: Questions, planned: PlannedStage, gate: Gate) -> Verdict:
+    walk, other = questions.walk, gate.against or planned.input
+    after = walk.artifacts[planned.name]
+    before = opponent_of(gate, walk.artifacts[planned.input], walk.context(planned.name))
+    question = {**gate.measurement_key(), "against": before.digest, **walk.conditions()}
+    failed: list[Verdict] = []
+
+    def measure() -> float:
+        verdict = gate.judge(before, after, walk.context(planned.name))
+        if verdict.value is None:
+            failed.append(verdict)
+            raise _Unmeasured
+        return verdict.value
+
+    try:
+        verdict = gate.verdict(float(str(questions.ask(question, measure))))
+    except _Unmeasured:
+        verdict = failed[0]
+    return verdict.model_copy(update={"against": other if gate.compares else None})
+
+
+def _measured(questions: Questions) -> Measurements:
+    walk, name = questions.walk, questions.name
+    baseline, artifact = walk.artifacts[walk.plan.baseline], walk.artifacts[name]
+    question = {"measurements": 1, "against": baseline.digest, **walk.conditions()}
+
+    def measure() -> JsonValue:
+        return Measurements.of(artifact, baseline, walk.context(name)).model_dump(mode="json")
+
+    with named(name, walk.out):
+        return Measurements.model_validate(questions.ask(question, measure))
+
+
+class _Unmeasured(Exception):
+    pass

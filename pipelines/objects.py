@@ -1,0 +1,152 @@
+"""Files at a URL, of any protocol that fsspec knows: read within limits, written whole or not."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from compress.core.errors import PipelineInvalid, Unavailable, first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci"}
+"""Where an object is there when it is whole, and not before; there are no folders either."""
+BLOCK = 2**24
+CREDENTIALS = re.compile(r"://[^@]*:[^@]*@|\?")  # a key's secret may hold slashes
+
+
+class Failed(Exception):
+    """The other side could not be asked; with what it said."""
+
+
+class Missing(Failed):
+    """The other side says that there is no such file."""
+
+
+class Objects:
+    """What lies below a URL, by names such as ``files/1f…``."""
+
+    def __init__(self, url: str) -> None:
+        """Open a URL without asking it anything.
+
+        Raises:
+            PipelineInvalid: no URL that fsspec knows, or one that holds credentials.
+            Unavailable: the package for its protocol is not installed.
+        """
+        self._files, self._root = _opened(url)
+        protocol = self._files.protocol
+        protocols = {protocol} if isinstance(protocol, str) else {*protocol}
+        self._renames = not protocols & OBJECT_STORES
+        self._partial = f"partial/{uuid.uuid4().hex}"
+
+    def take_over(self, writer: str) -> None:
+        """Go on as a writer that nobody else is, and remove what it left half written.
+
+        Raises:
+            Failed: the other side.
+        """
+        self._partial = f"partial/{writer}"
+        path = self._path(self._partial)
+        with _asking():
+            if self._renames and self._files.exists(path):
+                self._files.rm(path, recursive=True)
+
+    def read(self, name: str, limit: int) -> bytes | None:
+        """Return a small file's bytes, at most one more than the limit; None where it is not there.
+
+        Raises:
+            Failed: the other side.
+        """
+        try:
+            with _asking():
+                content: bytes = self._files.cat_file(self._path(name), start=0, end=limit + 1)
+                return content
+        except Missing:
+            return None
+
+    def blocks(self, name: str) -> Iterator[bytes]:
+        """Yield a file's bytes, block by block.
+
+        Raises:
+            Failed: the other side.
+        """
+        with _asking(), self._files.open(self._path(name), "rb", block_size=BLOCK) as stream:
+            while block := stream.read(BLOCK):
+                yield block
+
+    def size(self, name: str) -> int | None:
+        """Return a file's size in bytes; None where it is not there.
+
+        Raises:
+            Failed: the other side.
+        """
+        try:
+            with _asking():
+                return int(self._files.info(self._path(name))["size"])
+        except Missing:
+            return None
+
+    def write(self, name: str, content: bytes | Path) -> None:
+        """Write a file, from bytes or a local one, so that nobody sees a half of it.
+
+        Raises:
+            Failed: the other side.
+        """
+        target = self._path(name)
+        first = self._path(f"{self._partial}/{uuid.uuid4().hex}") if self._renames else target
+        with _asking():
+            if self._renames:
+                for path in (first, target):
+                    self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            if isinstance(content, bytes):
+                self._files.pipe_file(first, content)
+            else:
+                self._files.put_file(str(content), first)
+            if self._renames:
+                self._files.mv(first, target)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+@contextmanager
+def _asking() -> Iterator[None]:
+    """Turn what a protocol's package raises, each its own, into one error."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise Missing(_told(error)) from error
+    except Exception as error:
+        raise Failed(_told(error)) from error
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)[:200]}"
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it."""
+    if CREDENTIALS.search(url):
+        raise PipelineInvalid(
+            "--store: the URL holds a password or a signature, which reports and logs would show; "
+            "give credentials where the protocol's package looks for them (s3: AWS_PROFILE, "
+            "AWS_ACCESS_KEY_ID …; any: fsspec's configuration)"
+        )
+    try:
+        from fsspec.core import url_to_fs
+
+        files, root = url_to_fs(url, use_listings_cache=False)
+    except ImportError as error:
+        raise Unavailable(
+            f"--store {url}: {first_line(error)}; for s3: pip install 'compress-pipeline[remote]'"
+        ) from error
+    except Exception as error:
+        raise PipelineInvalid(
+            f"--store {url}: {first_line(error)}; expected a URL such as s3://bucket/folder or "
+            "file:///folder"
+        ) from error
+    return files, root.rstrip("/")

@@ -1,0 +1,184 @@
+"""What one branch's failure does to the others, and what is told of it."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from compress.core.errors import GateRefused, StageFailed, told_of
+from compress.core.latency import compare_latency
+from pipelines.diff import compare
+from pipelines.pipeline import Pipeline
+from pipelines.report import Report
+from pipelines.table import closing_lines, stage_table
+from pipelines.why import why
+
+NETS = """
+from torch import nn
+
+def mlp(hidden=16):
+    return nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 3))
+"""
+
+FILE = """\
+version: 1
+model:
+  factory: nets:mlp
+  inputs: [{name: x, shape: [batch, 4]}]
+stages:
+  - {name: half, stage: prune_weights, input: source, amount: 0.5}
+  - {name: script, stage: export_torchscript}
+  - {name: bare, stage: prune_channels, input: source, ratio: 0.5, exclude: ["*"]}
+  - {name: lost, stage: export_torchscript}
+  - name: compared
+    stage: export_torchscript
+    input: half
+    gates: [{gate: parity, atol: 1, against: lost}]
+  - name: big
+    stage: prune_weights
+    input: source
+    amount: 0.25
+    gates: [{gate: max_size, ratio: 0.01}]
+  - {name: bigger, stage: export_torchscript}
+  - {name: last, stage: export_torchscript, input: source}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_measurements():
+    """Measure for a moment: how long models take is of no interest here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare_latency, "__defaults__", (0.001,))
+        yield
+
+
+class Branches:
+    """A folder whose pipeline has branches that do not pass."""
+
+    def __init__(self, folder) -> None:
+        self.folder, self.file, self.out = folder, folder / "fan.yaml", folder / "out"
+        (folder / "nets.py").write_text(NETS)
+        self.file.write_text(FILE)
+
+    def run(self, **options) -> list[str]:
+        self.said: list[str] = []
+        self.seen: list[Report] = []
+        with pytest.raises(StageFailed) as caught:
+            Pipeline.from_yaml(self.file).run(
+                self.out, announce=self.said.append, finished=self.seen.append, **options
+            )
+        return told_of(caught.value)
+
+
+@pytest.fixture(scope="module")
+def branches(tmp_path_factory) -> Branches:
+    found = Branches(tmp_path_factory.mktemp("branches"))
+    found.errors = found.run()
+    return found
+
+
+def test_branches_that_do_not_depend_on_a_failure_go_on(branches) -> None:
+    report = Report.read(branches.out)
+    assert report == branches.seen[0].model_copy(update={"lock": report.lock})
+    assert {s.name: s.status for s in report.stages} == {
+        "half": "passed",
+        "script": "passed",
+        "big": "refused",
+        "last": "passed",
+    }
+    assert report.status == "failed", "a failure weighs more than a refusal"
+    assert [f.name for f in report.failures] == ["bare"]
+    assert report.failed_stage == report.failures[0]
+    assert {s.name: s.because for s in report.skipped} == {
+        "lost": "bare",
+        "compared": "bare",
+        "bigger": "big",
+    }
+    assert report.test is None
+
+
+def test_every_error_is_told_and_the_failure_decides(branches) -> None:
+    failed, refused = branches.errors
+    assert failed.startswith("bare: ")
+    assert refused.startswith("big: max_size")
+    assert "bare: failed" in branches.said
+    assert "compared: skipped, as bare did not pass" in branches.said
+
+
+def test_the_report_names_the_road_to_each_stage(branches) -> None:
+    report = Report.read(branches.out)
+    roads = {row.name: row.branch for row in (*report.stages, *report.failures, *report.skipped)}
+    assert roads["script"] == ("source", "half")
+    assert roads["lost"] == ("source", "bare")
+    assert roads["last"] == ("source",)
+
+
+def test_table_and_page_show_what_failed_and_what_was_skipped(branches) -> None:
+    report = Report.read(branches.out)
+    console = Console(width=120, file=io.StringIO())
+    console.print(stage_table(report, console))
+    rows = {line.split()[1]: line for line in console.file.getvalue().splitlines() if "│" in line}
+    assert "✗ failed" in rows["bare"]
+    assert "skipped" in rows["lost"]
+    below = [str(line) for line in closing_lines(report, branches.out)]
+    assert "– bigger: skipped, as big did not pass" in below
+    assert any(line.startswith("✗ bare: ") for line in below)
+    page = (branches.out / "report.html").read_text()
+    assert "skipped, as bare did not pass" in page
+    assert "✗ bare: " in page
+
+
+def test_the_next_run_takes_what_passed_from_the_store(branches, tmp_path) -> None:
+    before = Report.read(branches.out)
+    assert branches.run() == branches.errors
+    ran = [line.partition(":")[0] for line in branches.said if ": running (" in line]
+    assert ran == ["bare"]
+    assert [s.artifact for s in Report.read(branches.out).stages] == [
+        s.artifact for s in before.stages
+    ]
+    pipeline = Pipeline.from_yaml(branches.file)
+    assert why(pipeline, branches.out, "lost").does == "runs (after bare)"
+
+
+def test_two_runs_differ_in_what_failed(branches, tmp_path) -> None:
+    mended = Branches(tmp_path)
+    mended.file.write_text(FILE.replace(', exclude: ["*"]', ""))
+    with pytest.raises(GateRefused, match="big: max_size"):
+        Pipeline.from_yaml(mended.file).run(mended.out)
+    report = Report.read(mended.out)
+    assert (report.status, report.failed_stage) == ("refused", None)
+    assert [s.name for s in report.skipped] == ["bigger"]
+    found = {d.what: (d.before, d.after) for d in compare(branches.out, mended.out).found}
+    assert found["status"] == ("failed", "refused")
+    assert found["skipped.compared"] == ("as bare", None)
+    assert found["failed.bare"][1] is None
+
+
+def test_an_interruption_stops_every_branch_at_once(tmp_path, monkeypatch) -> None:
+    interrupted = Branches(tmp_path)
+
+    def announce(line: str) -> None:
+        if line.startswith("half: made"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Pipeline.from_yaml(interrupted.file).run(interrupted.out, announce=announce)
+    report = Report.read(interrupted.out)
+    assert report.status == "interrupted"
+    assert not report.skipped
+
+
+def test_without_a_baseline_nothing_is_measured(tmp_path) -> None:
+    """The model compared with is the one that a leading `train` leaves."""
+    failing = Branches(tmp_path)
+    (tmp_path / "data.py").write_text(
+        "import torch\nfrom torch.utils.data import TensorDataset\n"
+        "def data():\n    d = TensorDataset(torch.ones(8, 4), torch.zeros(8).long())\n"
+        "    return {'train': d, 'val': d}\n"
+    )
+    train = "  - {stage: train, epochs: 1, learning_rate: 1.0e+38}\n"
+    start = f'data: {{factory: "data:data"}}\nstages:\n{train}'
+    failing.file.write_text(FILE.replace("stages:\n", start))
+    (error,) = failing.run()
+    assert error.startswith("train: ")
+    assert {s.because for s in Report.read(failing.out).skipped} == {"train"}

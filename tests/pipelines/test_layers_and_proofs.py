@@ -1,0 +1,96 @@
+"""What the page tells of layers, and a proof as a file."""
+
+import json
+import struct
+
+import pytest
+from safetensors.torch import load_file
+
+from pipelines.evidence import prove
+from pipelines.layers import sensitivities_of, sizes_of
+from pipelines.proof_page import as_text
+from pipelines.report import Report
+from pipelines.rows import rows_of
+from serve.proof import Proof, Replay
+
+
+def test_sizes_by_layer_are_those_of_the_sealed_weights(walked) -> None:
+    report = Report.read(walked.out)
+    sizes = sizes_of(rows_of(report), walked.out)
+    assert sizes.columns == ("train", "prune_channels")
+    shown = {name: [cell.text for cell in cells] for name, cells in sizes.rows}
+    for column, stage in enumerate(("train", "prune_channels")):
+        state = load_file(walked.out / "artifacts" / stage / "weights.safetensors")
+        for layer in ("0", "2"):
+            size = sum(t.nbytes for name, t in state.items() if name.startswith(f"{layer}."))
+            assert shown[layer][column] == f"{size} B" or size >= 1000
+    assert sizes_of(rows_of(report), None) is None
+    assert "Sizes by layer: not known" in report.html()
+
+
+def test_a_layer_that_a_stage_removed_is_said_to_be_gone(walked, tmp_path) -> None:
+    report = Report.read(walked.out)
+    for stage, layers in (("train", "ab"), ("prune_channels", "b")):
+        header = {f"{n}.weight": {"data_offsets": [0, 8]} for n in layers}
+        raw = json.dumps({"__metadata__": {}, **header}).encode()
+        file = tmp_path / "artifacts" / stage / "weights.safetensors"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(struct.pack("<Q", len(raw)) + raw)
+    shown = {n: [c.text for c in cells] for n, cells in sizes_of(rows_of(report), tmp_path).rows}
+    assert shown == {"a": ["8 B", "gone"], "b": ["8 B", "8 B"], "all layers": ["16 B", "8 B"]}
+
+
+def test_what_stages_measured_of_layers_is_shown_most_sensitive_first(walked) -> None:
+    report = Report.read(walked.out)
+    facts = {
+        "fidelity": {"layers": [{"module": m, "own_sqnr_db": v, "sqnr_db": v - 1} for m, v in
+                                (("firm", 40.0), ("weak", 10.0))]},
+        "mixed": {"layers": [{"module": "m", "sensitivity": None, "format": "float"}]},
+        "harm_alone": {"block": {"points": 2.5, "distance": 0.1}},
+        "refit": {"layers": {"w": [0.4, 0.1]}},
+    }  # fmt: skip
+    rows = rows_of(report)
+    artifact = rows[0].report.artifact.model_copy(update={"facts": facts})
+    rows = rows_of(
+        report.model_copy(
+            update={"stages": (report.stages[0].model_copy(update={"artifact": artifact}),)}
+        )
+    )
+    tables, crowded = sensitivities_of(rows)
+    cells = [[(name, [c.text for c in row]) for name, row in table.rows] for table in tables]
+    assert cells == [
+        [("weak", ["10", "9"]), ("firm", ["40", "39"])],
+        [("m", ["not measured", "float"])],
+        [("block", ["2.5"])],
+        [("w", ["0.4", "0.1"])],
+    ]
+    assert not crowded
+    assert sensitivities_of(rows_of(report))[0], "prune_channels refits layers"
+
+
+@pytest.mark.parametrize("ending", [".html", ".md", ".json", ".proof"])
+def test_a_proof_is_written_for_people_and_for_machines(walked, tmp_path, ending: str) -> None:
+    file = tmp_path / f"train{ending}"
+    proof = prove(walked.out / "artifacts" / "train", None, file)
+    text = file.read_text()
+    if ending in (".json", ".proof"):
+        assert Proof.model_validate_json(text) == proof
+    else:
+        for line in (*proof.proven, proof.sha256, proof.digest, "not started"):
+            assert line in text
+
+
+@pytest.mark.parametrize("ending", [".html", ".md"])
+def test_a_proof_says_what_was_not_shown_and_how_far_answers_differ(ending: str) -> None:
+    replay = Replay(what="the <probe>", samples=4, largest_difference=1.25e-7)
+    told = {"proven": ("it answers",), "unproven": ("the data: gone",)}
+    told |= {"served_by": "TorchServe", "replays": (replay,)}
+    proof = Proof(kind="torchserve", sha256="0" * 64, **told)
+    text = as_text(proof, "archive", ending)
+    assert "one thing could not be shown" in text
+    assert text.index("it answers") < text.index("Not proven") < text.index("the data: gone")
+    assert "1.25e-07" in text
+    assert ("&lt;probe&gt;" in text) is (ending == ".html")
+    both = {"unproven": (*proof.unproven, "the code")}
+    assert "2 things could not be shown" in as_text(proof.model_copy(update=both), "a", ending)
+    assert "Not proven" not in as_text(proof.model_copy(update={"unproven": ()}), "a", ending)

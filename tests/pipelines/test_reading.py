@@ -1,0 +1,269 @@
+"""Files that a user gives: with planted code, too large unfolded, or reaching outside."""
+
+import io
+import json
+import os
+import pickle
+import shutil
+import stat
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from compress.core import zips
+from compress.core.artifact import MANIFEST, Artifact
+from compress.core.checkpoint import read_state_dict
+from compress.core.errors import ArtifactInvalid, CompressError
+from pipelines.model_files import import_file, signature_of
+from pipelines.pipeline import Pipeline
+from pipelines.report import Report
+from serve.mar import MAR_MANIFEST, model_name_of, read_mar
+from serve.verify import verify
+from serve.worker.wire import from_npz, to_npz
+
+
+class Planted:
+    """A pickle that leaves a folder behind."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.trace),)
+
+
+def as_pickle(file: Path, trace: Path) -> None:
+    file.write_bytes(pickle.dumps(Planted(trace), protocol=2))
+
+
+def as_saved_by_torch(file: Path, trace: Path) -> None:
+    torch.save({"weight": Planted(trace)}, file)
+
+
+def as_saved_by_an_old_torch(file: Path, trace: Path) -> None:
+    torch.save({"weight": Planted(trace)}, file, _use_new_zipfile_serialization=False)
+
+
+def as_saved_by_the_oldest_torch(file: Path, trace: Path) -> None:
+    content = pickle.dumps(Planted(trace), protocol=2)
+    with tarfile.open(file, "w") as archive:
+        for name in ("sys_info", "pickle", "storages", "tensors"):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+
+
+def as_objects_of_numpy(file: Path, trace: Path) -> None:
+    with file.open("wb") as stream:
+        np.savez(stream, x=np.array([Planted(trace)], object))
+
+
+def as_yaml(file: Path, trace: Path) -> None:
+    file.write_text(f"!!python/object/apply:os.mkdir [{str(trace)!r}]\n")
+
+
+def as_mar(file: Path, trace: Path) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(MAR_MANIFEST, json.dumps({"model": {"modelName": "m"}}))
+        for name in ("model.pt", "probe.npz", "provenance.json"):
+            archive.writestr(name, pickle.dumps(Planted(trace)))
+
+
+PLANTED = [
+    as_pickle,
+    as_saved_by_torch,
+    as_saved_by_an_old_torch,
+    as_saved_by_the_oldest_torch,
+    as_objects_of_numpy,
+    as_yaml,
+    as_mar,
+]
+
+
+def _folder_with(file: Path, name: str) -> Path:
+    folder = file.with_name(f"folder of {name}")
+    folder.mkdir()
+    shutil.copy(file, folder / name)
+    return folder
+
+
+def _a_report(file: Path) -> None:
+    folder = _folder_with(file, "report.json")
+    shutil.copy(file, folder / "lock.json")
+    Report.read(folder)
+
+
+ENTRIES = {
+    "checkpoint: model.pt": lambda f: read_state_dict(shutil.copy(f, f.with_suffix(".pt"))),
+    "checkpoint: model.bin": lambda f: read_state_dict(shutil.copy(f, f.with_suffix(".bin"))),
+    "checkpoint: x.safetensors": lambda f: read_state_dict(
+        shutil.copy(f, f.with_suffix(".safetensors"))
+    ),
+    "checkpoint: an index": lambda f: read_state_dict(
+        shutil.copy(f, f.with_suffix(".safetensors.index.json"))
+    ),
+    "checkpoint: a folder": lambda f: read_state_dict(_folder_with(f, "pytorch_model.bin")),
+    "checkpoint: a distributed one": lambda f: read_state_dict(_folder_with(f, ".metadata")),
+    "model.file: model.onnx": lambda f: signature_of("onnx", f),
+    "model.file: model.pt2": lambda f: signature_of("graph", f),
+    "model.file: model.ts": lambda f: import_file("torchscript", f, None, f.with_name("sealed")),
+    "compress run": Pipeline.from_yaml,
+    "compress verify": lambda f: verify(shutil.copy(f, f.with_suffix(".mar"))),
+    "compress serve": model_name_of,
+    "compress inspect": lambda f: Artifact.at(_folder_with(f, MANIFEST)),
+    "compress report": _a_report,
+    "a request": lambda f: from_npz(f.read_bytes()),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("plant", PLANTED)
+def test_code_in_a_file_is_never_run_and_said_in_one_line(tmp_path, entry, plant) -> None:
+    file, trace = tmp_path / "given", tmp_path / "trace"
+    plant(file, trace)
+    if (plant, entry) == (as_mar, "compress serve"):
+        assert ENTRIES[entry](file) == "m"  # it reads the name alone
+    else:
+        with pytest.raises((CompressError, ValueError, zipfile.BadZipFile)) as refused:
+            ENTRIES[entry](file)
+        assert isinstance(refused.value, CompressError) or entry == "a request"
+        assert "\n" not in str(refused.value).strip()
+    assert not trace.exists()
+
+
+def test_what_is_planted_would_run(tmp_path) -> None:
+    trace = tmp_path / "trace"
+    as_saved_by_torch(tmp_path / "given", trace)
+    torch.load(tmp_path / "given", weights_only=False)
+    assert trace.exists()
+
+
+def _zip(file: Path, *names: str) -> zipfile.ZipFile:
+    archive = zipfile.ZipFile(file, "w")
+    for name in names:
+        archive.writestr(name, b"0" * 1000)
+    return archive
+
+
+def _compressed(file: Path, size: int) -> None:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"0" * 1000)
+        archive.infolist()[0].file_size = size  # what the archive's directory says
+
+
+def _shared(file: Path) -> None:
+    with _zip(file, "archive/data.pkl", "archive/data/0") as archive:
+        first, second = archive.infolist()
+        second.header_offset = first.header_offset
+        second.file_size = second.compress_size = 2**30
+
+
+def _link(file: Path) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        info = zipfile.ZipInfo("archive/link")
+        info.external_attr = (stat.S_IFLNK | 0o777) << 16
+        archive.writestr(info, "/etc/passwd")
+
+
+def _double(file: Path) -> None:
+    with pytest.warns(UserWarning, match="Duplicate"):
+        _zip(file, "archive/data.pkl", "archive/data.pkl").close()
+
+
+BOMBS = {
+    "far more than itself": (
+        lambda f: _compressed(f, zips.UNFOLDED + 1),
+        "compressed and unfolds",
+    ),
+    "shared bytes": (_shared, "its members share bytes"),
+    "a name outside": (lambda f: _zip(f, "../../outside").close(), "not a plain relative path"),
+    "an absolute name": (lambda f: _zip(f, "/outside").close(), "not a plain relative path"),
+    "a hidden end": (lambda f: _zip(f, "a\\..\\outside").close(), "not a plain relative path"),
+    "a link": (_link, "is a link or a device"),
+    "a name twice": (_double, "is in the archive twice"),
+}
+OPENED = {
+    "checkpoint": lambda f: read_state_dict(shutil.copy(f, f.with_suffix(".pt"))),
+    "model.pt2": lambda f: signature_of("graph", f),
+    "model.ts": lambda f: import_file("torchscript", f, None, f.with_name("sealed")),
+    "verify": verify,
+    "serve": model_name_of,
+}
+
+
+@pytest.mark.parametrize("opened", OPENED)
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_an_archive_that_unfolds_elsewhere_or_to_any_size_is_refused(
+    tmp_path, opened, bomb
+) -> None:
+    make, message = BOMBS[bomb]
+    make(tmp_path / "given.mar")
+    with pytest.raises(ArtifactInvalid, match=message) as refused:
+        OPENED[opened](tmp_path / "given.mar")
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path.parent / "outside").exists()
+
+
+def test_what_torch_compresses_itself_is_taken_and_a_mar_may_hold_nothing_so(tmp_path) -> None:
+    _compressed(tmp_path / "given", 1000)
+    zips.refuse_bomb(tmp_path / "given")
+    with pytest.raises(ArtifactInvalid, match="is compressed"):
+        read_mar(tmp_path / "given")
+
+
+def test_an_archive_holds_a_number_of_members(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(zips, "MEMBERS", 2)
+    _zip(tmp_path / "given", "a", "b").close()
+    zips.refuse_bomb(tmp_path / "given")
+    _zip(tmp_path / "given", "a", "b", "c").close()
+    with pytest.raises(ArtifactInvalid, match="holds 3 members, more than 2"):
+        zips.refuse_bomb(tmp_path / "given")
+
+
+def test_arrays_of_a_request_that_share_their_bytes_are_refused() -> None:
+    stream = io.BytesIO(to_npz({"x": np.ones(9), "y": np.ones(9)}))
+    with zipfile.ZipFile(stream, "a") as archive:
+        for member in archive.infolist():
+            member.file_size = member.compress_size = 2**20
+        archive.comment = b"written anew"
+    with pytest.raises(ValueError, match="share their bytes"):
+        from_npz(stream.getvalue())
+
+
+@pytest.mark.parametrize("location", ["../outside", "/etc/passwd", "link"])
+def test_an_onnx_file_keeps_its_weights_in_its_own_folder(tmp_path, location) -> None:
+    (tmp_path / "outside").write_bytes(b"0" * 4000)
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "link").symlink_to(tmp_path / "outside")
+    tensor = onnx.helper.make_tensor("w", onnx.TensorProto.FLOAT, [1000], b"0" * 4000, raw=True)
+    onnx.external_data_helper.set_external_data(tensor, location)
+    tensor.ClearField("raw_data")
+    x, y = (onnx.helper.make_tensor_value_info(n, 1, ["n", 1000]) for n in "xy")
+    add = onnx.helper.make_node("Add", ["x", "w"], ["y"])
+    graph = onnx.helper.make_graph([add], "g", [x], [y], [tensor])
+    (given / "m.onnx").write_bytes(onnx.helper.make_model(graph).SerializeToString())
+    signature = signature_of("onnx", given / "m.onnx")
+    with pytest.raises(ArtifactInvalid) as refused:
+        import_file("onnx", given / "m.onnx", signature, tmp_path / "sealed")
+    assert "\n" not in str(refused.value)
+
+
+YAML_BOMBS = {
+    "aliases of aliases": "a0: &a0 [x, x]\n"
+    + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9)),
+    "depth": "version: " + "[" * 5_000,
+}
+
+
+@pytest.mark.parametrize("bomb", YAML_BOMBS)
+def test_a_pipeline_file_without_end_is_refused(tmp_path, bomb) -> None:
+    (tmp_path / "p.yaml").write_text(YAML_BOMBS[bomb])
+    with pytest.raises(CompressError, match=r"nested deeper|more than 100000 values") as refused:
+        Pipeline.from_yaml(tmp_path / "p.yaml")
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,131 @@
+"""The page in a real browser, without a screen: on a phone, on a desktop, and on paper."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from compress.core.errors import CompressError
+from pipelines.proof_page import as_text
+from pipelines.report import Report
+from serve.proof import Proof, Replay
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no chromium on the PATH: apt install chromium"),
+]
+PAPER = 695
+"""Pixels between the margins of a sheet of A4."""
+PROBE = """<script>
+addEventListener("load", () => {
+  const boxes = [...document.querySelectorAll(".scroll")].map(
+    box => box.scrollWidth - box.clientWidth)
+  const cut = [...document.querySelectorAll("svg text")].filter(text => {
+    const inner = text.getBoundingClientRect(), outer = text.closest("svg").getBoundingClientRect()
+    return inner.left < outer.left - 1 || inner.right > outer.right + 1
+  }).map(text => text.textContent)
+  parent.postMessage({
+    name: NAME, width: document.documentElement.scrollWidth, view: innerWidth, cut,
+    hidden: Math.max(0, ...boxes), asked: performance.getEntriesByType("resource").map(e => e.name),
+    letters: Math.min(...[...document.querySelectorAll("svg text")].map(
+      text => text.getBoundingClientRect().height)),
+  }, "*")
+})
+</script>"""
+COLLECT = """<script>
+const found = []
+addEventListener("message", told => {
+  found.push(told.data)
+  document.title = JSON.stringify(found)
+})
+</script>"""
+
+
+def chromium(folder: Path, *options: str) -> subprocess.CompletedProcess:
+    """Run the browser once; nothing but files can be reached."""
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr"]
+    command += ["--virtual-time-budget=5000", f"--user-data-dir={folder / 'profile'}", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "CONSOLE" not in done.stderr, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def pages(walked, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return pages of real runs that passed, were refused and failed, of many branches, a proof."""
+    copied = Path(shutil.copytree(walked.folder, tmp_path_factory.mktemp("pages") / "user"))
+    project = type(walked)(copied)
+    found = {"passed": (project.out / "report.html").read_text()}
+    text = project.file.read_text()
+    project.edit("{gate: parity, atol: 1e-4}", "{gate: max_size, ratio: 0.001, against: train}")
+    found["refused"] = _page_of_a_run_that_ends(project)
+    project.file.write_text(text)
+    project.edit("ratio: 0.4", "ratio: 0.4\n    finetune: {epochs: 1, learning_rate: 1.0e+30}")
+    found["failed"] = _page_of_a_run_that_ends(project)
+    found["branches"] = _branches(Report.read(walked.out)).html(walked.out)
+    replay = Replay(what="the recorded probe", samples=4, largest_difference=0.0)
+    lines = {"proven": ("model.mar: sha256 " + "0" * 64,), "unproven": ("the validation split",)}
+    proof = Proof(kind="torchserve", sha256="0" * 64, replays=(replay,), **lines)
+    found["proof"] = as_text(proof, "package_torchserve", ".html")
+    return found
+
+
+def _page_of_a_run_that_ends(project) -> str:
+    with pytest.raises(CompressError):
+        project.run()
+    return (project.out / "report.html").read_text()
+
+
+def _branches(report: Report) -> Report:
+    last = report.stages[-1]
+    names = [f"export_onnx-ratio-0.{i:02d}-learning_rate-0.001" for i in range(30)]
+    others = [last.model_copy(update={"name": name}) for name in names]
+    return report.model_copy(update={"stages": (*report.stages, *others)})
+
+
+def test_pages_fit_a_phone_a_desktop_and_paper(pages: dict[str, str], tmp_path: Path) -> None:
+    frames = []
+    for name, page in pages.items():
+        for width in (360, 1280, PAPER):
+            label = f"{name} {width}"
+            shown = page if width != PAPER else _as_printed(page)
+            probe = PROBE.replace("NAME", json.dumps(label))
+            file = tmp_path / f"{label.replace(' ', '-')}.html"
+            file.write_text(shown.replace("</body>", f"{probe}</body>"))
+            frames.append(f'<iframe src="{file.name}" style="width:{width}px;border:0"></iframe>')
+    (tmp_path / "all.html").write_text(f"<!doctype html>{COLLECT}<body>{''.join(frames)}")
+    dumped = chromium(tmp_path, "--dump-dom", (tmp_path / "all.html").as_uri()).stdout
+    told = json.loads(html.unescape(re.search("<title>(.*?)</title>", dumped, re.S)[1]))
+    assert len(told) == 3 * len(pages)
+    for found in told:
+        assert found["width"] <= found["view"] == int(found["name"].split()[1]), found
+        assert found["asked"] == [], found
+        assert found["cut"] == [], found
+        assert found["letters"] is None or found["letters"] > 9, found  # None: no plots
+        assert not (str(PAPER) in found["name"] and found["hidden"] > 1), found
+
+
+def test_a_page_is_drawn_and_printed(pages: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text(pages["passed"])
+    page = (tmp_path / "report.html").as_uri()
+    chromium(tmp_path, "--window-size=1280,3000", f"--screenshot={tmp_path / 'shot.png'}", page)
+    chromium(tmp_path, f"--print-to-pdf={tmp_path / 'report.pdf'}", page)
+    assert (tmp_path / "shot.png").stat().st_size > 50_000, "an empty page is smaller"
+    printed = (tmp_path / "report.pdf").read_bytes()
+    assert printed.startswith(b"%PDF")
+    assert 2 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 12
+
+
+def _as_printed(page: str) -> str:
+    """Return a page as it is laid out on paper, on the screen."""
+    assert "@media print {" in page
+    return page.replace("@media print {", "@media all {")
