@@ -49,14 +49,15 @@ def walk_branches(walk: Walk, first_again: int, engine: Engine | None) -> None:
     Raises:
         CompressError: the error that decides how the run ends; the others are its notes.
     """
-    with walk.outcome.noting(SOURCE):
-        walk.import_model(again=first_again < 0)
-    if engine is None:
-        _in_turn(walk, first_again)
-    else:
-        try:
+    try:
+        with walk.outcome.noting(SOURCE):
+            walk.import_model(again=first_again < 0)
+        if engine is None:
+            _in_turn(walk, first_again)
+        else:
             _SideBySide(walk, first_again, engine, list(walk.plan.stages)).go()
-        finally:
+    finally:
+        if engine is not None:
             engine.close()
     error = walk.outcome.error()
     if error:

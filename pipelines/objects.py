@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci"}
 """Where an object is there when it is whole, and not before; there are no folders either."""
-BLOCK = 2**24
+BLOCK, PART = 2**24, 2**23
+"""Bytes that are read, and uploaded, at a time."""
+MOST_PARTS = 9_000
+"""S3 takes 10 000 parts of a file."""
 CREDENTIALS = re.compile(r"://[^@]*:[^@]*@|\?")  # a key's secret may hold slashes
 
 
@@ -41,6 +44,7 @@ class Objects:
         protocol = self._files.protocol
         protocols = {protocol} if isinstance(protocol, str) else {*protocol}
         self._renames = not protocols & OBJECT_STORES
+        self._in_parts = "s3" in protocols
         self._partial = f"partial/{uuid.uuid4().hex}"
 
     def take_over(self, writer: str) -> None:
@@ -105,7 +109,10 @@ class Objects:
             if isinstance(content, bytes):
                 self._files.pipe_file(first, content)
             else:
-                self._files.put_file(str(content), first)
+                size = max(PART, content.stat().st_size // MOST_PARTS)
+                # s3fs holds ten parts at once, and would make them of 50 MiB.
+                parts = {"chunksize": size} if self._in_parts else {}
+                self._files.put_file(str(content), first, **parts)
             if self._renames:
                 self._files.mv(first, target)
 

@@ -62,7 +62,10 @@ class Fronts:
 
 
 def rows_of(report: Report) -> list[Row]:
-    """Return a row for each stage of a run in order, and before them the model as it came in."""
+    """Return a row for each stage of a run, what failed and what was skipped last.
+
+    Before them comes the model as it came in, where that is the baseline.
+    """
     rows = []
     if report.baseline and report.baseline_name == "source":
         rows.append(Row(0, "source", "source", "–", "measured", measured=report.baseline))

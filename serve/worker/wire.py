@@ -201,7 +201,7 @@ def from_npz(data: bytes) -> dict[str, Array]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
         if sum(member.file_size for member in members) > len(data):
-            raise ValueError(400, "the npz holds arrays that share their bytes")
+            raise ValueError(UNREADABLE, "the npz holds arrays that share their bytes")
         for member in members:
             if member.compress_type != zipfile.ZIP_STORED:  # few bytes could unfold to any size
                 raise ValueError(UNREADABLE, "the npz is compressed: write it with numpy.savez")

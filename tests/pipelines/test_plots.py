@@ -22,6 +22,7 @@ def test_the_front_is_what_nothing_beats() -> None:
     assert pareto(found[:4], higher_is_better=True) == {0, 1, 3}, "equal points beat no other"
     assert pareto(found, higher_is_better=True) == {4}
     assert pareto(found[:4], higher_is_better=False) == {0}
+    assert pareto(points((1, 0.8), (1, 0.9), (2, 0.9)), higher_is_better=True) == {1}, "ties"
     cheap = points((1, 0.8), (2, 0.9), (0.5, 0.95), refused=(2,))
     assert pareto(cheap, higher_is_better=True) == {0, 1}, "what is refused beats nothing"
 

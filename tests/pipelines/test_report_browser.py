@@ -12,6 +12,7 @@ import pytest
 from compress.core.errors import CompressError
 from pipelines.proof_page import as_text
 from pipelines.report import Report
+from pipelines.rows import rows_of
 from serve.proof import Proof, Replay
 
 BROWSER = next(
@@ -39,6 +40,14 @@ addEventListener("load", () => {
   }, "*")
 })
 </script>"""
+BRANCHES = """\
+  - {name: torn, stage: prune_channels, input: train, ratio: 0.4,
+     finetune: {epochs: 1, learning_rate: 1.0e+30}}
+  - {name: never, stage: export_torchscript}
+  - {name: large, stage: export_torchscript, input: prune_channels,
+     gates: [{gate: max_size, ratio: 0.001, against: train}]}
+"""
+STATUSES = {"passed", "measured", "refused", "failed", "skipped"}
 COLLECT = """<script>
 const found = []
 addEventListener("message", told => {
@@ -61,28 +70,22 @@ def chromium(folder: Path, *options: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def pages(walked, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return pages of real runs that passed, were refused and failed, of many branches, a proof."""
+    """Return pages of a run that passed, one with every kind of end, many branches, a proof."""
     copied = Path(shutil.copytree(walked.folder, tmp_path_factory.mktemp("pages") / "user"))
     project = type(walked)(copied)
     found = {"passed": (project.out / "report.html").read_text()}
-    text = project.file.read_text()
-    project.edit("{gate: parity, atol: 1e-4}", "{gate: max_size, ratio: 0.001, against: train}")
-    found["refused"] = _page_of_a_run_that_ends(project)
-    project.file.write_text(text)
-    project.edit("ratio: 0.4", "ratio: 0.4\n    finetune: {epochs: 1, learning_rate: 1.0e+30}")
-    found["failed"] = _page_of_a_run_that_ends(project)
+    project.file.write_text(project.file.read_text() + BRANCHES)
+    with pytest.raises(CompressError):
+        project.run()
+    report = Report.read(project.out)
+    assert {row.status for row in rows_of(report)} == STATUSES
+    found["mixed"] = (project.out / "report.html").read_text()
     found["branches"] = _branches(Report.read(walked.out)).html(walked.out)
     replay = Replay(what="the recorded probe", samples=4, largest_difference=0.0)
     lines = {"proven": ("model.mar: sha256 " + "0" * 64,), "unproven": ("the validation split",)}
     proof = Proof(kind="torchserve", sha256="0" * 64, replays=(replay,), **lines)
     found["proof"] = as_text(proof, "package_torchserve", ".html")
     return found
-
-
-def _page_of_a_run_that_ends(project) -> str:
-    with pytest.raises(CompressError):
-        project.run()
-    return (project.out / "report.html").read_text()
 
 
 def _branches(report: Report) -> Report:

@@ -4,14 +4,13 @@ import math
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 
 from pipelines.chain import links_of, source_of
 from pipelines.curves import trainings_of
 from pipelines.page import folded
-from pipelines.report import FailureReport, Report
+from pipelines.report import FailureReport, Report, SkippedReport, StageReport
 from pipelines.rows import fronts_of, higher_is_better, hindrances, rows_of, shipped
 
 
@@ -33,21 +32,23 @@ def broken(report: Report) -> Report:
     """Return a report of which one stage was refused, one failed, and two were skipped."""
     last = report.stages[-1]
     refusal = last.verdicts[0].model_copy(update={"passed": False})
-    refused = last.model_copy(update={"name": "worse", "verdicts": (refusal,)})
+    content = last.model_dump(exclude={"name", "verdicts", "status"})
+    refused = StageReport(name="worse", verdicts=(refusal,), **content)
     failure = FailureReport(name="int8", stage="quantize_static", error="int8: no <samples> left")
-    told = report.model_copy(
+    skipped = [
+        SkippedReport(name=name, stage="export_onnx", branch=("source", "int8"), because="int8")
+        for name in ("int8_onnx", "mar")
+    ]
+    return report.model_copy(
         update={
             "status": "failed",
             "error": failure.error,
             "failed_stage": failure,
+            "failures": (failure,),
+            "skipped": tuple(skipped),
             "stages": (*report.stages, refused),
         }
     )
-    skipped = [
-        SimpleNamespace(name=n, stage="export_onnx", because="int8") for n in ("int8_onnx", "mar")
-    ]
-    told.__dict__.update(skipped=skipped, failures=(failure,))
-    return told
 
 
 class Outline(HTMLParser):
@@ -217,7 +218,7 @@ def test_a_metric_that_is_not_finite_is_in_no_plot(walked) -> None:
 def test_a_run_that_made_nothing_has_a_page(walked) -> None:
     report = Report.read(walked.out)
     failure = FailureReport(name="source", stage="source", error="source: no such checkpoint")
-    update = {"status": "failed", "error": failure.error, "failed_stage": failure}
+    update = {"status": "failed", "error": failure.error, "failures": (failure,)}
     empty = report.model_copy(update={**update, "stages": (), "baseline": None, "test": None})
     page = empty.html(walked.out)
     assert "✗ source: no such checkpoint" in page

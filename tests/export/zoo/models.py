@@ -59,9 +59,3 @@ KINDS = (
 """Models of pruning's zoo, one of each kind."""
 HAND = (*HARD, *(case for case in registry.HAND if case.name in KINDS))
 ZOO = {case.name: case for case in (*HAND, *TRANSFORMERS)}
-COMPILED = (
-    *(case.name for case in HARD),
-    *("bert_classifier", "distilbert", "gpt2", "llama", "t5", "vit", "swin", "resnet", "convnext"),
-    *("segformer", "wav2vec2", "whisper", "clip", "roberta", "mobilenet_v2", "dinov2"),
-)
-"""Models that AOTInductor compiles too."""
