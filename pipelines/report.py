@@ -154,6 +154,8 @@ class FailureReport(Settings):
     branch: tuple[str, ...] = ()
     """The road to it: the names from `source` to its input."""
     error: str
+    status: Literal["failed", "interrupted"] = Field(default_factory=lambda known: _ending(known))
+    """A run that is interrupted may have failures from before."""
 
 
 class SkippedReport(Settings):
@@ -231,6 +233,10 @@ class Report(Settings):
         from pipelines.report_page import page_of
 
         return page_of(self, out)
+
+
+def _ending(known: dict[str, Any]) -> Literal["failed", "interrupted"]:
+    return "interrupted" if known["error"] == "interrupted" else "failed"
 
 
 def _judgement(known: dict[str, Any]) -> Literal["passed", "refused"]:
