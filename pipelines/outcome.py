@@ -67,9 +67,7 @@ class Outcome:
             found[0].add_note(str(other))
         return found[0] if found else None
 
-    def failures_with(
-        self, at: str, error: str, *, interrupted: bool
-    ) -> tuple[FailureReport, ...]:
+    def failures_with(self, at: str, error: str, *, interrupted: bool) -> tuple[FailureReport, ...]:
         """Return the stages that failed, and the one at which a run ended, in their order."""
         stopped = at if interrupted and at not in self.errors else ""
         errors = {n: str(e) for n, e in self.errors.items() if not self.refused(n)}
