@@ -105,6 +105,24 @@ def test_a_folder_without_a_report_is_named(walked, tmp_path) -> None:
         compare(walked.out, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("report.json", "[]", "not a mapping"),
+        ("report.json", '{"version": 2}', "version: "),
+        ("lock.json", "{}", "not the lock of a run"),
+        ("lock.json", "7", "not iterable"),
+    ],
+)
+def test_a_report_of_somebody_elses_is_one_line(walked, tmp_path, file, content, told) -> None:
+    for name in ("report.json", "lock.json"):
+        shutil.copy(walked.out / name, tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ArtifactInvalid, match=f"holds no readable report .*{told}") as error:
+        compare(walked.out, tmp_path)
+    assert "\n" not in str(error.value)
+
+
 def test_the_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     here = doctor.examine()
     assert here.stages["train"] == ()
