@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from compress.core.gates import Verdict
+
 MISSING = "–"
 
 
@@ -55,7 +57,12 @@ def compare(before: Path, after: Path) -> Differences:
         after=str(after),
         asked=tuple(_between(_asked(one), _asked(two))),
         surroundings=tuple(_between(_surroundings(one), _surroundings(two))),
-        found=tuple(_between(_found(one), _found(two))),
+        # A stage may be named as what is told of the whole run is.
+        found=tuple(
+            difference
+            for part in (_ending, _stages, _tested)
+            for difference in _between(part(one), part(two))
+        ),
     )
 
 
@@ -74,22 +81,33 @@ def _surroundings(report: Report) -> dict[str, Any]:
     return {name: report.lock.get(name) for name in ("versions", "machine")}
 
 
-def _found(report: Report) -> dict[str, Any]:
+def _ending(report: Report) -> dict[str, Any]:
     return {
         "status": report.status,
         "failed": {failure.name: failure.error for failure in report.failures},
         "skipped": {skipped.name: f"as {skipped.because}" for skipped in report.skipped},
-        **{
-            stage.name: {
-                **_figures(stage.measurements),
-                "gates": {v.rule: "passed" if v.passed else "refused" for v in stage.verdicts},
-                "made_seconds": round(stage.seconds, 1),
-                "sha256": stage.artifact.sha256,
-            }
-            for stage in report.stages
-        },
-        "test": dict(report.test.values) if report.test else {},
     }
+
+
+def _stages(report: Report) -> dict[str, Any]:
+    return {
+        stage.name: {
+            **_figures(stage.measurements),
+            "gates": {_rule(v): "passed" if v.passed else "refused" for v in stage.verdicts},
+            "made_seconds": round(stage.seconds, 1),
+            "sha256": stage.artifact.sha256,
+        }
+        for stage in report.stages
+    }
+
+
+def _tested(report: Report) -> dict[str, Any]:
+    return {"test": dict(report.test.values) if report.test else {}}
+
+
+def _rule(verdict: Verdict) -> str:
+    """Return a gate's rule; a stage may hold the same one against several others."""
+    return f"{verdict.rule} against {verdict.against}" if verdict.against else verdict.rule
 
 
 def _figures(measured: Measurements) -> dict[str, Any]:

@@ -35,16 +35,20 @@ class Outcome:
 
     def stopper(self, planned: PlannedStage) -> str | None:
         """Return the name of the stage that keeps another one from running, if any does."""
+        return self._stopper(planned, set())
+
+    def _stopper(self, planned: PlannedStage, harmless: set[str]) -> str | None:
         waits_for = list(planned.needs)
         if self.plan.baseline in self.errors and not self.refused(self.plan.baseline):
             waits_for.insert(0, self.plan.baseline)  # nothing is measured without it
         for name in waits_for:
             if name in self.errors:
                 return name
-            if name != SOURCE and name != planned.name:
-                found = self.stopper(self.plan.stage(name))
+            if name not in (SOURCE, planned.name, *harmless):
+                found = self._stopper(self.plan.stage(name), harmless)
                 if found:
                     return found
+        harmless.add(planned.name)  # roads that part and meet again are too many to walk each
         return None
 
     def refused(self, name: str) -> bool:
@@ -63,8 +67,9 @@ class Outcome:
             found[0].add_note(str(other))
         return found[0] if found else None
 
-    def failures_with(self, at: str, error: str) -> tuple[FailureReport, ...]:
+    def failures_with(self, at: str, error: str, *, interrupted: bool) -> tuple[FailureReport, ...]:
         """Return the stages that failed, and the one at which a run ended, in their order."""
+        stopped = at if interrupted and at not in self.errors else ""
         errors = {n: str(e) for n, e in self.errors.items() if not self.refused(n)}
         if at:
             errors.setdefault(at, error)
@@ -74,6 +79,7 @@ class Outcome:
                 stage=self.plan.stage(name).stage.stage if name != SOURCE else SOURCE,
                 branch=self.plan.branch(name),
                 error=errors[name],
+                status="interrupted" if name == stopped else "failed",
             )
             for name in (SOURCE, *self.plan.names)
             if name in errors

@@ -87,9 +87,10 @@ class Recording:
         why = "" if error is None else str(error) or "interrupted"
         report = self.walk.report(status_of(error), why)
         for failure in report.failures:
+            found = failure.error.removeprefix(f"{failure.name}: ")
             happened(
                 "stage_failed",
-                f"{failure.name}: {report.status}: {failure.error}",
+                f"{failure.name}: {failure.status}: {found}",
                 level="error",
                 stage=failure.name,
                 error=failure.error,

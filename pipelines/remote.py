@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from compress.core.artifact import MANIFEST, Artifact, replace_artifact, seal
 from compress.core.errors import CompressError, PipelineInvalid, first_line
 from compress.core.files import partial_of
+from pipelines.events import happened
 from pipelines.objects import Failed, Objects
 from pipelines.store import FORMAT, FORMAT_FILE, Record, format_in, key_of
 
@@ -116,9 +117,9 @@ class Remote:
                 self._upload(key, artifact, record, again)
         except Failed as error:
             self._writes = False
-            self._announce(
-                f"warning: --store {self.url}: cannot be written ({error}); the run goes on and "
-                "uploads nothing more; the same command uploads what is missing"
+            self._warn(
+                f"--store {self.url}: cannot be written ({error}); the run goes on and uploads "
+                "nothing more; the same command uploads what is missing"
             )
 
     def _upload(self, key: str, artifact: Artifact, record: Record, again: bool) -> None:
@@ -198,13 +199,17 @@ class Remote:
             yield
         except _Damaged as error:
             self._damaged.add(key)
-            self._announce(f"warning: {self.url}/{error}; it is refused, and made anew")
+            self._warn(f"{self.url}/{error}; it is refused, and made anew")
         except Failed as error:
             self._reads = self._writes = False
-            self._announce(
-                f"warning: --store {self.url}: cannot be reached any more ({error}); the run goes "
-                "on without it"
+            self._warn(
+                f"--store {self.url}: cannot be reached any more ({error}); the run goes on "
+                "without it"
             )
+
+    def _warn(self, what: str) -> None:
+        self._announce(f"warning: {what}")
+        happened("message", what, level="warning")
 
     def _refused(self, what: str, error: Failed) -> PipelineInvalid:
         return PipelineInvalid(

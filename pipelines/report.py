@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, ValidationError
 
 from compress.core.errors import ArtifactInvalid
 from compress.core.files import write_atomically
@@ -154,6 +154,10 @@ class FailureReport(Settings):
     branch: tuple[str, ...] = ()
     """The road to it: the names from `source` to its input."""
     error: str
+    status: Literal["failed", "interrupted"] = Field(
+        default_factory=lambda k: "interrupted" if k["error"] == "interrupted" else "failed"
+    )
+    """A run that is interrupted may have failures from before."""
 
 
 class SkippedReport(Settings):
@@ -212,14 +216,20 @@ class Report(Settings):
         """Read a report back.
 
         Raises:
-            ArtifactInvalid: there is none.
+            ArtifactInvalid: there is none, or it is none of a run's.
         """
         try:
             content = json.loads((out / "report.json").read_text(encoding="utf-8"))
             lock = json.loads((out / "lock.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ArtifactInvalid(f"{out}: holds no readable report ({error})") from None
-        return cls.model_validate({**content, "lock": lock})
+            if not {"settings", "versions", "machine"} <= {*lock}:
+                raise ValueError("lock.json is not the lock of a run")
+            return cls.model_validate({**content, "lock": lock})
+        except ValidationError as error:
+            place, told = error.errors()[0]["loc"], error.errors()[0]["msg"]
+            why = f"{'.'.join(map(str, place))}: {told}"
+        except (OSError, ValueError, TypeError) as error:
+            why = str(error)
+        raise ArtifactInvalid(f"{out}: holds no readable report ({why})")
 
     def html(self, out: Path | None = None) -> str:
         """Return the report as one self-contained page.

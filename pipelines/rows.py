@@ -71,9 +71,8 @@ def rows_of(report: Report) -> list[Row]:
         rows.append(Row(0, "source", "source", "–", "measured", measured=report.baseline))
     for stage in report.stages:
         rows.append(_row(_next(rows), stage))
-    ended = "interrupted" if report.status == "interrupted" else "failed"
     for failed in report.failures:
-        rows.append(Row(_next(rows), failed.name, failed.stage, "", ended, failed.error))
+        rows.append(Row(_next(rows), failed.name, failed.stage, "", failed.status, failed.error))
     for skipped in report.skipped:
         why = f"skipped, as {skipped.because} did not pass"
         rows.append(Row(_next(rows), skipped.name, skipped.stage, "", "skipped", why))

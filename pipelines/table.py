@@ -148,8 +148,7 @@ def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
         table.add_row(stage.name, *(cells[column] for column in shown))
     dashes = ["–" for _ in shown[1:]]
     for failure in report.failures:
-        word = "interrupted" if report.status == "interrupted" else "failed"
-        table.add_row(failure.name, Text(f"✗ {word}", style="bold red"), *dashes)
+        table.add_row(failure.name, Text(f"✗ {failure.status}", style="bold red"), *dashes)
     for skipped in report.skipped:
         table.add_row(skipped.name, "skipped", *dashes)
     return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +23,7 @@ REPORT = "report.html"
 MOST_PARAMETERS = 100
 """That MLflow takes at a time."""
 LONGEST_VALUE = 500
+NOT_IN_NAMES = re.compile(r"[^\w/. :-]")
 STATUS = {"passed": "FINISHED", "interrupted": "KILLED"}
 """MLflow's words for how a run ended; the others are FAILED."""
 
@@ -72,9 +74,13 @@ class Server(MLflow):
         """Write parameters."""
         from mlflow.entities import Param
 
-        found = [Param(name, value[:LONGEST_VALUE]) for name, value in settings.items()]
+        found = [Param(allowed(n), value[:LONGEST_VALUE]) for n, value in settings.items()]
         for begin in range(0, len(found), MOST_PARAMETERS):
             self.client.log_batch(self.run, params=found[begin : begin + MOST_PARAMETERS])
+
+    def write(self, epoch: int, figures: Mapping[str, float]) -> None:
+        """Send figures of a step."""
+        super().write(epoch, {allowed(name): value for name, value in figures.items()})
 
     def end(self, status: str, report: Path) -> None:
         """Send the report, and end the run."""
@@ -142,6 +148,11 @@ class _Writing(logging.Handler):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
         return Server(place, self.run, name, done=0)
+
+
+def allowed(name: str) -> str:
+    """Return a name as MLflow takes it; a branch's has an equal sign, which it refuses."""
+    return NOT_IN_NAMES.sub(":", name)
 
 
 def figures_of(told: Mapping[str, Any]) -> dict[str, float]:

@@ -179,7 +179,7 @@ class Walk:
 
     def report(self, status: Status, error: str = "") -> Report:
         """Return what happened so far."""
-        failures = self.outcome.failures_with(self.at, error)
+        failures = self.outcome.failures_with(self.at, error, interrupted=status == "interrupted")
         return Report(
             pipeline=self.pipeline.name,
             status=status,

@@ -166,7 +166,7 @@ class Stage(Settings, Generic[Reads, Writes]):
     """A step of the road; a subclass's type arguments say what it reads and writes."""
 
     stage: str
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.=-]*$")] | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.=-]*$", max_length=200)] | None = None
     """Name of this step in the report and on disk; the stage's type by default."""
     input: str | None = None
     """Earlier stage whose artifact is read, or `source`; the previous stage by default."""

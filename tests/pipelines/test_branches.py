@@ -8,8 +8,12 @@ from rich.console import Console
 from compress.core.errors import GateRefused, StageFailed, told_of
 from compress.core.latency import compare_latency
 from pipelines.diff import compare
+from pipelines.events import LOG
+from pipelines.outcome import Outcome
 from pipelines.pipeline import Pipeline
+from pipelines.plan import Plan, make_plan
 from pipelines.report import Report
+from pipelines.rows import rows_of
 from pipelines.table import closing_lines, stage_table
 from pipelines.why import why
 
@@ -166,6 +170,46 @@ def test_an_interruption_stops_every_branch_at_once(tmp_path, monkeypatch) -> No
     report = Report.read(interrupted.out)
     assert report.status == "interrupted"
     assert not report.skipped
+
+
+def test_what_failed_before_an_interruption_is_not_told_as_interrupted(tmp_path) -> None:
+    interrupted = Branches(tmp_path)
+
+    def announce(line: str) -> None:
+        if line.startswith("last: running"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Pipeline.from_yaml(interrupted.file).run(interrupted.out, announce=announce)
+    report = Report.read(interrupted.out)
+    assert report.status == "interrupted"
+    assert {f.name: f.status for f in report.failures} == {"bare": "failed", "last": "interrupted"}
+    shown = {row.name: row.status for row in rows_of(report)}
+    assert (shown["bare"], shown["last"]) == ("failed", "interrupted")
+    console = Console(width=120, file=io.StringIO())
+    console.print(stage_table(report, console))
+    rows = {line.split()[1]: line for line in console.file.getvalue().splitlines() if "│" in line}
+    assert "✗ failed" in rows["bare"] and "✗ interrupted" in rows["last"]
+    log = (interrupted.out / LOG).read_text()
+    assert '"message":"bare: failed: no channel' in log
+    assert '"message":"last: interrupted: interrupted"' in log
+
+
+def test_roads_that_part_and_meet_again_are_looked_at_once(tmp_path, monkeypatch) -> None:
+    meeting = Branches(tmp_path)
+    stages = [f"  - {{name: s{n}, stage: prune_weights, amount: 0.1}}\n" for n in range(20)]
+    for n in range(2, 20):
+        gate = f"gates: [{{gate: max_size, ratio: 2, against: s{n - 2}}}]}}"
+        stages[n] = stages[n].replace("}", f", {gate}", 1)
+    meeting.file.write_text(FILE.partition("  - ")[0] + "".join(stages))
+    plan = make_plan(Pipeline.from_yaml(meeting.file))
+    asked, stage = [], Plan.stage
+    monkeypatch.setattr(Plan, "stage", lambda plan, name: asked.append(name) or stage(plan, name))
+    outcome = Outcome(plan)
+    assert outcome.stopper(plan.stages[-1]) is None
+    assert sorted(asked) == sorted(plan.names[:-1])
+    outcome.errors["s0"] = StageFailed("s0: no")
+    assert outcome.stopper(plan.stages[-1]) == "s0"
 
 
 def test_without_a_baseline_nothing_is_measured(tmp_path) -> None:

@@ -11,8 +11,11 @@ from pipelines import doctor
 from pipelines.diff import compare, row_of
 from pipelines.history import history_parts
 from pipelines.pipeline import Pipeline
+from pipelines.report import Report
 from pipelines.run import look_ahead
 from pipelines.why import why
+
+NAMES = ("status", "test", "failed")
 
 
 def reason(project, stage):
@@ -77,9 +80,47 @@ def test_a_stage_of_one_run_alone_is_shown_against_nothing(project, walked) -> N
     assert after == "–"
 
 
+def test_no_name_of_a_stage_and_no_second_gate_hides_a_difference(walked, tmp_path) -> None:
+    report = Report.read(walked.out)
+    export = report.stages[-1]
+    (verdict,) = export.verdicts
+    runs = {}
+    for run, passed, status in (("one", True, "passed"), ("two", False, "refused")):
+        verdicts = (verdict.model_copy(update={"against": "train", "passed": passed}), verdict)
+        stages = [export.model_copy(update={"name": n, "verdicts": verdicts}) for n in NAMES]
+        runs[run] = tmp_path / run
+        runs[run].mkdir()
+        told = report.model_copy(update={"stages": tuple(stages), "status": status})
+        told.write(runs[run])
+    found = {d.what: (d.before, d.after) for d in compare(runs["one"], runs["two"]).found}
+    rule = f"{verdict.rule} against train"
+    assert found == {
+        "status": ("passed", "refused"),
+        **{f"{name}.gates.{rule}": ("passed", "refused") for name in NAMES},
+    }
+
+
 def test_a_folder_without_a_report_is_named(walked, tmp_path) -> None:
     with pytest.raises(ArtifactInvalid, match="holds no readable report"):
         compare(walked.out, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("report.json", "[]", "not a mapping"),
+        ("report.json", '{"version": 2}', "version: "),
+        ("lock.json", "{}", "not the lock of a run"),
+        ("lock.json", "7", "not iterable"),
+    ],
+)
+def test_a_report_of_somebody_elses_is_one_line(walked, tmp_path, file, content, told) -> None:
+    for name in ("report.json", "lock.json"):
+        shutil.copy(walked.out / name, tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ArtifactInvalid, match=f"holds no readable report .*{told}") as error:
+        compare(walked.out, tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_the_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

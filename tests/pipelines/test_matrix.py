@@ -135,6 +135,10 @@ def test_values_that_make_no_name_are_numbered(pipeline) -> None:
             "is too long",
         ),
         (
+            f"{{name: {'n' * 201}, stage: prune_weights, amount: 0.25}}",
+            "name: string should have at most 200 characters",
+        ),
+        (
             "{name: cut, stage: prune_channels, matrix: {ratio: [0.3, 0.5]}}\n"
             "{stage: distill, epochs: 1, input: source, teacher: cut}",
             "(distill).teacher: 'cut' is several branches; name one of cut-ratio=0.3, cut-ratio",

@@ -15,7 +15,7 @@ from pipelines import events, recording
 from pipelines.events import LOG, LogFile, happened, heard_by
 from pipelines.pipeline import Pipeline
 from pipelines.plan import make_plan
-from pipelines.tracked import flat, tracked
+from pipelines.tracked import allowed, flat, tracked
 from pipelines.tracker import Tracker
 
 ALWAYS = {"time", "level", "run", "event", "stage", "message"}
@@ -190,6 +190,14 @@ def test_a_tracker_takes_events_alone(tmp_path, caplog) -> None:
         happened("run_finished", "words", status="failed", test={})
     assert scalars(tmp_path / "boards" / "small-run")[0] == {"train 1/2/loss": [(3, 0.5)]}
     assert caplog.text == ""
+
+
+def test_a_branch_has_a_name_that_mlflow_takes() -> None:
+    assert allowed("thin-amount=0.25/val:x y") == "thin-amount:0.25/val:x y"
+    validation = pytest.importorskip("mlflow.utils.validation", reason="needs mlflow")
+    with pytest.raises(Exception, match="may only contain"):
+        validation._validate_metric_name("thin-amount=0.25/bytes")
+    validation._validate_metric_name(allowed("thin-amount=0.25/bytes"))
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 
 from compress.core.artifact import MANIFEST, Artifact
 from compress.core.errors import CompressError, PipelineInvalid, Unavailable
+from pipelines.events import LOG, LogFile, heard_by
 from pipelines.objects import Objects
 from pipelines.pipeline import Pipeline
 from pipelines.remote import Remote
@@ -257,15 +258,18 @@ def test_writers_of_one_key_with_other_bytes_leave_one_of_them_whole(mlp, machin
 
 
 @pytest.mark.parametrize("closed", ["files", "records"])
-def test_a_store_that_fails_in_mid_run_is_a_warning(mlp, machine, shared, closed) -> None:
+def test_a_store_that_fails_in_mid_run_is_a_warning(mlp, machine, shared, tmp_path, closed) -> None:
     first = machine()
     first.find()
     if (shared / closed).exists():
         shutil.rmtree(shared / closed)
     (shared / closed).write_text("in the way")
-    first.make(mlp)
-    first.make(mlp, {"stage": "another"})
+    with heard_by(LogFile(tmp_path / LOG, "run", lambda: "train")):
+        first.make(mlp)
+        first.make(mlp, {"stage": "another"})
     (line,) = first.said
+    logged = json.loads((tmp_path / LOG).read_text())
+    assert (logged["level"], f"warning: {logged['message']}") == ("warning", line)
     assert "warning: --store" in line and "the run goes on" in line and "NotADirectory" in line
     assert first.find().digest == mlp.digest
 

@@ -215,6 +215,15 @@ def test_a_metric_that_is_not_finite_is_in_no_plot(walked) -> None:
     assert f"not measured: <b>3 {last.name}</b>" in told.html()
 
 
+def test_a_run_without_gates_claims_no_verdict(walked) -> None:
+    report = Report.read(walked.out)
+    assert "2 gates judged the artifacts below, and each of them passed." in report.html()
+    stages = tuple(stage.model_copy(update={"verdicts": ()}) for stage in report.stages)
+    page = report.model_copy(update={"stages": stages}).html()
+    assert "No gate judged the artifacts below" in page
+    assert "each of them passed" not in page
+
+
 def test_a_run_that_made_nothing_has_a_page(walked) -> None:
     report = Report.read(walked.out)
     failure = FailureReport(name="source", stage="source", error="source: no such checkpoint")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from compress.core import contents
 from compress.core.data import Splits
 from pipelines.samples import FOLDER, KEPT, note_samples
 from pipelines.store import Store
@@ -47,6 +48,26 @@ def test_it_is_told(told: str, dataset, tmp_path: Path) -> None:
     store.remember("train", {"data": before.parts(), "seed": 0})
     assert store.why("train", {"data": now.parts(), "seed": 0}, now) == f"data.train: {told}"
     assert store.why("train", {"data": before.parts(), "seed": 1}, before) == "seed 0 → 1"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "limit"), [(held, "PIECES"), (Listed, "SAMPLED_FOR_FINGERPRINT")]
+)
+def test_where_not_every_sample_has_a_hash_nothing_is_told_as_exact(
+    dataset, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, limit, 7)  # a hash for three samples, or of every third
+    store, before = Store(tmp_path), Splits({"train": dataset(X)}).contents()
+    note_samples(tmp_path, before)
+    store.remember("train", {"data": before.parts()})
+
+    def told(x: torch.Tensor) -> str:
+        now = Splits({"train": dataset(x)}).contents()
+        return store.why("train", {"data": now.parts()}, now)
+
+    changed = torch.where((torch.arange(20) < 4)[:, None], X + 0.5, X)
+    assert told(changed) == "data.train: at least 2 of 20 samples differ"
+    assert told(X[:12]) == "data.splits.train.samples 20 → 12"
 
 
 def test_hashes_that_are_gone_leave_the_digests_and_old_ones_make_room(tmp_path: Path) -> None:
