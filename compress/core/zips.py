@@ -33,7 +33,9 @@ def refuse_bomb(file: Path) -> None:
             refuse_unsafe(archive, file, UNFOLDED)
     except (zipfile.BadZipFile, OSError, NotImplementedError, ValueError) as error:
         if _ends_like_a_zip(file):  # PyTorch's own reader may take what Python's does not
-            raise ArtifactInvalid(f"{file}: not a readable archive, or truncated ({error})") from error
+            raise ArtifactInvalid(
+                f"{file}: not a readable archive, or truncated ({error})"
+            ) from error
 
 
 def _ends_like_a_zip(file: Path) -> bool:
