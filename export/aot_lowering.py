@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 decomposed = torch.ops.quantized_decomposed
 LINEAR = aten.linear.default
+CHOOSE = decomposed.choose_qparams.tensor
 DEQUANTIZE = (decomposed.dequantize_per_tensor.default, decomposed.dequantize_per_tensor.tensor)
 DEQUANTIZE_CHANNELS = decomposed.dequantize_per_channel.default
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
@@ -39,6 +40,25 @@ def merge_products_(program: ExportedProgram) -> None:
     for products in (found for found in alike.values() if len(found) > 1):
         _merge_(program.graph, products)
         _let_views_take_gaps_(program.graph)
+    program.graph_module.recompile()
+
+
+def widen_ranges_(program: ExportedProgram) -> None:
+    """Let every range that is chosen in a call hold zero, in place, as PyTorch's own choice does.
+
+    Inductor's forgets to (torch 2.11 to 2.13), and is far off where all values have one sign.
+    """
+    graph = program.graph
+    for node in [node for node in graph.nodes if node.target is CHOOSE]:
+        with graph.inserting_before(node):
+            least = _call(
+                graph, aten.clamp_max.default, _call(graph, aten.amin.default, node.args[0]), 0
+            )
+            most = _call(
+                graph, aten.clamp_min.default, _call(graph, aten.amax.default, node.args[0]), 0
+            )
+            ends = _call(graph, aten.stack.default, [least, most])
+        node.update_arg(0, ends)
     program.graph_module.recompile()
 
 

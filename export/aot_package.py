@@ -15,7 +15,7 @@ from torch.export.pt2_archive import PT2ArchiveReader
 
 from compress.core.errors import ArtifactInvalid, StageFailed, first_line
 from compress.core.zips import refuse_bomb
-from export.aot_lowering import merge_products_
+from export.aot_lowering import merge_products_, widen_ranges_
 from export.targets import NO_WIDE_INTEGERS
 
 if TYPE_CHECKING:
@@ -164,6 +164,7 @@ def _compile(
     from export.aot_packing import PackForImages
 
     settings: dict[str, Any] = dict(SETTINGS)
+    widen_ranges_(program)
     if device == "cpu":
         merge_products_(program)
         settings["post_grad_custom_pre_pass"] = PackForImages()

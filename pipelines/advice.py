@@ -52,11 +52,6 @@ class Found:
         there = self.samples.get("calibration", self.samples.get("train", 0))
         return min(there, USUALLY_CALIBRATED) if there >= FEWEST_CALIBRATED else 0
 
-    def is_calibrated(self, target: Target) -> bool:
-        """Whether the model's integers are calibrated, and not found in each call."""
-        # Ranges found in each call were seen to leave tolerance on extreme inputs, torch 2.13.
-        return self.family == "convolutional" or (self.family == "linear" and target == "aot")
-
 
 @dataclass(frozen=True)
 class Advised:
@@ -128,17 +123,18 @@ def _pruned(found: Found, goal: Goal) -> Iterator[Advised]:
 
 
 def _quantized(found: Found, target: Target, goal: Goal) -> Iterator[Advised]:
-    if found.is_calibrated(target):
-        if found.calibrated:
-            settings = {"stage": "quantize_static", "calibration_samples": found.calibrated}
-            why = "Layers in 8-bit integers, calibrated on the data."
-            yield Advised(why, settings | INTEGERS.get(target, {}))
+    integers = INTEGERS.get(target, {})
+    if found.family == "convolutional" and found.calibrated:
+        settings = {"stage": "quantize_static", "calibration_samples": found.calibrated}
+        yield Advised(
+            "Convolutions in 8-bit integers, calibrated on the data.", settings | integers
+        )
     elif found.family == "linear" and goal == "smaller" and target == "onnx":
         why = "Weights in 8 bits (bits: 4 halves them again); what is computed stays float."
         yield Advised(why, {"stage": "quantize_weights", "bits": 8})
     elif found.family == "linear":
         why = "Linear and recurrent layers in 8-bit integers; ranges are taken in each call."
-        yield Advised(why, {"stage": "quantize_dynamic"})
+        yield Advised(why, {"stage": "quantize_dynamic", **integers})
 
 
 def _same(found: Found, quantized: bool) -> dict[str, Any]:

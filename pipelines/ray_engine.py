@@ -51,7 +51,7 @@ class RayTasks:
         started = not ray.is_initialized()
         if started:
             _join_or_start()
-        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         cores = [int(resources["CPU"]) for resources in alive if resources.get("CPU", 0) >= 1]
         places = jobs or max(1, sum(cores))
         threads = int(os.environ.get(THREADS, 0)) or max(1, sum(cores) // places)

@@ -1,9 +1,11 @@
 """What is rewritten before it is compiled computes what it did."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._inductor.decomposition import choose_qparams_tensor as inductors
 from torch.utils.data import TensorDataset
 
 from compress.core.data import Splits
@@ -17,7 +19,7 @@ from compress.quantization.calibrate import functional
 from compress.quantization.dynamic_stage import QuantizeDynamic
 from compress.quantization.static_stage import QuantizeStatic
 from export.aot import ExportAot
-from export.aot_lowering import LINEAR, decomposed, merge_products_
+from export.aot_lowering import CHOOSE, LINEAR, decomposed, merge_products_, widen_ranges_
 
 NETWORKS = Path(__file__).parents[1] / "compress" / "quantization"
 TOKENS = Signature(
@@ -99,3 +101,28 @@ def test_a_product_of_queries_keys_and_values_is_one_kernel(tmp_path: Path) -> N
     kernels = artifact.manifest.facts["integer_kernels"]
     assert kernels == {"qlinear_pointwise_binary_tensor": 4, "qlinear_pointwise_tensor": 5}
     assert Parity(atol=0).value(model, artifact, context) < 1e-4
+
+
+class Rounded(torch.nn.Module):
+    """Values as 8 bits hold them, in a range that each call chooses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale, zero = decomposed.choose_qparams(x, 0, 255, 1e-9, torch.uint8)
+        rounded = decomposed.quantize_per_tensor(x, scale, zero, 0, 255, torch.uint8)
+        return decomposed.dequantize_per_tensor(rounded, scale, zero, 0, 255, torch.uint8)
+
+
+class ByInductor(torch.fx.Interpreter):
+    """Runs a program as Inductor takes the choice of a range apart."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(inductors if target is CHOOSE else target, args, kwargs)
+
+
+@pytest.mark.parametrize("values", [(5.0, 6.0), (-6.0, -5.0), (-1.0, 2.0)])
+def test_a_range_holds_zero_where_all_values_have_one_sign(values: tuple[float, float]) -> None:
+    x = torch.linspace(*values, 12)
+    program = torch.export.export(Rounded(), (x,))
+    widen_ranges_(program)
+    torch.testing.assert_close(program.module()(x), Rounded()(x))
+    torch.testing.assert_close(ByInductor(program.module()).run(x), Rounded()(x))

@@ -295,10 +295,11 @@ def test_check_shows_what_was_inferred(tmp_path, capfd) -> None:
     import cli
 
     pipeline(tmp_path, "factory: 'nets:Net'", data="data")
-    cli.check(tmp_path / "p.yaml")
+    spoken = {"quiet": False, "debug": False}
+    cli.check(tmp_path / "p.yaml", as_json=False, **spoken)
     told = "ids [batch, length] int64, x [batch, 4] float32\n"
     assert told in capfd.readouterr().out
-    cli.check(tmp_path / "p.yaml", as_json=True)
+    cli.check(tmp_path / "p.yaml", as_json=True, **spoken)
     found = json.loads(capfd.readouterr().out)["signature"]
     assert [o["name"] for o in found["outputs"]] == ["scores", "sums"]
 
