@@ -250,7 +250,7 @@ def _sizes(signature: Signature, axis: str, limits: Limits | None) -> tuple[int,
     bounds, limit = signature.bounds(axis), (limits or {}).get(axis, 0)
     usual = [s for s in (BATCHES if axis == signature.batch_axis else SIZES) if s in bounds]
     largest = min(limit or math.inf, bounds.max or math.inf)
-    if usual and usual[0] < largest <= LARGEST:
+    if (not usual or usual[0] < largest) and largest <= LARGEST:
         usual.append(int(largest))
     if bounds.min > 1:
         usual += [bounds.min, bounds.nearest(2 * bounds.min)]

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from pipelines.wish import Ask, Wish
 
 TEMPLATE = "pipeline.yaml.jinja"
-LAYERS = {"convolutional": "convolutions", "linear": "linear layers", "other": "other layers"}
+LAYERS = {
+    "convolutional": "convolutions",
+    "linear": "linear or recurrent layers",
+    "other": "other layers",
+}
 OPTIONS = {
     "model.inputs": "--input",
     "model.checkpoint": "--checkpoint",

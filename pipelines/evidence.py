@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compress.core.artifact import Artifact
-from compress.core.errors import ArtifactInvalid, CompressError
+from compress.core.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from compress.core.files import write_atomically
 from pipelines import catalog  # noqa: F401 - importing it makes every kind known
 from pipelines.inputs import settle, source_parts
@@ -33,8 +33,11 @@ def prove(path: Path, sha256: str | None, report: Path | None) -> Proof:
         report: file to write: a page where it ends in `.html`, text where in `.md`, else JSON.
 
     Raises:
-        CompressError: something does not match; the message names it.
+        CompressError: something does not match, or the report cannot lie there; the message says.
     """
+    if report is not None and (report.is_dir() or not report.parent.is_dir()):
+        found = "a directory is there" if report.is_dir() else f"{report.parent} is no directory"
+        raise PipelineInvalid(f"--report {report}: cannot be written, {found}")
     proof = verify(path, sha256=sha256, evidence=partial(evidence_of, path))
     if report is not None:
         write_atomically(report, as_text(proof, path.name, report.suffix))

@@ -84,7 +84,7 @@ def read_mar(path: Path) -> dict[str, bytes]:
             for name in names:
                 check_member_name(name, str(path))
             return {name: archive.read(name) for name in names}
-    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ArtifactInvalid(f"{path}: not a readable .mar ({error})") from error
 
 
@@ -98,7 +98,7 @@ def model_name_of(path: Path) -> str:
         with zipfile.ZipFile(path) as archive:
             refuse_unsafe(archive, path)
             name = json.loads(archive.read(MAR_MANIFEST))["model"]["modelName"]
-    except (zipfile.BadZipFile, OSError, KeyError, TypeError, ValueError) as error:
+    except (zipfile.BadZipFile, OSError, RuntimeError, LookupError, TypeError, ValueError) as error:
         raise ArtifactInvalid(f"{path}: not a .mar with a {MAR_MANIFEST} ({error})") from error
     return str(name)
 

@@ -16,19 +16,36 @@ MEMBERS = 100_000
 """More than a tensor each of any model."""
 UNFOLDED = 2**28
 """Bytes that compressed members may hold: torch.jit.save compresses source code, never tensors."""
+END = b"PK\5\6"
+"""Begins the last record of a zip."""
+FROM_THE_END = 2**16 + 22
+"""Bytes from there to the end of the file at most: the record and a comment."""
 
 
 def refuse_bomb(file: Path) -> None:
     """Refuse a zip that unfolds elsewhere, or to far more than itself; any other file passes.
 
     Raises:
-        ArtifactInvalid: see :func:`refuse_unsafe`.
+        ArtifactInvalid: see :func:`refuse_unsafe`; or Python cannot read its directory.
     """
     try:
         with zipfile.ZipFile(file) as archive:
             refuse_unsafe(archive, file, UNFOLDED)
-    except (zipfile.BadZipFile, OSError, NotImplementedError):
-        return  # whoever reads it says what it is
+    except (zipfile.BadZipFile, OSError, NotImplementedError, ValueError) as error:
+        if _ends_like_a_zip(file):  # PyTorch's own reader may take what Python's does not
+            raise ArtifactInvalid(
+                f"{file}: not a readable archive, or truncated ({error})"
+            ) from error
+
+
+def _ends_like_a_zip(file: Path) -> bool:
+    """Whether the end of an archive's directory is where readers look for it."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - FROM_THE_END))
+            return END in stream.read()
+    except OSError:
+        return False  # whoever reads it says what it is
 
 
 def refuse_unsafe(archive: zipfile.ZipFile, file: Path, unfolded: int = 0) -> None:

@@ -107,7 +107,10 @@ def from_raw(body: bytes, headers: Named, spec: Named) -> Array:
         raise ValueError(UNREADABLE, f"{spec['name']} is {sent[:40]}, expected {spec['dtype']}")
     shape = [-1 if isinstance(d, str) else d for d in spec["shape"]]
     if "x-shape" in headers:
-        shape = [int(d) for d in headers["x-shape"].split(",")]
+        shape = _sizes(headers["x-shape"])
+    elif shape.count(-1) > 1:
+        message = f"X-Shape is missing, expected the sizes of {list(spec['shape'])}, such as 1,8"
+        raise ValueError(UNREADABLE, message)
     little_endian = np.dtype(spec["dtype"]).newbyteorder("<")
     row = math.prod(d for d in shape if d > 0) * little_endian.itemsize
     if len(body) % row:
@@ -115,6 +118,14 @@ def from_raw(body: bytes, headers: Named, spec: Named) -> Array:
         message = f"{found}, expected {spec['dtype']} of shape {list(spec['shape'])}"
         raise ValueError(UNREADABLE, message)
     return np.frombuffer(body, little_endian).reshape(shape).astype(spec["dtype"])
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(d) for d in text.split(",")]
+    except ValueError:
+        message = f"X-Shape is {text[:40]!r}, expected numbers with commas"
+        raise ValueError(UNREADABLE, message) from None
 
 
 def parse(body: bytes | bytearray) -> Any:
@@ -200,11 +211,12 @@ def from_npz(data: bytes) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            # few bytes could unfold to any size
+            raise ValueError(UNREADABLE, "the npz is compressed: write it with numpy.savez")
         if sum(member.file_size for member in members) > len(data):
             raise ValueError(UNREADABLE, "the npz holds arrays that share their bytes")
         for member in members:
-            if member.compress_type != zipfile.ZIP_STORED:  # few bytes could unfold to any size
-                raise ValueError(UNREADABLE, "the npz is compressed: write it with numpy.savez")
             name = member.filename.removesuffix(".npy")
             if name in arrays:  # entries that share their bytes could be read any number of times
                 raise ValueError(UNREADABLE, f"the npz holds {name[:80]} twice")

@@ -67,7 +67,9 @@ def test_the_sizes_tried_are_those_allowed() -> None:
     assert tried(max=512) == (8, 16, 4, 7, 512)
     assert tried(min=6, max=10) == (8, 7, 10, 6)
     assert tried(min=600) == (600, 1200)
-    assert tried(min=600, max=700) == (600, 700)
+    assert tried(min=600, max=700) == (700, 600)
+    assert tried(min=20, max=512) == (512, 20, 40)
+    assert tried(min=20, max=4096) == (20, 40)
     (example,) = signature(min=600).example(batch=3)
     assert example.shape == (3, 600, 2)
 

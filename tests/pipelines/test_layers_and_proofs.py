@@ -6,6 +6,7 @@ import struct
 import pytest
 from safetensors.torch import load_file
 
+from compress.core.errors import PipelineInvalid
 from pipelines.evidence import prove
 from pipelines.layers import sensitivities_of, sizes_of
 from pipelines.proof_page import as_text
@@ -78,6 +79,12 @@ def test_a_proof_is_written_for_people_and_for_machines(walked, tmp_path, ending
     else:
         for line in (*proof.proven, proof.sha256, proof.digest, "not started"):
             assert line in text
+
+
+def test_a_proof_that_cannot_be_written_is_refused_before_anything_is_started(tmp_path) -> None:
+    for file, found in ((tmp_path / "absent" / "p.md", "is no directory"), (tmp_path, "is there")):
+        with pytest.raises(PipelineInvalid, match=rf"^--report .*{found}$"):
+            prove(tmp_path / "no archive", None, file)
 
 
 @pytest.mark.parametrize("ending", [".html", ".md"])

@@ -209,6 +209,34 @@ def test_an_archive_that_unfolds_elsewhere_or_to_any_size_is_refused(
     assert not (tmp_path.parent / "outside").exists()
 
 
+HIDDEN = {
+    "of a later version": lambda content: _patched(content, 6, (99).to_bytes(2, "little")),
+    "with names in no alphabet": lambda content: _patched(content, 46, b"\xff"),
+    "with a second end": lambda content: content + b"PK\5\6",
+}
+"""Archives that Python's reader does not list, and PyTorch's may."""
+
+
+def _patched(content: bytes, offset: int, bytes_: bytes) -> bytes:
+    """Overwrite a field of the first member in the archive's directory, its names said UTF-8."""
+    start = content.index(b"PK\1\2")
+    changed = bytearray(content)
+    changed[start + 8 : start + 10] = (0x800).to_bytes(2, "little")
+    changed[start + offset : start + offset + len(bytes_)] = bytes_
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("opened", OPENED)
+def test_an_archive_whose_directory_cannot_be_read_is_refused(tmp_path, opened, hidden) -> None:
+    given = tmp_path / "given.mar"
+    _compressed(given, zips.UNFOLDED + 1)
+    given.write_bytes(HIDDEN[hidden](given.read_bytes()))
+    with pytest.raises(ArtifactInvalid, match=r"not a (readable|\.mar)") as refused:
+        OPENED[opened](given)
+    assert "\n" not in str(refused.value)
+
+
 def test_what_torch_compresses_itself_is_taken_and_a_mar_may_hold_nothing_so(tmp_path) -> None:
     _compressed(tmp_path / "given", 1000)
     zips.refuse_bomb(tmp_path / "given")

@@ -199,8 +199,17 @@ def test_bare_bytes_need_a_shape_where_several_axes_vary() -> None:
     spec = {"name": "x", "shape": ["batch", "time"], "dtype": "float32"}
     body = np.arange(6, dtype=np.float32).tobytes()
     assert from_raw(body, {"x-shape": "2,3"}, spec).shape == (2, 3)
-    with pytest.raises(ValueError, match="one unknown dimension"):
+    with pytest.raises(ValueError, match=r"X-Shape is missing, expected the sizes of .*time"):
         from_raw(body, {}, spec)
+    with pytest.raises(ValueError, match="X-Shape is 'two,3', expected numbers"):
+        from_raw(body, {"x-shape": "two,3"}, spec)
+
+
+def test_a_compressed_npz_is_called_so_where_it_is_smaller_than_its_arrays() -> None:
+    stream = io.BytesIO()
+    np.savez_compressed(stream, x=np.ones((1, 100), np.float32))
+    with pytest.raises(ValueError, match=r"compressed: write it with numpy\.savez"):
+        from_npz(stream.getvalue())
 
 
 def pickled() -> bytes:
