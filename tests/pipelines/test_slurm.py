@@ -178,7 +178,7 @@ def test_the_command_writes_it(user):
         return subprocess.run(command, cwd=user, capture_output=True, text=True, timeout=120)
 
     assert init().returncode == 2
-    assert "error: compress init writes a batch script: say for what, with --slurm" in init().stderr
+    assert "needs a model: --model module:callable (or --slurm for a batch script)" in init().stderr
     done = init("small.yaml", "--slurm", "--nodes", "2", "--gpus-per-node", "8")
     assert done.returncode == 0, done.stderr
     assert "to do: small.yaml, stage train: put parallel: {nodes: 2, processes: 8" in done.stderr
