@@ -20,6 +20,7 @@ from pipelines.pipeline import Pipeline
 from pipelines.plan import SOURCE, Plan, make_plan
 from pipelines.source import Source
 from pipelines.temporary import temporary_files
+from pipelines.texts import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,7 +120,9 @@ def composed(
     Raises:
         CompressError: no such file would be valid.
     """
-    text = _text(
+    text = text_of(
+        TEMPLATE,
+        {"yaml": _flow},
         file=file,
         wish=wish,
         content=content,
@@ -181,21 +184,6 @@ def _pipeline(file: Path, content: dict[str, Any]) -> Pipeline:
         raise PipelineInvalid(f"{file}: {error.errors()[0]['msg']}") from None
     pipeline._source = Source(file, content, {})
     return pipeline
-
-
-def _text(**values: Any) -> str:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # no page; values are written by the YAML library
-    )
-    environment.filters["yaml"] = _flow
-    return environment.get_template(TEMPLATE).render(values)
 
 
 def _flow(value: Any) -> str:

@@ -26,7 +26,7 @@ def note_samples(store: Path, contents: Contents) -> None:
     """
     with suppress(OSError):
         (store / FOLDER).mkdir(exist_ok=True)
-        for split, told in contents.parts()["splits"].items():
+        for split, told in contents.parts["splits"].items():
             file = _file(store, told)
             if not file.exists():
                 write_atomically(file, contents.hashes[split].tobytes())
@@ -43,11 +43,11 @@ def samples_changed(store: Path, before: dict[str, Any], now: Contents) -> str:
 
     Args:
         store: the store's folder.
-        before: what :meth:`Contents.parts` gave for an earlier run.
+        before: what :attr:`Contents.parts` was for an earlier run.
         now: the data now.
     """
     past = before.get("splits", {})
-    for split, told in now.parts()["splits"].items():
+    for split, told in now.parts["splits"].items():
         if split in past and past[split] != told:
             try:
                 hashes = _file(store, past[split]).read_bytes()

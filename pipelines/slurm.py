@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -12,9 +11,11 @@ from compress.core.errors import PipelineInvalid
 from compress.core.settings import Count, Settings
 from compress.training.parallel import Parallel
 from pipelines.pipeline import Pipeline
+from pipelines.texts import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 RENDEZVOUS = "$COMPRESS_RENDEZVOUS"
 TEMPLATE = "slurm.sh.jinja"
@@ -97,19 +98,11 @@ def _trainings(settings: Settings, place: str = "") -> Iterator[tuple[str, Paral
 
 
 def _script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> str:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # no page; what goes into a shell is quoted
-    )
     settings = cluster.model_dump()
     settings["cpus_per_node"] = cluster.cpus_per_node or 8 * cluster.processes
-    return environment.get_template(TEMPLATE).render(
+    return text_of(
+        TEMPLATE,
+        {},
         script=script.name,
         name=pipeline.stem.replace(" ", "-"),
         pipeline=pipeline.name,

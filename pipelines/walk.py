@@ -243,7 +243,7 @@ class Walk:
     def _surroundings(self, uses_data: bool) -> dict[str, Any]:
         # Training keeps the best epoch by the metric, so that decides the result as data does.
         return {
-            "data": self.contents.parts() if uses_data and self.contents else None,
+            "data": self.contents.parts if uses_data and self.contents else None,
             "metric": self.plan.metric.identity() if uses_data else None,
             "seed": self.pipeline.seed,
             "versions": versions(),

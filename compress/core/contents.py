@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,8 +36,9 @@ class Contents:
     hashes: Mapping[str, NDArray[np.uint64]]
     """By split, two numbers for each piece that was hashed: [pieces, 2]."""
 
+    @cached_property
     def parts(self) -> dict[str, Any]:
-        """Return what is part of a key: how the data were made, and a digest of each split."""
+        """What is part of a key: how the data were made, and a digest of each split."""
         splits = {
             name: {
                 "samples": self.lengths[name],
@@ -49,7 +51,7 @@ class Contents:
     @property
     def fingerprint(self) -> str:
         """SHA-256 over all of it."""
-        return hashlib.sha256(json.dumps(self.parts(), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.parts, sort_keys=True).encode()).hexdigest()
 
 
 def held_tensors(dataset: Dataset[Any]) -> Sequence[torch.Tensor] | None:

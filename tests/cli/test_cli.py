@@ -103,6 +103,14 @@ def test_help_and_version_import_no_torch(tmp_path: Path) -> None:
     assert "run" in compress("--help", cwd=tmp_path).stdout
 
 
+def _python(code: str, cwd: Path) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def test_checking_a_bad_file_imports_no_torch(user: Path) -> None:
     (user / "small.yaml").write_text(FILE.replace("epochs", "epoch"))
     code = (
@@ -112,10 +120,7 @@ def test_checking_a_bad_file_imports_no_torch(user: Path) -> None:
         "except SystemExit as stop:\n    assert stop.code == 2\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=user, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    done = _python(code, cwd=user)
     assert "small.yaml:7" in done.stderr
     assert "did you mean 'epochs'" in done.stderr
 
@@ -131,10 +136,7 @@ def test_checking_a_valid_file_quickly_imports_no_torch(user: Path) -> None:
         "from pipelines.pipeline import Pipeline\n"
         "assert Pipeline.model_fields['seed'].description is None, 'takes two fifths of the time'\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=user, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    done = _python(code, cwd=user)
     assert json.loads(done.stdout)["signature"] is None
 
 

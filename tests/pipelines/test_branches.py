@@ -158,31 +158,26 @@ def test_two_runs_differ_in_what_failed(branches, tmp_path) -> None:
     assert found["failed.bare"][1] is None
 
 
-def test_an_interruption_stops_every_branch_at_once(tmp_path, monkeypatch) -> None:
-    interrupted = Branches(tmp_path)
-
+def _interrupted(branches: Branches, at: str) -> Report:
     def announce(line: str) -> None:
-        if line.startswith("half: made"):
+        if line.startswith(at):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Pipeline.from_yaml(interrupted.file).run(interrupted.out, announce=announce)
-    report = Report.read(interrupted.out)
+        Pipeline.from_yaml(branches.file).run(branches.out, announce=announce)
+    report = Report.read(branches.out)
     assert report.status == "interrupted"
+    return report
+
+
+def test_an_interruption_stops_every_branch_at_once(tmp_path) -> None:
+    report = _interrupted(Branches(tmp_path), at="half: made")
     assert not report.skipped
 
 
 def test_what_failed_before_an_interruption_is_not_told_as_interrupted(tmp_path) -> None:
-    interrupted = Branches(tmp_path)
-
-    def announce(line: str) -> None:
-        if line.startswith("last: running"):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        Pipeline.from_yaml(interrupted.file).run(interrupted.out, announce=announce)
-    report = Report.read(interrupted.out)
-    assert report.status == "interrupted"
+    branches = Branches(tmp_path)
+    report = _interrupted(branches, at="last: running")
     assert {f.name: f.status for f in report.failures} == {"bare": "failed", "last": "interrupted"}
     shown = {row.name: row.status for row in rows_of(report)}
     assert (shown["bare"], shown["last"]) == ("failed", "interrupted")
@@ -190,7 +185,7 @@ def test_what_failed_before_an_interruption_is_not_told_as_interrupted(tmp_path)
     console.print(stage_table(report, console))
     rows = {line.split()[1]: line for line in console.file.getvalue().splitlines() if "│" in line}
     assert "✗ failed" in rows["bare"] and "✗ interrupted" in rows["last"]
-    log = (interrupted.out / LOG).read_text()
+    log = (branches.out / LOG).read_text()
     assert '"message":"bare: failed: no channel' in log
     assert '"message":"last: interrupted: interrupted"' in log
 
