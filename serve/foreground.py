@@ -157,7 +157,7 @@ def _by_torchserve(
             f"{mar}: a .mar is served by TorchServe, on loopback alone, and with a token, workers "
             "and limits of its own: leave all options but --port, --threads and --sha256 out"
         )
-    with TorchServe(mar, threads=options.threads, port=options.port) as server:
+    with TorchServe(mar, threads=options.threads, port=options.port, drains=True) as server:
         line = curl.torchserve_line(server.url, server.model_name, signature, server.token)
         tell(Place(str(mar), server.url, "torchserve", line))
         sys.stdout.flush()

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 JAVA_MISSING = "needs Java 17 (e.g. apt-get install openjdk-17-jre-headless)"
 TORCHSERVE_MISSING = "needs TorchServe: pip install 'compress-pipeline[serve]'"
 STOP_SECONDS = 15.0
+SECONDS_TO_BE_GONE = 1.0
 POLL_SECONDS = 0.1
 SHOWN_CHARACTERS = 300
 GIVEN_UP = ("Retry worker:", "Load model failed", "Failed to load model", "BindException")
@@ -66,6 +67,7 @@ class TorchServe:
         threads: int | None = None,
         startup_seconds: float = 120.0,
         port: int = 0,
+        drains: bool = False,
     ) -> None:
         """Remember what to serve; nothing is started yet.
 
@@ -74,11 +76,14 @@ class TorchServe:
             threads: CPU threads of each worker's model; the archive's own setting by default.
             startup_seconds: how long every worker may take to become ready.
             port: where predictions are asked for; 0 lets the system choose.
+            drains: answer what is under way before it ends, for which TorchServe takes two seconds
+                and more; a server for this process alone has nothing under way then.
         """
         self.mar = mar.resolve()
         self.model_name = model_name_of(mar)
         self.startup_seconds = startup_seconds
         self.port = port
+        self.drains = drains
         self.token = ""
         """Key of the inference API."""
         self.url = self._management_url = ""
@@ -125,7 +130,8 @@ class TorchServe:
         (folder / "config.properties").write_text(configuration(self.mar, ports))
         self.url, self._management_url = (f"http://127.0.0.1:{port}" for port in ports[:2])
         command = [java, "-Xmx512m", f"-Dmodel_server_home={packages}"]
-        command += [f"-Djava.io.tmpdir={folder / 'tmp'}"]
+        # Its performance counters lie outside of that folder, where a killed JVM leaves them.
+        command += [f"-Djava.io.tmpdir={folder / 'tmp'}", "-XX:-UsePerfData"]
         command += [f"-Dlog4j.configurationFile=file://{folder / 'log4j2.xml'}"]
         command += ["-cp", f"{packages / 'ts' / 'frontend'}/*", "org.pytorch.serve.ModelServer"]
         command += ["--python", sys.executable, "-f", str(folder / "config.properties")]
@@ -143,7 +149,7 @@ class TorchServe:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a process group of its own; Ctrl-C ends it through us
             )
-        self._stack.callback(stop, self._process)
+        self._stack.callback(stop, self._process, STOP_SECONDS if self.drains else 0)
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.startup_seconds
@@ -260,16 +266,27 @@ def has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, options) is not None
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process and every process of its group, politely first."""
+def stop(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """End a process and every process of its group, which has so many seconds to do so itself."""
     try:
         # Not Popen.terminate, which reaps: the number, and the group's, must not become another's.
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
+        if seconds:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + seconds
         while not has_ended(process.pid) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        _await_group_end(process.pid)
+
+
+def _await_group_end(group: int) -> None:
+    """Wait until a killed group is gone, but not for what nobody reaps, as in some containers."""
+    deadline = time.monotonic() + SECONDS_TO_BE_GONE
+    with suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(POLL_SECONDS / 10)
