@@ -10,6 +10,7 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, metadata, version
 from typing import TYPE_CHECKING, Any
 
+from compress.core.cores import usable_cores
 from compress.core.settings import Settings
 from pipelines.catalog import stages
 from pipelines.machine import machine, versions
@@ -70,7 +71,7 @@ def examine() -> Findings:
         hardware={
             **machine(),
             "instructions": torch.backends.cpu.get_cpu_capability(),
-            "usable_cores": len(os.sched_getaffinity(0)),
+            "usable_cores": usable_cores(),
             "threads": torch.get_num_threads(),
             "gibibytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30,
             "system": platform.platform(),

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import ray
 
+from compress.core.cores import told_threads
 from compress.core.errors import StageFailed, first_line
 from pipelines.interruption import insist
 from pipelines.making import Made
-from pipelines.workers import THREADS, log_here, made_of, pickled
+from pipelines.workers import log_here, made_of, pickled
 
 if TYPE_CHECKING:
     from compress.core.errors import CompressError
@@ -54,7 +55,7 @@ class RayTasks:
         alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         cores = [int(resources["CPU"]) for resources in alive if resources.get("CPU", 0) >= 1]
         places = jobs or max(1, sum(cores))
-        threads = int(os.environ.get(THREADS, 0)) or max(1, sum(cores) // places)
+        threads = told_threads() or max(1, sum(cores) // places)
         return cls(places, min(threads, max(cores, default=1)), started)
 
     def begin(self, making: Making) -> None:

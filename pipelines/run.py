@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from compress.core.cores import within_quota
 from compress.core.errors import CompressError
 from compress.core.stage import silent
 from pipelines.branches import walk_branches
@@ -81,6 +82,7 @@ def run(
     with (
         said_plainly(out),
         temporary_files(),
+        within_quota(),
         Store.locked(root, announce, remote) as kept,
         told_to_other_nodes(root),
         recorded(pipeline, out) as follow,

@@ -15,6 +15,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
+from compress.core.cores import THREADS, told_threads, usable_cores
 from compress.core.errors import CompressError, StageFailed, first_line
 from compress.core.stage import silent
 from pipelines.interruption import insist
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 SECONDS_TO_END = 10.0
 """For a worker to clean up when the run is interrupted."""
-THREADS = "OMP_NUM_THREADS"
 COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from pipelines.worker import work; work(*map(int, sys.argv[2:]))"
@@ -38,9 +38,7 @@ def threads_each(jobs: int) -> int:
 
     The cores divided, but what OMP_NUM_THREADS says holds for each of them as it does for one.
     """
-    from compress.training.fit import cores
-
-    return cores() if os.environ.get(THREADS) else max(1, cores() // jobs)
+    return told_threads() or max(1, usable_cores() // jobs)
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
+
+from compress.core.cores import usable_cores
 
 
 @dataclass(frozen=True)
@@ -46,4 +47,4 @@ class Options:
     def width(self) -> int:
         """Number of threads of each process that call the model."""
         taken = (self.threads or 1) * self.processes
-        return self.workers or max(1, len(os.sched_getaffinity(0)) // taken)
+        return self.workers or max(1, usable_cores() // taken)

@@ -14,9 +14,9 @@ from torch.utils.data import Dataset
 
 from compress.core.batch import TaughtSample, adapt
 from compress.core.cache import probe, read_samples
+from compress.core.cores import threads_to_use
 from compress.core.errors import StageFailed
 from compress.core.segments import Segments
-from compress.training.fit import cores
 from compress.training.learner import AUTOCAST
 from compress.training.loop import cpu_threads
 
@@ -100,7 +100,7 @@ def with_answers(lessons: Lessons, training: Training, context: Context, task: s
     segments = Segments(folder, len(data.split("train")))  # type: ignore[arg-type]
     missing = [i for i in range(len(segments.segment_of)) if segments.read(i) is None]
     if missing:
-        threads = max(1, cores() // training.parallel.ranks_per_node)
+        threads = max(1, threads_to_use() // training.parallel.ranks_per_node)
         with cpu_threads(threads):
             _fill(segments, missing, lessons, training, context, task)
     return data.seen_through(WithAnswers(folder.absolute()))

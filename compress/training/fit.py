@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compress.core.artifact import canonical_json
+from compress.core.cores import threads_to_use
 from compress.core.errors import CompressError, StageFailed, Unavailable
 from compress.training.compilation import need_compiler
 from compress.training.failure import one_line
@@ -163,18 +163,12 @@ def _job(
         metric=context.metric,
         reference=reference.path.absolute() if reference else None,
         device=context.device,
-        threads=max(1, cores() // training.parallel.ranks_per_node),
+        threads=max(1, threads_to_use() // training.parallel.ranks_per_node),
         seed=context.seed,
         folder=folder.absolute(),
         accept_start=accept_start,
         constraint=constraint,
     )
-
-
-def cores() -> int:
-    """Return the CPU cores that this process may use."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return int(os.environ.get("OMP_NUM_THREADS", 0)) or allowed or 1
 
 
 def _resumed(job: Job, task: str) -> tuple[Job, Progress]:

@@ -227,4 +227,5 @@ def test_threads_are_divided_unless_each_process_has_its_own_number(monkeypatch)
     assert threads_each(2) == 3
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)), raising=False)
+    monkeypatch.setattr("compress.core.cores.cpu_quota", lambda: None)
     assert [threads_each(jobs) for jobs in (2, 4, 20)] == [4, 2, 1]
