@@ -6,17 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from compress.core.eager import EagerModel
-from compress.core.errors import CompressError, PipelineInvalid, Unavailable
-from compress.core.gates import MaxDrop, MinMetric
+from compress.core.errors import CompressError, PipelineInvalid
 from compress.core.graph import GraphModel
 from compress.core.metrics import Metric
 from export.onnx import OnnxModel
 from export.torchscript import TorchScriptModel
 from pipelines.catalog import stages
-from pipelines.opponents import check_runtime, refuse_missing_runtime
+from pipelines.needs import check_needs, missing_programs
+from pipelines.opponents import check_runtime
 from pipelines.problems import did_you_mean
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from compress.core.artifact import Artifact
     from compress.core.stage import Stage
     from pipelines.pipeline import Pipeline
@@ -78,6 +80,10 @@ class Plan:
         """Return the names of all artifacts without which a stage is not made and judged."""
         return () if name == SOURCE else self.stage(name).needs
 
+    def ordered(self, names: Container[str]) -> tuple[str, ...]:
+        """Return those of some names that are the source's or stages', in their order."""
+        return tuple(name for name in (SOURCE, *self.names) if name in names)
+
     def branch(self, name: str) -> tuple[str, ...]:
         """Return the names on the road from the source to a stage's input, in their order."""
         road: list[str] = []
@@ -128,9 +134,9 @@ def make_plan(pipeline: Pipeline, start: str | None = None, until: str | None = 
         raise PipelineInvalid(f"--from {start!r} comes after --until {until!r}; nothing would run")
     if until is not None:
         planned = planned[: next(p.index for p in planned if p.name == until) + 1]
-    _check_needs(pipeline, planned)
+    check_needs(pipeline, planned)
     metric, cut = _metric(pipeline), len(planned) < len(order)
-    return Plan(planned, metric, tuple(_missing_programs(planned)), cut)
+    return Plan(planned, metric, missing_programs(planned), cut)
 
 
 def _names(pipeline: Pipeline) -> tuple[PlannedStage, ...]:
@@ -225,54 +231,6 @@ def _kind_of_source(pipeline: Pipeline) -> type[Artifact]:
     return kinds[pipeline.model.kind]
 
 
-def _check_needs(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
-    parts = {"model": pipeline.model, "tracker": pipeline.tracker}
-    for key, requirement in (
-        (k, r) for k, part in parts.items() if part for r in part.requirements
-    ):
-        if requirement.missing():
-            raise Unavailable(
-                f"{pipeline.place(key)}: needs {requirement.what}, which is not installed; "
-                f"{requirement.install}"
-            )
-    for p in planned:
-        where = f"{pipeline.place('stages', p.index)} ({p.name})"
-        if p.stage.needs_data and pipeline.data is None:
-            raise PipelineInvalid(f"{where}: needs data, and the file has no `data:` section")
-        _check_gates(pipeline, p)
-        for requirement in p.stage.all_requirements():
-            if not requirement.program and requirement.missing():
-                raise Unavailable(
-                    f"{where}: needs {requirement.what}, which is not installed; "
-                    f"{requirement.install}"
-                )
-    if pipeline.device != "cpu":
-        _check_device(pipeline)
-
-
-def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
-    for i, gate in enumerate(planned.stage.gates):
-        where = pipeline.place("stages", planned.index, "gates", i)
-        if isinstance(gate, MaxDrop | MinMetric) and pipeline.data is None:
-            raise PipelineInvalid(
-                f"{where} ({gate.gate}): needs data, and the file has no `data:` section"
-            )
-        if isinstance(gate, MinMetric) and pipeline.metric.name == "loss":
-            raise PipelineInvalid(f"{where}: metric loss falls with quality; use max_drop")
-        refuse_missing_runtime(pipeline, gate, where)
-
-
-def _check_device(pipeline: Pipeline) -> None:
-    import torch
-
-    index = int(pipeline.device.partition(":")[2] or 0)
-    if index >= torch.cuda.device_count():
-        raise Unavailable(
-            f"{pipeline.place('device')}: {pipeline.device!r} asked for and PyTorch "
-            f"{torch.__version__} sees {torch.cuda.device_count()} CUDA devices; use `device: cpu`"
-        )
-
-
 def _metric(pipeline: Pipeline) -> Metric:
     spec = pipeline.metric
     metric = Metric(
@@ -286,13 +244,3 @@ def _metric(pipeline: Pipeline) -> Metric:
     except CompressError as error:
         raise type(error)(f"{pipeline.place('metric')}: {error}") from error
     return metric
-
-
-def _missing_programs(planned: tuple[PlannedStage, ...]) -> list[str]:
-    return [
-        f"{p.name} will stop: {requirement.what} is not on the PATH; {requirement.install} "
-        "(the stages before it run and are kept)"
-        for p in planned
-        for requirement in p.stage.all_requirements()
-        if requirement.program and requirement.missing()
-    ]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from compress.core.errors import CompressError
+from compress.core.errors import CompressError, GateRefused
 from compress.core.stage import silent
+from pipelines import happenings, interruption
 from pipelines.branches import walk_branches
 from pipelines.disk import said_plainly
 from pipelines.engines import check_engine, engine_for
+from pipelines.events import happened
 from pipelines.inputs import settle
+from pipelines.interruption import INTERRUPTED
 from pipelines.joining import told_to_other_nodes
 from pipelines.plan import SOURCE, Plan, make_plan
-from pipelines.recording import recorded, status_of
+from pipelines.recording import heard, recorded
 from pipelines.samples import note_samples
 from pipelines.store import Store
 from pipelines.temporary import temporary_files
@@ -24,10 +29,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.core.stage import Progress
+    from pipelines.branches import Engine
     from pipelines.engines import EngineName
     from pipelines.pipeline import Pipeline
     from pipelines.remote import Remote
-    from pipelines.report import Report
+    from pipelines.report import Report, Status
 
 
 def run(
@@ -83,28 +89,53 @@ def run(
         temporary_files(),
         Store.locked(root, announce, remote) as kept,
         told_to_other_nodes(root),
-        recorded(pipeline, out) as follow,
     ):
-        walk = Walk(pipeline, plan, out, kept, data, progress, announce)
+        walk = Walk(pipeline, plan, out, kept, data, progress, heard(announce))
         if walk.contents:
             note_samples(root, walk.contents)
-        follow(walk)
-        try:
-            with said_plainly(out):
-                makes = engine_for(engine, jobs, kept, progress)
-                walk_branches(walk, _first_again(plan, start, force), makes)
-                walk.test()
-                report = walk.report("passed")
-                report.write(out)
-        except BaseException as error:
-            report = walk.report(status_of(error), str(error) or "interrupted")
-            with suppress(OSError):  # on a full disk the error itself matters more
-                report.write(out)
-            if report.status != "interrupted" and isinstance(error, CompressError):
-                finished(report)
-            raise
-        finished(report)
+        with recorded(walk):
+            begin = functools.partial(engine_for, engine, jobs, kept, progress)
+            return _walked(walk, _first_again(plan, start, force), begin, finished)
+
+
+def _walked(
+    walk: Walk,
+    first_again: int,
+    begin: Callable[[], Engine | None],
+    finished: Callable[[Report], None],
+) -> Report:
+    """Walk from end to end, and write the report of however it ends."""
+    began = time.monotonic()
+    walk.tell(happenings.run_started(walk))
+    for warning in walk.plan.warnings:  # told to people before there was a walk
+        happened("message", warning, level="warning")
+    try:
+        with said_plainly(walk.out):
+            walk_branches(walk, first_again, begin())
+            walk.test()
+            report = walk.report("passed")
+            report.write(walk.out)
+    except BaseException as error:
+        report = _report_of(walk, error)
+        with suppress(OSError):  # on a full disk the error itself matters more
+            report.write(walk.out)
+        walk.tell(happenings.run_finished(report, time.monotonic() - began))
+        if report.status != INTERRUPTED and isinstance(error, CompressError):
+            finished(report)
+        raise
+    walk.tell(happenings.run_finished(report, time.monotonic() - began))
+    finished(report)
     return report
+
+
+def _report_of(walk: Walk, error: BaseException) -> Report:
+    """Return the report of a walk that an error ended; an interruption learns where it came."""
+    if not interruption.exit_code() and isinstance(error, Exception):
+        walk.outcome.end(str(error))
+        status: Status = "refused" if isinstance(error, GateRefused) else "failed"
+        return walk.report(status, str(error))
+    walk.outcome.end(INTERRUPTED)
+    return walk.report(INTERRUPTED, interruption.note(error, walk.outcome.interrupted()))
 
 
 def foresee(
@@ -145,7 +176,7 @@ def look_ahead(
     kept.refuse_another_format()
     if remote:
         remote.refuse_another_format()
-    walk = Walk(pipeline, plan, out, kept, data, silent, lambda line: None)
+    walk = Walk(pipeline, plan, out, kept, data, silent, lambda happening: None)
     foreseen: dict[str, str] = {}
 
     def look(name: str, parts: dict[str, Any], again: bool) -> None:

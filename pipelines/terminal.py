@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from compress.core.errors import CompressError, StageFailed, told_of
 from pipelines import answers, interruption
+from pipelines.interruption import words_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -80,7 +81,8 @@ def _refuse_as_json(error: BaseException) -> None:
     asked = answers.manner()
     if asked.given or not asked.as_json or isinstance(error, BrokenPipeError | SystemExit):
         return
-    found: dict[str, Any] = {"kind": "Interrupted", "exit_code": _interrupted(error), "lines": []}
+    found: dict[str, Any] = {"kind": "Interrupted", "exit_code": _interrupted(error)}
+    found["lines"] = [words_of(error)]
     if not found["exit_code"] and isinstance(error, Exception):
         lines, code = told_of(error), _exit_code(error)
         found = {"kind": type(error).__name__, "exit_code": code, "lines": lines}
@@ -92,7 +94,7 @@ def end(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
     if debug:
         traceback.print_exception(error)
     if code := _interrupted(error):
-        say("interrupted; run the same command again to resume" if resumes else "stopped")
+        say(f"{words_of(error)}; run the same command again to resume" if resumes else "stopped")
         raise SystemExit(code) from None
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

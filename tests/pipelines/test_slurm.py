@@ -122,7 +122,7 @@ def test_a_job_on_two_nodes_whose_time_is_up_is_queued_again_and_goes_on(user):
             break
     said, _ = job.communicate(timeout=120)
     assert job.returncode == 143, said
-    assert "interrupted; run the same command again to resume" in said
+    assert "interrupted at train; run the same command again to resume" in said
     calls = (user / "calls").read_text().splitlines()
     assert calls[:2] == ["scontrol show hostnames node[1-2]", "srun 8 --kill-on-bad-exit=1"]
     assert calls[2:] == ["scancel --signal=TERM 4711", "scontrol requeue 4711"]
