@@ -38,12 +38,11 @@ class Engine(Protocol):
         ...
 
 
-def walk_branches(walk: Walk, first_again: int, engine: Engine | None) -> None:
+def walk_branches(walk: Walk, engine: Engine | None) -> None:
     """Bring in the model, and walk every stage that no other one's failure keeps from running.
 
     Args:
         walk: the run.
-        first_again: index of the first stage that runs whatever the store holds; the source is -1.
         engine: makes branches side by side; without it stage follows stage in this process.
 
     Raises:
@@ -51,11 +50,11 @@ def walk_branches(walk: Walk, first_again: int, engine: Engine | None) -> None:
     """
     try:
         with walk.outcome.noting(SOURCE):
-            walk.import_model(again=first_again < 0)
+            walk.import_model()
         if engine is None:
-            _in_turn(walk, first_again)
+            _in_turn(walk)
         else:
-            _SideBySide(walk, first_again, engine, list(walk.plan.stages)).go()
+            _SideBySide(walk, engine, list(walk.plan.stages)).go()
     finally:
         if engine is not None:
             engine.close()
@@ -64,11 +63,11 @@ def walk_branches(walk: Walk, first_again: int, engine: Engine | None) -> None:
         raise error
 
 
-def _in_turn(walk: Walk, first_again: int) -> None:
+def _in_turn(walk: Walk) -> None:
     for planned in walk.plan.stages:
         if not walk.outcome.skips(planned):
             with walk.outcome.noting(planned.name):
-                walk.step(planned, again=planned.index >= first_again)
+                walk.step(planned)
 
 
 @dataclass
@@ -80,7 +79,6 @@ class _SideBySide:
     """
 
     walk: Walk
-    first_again: int
     engine: Engine
     waiting: list[PlannedStage]
     under_way: dict[str, Sought] = field(default_factory=dict)
@@ -129,7 +127,7 @@ class _SideBySide:
 
     def _begin(self, planned: PlannedStage) -> None:
         walk, name = self.walk, planned.name
-        sought = walk.seek(name, walk.parts(planned), planned.index >= self.first_again)
+        sought = walk.seek(name, walk.parts(planned))
         if not sought.reason:
             self.made[name] = sought
         elif undisturbed(planned.stage):

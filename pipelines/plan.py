@@ -15,6 +15,7 @@ from pipelines.catalog import stages
 from pipelines.needs import check_needs, missing_programs
 from pipelines.opponents import check_runtime
 from pipelines.problems import did_you_mean
+from pipelines.selection import made_of, meant, needed_for
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -56,16 +57,12 @@ class Plan:
     metric: Metric
     warnings: tuple[str, ...]
     """What will stop a later stage, while those before it can run."""
-    cut: bool = False
+    baseline: str
+    """The model compared with: as a leading `train` stage leaves it, else as it came in."""
+    again: frozenset[str]
+    """Names of what is made whatever the store holds."""
+    cut: bool
     """Whether stages of the pipeline are left out."""
-
-    @property
-    def baseline(self) -> str:
-        """The model compared with: as a leading `train` stage leaves it, else as it came in."""
-        first = self.stages[0]
-        trained = [p for p in self.stages if p.stage.stage == "train" and p.input == SOURCE]
-        # Where several train what came in, none of them is what the others are compared with.
-        return first.name if trained == [first] else SOURCE
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -109,34 +106,48 @@ class Plan:
         return tuple(p.name for p in self.stages if p.name not in read)
 
 
-def make_plan(pipeline: Pipeline, start: str | None = None, until: str | None = None) -> Plan:
+def make_plan(
+    pipeline: Pipeline, start: str | None = None, until: str | None = None, *, force: bool = False
+) -> Plan:
     """Check names, order, types, requirements and device, without importing torch where possible.
 
     Args:
         pipeline: the pipeline.
-        start: name of the first stage that is to run, checked to exist.
-        until: name of the last stage; those after it are left out.
+        start: name of a stage that runs again, with those whose artifacts are made of its own.
+        until: name of a stage; those that it does not need are left out.
+        force: everything runs again.
 
     Raises:
         PipelineInvalid: one line: the place, what was found, what was expected.
         Unavailable: a library or the device is missing.
     """
-    planned = _names(pipeline)
-    for option, name in (("--from", start), ("--until", until)):
-        if name is not None and name not in {p.name for p in planned}:
-            raise PipelineInvalid(
-                f"{option} {name!r}: no such stage; {did_you_mean(name, {p.name for p in planned})}"
-            )
-    _check_types(pipeline, planned)
-    _check_formats(pipeline, planned)
-    order = [p.name for p in planned]
-    if start and until and order.index(start) > order.index(until):
-        raise PipelineInvalid(f"--from {start!r} comes after --until {until!r}; nothing would run")
+    stages = planned = _names(pipeline)
+    baseline, again = _baseline(stages), frozenset[str]()
+    if start is not None:
+        again = made_of(stages, meant(pipeline, stages, "--from", start))
     if until is not None:
-        planned = planned[: next(p.index for p in planned if p.name == until) + 1]
+        planned = needed_for(stages, {*meant(pipeline, stages, "--until", until), baseline})
+    _check_types(pipeline, stages)
+    _check_formats(pipeline, stages)
+    if start is not None and again.isdisjoint(p.name for p in planned):
+        raise PipelineInvalid(
+            f"--until {until!r} needs nothing of --from {start!r}; nothing would run again"
+        )
     check_needs(pipeline, planned)
-    metric, cut = _metric(pipeline), len(planned) < len(order)
-    return Plan(planned, metric, missing_programs(planned), cut)
+    return Plan(
+        stages=planned,
+        metric=_metric(pipeline),
+        warnings=missing_programs(planned),
+        baseline=baseline,
+        again=again | {SOURCE, *(p.name for p in planned)} if force else again,
+        cut=len(planned) < len(stages),
+    )
+
+
+def _baseline(stages: tuple[PlannedStage, ...]) -> str:
+    trained = [p for p in stages if p.stage.stage == "train" and p.input == SOURCE]
+    # Where several train what came in, none of them is what the others are compared with.
+    return stages[0].name if trained == [stages[0]] else SOURCE
 
 
 def _names(pipeline: Pipeline) -> tuple[PlannedStage, ...]:

@@ -17,7 +17,7 @@ from pipelines.events import happened
 from pipelines.inputs import settle
 from pipelines.interruption import INTERRUPTED
 from pipelines.joining import told_to_other_nodes
-from pipelines.plan import SOURCE, Plan, make_plan
+from pipelines.plan import SOURCE, make_plan
 from pipelines.recording import heard, recorded
 from pipelines.samples import note_samples
 from pipelines.store import Store
@@ -55,8 +55,9 @@ def run(
     Args:
         pipeline: the pipeline.
         out: directory of the results.
-        start: run this stage and those after it again, whatever the store holds.
-        until: stop after this stage.
+        start: run this stage again, and those whose artifacts are made of its own, whatever the
+            store holds.
+        until: run this stage and those that it needs alone.
         force: run every stage again.
         jobs: branches made at a time, each in a process of its own where it is more than one; by
             default one, and with Ray as many as the cluster has cores.
@@ -77,7 +78,7 @@ def run(
     """
     check_engine(pipeline, engine)
     remote = _shared(store, announce)
-    plan = make_plan(pipeline, start, until)
+    plan = make_plan(pipeline, start, until, force=force)
     for warning in plan.warnings:
         announce(f"warning: {warning}")
     pipeline, data, told = settle(pipeline)
@@ -95,14 +96,11 @@ def run(
             note_samples(root, walk.contents)
         with recorded(walk):
             begin = functools.partial(engine_for, engine, jobs, kept, progress)
-            return _walked(walk, _first_again(plan, start, force), begin, finished)
+            return _walked(walk, begin, finished)
 
 
 def _walked(
-    walk: Walk,
-    first_again: int,
-    begin: Callable[[], Engine | None],
-    finished: Callable[[Report], None],
+    walk: Walk, begin: Callable[[], Engine | None], finished: Callable[[Report], None]
 ) -> Report:
     """Walk from end to end, and write the report of however it ends."""
     began = time.monotonic()
@@ -111,7 +109,7 @@ def _walked(
         happened("message", warning, level="warning")
     try:
         with said_plainly(walk.out):
-            walk_branches(walk, first_again, begin())
+            walk_branches(walk, begin())
             walk.test()
             report = walk.report("passed")
             report.write(walk.out)
@@ -170,7 +168,7 @@ def look_ahead(
         CompressError: the pipeline is invalid.
     """
     remote = _shared(store, lambda line: None)
-    plan = make_plan(pipeline, start, until)
+    plan = make_plan(pipeline, start, until, force=force)
     pipeline, data, _ = settle(pipeline)
     kept = Store(out / ".store", remote)
     kept.refuse_another_format()
@@ -179,8 +177,8 @@ def look_ahead(
     walk = Walk(pipeline, plan, out, kept, data, silent, lambda happening: None)
     foreseen: dict[str, str] = {}
 
-    def look(name: str, parts: dict[str, Any], again: bool) -> None:
-        entry = kept.entry(parts)
+    def look(name: str, parts: dict[str, Any]) -> None:
+        entry, again = kept.entry(parts), name in plan.again
         found = None if again else kept.foresee(entry)
         if found:
             walk.artifacts[name] = found[0]
@@ -188,14 +186,14 @@ def look_ahead(
         origin = f" (from {entry.fetched_from})" if entry.fetched_from else ""
         foreseen[name] = f"cached{origin}" if found else f"runs ({why})"
 
-    look(SOURCE, walk.source_parts(), force)
+    look(SOURCE, walk.source_parts())
     for planned in plan.stages:
         missing = [n for n in planned.reads if n not in walk.artifacts]
         if missing:
-            foreseen[planned.name] = f"runs (after {missing[0]})"
+            why = ASKED if planned.name in plan.again else f"after {missing[0]}"
+            foreseen[planned.name] = f"runs ({why})"
         else:
-            again = planned.index >= _first_again(plan, start, force)
-            look(planned.name, walk.parts(planned), again)
+            look(planned.name, walk.parts(planned))
     return foreseen, walk
 
 
@@ -205,10 +203,3 @@ def _shared(store: str | None, announce: Callable[[str], None]) -> Remote | None
     from pipelines.remote import Remote
 
     return Remote(store, announce)
-
-
-def _first_again(plan: Plan, start: str | None, force: bool) -> int:
-    """Return the index of the first stage that runs whatever the store holds; the source is -1."""
-    if force:
-        return -1
-    return next((p.index for p in plan.stages if p.name == start), len(plan.stages))

@@ -70,10 +70,10 @@ class Walk:
         self.fingerprint = self.contents.fingerprint if self.contents else None
         self.outcome = Outcome(self.plan, self.tell)
 
-    def import_model(self, again: bool) -> None:
+    def import_model(self) -> None:
         """Bring in the model as it is; what an earlier run published makes room."""
         unpublish(self.out / "artifacts")
-        sought = self.seek(SOURCE, self.source_parts(), again)
+        sought = self.seek(SOURCE, self.source_parts())
         if sought.reason:
             began = time.monotonic()
             with named(SOURCE, self.out):
@@ -85,21 +85,21 @@ class Walk:
             self.baseline, seconds = measured(self, SOURCE)
         self.tell(happenings.finished(sought, self.artifacts[SOURCE], seconds, self.baseline))
 
-    def step(self, planned: PlannedStage, again: bool) -> None:
+    def step(self, planned: PlannedStage) -> None:
         """Reuse or make one stage, then measure and judge it.
 
         Raises:
             GateRefused: a gate refused.
         """
-        sought = self.seek(planned.name, self.parts(planned), again)
+        sought = self.seek(planned.name, self.parts(planned))
         if sought.reason:
             artifact, seconds = self.making(planned, sought)(self.progress)
             sought = self.keep(sought, artifact, seconds)
         self.judge(planned, sought)
 
-    def seek(self, name: str, parts: dict[str, Any], again: bool) -> Sought:
+    def seek(self, name: str, parts: dict[str, Any]) -> Sought:
         """Take an artifact from the store, or tell why it must be made."""
-        entry = self.store.entry(parts)
+        entry, again = self.store.entry(parts), name in self.plan.again
         found = None if again else self.store.find(entry)
         if found is not None:
             artifact, record = found
