@@ -148,6 +148,8 @@ def test_the_script_is_bash_and_asks_for_what_was_said(user):
 def test_without_gpus_none_is_asked_for(user):
     text = script(user).read_text()
     assert "gpus" not in text
+    # A node that joins before the first one has begun finds the folder, or at least its parent.
+    assert text.index('mkdir -p "$OUT"') < text.index("srun --kill")
     assert "#SBATCH --cpus-per-task=8\n" in text
 
 
