@@ -125,7 +125,7 @@ def _refuse_where_none_can_begin(out: Path) -> None:
     if not out.parent.is_dir():
         raise PipelineInvalid(
             f"{out}: there is no folder {out.parent}; expected the --out of a run on the first "
-            f"node, on a file system that this node has too (before that run begins: mkdir -p {out})"
+            f"node, on a file system that this node has too (before it begins: mkdir -p {out})"
         )
     if out.exists() and not out.is_dir():
         raise PipelineInvalid(f"{out}: is a file, expected the folder that is a run's --out")

@@ -149,6 +149,10 @@ def test_table_and_page_show_what_failed_and_what_was_skipped(branches) -> None:
     rows = {line.split()[1]: line for line in console.file.getvalue().splitlines() if "│" in line}
     assert "✗ failed" in rows["bare"]
     assert "skipped" in rows["lost"]
+    order = ["source", "half", "script", "bare", "lost", "compared", "big", "bigger", "last"]
+    assert list(rows) == order
+    assert [row.name for row in rows_of(report)] == order
+    assert [row.number for row in rows_of(report)] == list(range(9))
     below = [str(line) for line in closing_lines(report, branches.out)]
     assert "– bigger: skipped, as big did not pass" in below
     assert any(line.startswith("✗ bare: ") for line in below)
