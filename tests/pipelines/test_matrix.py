@@ -132,11 +132,19 @@ def test_values_that_make_no_name_are_numbered(pipeline) -> None:
         (f"{{stage: distill, matrix: {{epochs: {list(range(1, 66))}}}}}", "has 65 branches"),
         (
             f"{{name: {'n' * 200}, stage: prune_weights, matrix: {{amount: [0.25]}}}}",
-            "is too long",
+            "is too long: it has 212 bytes, expected at most 200",
+        ),
+        (
+            f"{{name: {'n' + 'ä' * 94}, stage: prune_weights, matrix: {{amount: [0.25]}}}}",
+            "is too long: it has 201 bytes, expected at most 200",
         ),
         (
             f"{{name: {'n' * 201}, stage: prune_weights, amount: 0.25}}",
-            "name: string should have at most 200 characters",
+            "name: the name 'nnnnnnnnnnnnnnnn'… is too long: it has 201 bytes, expected at most",
+        ),
+        (
+            f"{{name: {'n' + 'ä' * 100}, stage: prune_weights, amount: 0.25}}",
+            "name: the name 'näääääääääääääää'… is too long: it has 201 bytes, expected at most",
         ),
         (
             "{name: cut, stage: prune_channels, matrix: {ratio: [0.3, 0.5]}}\n"
