@@ -81,11 +81,10 @@ def _refuse_as_json(error: BaseException) -> None:
     asked = answers.manner()
     if asked.given or not asked.as_json or isinstance(error, BrokenPipeError | SystemExit):
         return
-    found: dict[str, Any] = {"kind": "Interrupted", "exit_code": _interrupted(error)}
-    found["lines"] = [words_of(error)]
-    if not found["exit_code"] and isinstance(error, Exception):
-        lines, code = told_of(error), _exit_code(error)
-        found = {"kind": type(error).__name__, "exit_code": code, "lines": lines}
+    kind, code, lines = "Interrupted", _interrupted(error), [words_of(error)]
+    if not code and isinstance(error, Exception):
+        kind, code, lines = type(error).__name__, _exit_code(error), told_of(error)
+    found = {"kind": kind, "exit_code": code, "lines": lines}
     answers.give({"error": found})
 
 
