@@ -45,12 +45,12 @@ RunDirectory = Annotated[
     Path,
     typer.Argument(metavar="DIR", help="A run's directory, its --out.", autocompletion=run_names),
 ]
-BY_STAGE: dict[str, Any] = {"autocompletion": stage_names}
-StageName = Annotated[
-    str, typer.Argument(metavar="STAGE", help="The stage's name, or `source`.", **BY_STAGE)
+BY_STAGE: dict[str, Any] = {"metavar": "STAGE", "autocompletion": stage_names}
+StageName = Annotated[str, typer.Argument(help="The stage's name, or `source`.", **BY_STAGE)]
+From = Annotated[
+    str | None, typer.Option("--from", help="Run it and dependents again.", **BY_STAGE)
 ]
-From = Annotated[str | None, typer.Option("--from", help="Run from here on again.", **BY_STAGE)]
-Until = Annotated[str | None, typer.Option(help="Stop after this stage.", **BY_STAGE)]
+Until = Annotated[str | None, typer.Option(help="Run it and what it needs, no more.", **BY_STAGE)]
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artifact's directory.")]
 OrMar = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Its directory, or a bare .mar.")]
 StoreUrl = Annotated[str | None, typer.Option("--store", help="URL of a store to share, s3://…")]

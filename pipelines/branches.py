@@ -38,12 +38,11 @@ class Engine(Protocol):
         ...
 
 
-def walk_branches(walk: Walk, first_again: int, engine: Engine | None) -> None:
+def walk_branches(walk: Walk, engine: Engine | None) -> None:
     """Bring in the model, and walk every stage that no other one's failure keeps from running.
 
     Args:
         walk: the run.
-        first_again: index of the first stage that runs whatever the store holds; the source is -1.
         engine: makes branches side by side; without it stage follows stage in this process.
 
     Raises:
@@ -51,11 +50,11 @@ def walk_branches(walk: Walk, first_again: int, engine: Engine | None) -> None:
     """
     try:
         with walk.outcome.noting(SOURCE):
-            walk.import_model(again=first_again < 0)
+            walk.import_model()
         if engine is None:
-            _in_turn(walk, first_again)
+            _in_turn(walk)
         else:
-            _SideBySide(walk, first_again, engine, list(walk.plan.stages)).go()
+            _SideBySide(walk, engine, list(walk.plan.stages)).go()
     finally:
         if engine is not None:
             engine.close()
@@ -64,12 +63,11 @@ def walk_branches(walk: Walk, first_again: int, engine: Engine | None) -> None:
         raise error
 
 
-def _in_turn(walk: Walk, first_again: int) -> None:
+def _in_turn(walk: Walk) -> None:
     for planned in walk.plan.stages:
-        if not _skipped(walk, planned):
+        if not walk.outcome.skips(planned):
             with walk.outcome.noting(planned.name):
-                walk.step(planned, again=planned.index >= first_again)
-            _close(walk, planned.name)
+                walk.step(planned)
 
 
 @dataclass
@@ -81,12 +79,10 @@ class _SideBySide:
     """
 
     walk: Walk
-    first_again: int
     engine: Engine
     waiting: list[PlannedStage]
     under_way: dict[str, Sought] = field(default_factory=dict)
     made: dict[str, Sought] = field(default_factory=dict)
-    judged: set[str] = field(default_factory=lambda: {SOURCE})
 
     def go(self) -> None:
         """Walk all stages."""
@@ -98,22 +94,28 @@ class _SideBySide:
                 else:
                     self._judge()
         except BaseException:
-            self.walk.at = self.walk.at or next(iter(self.under_way), "")
+            self.walk.outcome.elsewhere = tuple(self.under_way)
             raise
 
     def _begin_what_can_be(self) -> None:
         for planned in tuple(self.waiting):
-            if _skipped(self.walk, planned):
+            if not self._all_is_known(planned):
+                continue
+            if self.walk.outcome.skips(planned):
                 self.waiting.remove(planned)
-            elif self._can_begin(planned):
+            elif self._has_place(planned):
                 self.waiting.remove(planned)
                 with self.walk.outcome.noting(planned.name):
                     self._begin(planned)
-                _close(self.walk, planned.name)
 
-    def _can_begin(self, planned: PlannedStage) -> bool:
-        needed = {*planned.needs, self.walk.plan.baseline} - {planned.name}
-        if not needed <= self.judged or len(self.under_way) >= self.engine.places:
+    def _all_is_known(self, planned: PlannedStage) -> bool:
+        """Whether what a stage needs was judged, has failed or was skipped."""
+        walk, outcome = self.walk, self.walk.outcome
+        known = {SOURCE, *outcome.errors, *outcome.skipped, *(row.name for row in walk.rows)}
+        return {*planned.needs, walk.plan.baseline} - {planned.name} <= known
+
+    def _has_place(self, planned: PlannedStage) -> bool:
+        if len(self.under_way) >= self.engine.places:
             return False
         if undisturbed(planned.stage) and self.under_way:
             return False
@@ -125,24 +127,22 @@ class _SideBySide:
 
     def _begin(self, planned: PlannedStage) -> None:
         walk, name = self.walk, planned.name
-        sought = walk.seek(name, walk.parts(planned), planned.index >= self.first_again)
+        sought = walk.seek(name, walk.parts(planned))
         if not sought.reason:
             self.made[name] = sought
         elif undisturbed(planned.stage):
-            walk.at = name
             self.made[name] = walk.keep(sought, *walk.making(planned, sought)(walk.progress))
         else:
             self.engine.begin(walk.making(planned, sought))
             self.under_way[name] = sought
 
     def _take_in(self, made: Made) -> None:
-        sought = self.under_way.pop(made.name)
         with self.walk.outcome.noting(made.name):
+            sought = self.under_way.pop(made.name)
             if made.error:
                 raise made.error
             artifact = Artifact.at(sought.entry.artifact_path)
             self.made[made.name] = self.walk.keep(sought, artifact, made.seconds)
-        _close(self.walk, made.name)
 
     def _judge(self) -> None:
         """Judge all that has been made, in the plan's order."""
@@ -150,20 +150,3 @@ class _SideBySide:
             if planned.name in self.made:
                 with self.walk.outcome.noting(planned.name):
                     self.walk.judge(planned, self.made.pop(planned.name))
-                _close(self.walk, planned.name)
-                self.judged.add(planned.name)
-
-
-def _skipped(walk: Walk, planned: PlannedStage) -> bool:
-    """Whether a stage cannot run any more; then it is said why."""
-    stopper = walk.outcome.stopper(planned)
-    if stopper:
-        walk.announce(f"{planned.name}: skipped, as {stopper} did not pass")
-    return stopper is not None
-
-
-def _close(walk: Walk, name: str) -> None:
-    """Leave a stage, and say so where it failed."""
-    walk.at = ""
-    if name in walk.outcome.errors and not walk.outcome.refused(name):
-        walk.announce(f"{name}: failed")

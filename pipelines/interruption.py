@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import FrameType
 
+INTERRUPTED: Final = "interrupted"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _received: list[int] = []
@@ -39,6 +41,19 @@ def exit_code() -> int | None:
     a signal counts as an interruption.
     """
     return 128 + _received[0] if _received else None
+
+
+def note(error: BaseException, stages: Sequence[str]) -> str:
+    """Note on what an interruption raised which stages it came at; return that in words."""
+    words = f"{INTERRUPTED} at {', '.join(stages)}" if stages else INTERRUPTED
+    error.add_note(words)
+    return words
+
+
+def words_of(error: BaseException) -> str:
+    """Return an interruption in words: where it came, as far as that was noted."""
+    notes = (n for n in getattr(error, "__notes__", ()) if n.startswith(INTERRUPTED))
+    return next(notes, INTERRUPTED)
 
 
 def insist() -> None:

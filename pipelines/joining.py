@@ -6,11 +6,18 @@ import os
 import time
 import uuid
 from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import ValidationError
 
-from compress.core.errors import ArtifactInvalid, CompressError, GateRefused, StageFailed
+from compress.core.errors import (
+    ArtifactInvalid,
+    CompressError,
+    GateRefused,
+    PipelineInvalid,
+    StageFailed,
+)
 from compress.core.files import write_atomically
 from compress.core.settings import Settings
 from compress.training.heartbeat import SECONDS_TO_SILENCE, THIS_PROCESS, Pulse, beating
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
 
 RUN, BEAT = "run.json", "run.beat"
 SECONDS_BETWEEN_LOOKS = 0.3
+LONGEST_WAIT = 1e9
+"""Seconds that a calendar can still add."""
 INVITATIONS = f"{WORK}/*/*/invitation.json"
 
 
@@ -73,15 +82,17 @@ def join(
 
     Args:
         out: the run's directory, on a file system that both nodes have.
-        announce: where one line per training goes.
+        announce: where a line goes while no run lives, and one per training.
         wait: seconds within which the run must have begun.
         silence: seconds without a sign of life after which the run is taken for dead.
 
     Raises:
+        PipelineInvalid: no run can begin there.
         StageFailed: no run began, or it failed or died.
         ArtifactInvalid: a file in its directory is another user's.
     """
-    store, deadline = out / ".store", time.monotonic() + wait
+    _refuse_where_none_can_begin(out)
+    store, deadline, waits = out / ".store", time.monotonic() + wait, _waiting(out, wait)
     pulse, joined, before = Pulse(store / BEAT), set[str](), _read(store)
     while True:
         pulse.listen()
@@ -104,7 +115,28 @@ def join(
             )
         if run and lives:
             _join_next(store, run, joined, announce)
+        elif waits:
+            announce(waits)
+            waits = ""
         time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def _refuse_where_none_can_begin(out: Path) -> None:
+    if not out.parent.is_dir():
+        raise PipelineInvalid(
+            f"{out}: there is no folder {out.parent}; expected the --out of a run on the first "
+            f"node, on a file system that this node has too (before it begins: mkdir -p {out})"
+        )
+    if out.exists() and not out.is_dir():
+        raise PipelineInvalid(f"{out}: is a file, expected the folder that is a run's --out")
+
+
+def _waiting(out: Path, seconds: float) -> str:
+    until = datetime.now() + timedelta(seconds=min(LONGEST_WAIT, seconds))
+    return (
+        f"waiting until {until:%Y-%m-%d %H:%M:%S} for a run in {out} to show signs of life; "
+        f"`compress run` with --out {out} on the first node begins one"
+    )
 
 
 def _is_ours(run: Run, before: Run | None) -> bool:

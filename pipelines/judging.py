@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from compress.core.errors import GateRefused
 from compress.core.gates import explain
 from compress.core.runtimes import opponent_of
+from pipelines import happenings
 from pipelines.naming import named
 from pipelines.report import ArtifactReport, Measurements, StageReport
 from pipelines.store import publish
@@ -34,7 +35,7 @@ def judged(walk: Walk, planned: PlannedStage, sought: Sought) -> StageReport:
     _prove(questions, planned, cached=not sought.reason)
     publish(artifact, walk.out / "artifacts" / planned.name)
     with artifact.held(walk.pipeline.device, walk.pipeline.threads):
-        verdicts = [_verdict(questions, planned, gate) for gate in planned.stage.gates]
+        verdicts = tuple(_judged_by(questions, planned, gate) for gate in planned.stage.gates)
         measurements = _measured(questions)
     return StageReport(
         name=planned.name,
@@ -48,13 +49,14 @@ def judged(walk: Walk, planned: PlannedStage, sought: Sought) -> StageReport:
         judged_seconds=questions.seconds,
         artifact=ArtifactReport.of(artifact, f"artifacts/{planned.name}"),
         measurements=measurements,
-        verdicts=tuple(verdicts),
+        verdicts=verdicts,
     )
 
 
-def measured(walk: Walk, name: str) -> Measurements:
-    """Return what is measured of an artifact beside the baseline."""
-    return _measured(Questions(walk, name))
+def measured(walk: Walk, name: str) -> tuple[Measurements, float]:
+    """Return what is measured of an artifact beside the baseline, and how many seconds it took."""
+    questions = Questions(walk, name)
+    return _measured(questions), questions.seconds
 
 
 def refusal_of(row: StageReport, out: Path) -> GateRefused | None:
@@ -101,6 +103,12 @@ def _prove(questions: Questions, planned: PlannedStage, cached: bool) -> None:
 
     with named(name, walk.out):
         questions.ask({"proved against its input": 1, **walk.conditions()}, prove)
+
+
+def _judged_by(questions: Questions, planned: PlannedStage, gate: Gate) -> Verdict:
+    verdict = _verdict(questions, planned, gate)
+    questions.walk.tell(happenings.judged(planned.name, verdict))
+    return verdict
 
 
 def _verdict(questions: Questions, planned: PlannedStage, gate: Gate) -> Verdict:

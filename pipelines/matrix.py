@@ -13,6 +13,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.core.errors import PipelineInvalid
+from compress.core.settings import short
 from pipelines.catalog import stages
 from pipelines.plan import SOURCE
 from pipelines.problems import did_you_mean
@@ -29,8 +30,8 @@ FIXED = ("stage", "name", "input", "gates", MATRIX)
 """Keys of a stage that no matrix varies."""
 MOST_BRANCHES = 64
 """Of one stage."""
-LONGEST_VALUE, LONGEST_NAME = 32, 200
-"""Characters of a value in a name, and bytes of a name, which is a folder's too."""
+LONGEST_VALUE = 32
+"""Characters of a value in a name."""
 NOT_IN_NAMES = re.compile(r"[^\w.=-]+")
 
 
@@ -227,12 +228,11 @@ class _Expansion:
                 raise self._refusal((*place, i), f"{value!r} stands there twice; keep one")
 
     def _checked(self, index: int, name: str) -> str:
-        if len(name.encode()) > LONGEST_NAME:
-            raise self._refusal(
-                ("stages", index),
-                f"the name {name!r} is too long; give the stage a shorter one with `name:`",
-            )
-        return name
+        try:
+            return short(name)
+        except ValueError as error:
+            mend = "give the stage a shorter one with `name:`"
+            raise self._refusal(("stages", index), f"{error}; {mend}") from None
 
     def _refusal(self, place: Location, message: str) -> PipelineInvalid:
         return PipelineInvalid(f"{self.source.told(place)}: {message}")

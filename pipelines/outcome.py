@@ -4,51 +4,70 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import CompressError, GateRefused
-from pipelines import interruption
+from pipelines import happenings, interruption
+from pipelines.interruption import INTERRUPTED
 from pipelines.plan import SOURCE, Plan, PlannedStage
 from pipelines.report import FailureReport, SkippedReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from pipelines.happenings import Listener
+
 
 @dataclass
 class Outcome:
-    """The errors of a run's stages; the others go on."""
+    """The stages of a run that did not pass; the others go on."""
 
     plan: Plan
+    tell: Listener
+    at: str = ""
+    """The stage that this process is busy with; empty between stages."""
+    elsewhere: tuple[str, ...] = ()
+    """Stages that others were making for it when the run was ended."""
     errors: dict[str, CompressError] = field(default_factory=dict)
-    """By stage name."""
+    """By stage name; those of gates that refused too."""
+    failures: dict[str, FailureReport] = field(default_factory=dict)
+    skipped: dict[str, SkippedReport] = field(default_factory=dict)
 
     @contextmanager
     def noting(self, name: str) -> Iterator[None]:
-        """Keep a stage's error within a block from ending the run; an interruption ends it."""
+        """Be at a stage during a block, and keep its error from ending the run.
+
+        An interruption ends it, and whatever else is no error of the toolkit's.
+        """
+        self.at = name
         try:
             yield
         except CompressError as error:
             if interruption.exit_code():
                 raise
-            self.errors[name] = error
+            self.at, self.errors[name] = "", error
+            if not self.refused(name):
+                self._fail(name, str(error), ends_run=False)
+        self.at = ""
 
-    def stopper(self, planned: PlannedStage) -> str | None:
+    def skips(self, planned: PlannedStage) -> bool:
+        """Whether a stage cannot run, once all that it needs has come to an end; it is told why."""
+        because = self._stopper(planned)
+        if because:
+            left_out = SkippedReport(**self._described(planned.name), because=because)
+            self.skipped[planned.name] = left_out
+            self.tell(happenings.skipped(left_out))
+        return because is not None
+
+    def _stopper(self, planned: PlannedStage) -> str | None:
         """Return the name of the stage that keeps another one from running, if any does."""
-        return self._stopper(planned, set())
-
-    def _stopper(self, planned: PlannedStage, harmless: set[str]) -> str | None:
-        waits_for = list(planned.needs)
-        if self.plan.baseline in self.errors and not self.refused(self.plan.baseline):
-            waits_for.insert(0, self.plan.baseline)  # nothing is measured without it
-        for name in waits_for:
+        if self.plan.baseline in self.failures:
+            return self.plan.baseline  # nothing is measured without it
+        for name in planned.needs:
             if name in self.errors:
                 return name
-            if name not in (SOURCE, planned.name, *harmless):
-                found = self._stopper(self.plan.stage(name), harmless)
-                if found:
-                    return found
-        harmless.add(planned.name)  # roads that part and meet again are too many to walk each
+            if name in self.skipped:
+                return self.skipped[name].because
         return None
 
     def refused(self, name: str) -> bool:
@@ -60,42 +79,29 @@ class Outcome:
 
         The first stage that failed, in the plan's order; else the first that a gate refused.
         """
-        names = (SOURCE, *self.plan.names)
-        found = [self.errors[name] for name in names if name in self.errors]
+        found = [self.errors[name] for name in self.plan.ordered(self.errors)]
         found.sort(key=lambda error: isinstance(error, GateRefused))
         for other in found[1:]:
             found[0].add_note(str(other))
         return found[0] if found else None
 
-    def failures_with(self, at: str, error: str, *, interrupted: bool) -> tuple[FailureReport, ...]:
-        """Return the stages that failed, and the one at which a run ended, in their order."""
-        stopped = at if interrupted and at not in self.errors else ""
-        errors = {n: str(e) for n, e in self.errors.items() if not self.refused(n)}
-        if at:
-            errors.setdefault(at, error)
-        return tuple(
-            FailureReport(
-                name=name,
-                stage=self.plan.stage(name).stage.stage if name != SOURCE else SOURCE,
-                branch=self.plan.branch(name),
-                error=errors[name],
-                status="interrupted" if name == stopped else "failed",
-            )
-            for name in (SOURCE, *self.plan.names)
-            if name in errors
-        )
+    def end(self, error: str) -> None:
+        """Note that a run was ended by an error while stages were under way.
 
-    def skipped(self) -> tuple[SkippedReport, ...]:
-        """Return the stages that could not run because others did not pass."""
-        return tuple(self._skipped())
+        Args:
+            error: that of the stage that this process is busy with.
+        """
+        for name in self.plan.ordered({self.at, *self.elsewhere}):
+            self._fail(name, error if name == self.at else INTERRUPTED, ends_run=True)
 
-    def _skipped(self) -> Iterator[SkippedReport]:
-        for planned in self.plan.stages:
-            because = None if planned.name in self.errors else self.stopper(planned)
-            if because:
-                yield SkippedReport(
-                    name=planned.name,
-                    stage=planned.stage.stage,
-                    branch=self.plan.branch(planned.name),
-                    because=because,
-                )
+    def interrupted(self) -> list[str]:
+        """Return the names of the stages that were under way when the run was interrupted."""
+        return [name for name, f in self.failures.items() if f.status == INTERRUPTED]
+
+    def _fail(self, name: str, error: str, *, ends_run: bool) -> None:
+        failure = self.failures[name] = FailureReport(**self._described(name), error=error)
+        self.tell(happenings.failed(failure, ends_run))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        stage = self.plan.stage(name).stage.stage if name != SOURCE else SOURCE
+        return {"name": name, "stage": stage, "branch": self.plan.branch(name)}

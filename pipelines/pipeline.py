@@ -152,6 +152,10 @@ class Pipeline(Settings):
         """The folder of the user's modules."""
         return (self.folder / self.code).resolve()
 
+    def name_in_file(self, index: int) -> str:
+        """Return the name that the file gives a stage; branches of one stage have the same."""
+        return self._source.name_of(index) if self._source else self.stages[index].title
+
     def place(self, *location: str | int) -> str:
         """Return where a setting stands: the file, its line, and its name."""
         if self._source is None:

@@ -6,17 +6,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from compress.core.eager import EagerModel
-from compress.core.errors import CompressError, PipelineInvalid, Unavailable
-from compress.core.gates import MaxDrop, MinMetric
+from compress.core.errors import CompressError, PipelineInvalid
 from compress.core.graph import GraphModel
 from compress.core.metrics import Metric
 from export.onnx import OnnxModel
 from export.torchscript import TorchScriptModel
 from pipelines.catalog import stages
-from pipelines.opponents import check_runtime, refuse_missing_runtime
+from pipelines.needs import check_needs, missing_programs
+from pipelines.opponents import check_runtime
 from pipelines.problems import did_you_mean
+from pipelines.selection import made_of, meant, needed_for
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from compress.core.artifact import Artifact
     from compress.core.stage import Stage
     from pipelines.pipeline import Pipeline
@@ -54,16 +57,12 @@ class Plan:
     metric: Metric
     warnings: tuple[str, ...]
     """What will stop a later stage, while those before it can run."""
-    cut: bool = False
+    baseline: str
+    """The model compared with: as a leading `train` stage leaves it, else as it came in."""
+    again: frozenset[str]
+    """Names of what is made whatever the store holds."""
+    cut: bool
     """Whether stages of the pipeline are left out."""
-
-    @property
-    def baseline(self) -> str:
-        """The model compared with: as a leading `train` stage leaves it, else as it came in."""
-        first = self.stages[0]
-        trained = [p for p in self.stages if p.stage.stage == "train" and p.input == SOURCE]
-        # Where several train what came in, none of them is what the others are compared with.
-        return first.name if trained == [first] else SOURCE
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,6 +76,10 @@ class Plan:
     def needs(self, name: str) -> tuple[str, ...]:
         """Return the names of all artifacts without which a stage is not made and judged."""
         return () if name == SOURCE else self.stage(name).needs
+
+    def ordered(self, names: Container[str]) -> tuple[str, ...]:
+        """Return those of some names that are the source's or stages', in their order."""
+        return tuple(name for name in (SOURCE, *self.names) if name in names)
 
     def branch(self, name: str) -> tuple[str, ...]:
         """Return the names on the road from the source to a stage's input, in their order."""
@@ -103,34 +106,48 @@ class Plan:
         return tuple(p.name for p in self.stages if p.name not in read)
 
 
-def make_plan(pipeline: Pipeline, start: str | None = None, until: str | None = None) -> Plan:
+def make_plan(
+    pipeline: Pipeline, start: str | None = None, until: str | None = None, *, force: bool = False
+) -> Plan:
     """Check names, order, types, requirements and device, without importing torch where possible.
 
     Args:
         pipeline: the pipeline.
-        start: name of the first stage that is to run, checked to exist.
-        until: name of the last stage; those after it are left out.
+        start: name of a stage that runs again, with those whose artifacts are made of its own.
+        until: name of a stage; those that it does not need are left out.
+        force: everything runs again.
 
     Raises:
         PipelineInvalid: one line: the place, what was found, what was expected.
         Unavailable: a library or the device is missing.
     """
-    planned = _names(pipeline)
-    for option, name in (("--from", start), ("--until", until)):
-        if name is not None and name not in {p.name for p in planned}:
-            raise PipelineInvalid(
-                f"{option} {name!r}: no such stage; {did_you_mean(name, {p.name for p in planned})}"
-            )
-    _check_types(pipeline, planned)
-    _check_formats(pipeline, planned)
-    order = [p.name for p in planned]
-    if start and until and order.index(start) > order.index(until):
-        raise PipelineInvalid(f"--from {start!r} comes after --until {until!r}; nothing would run")
+    stages = planned = _names(pipeline)
+    baseline, again = _baseline(stages), frozenset[str]()
+    if start is not None:
+        again = made_of(stages, meant(pipeline, stages, "--from", start))
     if until is not None:
-        planned = planned[: next(p.index for p in planned if p.name == until) + 1]
-    _check_needs(pipeline, planned)
-    metric, cut = _metric(pipeline), len(planned) < len(order)
-    return Plan(planned, metric, tuple(_missing_programs(planned)), cut)
+        planned = needed_for(stages, {*meant(pipeline, stages, "--until", until), baseline})
+    _check_types(pipeline, stages)
+    _check_formats(pipeline, stages)
+    if start is not None and again.isdisjoint(p.name for p in planned):
+        raise PipelineInvalid(
+            f"--until {until!r} needs nothing of --from {start!r}; nothing would run again"
+        )
+    check_needs(pipeline, planned)
+    return Plan(
+        stages=planned,
+        metric=_metric(pipeline),
+        warnings=missing_programs(planned),
+        baseline=baseline,
+        again=again | {SOURCE, *(p.name for p in planned)} if force else again,
+        cut=len(planned) < len(stages),
+    )
+
+
+def _baseline(stages: tuple[PlannedStage, ...]) -> str:
+    trained = [p for p in stages if p.stage.stage == "train" and p.input == SOURCE]
+    # Where several train what came in, none of them is what the others are compared with.
+    return stages[0].name if trained == [stages[0]] else SOURCE
 
 
 def _names(pipeline: Pipeline) -> tuple[PlannedStage, ...]:
@@ -225,54 +242,6 @@ def _kind_of_source(pipeline: Pipeline) -> type[Artifact]:
     return kinds[pipeline.model.kind]
 
 
-def _check_needs(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
-    parts = {"model": pipeline.model, "tracker": pipeline.tracker}
-    for key, requirement in (
-        (k, r) for k, part in parts.items() if part for r in part.requirements
-    ):
-        if requirement.missing():
-            raise Unavailable(
-                f"{pipeline.place(key)}: needs {requirement.what}, which is not installed; "
-                f"{requirement.install}"
-            )
-    for p in planned:
-        where = f"{pipeline.place('stages', p.index)} ({p.name})"
-        if p.stage.needs_data and pipeline.data is None:
-            raise PipelineInvalid(f"{where}: needs data, and the file has no `data:` section")
-        _check_gates(pipeline, p)
-        for requirement in p.stage.all_requirements():
-            if not requirement.program and requirement.missing():
-                raise Unavailable(
-                    f"{where}: needs {requirement.what}, which is not installed; "
-                    f"{requirement.install}"
-                )
-    if pipeline.device != "cpu":
-        _check_device(pipeline)
-
-
-def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
-    for i, gate in enumerate(planned.stage.gates):
-        where = pipeline.place("stages", planned.index, "gates", i)
-        if isinstance(gate, MaxDrop | MinMetric) and pipeline.data is None:
-            raise PipelineInvalid(
-                f"{where} ({gate.gate}): needs data, and the file has no `data:` section"
-            )
-        if isinstance(gate, MinMetric) and pipeline.metric.name == "loss":
-            raise PipelineInvalid(f"{where}: metric loss falls with quality; use max_drop")
-        refuse_missing_runtime(pipeline, gate, where)
-
-
-def _check_device(pipeline: Pipeline) -> None:
-    import torch
-
-    index = int(pipeline.device.partition(":")[2] or 0)
-    if index >= torch.cuda.device_count():
-        raise Unavailable(
-            f"{pipeline.place('device')}: {pipeline.device!r} asked for and PyTorch "
-            f"{torch.__version__} sees {torch.cuda.device_count()} CUDA devices; use `device: cpu`"
-        )
-
-
 def _metric(pipeline: Pipeline) -> Metric:
     spec = pipeline.metric
     metric = Metric(
@@ -286,13 +255,3 @@ def _metric(pipeline: Pipeline) -> Metric:
     except CompressError as error:
         raise type(error)(f"{pipeline.place('metric')}: {error}") from error
     return metric
-
-
-def _missing_programs(planned: tuple[PlannedStage, ...]) -> list[str]:
-    return [
-        f"{p.name} will stop: {requirement.what} is not on the PATH; {requirement.install} "
-        "(the stages before it run and are kept)"
-        for p in planned
-        for requirement in p.stage.all_requirements()
-        if requirement.program and requirement.missing()
-    ]

@@ -13,6 +13,7 @@ from compress.core.errors import ArtifactInvalid
 from compress.core.files import write_atomically
 from compress.core.gates import Verdict
 from compress.core.settings import Settings
+from pipelines.interruption import INTERRUPTED
 
 if TYPE_CHECKING:
     from compress.core.artifact import Artifact
@@ -134,17 +135,6 @@ class StageReport(Settings):
     status: Literal["passed", "refused"] = Field(default_factory=lambda known: _judgement(known))
     """Whether each of its gates passed; a stage with nothing to show is among the failures."""
 
-    def line(self) -> str:
-        """Return the stage in one line."""
-        origin = f" (from {self.fetched_from})" if self.fetched_from else ""
-        how = f"cached{origin}" if self.cached else f"made in {self.seconds:.1f} s"
-        if self.judged_seconds:
-            how += f", judged in {self.judged_seconds:.1f} s"
-        metric = self.measurements.metric
-        shown = f", {metric.name} {metric.value:.4f}" if metric else ""
-        gates = f", {sum(v.passed for v in self.verdicts)}/{len(self.verdicts)} gates passed"
-        return f"{self.name}: {how}{shown}{gates if self.verdicts else ''}"
-
 
 class FailureReport(Settings):
     """A stage that failed, or at which a run was interrupted, before it had anything to show."""
@@ -155,7 +145,7 @@ class FailureReport(Settings):
     """The road to it: the names from `source` to its input."""
     error: str
     status: Literal["failed", "interrupted"] = Field(
-        default_factory=lambda k: "interrupted" if k["error"] == "interrupted" else "failed"
+        default_factory=lambda k: INTERRUPTED if k["error"] == INTERRUPTED else "failed"
     )
     """A run that is interrupted may have failures from before."""
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.core.errors import CompressError
 from compress.core.metrics import Metric
+from pipelines.plan import SOURCE
 from pipelines.plots import Plot, Point, pareto, scatter
-from pipelines.report import readable_bytes
+from pipelines.report import FailureReport, SkippedReport, readable_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipelines.report import Measurements, Report, StageReport
 
+Ended: TypeAlias = "StageReport | FailureReport | SkippedReport"
 SHOWN_FIRST = 5
 """Artifacts that are named at the top of the page."""
 
@@ -62,30 +64,35 @@ class Fronts:
 
 
 def rows_of(report: Report) -> list[Row]:
-    """Return a row for each stage of a run, what failed and what was skipped last.
+    """Return a row for each stage of a run that came to an end, in the pipeline's order.
 
     Before them comes the model as it came in, where that is the baseline.
     """
     rows = []
-    if report.baseline and report.baseline_name == "source":
-        rows.append(Row(0, "source", "source", "–", "measured", measured=report.baseline))
-    for stage in report.stages:
-        rows.append(_row(_next(rows), stage))
-    for failed in report.failures:
-        rows.append(Row(_next(rows), failed.name, failed.stage, "", failed.status, failed.error))
-    for skipped in report.skipped:
-        why = f"skipped, as {skipped.because} did not pass"
-        rows.append(Row(_next(rows), skipped.name, skipped.stage, "", "skipped", why))
+    if report.baseline and report.baseline_name == SOURCE:
+        rows.append(Row(0, SOURCE, SOURCE, "–", "measured", measured=report.baseline))
+    for number, stage in enumerate(in_order(report), rows[-1].number + 1 if rows else 1):
+        rows.append(_row(number, stage))
     return rows
 
 
-def _next(rows: Sequence[Row]) -> int:
-    return rows[-1].number + 1 if rows else 1
+def in_order(report: Report) -> list[Ended]:
+    """Return what came of each stage, in the pipeline's order; what the lock does not name last."""
+    settings: Any = report.lock.get("settings") or {}
+    names = [stage.get("name") or stage.get("stage") for stage in settings.get("stages", ())]
+    places = {name: place for place, name in enumerate([SOURCE, *names])}
+    found: tuple[Ended, ...] = (*report.stages, *report.failures, *report.skipped)
+    return sorted(found, key=lambda stage: places.get(stage.name, len(places)))
 
 
-def _row(number: int, stage: StageReport) -> Row:
+def _row(number: int, stage: Ended) -> Row:
     from compress.core.gates import explain
 
+    if isinstance(stage, FailureReport):
+        return Row(number, stage.name, stage.stage, "", stage.status, stage.error)
+    if isinstance(stage, SkippedReport):
+        why = f"skipped, as {stage.because} did not pass"
+        return Row(number, stage.name, stage.stage, "", "skipped", why)
     refused = [verdict for verdict in stage.verdicts if not verdict.passed]
     status = "refused" if refused else "passed" if stage.verdicts else "measured"
     why = "; ".join(map(explain, refused))
@@ -198,7 +205,7 @@ def hindrances(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 def counted(rows: Sequence[Row]) -> str:
     """Return how many stages passed, were refused and so on, in words."""
-    statuses = [row.status for row in rows if row.stage != "source"]
+    statuses = [row.status for row in rows if row.stage != SOURCE]
     words = {
         "passed": "passed their gates",
         "measured": "had no gates",

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from compress.core.cores import within_quota
-from compress.core.errors import CompressError
+from compress.core.errors import CompressError, GateRefused
 from compress.core.stage import silent
+from pipelines import happenings, interruption
 from pipelines.branches import walk_branches
 from pipelines.disk import said_plainly
 from pipelines.engines import check_engine, engine_for
+from pipelines.events import happened
 from pipelines.inputs import settle
+from pipelines.interruption import INTERRUPTED
 from pipelines.joining import told_to_other_nodes
-from pipelines.plan import SOURCE, Plan, make_plan
-from pipelines.recording import recorded, status_of
+from pipelines.plan import SOURCE, make_plan
+from pipelines.recording import heard, recorded
 from pipelines.samples import note_samples
 from pipelines.store import Store
 from pipelines.temporary import temporary_files
@@ -25,10 +30,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.core.stage import Progress
+    from pipelines.branches import Engine
     from pipelines.engines import EngineName
     from pipelines.pipeline import Pipeline
     from pipelines.remote import Remote
-    from pipelines.report import Report
+    from pipelines.report import Report, Status
 
 
 def run(
@@ -50,8 +56,9 @@ def run(
     Args:
         pipeline: the pipeline.
         out: directory of the results.
-        start: run this stage and those after it again, whatever the store holds.
-        until: stop after this stage.
+        start: run this stage again, and those whose artifacts are made of its own, whatever the
+            store holds.
+        until: run this stage and those that it needs alone.
         force: run every stage again.
         jobs: branches made at a time, each in a process of its own where it is more than one; by
             default one, and with Ray as many as the cluster has cores.
@@ -72,7 +79,7 @@ def run(
     """
     check_engine(pipeline, engine)
     remote = _shared(store, announce)
-    plan = make_plan(pipeline, start, until)
+    plan = make_plan(pipeline, start, until, force=force)
     for warning in plan.warnings:
         announce(f"warning: {warning}")
     pipeline, data, told = settle(pipeline)
@@ -85,28 +92,50 @@ def run(
         within_quota(),
         Store.locked(root, announce, remote) as kept,
         told_to_other_nodes(root),
-        recorded(pipeline, out) as follow,
     ):
-        walk = Walk(pipeline, plan, out, kept, data, progress, announce)
+        walk = Walk(pipeline, plan, out, kept, data, progress, heard(announce))
         if walk.contents:
             note_samples(root, walk.contents)
-        follow(walk)
-        try:
-            with said_plainly(out):
-                makes = engine_for(engine, jobs, kept, progress)
-                walk_branches(walk, _first_again(plan, start, force), makes)
-                walk.test()
-                report = walk.report("passed")
-                report.write(out)
-        except BaseException as error:
-            report = walk.report(status_of(error), str(error) or "interrupted")
-            with suppress(OSError):  # on a full disk the error itself matters more
-                report.write(out)
-            if report.status != "interrupted" and isinstance(error, CompressError):
-                finished(report)
-            raise
-        finished(report)
+        with recorded(walk):
+            begin = functools.partial(engine_for, engine, jobs, kept, progress)
+            return _walked(walk, begin, finished)
+
+
+def _walked(
+    walk: Walk, begin: Callable[[], Engine | None], finished: Callable[[Report], None]
+) -> Report:
+    """Walk from end to end, and write the report of however it ends."""
+    began = time.monotonic()
+    walk.tell(happenings.run_started(walk))
+    for warning in walk.plan.warnings:  # told to people before there was a walk
+        happened("message", warning, level="warning")
+    try:
+        with said_plainly(walk.out):
+            walk_branches(walk, begin())
+            walk.test()
+            report = walk.report("passed")
+            report.write(walk.out)
+    except BaseException as error:
+        report = _report_of(walk, error)
+        with suppress(OSError):  # on a full disk the error itself matters more
+            report.write(walk.out)
+        walk.tell(happenings.run_finished(report, time.monotonic() - began))
+        if report.status != INTERRUPTED and isinstance(error, CompressError):
+            finished(report)
+        raise
+    walk.tell(happenings.run_finished(report, time.monotonic() - began))
+    finished(report)
     return report
+
+
+def _report_of(walk: Walk, error: BaseException) -> Report:
+    """Return the report of a walk that an error ended; an interruption learns where it came."""
+    if not interruption.exit_code() and isinstance(error, Exception):
+        walk.outcome.end(str(error))
+        status: Status = "refused" if isinstance(error, GateRefused) else "failed"
+        return walk.report(status, str(error))
+    walk.outcome.end(INTERRUPTED)
+    return walk.report(INTERRUPTED, interruption.note(error, walk.outcome.interrupted()))
 
 
 def foresee(
@@ -141,17 +170,17 @@ def look_ahead(
         CompressError: the pipeline is invalid.
     """
     remote = _shared(store, lambda line: None)
-    plan = make_plan(pipeline, start, until)
+    plan = make_plan(pipeline, start, until, force=force)
     pipeline, data, _ = settle(pipeline)
     kept = Store(out / ".store", remote)
     kept.refuse_another_format()
     if remote:
         remote.refuse_another_format()
-    walk = Walk(pipeline, plan, out, kept, data, silent, lambda line: None)
+    walk = Walk(pipeline, plan, out, kept, data, silent, lambda happening: None)
     foreseen: dict[str, str] = {}
 
-    def look(name: str, parts: dict[str, Any], again: bool) -> None:
-        entry = kept.entry(parts)
+    def look(name: str, parts: dict[str, Any]) -> None:
+        entry, again = kept.entry(parts), name in plan.again
         found = None if again else kept.foresee(entry)
         if found:
             walk.artifacts[name] = found[0]
@@ -159,14 +188,14 @@ def look_ahead(
         origin = f" (from {entry.fetched_from})" if entry.fetched_from else ""
         foreseen[name] = f"cached{origin}" if found else f"runs ({why})"
 
-    look(SOURCE, walk.source_parts(), force)
+    look(SOURCE, walk.source_parts())
     for planned in plan.stages:
         missing = [n for n in planned.reads if n not in walk.artifacts]
         if missing:
-            foreseen[planned.name] = f"runs (after {missing[0]})"
+            why = ASKED if planned.name in plan.again else f"after {missing[0]}"
+            foreseen[planned.name] = f"runs ({why})"
         else:
-            again = planned.index >= _first_again(plan, start, force)
-            look(planned.name, walk.parts(planned), again)
+            look(planned.name, walk.parts(planned))
     return foreseen, walk
 
 
@@ -176,10 +205,3 @@ def _shared(store: str | None, announce: Callable[[str], None]) -> Remote | None
     from pipelines.remote import Remote
 
     return Remote(store, announce)
-
-
-def _first_again(plan: Plan, start: str | None, force: bool) -> int:
-    """Return the index of the first stage that runs whatever the store holds; the source is -1."""
-    if force:
-        return -1
-    return next((p.index for p in plan.stages if p.name == start), len(plan.stages))

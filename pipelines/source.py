@@ -49,6 +49,11 @@ class Source:
             rest = ("matrix", rest[0], origin.chosen[str(rest[0])], *rest[1:])
         return ("stages", origin.index, *rest)
 
+    def name_of(self, index: int) -> str:
+        """Return the name that the file gives a stage of the content."""
+        stage = (self.unexpanded or self.content)["stages"][self.written(("stages", index))[1]]
+        return str(stage.get("name") or stage["stage"])
+
     def place(self, location: Location = ()) -> str:
         """Return ``file:line`` of the deepest known part of a location."""
         location = self.written(location)

@@ -13,7 +13,14 @@ from rich.text import Text
 from pipelines.diff import row_of
 from pipelines.plan import SOURCE
 from pipelines.quantized import fidelity_of, sameness_of
-from pipelines.report import readable_bytes, readable_count, rule_in_words
+from pipelines.report import (
+    FailureReport,
+    SkippedReport,
+    readable_bytes,
+    readable_count,
+    rule_in_words,
+)
+from pipelines.rows import in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -143,14 +150,15 @@ def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
     if report.baseline and report.baseline_name == SOURCE:
         cells = _cells(report.baseline)
         table.add_row(SOURCE, *(cells.get(column, "–") for column in shown))
-    for stage in report.stages:
-        cells = {**_cells(stage.measurements), **_judgement(stage)}
-        table.add_row(stage.name, *(cells[column] for column in shown))
     dashes = ["–" for _ in shown[1:]]
-    for failure in report.failures:
-        table.add_row(failure.name, Text(f"✗ {failure.status}", style="bold red"), *dashes)
-    for skipped in report.skipped:
-        table.add_row(skipped.name, "skipped", *dashes)
+    for stage in in_order(report):
+        if isinstance(stage, FailureReport):
+            table.add_row(stage.name, Text(f"✗ {stage.status}", style="bold red"), *dashes)
+        elif isinstance(stage, SkippedReport):
+            table.add_row(stage.name, "skipped", *dashes)
+        else:
+            cells = {**_cells(stage.measurements), **_judgement(stage)}
+            table.add_row(stage.name, *(cells[column] for column in shown))
     return table
 
 

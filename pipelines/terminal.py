@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from compress.core.errors import CompressError, StageFailed, told_of
 from pipelines import answers, interruption
+from pipelines.interruption import words_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -80,10 +81,10 @@ def _refuse_as_json(error: BaseException) -> None:
     asked = answers.manner()
     if asked.given or not asked.as_json or isinstance(error, BrokenPipeError | SystemExit):
         return
-    found: dict[str, Any] = {"kind": "Interrupted", "exit_code": _interrupted(error), "lines": []}
-    if not found["exit_code"] and isinstance(error, Exception):
-        lines, code = told_of(error), _exit_code(error)
-        found = {"kind": type(error).__name__, "exit_code": code, "lines": lines}
+    kind, code, lines = "Interrupted", _interrupted(error), [words_of(error)]
+    if not code and isinstance(error, Exception):
+        kind, code, lines = type(error).__name__, _exit_code(error), told_of(error)
+    found = {"kind": kind, "exit_code": code, "lines": lines}
     answers.give({"error": found})
 
 
@@ -92,7 +93,7 @@ def end(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
     if debug:
         traceback.print_exception(error)
     if code := _interrupted(error):
-        say("interrupted; run the same command again to resume" if resumes else "stopped")
+        say(f"{words_of(error)}; run the same command again to resume" if resumes else "stopped")
         raise SystemExit(code) from None
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

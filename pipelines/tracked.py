@@ -158,6 +158,8 @@ def allowed(name: str) -> str:
 def figures_of(told: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of a finished stage by name, those that it has."""
     found = told["measurements"]
+    if found is None:
+        return {"seconds": told["seconds"]}
     metric, latency = found["metric"], found["latency_ms"]
     figures = {
         **({metric["name"]: metric["value"]} if metric else {}),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.core.stage import Context
+from pipelines import happenings
 from pipelines.history import history_before, history_parts
 from pipelines.inputs import import_source, source_parts
 from pipelines.judging import judged, measured, refusal_of
@@ -20,12 +21,12 @@ from pipelines.report import Measurements, Report, TestReport, how_to_run
 from pipelines.store import WORK, Entry, Record, Store, publish, unpublish
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from compress.core.artifact import Artifact
     from compress.core.data import Splits
     from compress.core.stage import Progress
+    from pipelines.happenings import Listener
     from pipelines.pipeline import Pipeline
     from pipelines.report import StageReport, Status
 
@@ -56,59 +57,56 @@ class Walk:
     store: Store
     data: Splits | None
     progress: Progress
-    announce: Callable[[str], None]
+    tell: Listener
     artifacts: dict[str, Artifact] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
     rows: list[StageReport] = field(default_factory=list)
     scores: dict[tuple[Any, ...], float] = field(default_factory=dict)
     baseline: Measurements | None = None
     tested: TestReport | None = None
-    at: str = ""
-    """The stage that is being walked; empty between stages."""
 
     def __post_init__(self) -> None:
         self.contents = self.data.contents() if self.data else None
         self.fingerprint = self.contents.fingerprint if self.contents else None
-        self.outcome = Outcome(self.plan)
+        self.outcome = Outcome(self.plan, self.tell)
 
-    def import_model(self, again: bool) -> None:
+    def import_model(self) -> None:
         """Bring in the model as it is; what an earlier run published makes room."""
-        self.at = SOURCE
         unpublish(self.out / "artifacts")
-        sought = self.seek(SOURCE, self.source_parts(), again)
+        sought = self.seek(SOURCE, self.source_parts())
         if sought.reason:
             began = time.monotonic()
             with named(SOURCE, self.out):
                 artifact = import_source(self.pipeline, sought.entry.artifact_path)
-            self.keep(sought, artifact, time.monotonic() - began)
+            sought = self.keep(sought, artifact, time.monotonic() - began)
         publish(self.artifacts[SOURCE], self.out / "artifacts" / SOURCE)
+        seconds = 0.0
         if self.plan.baseline == SOURCE:
-            self.baseline = measured(self, SOURCE)
-        self.at = ""
+            self.baseline, seconds = measured(self, SOURCE)
+        self.tell(happenings.finished(sought, self.artifacts[SOURCE], seconds, self.baseline))
 
-    def step(self, planned: PlannedStage, again: bool) -> None:
+    def step(self, planned: PlannedStage) -> None:
         """Reuse or make one stage, then measure and judge it.
 
         Raises:
             GateRefused: a gate refused.
         """
-        self.at = planned.name
-        sought = self.seek(planned.name, self.parts(planned), again)
+        sought = self.seek(planned.name, self.parts(planned))
         if sought.reason:
             artifact, seconds = self.making(planned, sought)(self.progress)
             sought = self.keep(sought, artifact, seconds)
         self.judge(planned, sought)
 
-    def seek(self, name: str, parts: dict[str, Any], again: bool) -> Sought:
-        """Take an artifact from the store, or announce why it must be made."""
-        entry = self.store.entry(parts)
+    def seek(self, name: str, parts: dict[str, Any]) -> Sought:
+        """Take an artifact from the store, or tell why it must be made."""
+        entry, again = self.store.entry(parts), name in self.plan.again
         found = None if again else self.store.find(entry)
         if found is not None:
             artifact, record = found
             self._hold(name, artifact, entry, parts)
             return Sought(name, parts, entry, "", record.seconds)
         reason = ASKED if again else self.store.why(name, parts, self.contents)
-        self.announce(f"{name}: running ({reason})")
+        self.tell(happenings.started(name, reason))
         entry.path.mkdir(parents=True, exist_ok=True)
         return Sought(name, parts, entry, reason)
 
@@ -131,13 +129,17 @@ class Walk:
         Raises:
             GateRefused: a gate refused.
         """
-        self.at = planned.name
         row = judged(self, planned, sought)
         if planned.name == self.plan.baseline:
             self.baseline = row.measurements
         self.rows.append(row)
-        self.at = ""
-        self.announce(row.line())
+        self.outcome.at = ""  # whoever interrupts it from here on finds it done
+        artifact = self.artifacts[planned.name]
+        self.tell(
+            happenings.finished(
+                sought, artifact, row.judged_seconds, row.measurements, row.verdicts
+            )
+        )
         refusal = refusal_of(row, self.out)
         if refusal:
             raise refusal
@@ -179,17 +181,19 @@ class Walk:
 
     def report(self, status: Status, error: str = "") -> Report:
         """Return what happened so far."""
-        failures = self.outcome.failures_with(self.at, error, interrupted=status == "interrupted")
+        outcome, in_order = self.outcome, self.plan.ordered
+        rows = {row.name: row for row in self.rows}
+        failures = tuple(outcome.failures[name] for name in in_order(outcome.failures))
         return Report(
             pipeline=self.pipeline.name,
             status=status,
             error=error,
             failed_stage=failures[0] if failures else None,
             failures=failures,
-            skipped=self.outcome.skipped(),
+            skipped=tuple(outcome.skipped[name] for name in in_order(outcome.skipped)),
             baseline_name=self.plan.baseline,
             baseline=self.baseline,
-            stages=tuple(sorted(self.rows, key=lambda row: self.plan.names.index(row.name))),
+            stages=tuple(rows[name] for name in in_order(rows)),
             test=self.tested,
             lock={
                 "source": self.store.last_parts(SOURCE),
@@ -199,7 +203,7 @@ class Walk:
                 "machine": dict(machine()),
                 "seed": self.pipeline.seed,
                 "data": self.fingerprint,
-                "artifacts": {n: self.artifacts[n].digest for n in self._in_order()},
+                "artifacts": {n: self.artifacts[n].digest for n in in_order(self.artifacts)},
                 "settings": self.pipeline.model_dump(mode="json", by_alias=True),
             },
         )
@@ -236,9 +240,6 @@ class Walk:
     def _hold(self, name: str, artifact: Artifact, entry: Entry, parts: dict[str, Any]) -> None:
         self.artifacts[name], self.entries[name] = artifact, entry
         self.store.remember(name, parts)
-
-    def _in_order(self) -> list[str]:
-        return [name for name in (SOURCE, *self.plan.names) if name in self.artifacts]
 
     def _surroundings(self, uses_data: bool) -> dict[str, Any]:
         # Training keeps the best epoch by the metric, so that decides the result as data does.

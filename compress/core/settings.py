@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Settings(BaseModel):
@@ -22,3 +22,30 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 Count = Annotated[int, Field(gt=0)]
 """A whole number from 1."""
+
+LONGEST_NAME = 200
+"""Bytes of a folder's name; file systems take 255, and temporary names have a suffix."""
+
+
+def short(name: str) -> str:
+    """Return a name that folders can bear.
+
+    Raises:
+        ValueError: it is too long, in bytes: letters beyond ASCII have several.
+    """
+    size = len(name.encode())
+    if size > LONGEST_NAME:
+        raise ValueError(
+            f"the name {name[:16]!r}… is too long: it has {size} bytes, expected at most "
+            f"{LONGEST_NAME}, as folders are named so"
+        )
+    return name
+
+
+StageName = Annotated[
+    str,
+    # Editors count letters, which are never more than bytes.
+    Field(pattern=r"^[A-Za-z0-9][\w.=-]*$", json_schema_extra={"maxLength": LONGEST_NAME}),
+    AfterValidator(short),
+]
+"""A name of a stage, and of its folders."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Protocol, Self, TypeVar
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from compress.core.artifact import Artifact, Step
 from compress.core.errors import GateRefused, StageFailed
@@ -15,7 +13,7 @@ from compress.core.gates import AnyGate, Verdict, explain
 from compress.core.metrics import Metric
 from compress.core.requirement import Requirement, requirements_of
 from compress.core.runtimes import opponent_of
-from compress.core.settings import Settings
+from compress.core.settings import Settings, StageName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Set
@@ -166,7 +164,7 @@ class Stage(Settings, Generic[Reads, Writes]):
     """A step of the road; a subclass's type arguments say what it reads and writes."""
 
     stage: str
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.=-]*$", max_length=200)] | None = None
+    name: StageName | None = None
     """Name of this step in the report and on disk; the stage's type by default."""
     input: str | None = None
     """Earlier stage whose artifact is read, or `source`; the previous stage by default."""

@@ -312,7 +312,7 @@ def test_a_signal_in_training_is_an_interruption(
     process.send_signal(number)
     _, rest = process.communicate(timeout=120)
     assert process.returncode == code, rest
-    assert rest.splitlines()[-1] == "interrupted; run the same command again to resume"
+    assert rest.splitlines()[-1] == "interrupted at train; run the same command again to resume"
     assert "Traceback" not in rest
     report = json.loads((user / "runs/small/report.json").read_text())
     assert report["status"] == "interrupted"

@@ -1,6 +1,7 @@
 """What one branch's failure does to the others, and what is told of it."""
 
 import io
+import json
 
 import pytest
 from rich.console import Console
@@ -11,7 +12,7 @@ from pipelines.diff import compare
 from pipelines.events import LOG
 from pipelines.outcome import Outcome
 from pipelines.pipeline import Pipeline
-from pipelines.plan import Plan, make_plan
+from pipelines.plan import make_plan
 from pipelines.report import Report
 from pipelines.rows import rows_of
 from pipelines.table import closing_lines, stage_table
@@ -105,8 +106,32 @@ def test_every_error_is_told_and_the_failure_decides(branches) -> None:
     failed, refused = branches.errors
     assert failed.startswith("bare: ")
     assert refused.startswith("big: max_size")
-    assert "bare: failed" in branches.said
-    assert "compared: skipped, as bare did not pass" in branches.said
+    told = [line for line in branches.said if ": failed" in line or ": skipped" in line]
+    assert told == [
+        f"bare: failed: {failed.removeprefix('bare: ')}",
+        "lost: skipped, as bare did not pass",
+        "compared: skipped, as bare did not pass",
+        "bigger: skipped, as big did not pass",
+    ]
+
+
+def test_the_log_has_each_end_when_it_came(branches) -> None:
+    lines = [json.loads(line) for line in (branches.out / LOG).read_text().splitlines()]
+    ends = ("stage_failed", "stage_skipped", "stage_finished")
+    first = [line for line in lines if line["run"] == lines[0]["run"]]
+    told = [(line["event"], line["stage"]) for line in first if line["event"] in ends]
+    assert told == [
+        ("stage_finished", "source"),
+        ("stage_finished", "half"),
+        ("stage_finished", "script"),
+        ("stage_failed", "bare"),
+        ("stage_skipped", "lost"),
+        ("stage_skipped", "compared"),
+        ("stage_finished", "big"),
+        ("stage_skipped", "bigger"),
+        ("stage_finished", "last"),
+    ]
+    assert first[-1]["event"] == "run_finished"
 
 
 def test_the_report_names_the_road_to_each_stage(branches) -> None:
@@ -124,6 +149,10 @@ def test_table_and_page_show_what_failed_and_what_was_skipped(branches) -> None:
     rows = {line.split()[1]: line for line in console.file.getvalue().splitlines() if "│" in line}
     assert "✗ failed" in rows["bare"]
     assert "skipped" in rows["lost"]
+    order = ["source", "half", "script", "bare", "lost", "compared", "big", "bigger", "last"]
+    assert list(rows) == order
+    assert [row.name for row in rows_of(report)] == order
+    assert [row.number for row in rows_of(report)] == list(range(9))
     below = [str(line) for line in closing_lines(report, branches.out)]
     assert "– bigger: skipped, as big did not pass" in below
     assert any(line.startswith("✗ bare: ") for line in below)
@@ -187,10 +216,11 @@ def test_what_failed_before_an_interruption_is_not_told_as_interrupted(tmp_path)
     assert "✗ failed" in rows["bare"] and "✗ interrupted" in rows["last"]
     log = (branches.out / LOG).read_text()
     assert '"message":"bare: failed: no channel' in log
-    assert '"message":"last: interrupted: interrupted"' in log
+    assert '"message":"last: interrupted"' in log
+    assert '"status":"interrupted","error":"interrupted at last"' in log
 
 
-def test_roads_that_part_and_meet_again_are_looked_at_once(tmp_path, monkeypatch) -> None:
+def test_what_is_skipped_is_told_with_the_first_that_failed(tmp_path) -> None:
     meeting = Branches(tmp_path)
     stages = [f"  - {{name: s{n}, stage: prune_weights, amount: 0.1}}\n" for n in range(20)]
     for n in range(2, 20):
@@ -198,13 +228,17 @@ def test_roads_that_part_and_meet_again_are_looked_at_once(tmp_path, monkeypatch
         stages[n] = stages[n].replace("}", f", {gate}", 1)
     meeting.file.write_text(FILE.partition("  - ")[0] + "".join(stages))
     plan = make_plan(Pipeline.from_yaml(meeting.file))
-    asked, stage = [], Plan.stage
-    monkeypatch.setattr(Plan, "stage", lambda plan, name: asked.append(name) or stage(plan, name))
-    outcome = Outcome(plan)
-    assert outcome.stopper(plan.stages[-1]) is None
-    assert sorted(asked) == sorted(plan.names[:-1])
-    outcome.errors["s0"] = StageFailed("s0: no")
-    assert outcome.stopper(plan.stages[-1]) == "s0"
+    told = []
+    outcome = Outcome(plan, told.append)
+    assert not any(outcome.skips(planned) for planned in plan.stages)
+    with outcome.noting("s0"):
+        raise StageFailed("s0: no")
+    assert all(outcome.skips(planned) for planned in plan.stages[1:])
+    assert [(h.event, h.stage) for h in told[:2]] == [
+        ("stage_failed", "s0"),
+        ("stage_skipped", "s1"),
+    ]
+    assert {left_out.because for left_out in outcome.skipped.values()} == {"s0"}
 
 
 def test_without_a_baseline_nothing_is_measured(tmp_path) -> None:

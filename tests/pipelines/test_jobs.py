@@ -15,6 +15,7 @@ from compress import PruneChannels, Target, Train
 from compress.core.errors import StageFailed, told_of
 from compress.core.latency import compare_latency
 from compress.core.requirement import undisturbed
+from pipelines.events import LOG
 from pipelines.making import Made
 from pipelines.pipeline import Pipeline
 from pipelines.report import Report
@@ -128,6 +129,36 @@ def test_nothing_is_judged_while_something_is_made(file, monkeypatch) -> None:
     assert ("begun", "same") not in events, "another branch had made the same artifact"
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("a cable was pulled")], ids=repr)
+def test_all_that_was_under_way_when_a_run_was_ended_is_told(file, monkeypatch, error) -> None:
+    class Ended(InThisProcess):
+        def next(self) -> Made:
+            raise error
+
+        def close(self) -> None:
+            assert [making.name for making in self.under_way] == under_way
+
+    under_way = ["thin-amount=0.25", "thin-amount=0.5"]
+    monkeypatch.setattr(Ended, "events", [], raising=False)
+    monkeypatch.setattr("pipelines.engines.Workers", Ended)
+    with pytest.raises((KeyboardInterrupt, StageFailed)) as caught:
+        Pipeline.from_yaml(file).run(file.parent / "out", jobs=2)
+    report = Report.read(file.parent / "out")
+    assert [failure.name for failure in report.failures] == under_way
+    assert {failure.status for failure in report.failures} == {"interrupted"}
+    assert report.failed_stage == report.failures[0]
+    if isinstance(error, KeyboardInterrupt):
+        assert report.status == "interrupted"
+        assert report.error == f"interrupted at {', '.join(under_way)}"
+        assert caught.value.__notes__ == [report.error]
+    else:
+        assert report.status == "failed"
+        assert "a cable was pulled" in report.error
+    lines = [json.loads(line) for line in (file.parent / "out" / LOG).read_text().splitlines()]
+    failed = [line["stage"] for line in lines if line["event"] == "stage_failed"]
+    assert failed == under_way
+
+
 def shown(report: Report) -> dict:
     """Return what two reports of the same run have in common."""
     timed = {"seconds", "judged_seconds", "measurements", "verdicts"}
@@ -198,10 +229,12 @@ def test_no_process_outlives_the_run(unmarked, number) -> None:
         time.sleep(0.1)
     if number == signal.SIGINT:
         assert process.returncode == 130
-        assert error.splitlines()[-1] == "interrupted; run the same command again to resume"
+        thin = ["thin-amount=0.25", "thin-amount=0.5"]
+        where = f"interrupted at {', '.join(thin)}"
+        assert error.splitlines()[-1] == f"{where}; run the same command again to resume"
         report = json.loads((folder / "out" / "report.json").read_text())
-        assert report["status"] == "interrupted"
-        assert report["failed_stage"]["name"].startswith("thin")
+        assert (report["status"], report["error"]) == ("interrupted", where)
+        assert [failure["name"] for failure in report["failures"]] == thin
 
 
 def _runs(pid: int) -> bool:

@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from compress.core.errors import StageFailed
+from compress.core.errors import PipelineInvalid, StageFailed
 from pipelines.joining import BEAT, RUN, Run, join, told_to_other_nodes
 
 ROOT = Path(__file__).parents[2]
@@ -210,6 +211,44 @@ def end_of(out: Path, **more) -> str:
 
 def test_a_run_that_never_begins_is_waited_for_until_the_deadline(tmp_path):
     assert f"no run began in {tmp_path} within 0 s; start `compress run`" in end_of(tmp_path)
+
+
+def test_it_is_said_at_once_what_is_waited_for_and_until_when(tmp_path, monkeypatch):
+    class Slept(Exception):
+        pass
+
+    def sleep(seconds):
+        raise Slept
+
+    said, before = [], datetime.now()
+    monkeypatch.setattr("pipelines.joining.time.sleep", sleep)
+    for folder in (tmp_path, tmp_path / "later"):
+        with pytest.raises(Slept):
+            join(folder, said.append, wait=600)
+    words = r"waiting until (.*) for a run in (.*) to show signs of life; `compress run` with --out"
+    found = [re.match(words, line).groups() for line in said]
+    assert [folder for _, folder in found] == [str(tmp_path), str(tmp_path / "later")]
+    for until, _ in found:
+        seconds = (datetime.fromisoformat(until) - before).total_seconds()
+        assert seconds >= 599
+    with pytest.raises(Slept):
+        join(tmp_path, said.append, wait=float("inf"))
+
+
+def test_it_is_said_once(tmp_path):
+    said = []
+    with pytest.raises(StageFailed):
+        join(tmp_path, said.append, wait=1)
+    assert len(said) == 1
+
+
+def test_where_no_run_can_begin_none_is_waited_for(tmp_path):
+    with pytest.raises(PipelineInvalid, match=r"there is no folder .*absent; .*mkdir -p ") as error:
+        join(tmp_path / "absent" / "out", print, wait=600)
+    assert error.value.exit_code == 2
+    (tmp_path / "file").touch()
+    with pytest.raises(PipelineInvalid, match="is a file"):
+        join(tmp_path / "file", print, wait=600)
 
 
 def test_what_an_older_run_left_is_no_run(tmp_path, monkeypatch):

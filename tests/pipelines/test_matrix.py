@@ -132,11 +132,19 @@ def test_values_that_make_no_name_are_numbered(pipeline) -> None:
         (f"{{stage: distill, matrix: {{epochs: {list(range(1, 66))}}}}}", "has 65 branches"),
         (
             f"{{name: {'n' * 200}, stage: prune_weights, matrix: {{amount: [0.25]}}}}",
-            "is too long",
+            "is too long: it has 212 bytes, expected at most 200",
+        ),
+        (
+            f"{{name: {'n' + 'ä' * 94}, stage: prune_weights, matrix: {{amount: [0.25]}}}}",
+            "is too long: it has 201 bytes, expected at most 200",
         ),
         (
             f"{{name: {'n' * 201}, stage: prune_weights, amount: 0.25}}",
-            "name: string should have at most 200 characters",
+            "name: the name 'nnnnnnnnnnnnnnnn'… is too long: it has 201 bytes, expected at most",
+        ),
+        (
+            f"{{name: {'n' + 'ä' * 100}, stage: prune_weights, amount: 0.25}}",
+            "name: the name 'näääääääääääääää'… is too long: it has 201 bytes, expected at most",
         ),
         (
             "{name: cut, stage: prune_channels, matrix: {ratio: [0.3, 0.5]}}\n"
@@ -206,11 +214,15 @@ def test_options_and_explanations_take_the_names_of_branches(ran) -> None:
     pipeline, out = Pipeline.from_yaml(ran / "halves.yaml"), ran / "out"
     assert why(pipeline, out, "export_torchscript-amount=0.25").does == "cached"
     foreseen = foresee(
-        pipeline, out, start="thin-amount=0.5", until="export_torchscript-amount=0.25", force=False
+        pipeline, out, start="thin-amount=0.5", until="export_torchscript", force=False
     )
-    assert foreseen["thin-amount=0.25"] == "cached"
-    assert foreseen["thin-amount=0.5"] == "runs (asked to run again)"
-    assert list(foreseen)[-1] == "export_torchscript-amount=0.25"
+    assert foreseen == {
+        "source": "cached",
+        "thin-amount=0.25": "cached",
+        "thin-amount=0.5": "runs (asked to run again)",
+        "export_torchscript-amount=0.25": "cached",
+        "export_torchscript-amount=0.5": "runs (asked to run again)",
+    }
 
 
 def test_the_report_tells_branches_apart(ran) -> None:

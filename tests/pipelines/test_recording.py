@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from compress.core.errors import GateRefused, PipelineInvalid, StageFailed, Unavailable
-from pipelines import events, recording
+from pipelines import events
 from pipelines.events import LOG, LogFile, happened, heard_by
 from pipelines.pipeline import Pipeline
 from pipelines.plan import make_plan
@@ -56,8 +56,9 @@ def test_a_run_is_told_from_its_start_to_its_end(walked) -> None:
     assert [line["stage"] for line in started] == ["source", *stages]
     assert started[1]["reason"] == "not run before"
     finished = of(lines, "stage_finished")
-    assert [line["stage"] for line in finished] == stages
-    assert finished[0]["measurements"]["metric"]["name"] == "accuracy"
+    assert [line["stage"] for line in finished] == ["source", *stages]
+    assert finished[0]["kind"] == "eager" and finished[0]["measurements"] is None
+    assert finished[1]["measurements"]["metric"]["name"] == "accuracy"
     epochs = of(lines, "epoch")
     assert [(line["stage"], line["epoch"]) for line in epochs[:3]] == [
         ("train", n) for n in (1, 2, 3)
@@ -77,7 +78,8 @@ def test_runs_of_a_folder_are_told_apart_and_the_log_decides_nothing(project) ->
     lines = logged(project.out)
     assert len({line["run"] for line in lines}) == 2
     cached = of(last_run(project.out), "stage_cached")
-    assert [line["stage"] for line in cached] == ["train", "prune_channels", "export_onnx"]
+    stages = ["source", "train", "prune_channels", "export_onnx"]
+    assert [line["stage"] for line in cached] == stages
     assert of(last_run(project.out), "stage_started") == []
 
 
@@ -136,10 +138,18 @@ def test_others_hear_no_more_than_before(tmp_path, caplog) -> None:
     assert before == [(logger.level, logger.propagate, logger.handlers) for logger in loggers]
 
 
-def test_what_a_walk_announces_is_understood(walked) -> None:
-    # The walk speaks to people; a change of its words must not go unseen.
-    assert len(of(logged(walked.out), "stage_started")) == 4
-    assert not recording.RUNNING.fullmatch("train: made in 3 s, running (well)")
+def test_people_and_the_log_hear_the_same(walked) -> None:
+    announced = ("stage_started", "stage_finished", "stage_cached", "stage_failed", "stage_skipped")
+    told = [line["message"] for line in logged(walked.out) if line["event"] in announced]
+    assert told == walked.said
+
+
+def test_the_model_that_came_in_is_measured_where_all_is_compared_with_it(project) -> None:
+    project.file.write_text(re.sub(r"  - \{stage: train.*\n", "", project.file.read_text()))
+    project.run()
+    source, *_ = of(last_run(project.out), "stage_cached")
+    assert (source["stage"], source["measurements"]["bytes_ratio"]) == ("source", 1.0)
+    assert source["judged_seconds"] > 0
 
 
 def scalars(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, str]]:

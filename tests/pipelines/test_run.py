@@ -187,7 +187,7 @@ def test_until_from_and_force(project) -> None:
     }
     with pytest.raises(PipelineInvalid, match=r"--until 'trian'.*did you mean 'train'"):
         project.run(until="trian")
-    with pytest.raises(PipelineInvalid, match="nothing would run"):
+    with pytest.raises(PipelineInvalid, match="nothing would run again"):
         project.run(start="export_onnx", until="train")
 
 

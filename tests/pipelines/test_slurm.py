@@ -122,7 +122,7 @@ def test_a_job_on_two_nodes_whose_time_is_up_is_queued_again_and_goes_on(user):
             break
     said, _ = job.communicate(timeout=120)
     assert job.returncode == 143, said
-    assert "interrupted; run the same command again to resume" in said
+    assert "interrupted at train; run the same command again to resume" in said
     calls = (user / "calls").read_text().splitlines()
     assert calls[:2] == ["scontrol show hostnames node[1-2]", "srun 8 --kill-on-bad-exit=1"]
     assert calls[2:] == ["scancel --signal=TERM 4711", "scontrol requeue 4711"]
@@ -148,6 +148,8 @@ def test_the_script_is_bash_and_asks_for_what_was_said(user):
 def test_without_gpus_none_is_asked_for(user):
     text = script(user).read_text()
     assert "gpus" not in text
+    # A node that joins before the first one has begun finds the folder, or at least its parent.
+    assert text.index('mkdir -p "$OUT"') < text.index("srun --kill")
     assert "#SBATCH --cpus-per-task=8\n" in text
 
 

@@ -1,0 +1,80 @@
+"""What stages need of this machine, and of the pipeline file beside themselves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compress.core.errors import PipelineInvalid, Unavailable
+from compress.core.gates import MaxDrop, MinMetric
+from pipelines.opponents import refuse_missing_runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pipelines.pipeline import Pipeline
+    from pipelines.plan import PlannedStage
+
+
+def missing_programs(planned: Iterable[PlannedStage]) -> tuple[str, ...]:
+    """Return a line for each program without which a stage will stop; it may come meanwhile."""
+    return tuple(
+        f"{p.name} will stop: {requirement.what} is not on the PATH; {requirement.install} "
+        "(the stages before it run and are kept)"
+        for p in planned
+        for requirement in p.stage.all_requirements()
+        if requirement.program and requirement.missing()
+    )
+
+
+def check_needs(pipeline: Pipeline, planned: Iterable[PlannedStage]) -> None:
+    """Refuse stages that lack a library, data or a device.
+
+    Raises:
+        PipelineInvalid: the file has no data, or a metric that does not suit a gate.
+        Unavailable: a library or the device is missing.
+    """
+    parts = {"model": pipeline.model, "tracker": pipeline.tracker}
+    for key, requirement in (
+        (k, r) for k, part in parts.items() if part for r in part.requirements
+    ):
+        if requirement.missing():
+            raise Unavailable(
+                f"{pipeline.place(key)}: needs {requirement.what}, which is not installed; "
+                f"{requirement.install}"
+            )
+    for p in planned:
+        where = f"{pipeline.place('stages', p.index)} ({p.name})"
+        if p.stage.needs_data and pipeline.data is None:
+            raise PipelineInvalid(f"{where}: needs data, and the file has no `data:` section")
+        _check_gates(pipeline, p)
+        for requirement in p.stage.all_requirements():
+            if not requirement.program and requirement.missing():
+                raise Unavailable(
+                    f"{where}: needs {requirement.what}, which is not installed; "
+                    f"{requirement.install}"
+                )
+    if pipeline.device != "cpu":
+        _check_device(pipeline)
+
+
+def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
+    for i, gate in enumerate(planned.stage.gates):
+        where = pipeline.place("stages", planned.index, "gates", i)
+        if isinstance(gate, MaxDrop | MinMetric) and pipeline.data is None:
+            raise PipelineInvalid(
+                f"{where} ({gate.gate}): needs data, and the file has no `data:` section"
+            )
+        if isinstance(gate, MinMetric) and pipeline.metric.name == "loss":
+            raise PipelineInvalid(f"{where}: metric loss falls with quality; use max_drop")
+        refuse_missing_runtime(pipeline, gate, where)
+
+
+def _check_device(pipeline: Pipeline) -> None:
+    import torch
+
+    index = int(pipeline.device.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise Unavailable(
+            f"{pipeline.place('device')}: {pipeline.device!r} asked for and PyTorch "
+            f"{torch.__version__} sees {torch.cuda.device_count()} CUDA devices; use `device: cpu`"
+        )
