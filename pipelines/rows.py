@@ -14,7 +14,8 @@ from pipelines.report import readable_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipelines.report import Measurements, Report, StageReport
+    from pipelines.measurements import Measurements
+    from pipelines.report import Report, StageReport
 
 SHOWN_FIRST = 5
 """Artifacts that are named at the top of the page."""
@@ -84,7 +85,7 @@ def _next(rows: Sequence[Row]) -> int:
 
 
 def _row(number: int, stage: StageReport) -> Row:
-    from compress.core.gates import explain
+    from compress.core.gate import explain
 
     refused = [verdict for verdict in stage.verdicts if not verdict.passed]
     status = "refused" if refused else "passed" if stage.verdicts else "measured"

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import CompressError
+from compress.core.memory import measuring
 from compress.core.stage import silent
 from pipelines.branches import walk_branches
 from pipelines.disk import said_plainly
@@ -81,6 +82,7 @@ def run(
     with (
         said_plainly(out),
         temporary_files(),
+        measuring(),
         Store.locked(root, announce, remote) as kept,
         told_to_other_nodes(root),
         recorded(pipeline, out) as follow,
