@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from resident import forget_peak, kibibytes
+from compress.core.resident import forget_peak, kibibytes
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "pipelines" / "quickstart.yaml"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
-from resident import forget_peak, kibibytes
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from compress.core.eager import EagerModel
 from compress.core.recipe import Recipe
+from compress.core.resident import forget_peak, kibibytes
 from compress.core.signature import Signature, TensorSpec
 from compress.training.activations import checkpoint_activations_
 from compress.training.parallel import Parallel

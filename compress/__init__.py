@@ -19,16 +19,17 @@ if TYPE_CHECKING:
         StageFailed,
         Unavailable,
     )
+    from compress.core.gate import Verdict
     from compress.core.gates import (
         LabelAgreement,
         MaxDrop,
         MaxLatency,
+        MaxMemory,
         MaxParameters,
         MaxSize,
         MinMetric,
         MinSpeedup,
         Parity,
-        Verdict,
     )
     from compress.core.graph import GraphModel
     from compress.core.metrics import Metric
@@ -68,6 +69,7 @@ __all__ = [
     "LabelAgreement",
     "MaxDrop",
     "MaxLatency",
+    "MaxMemory",
     "MaxParameters",
     "MaxSize",
     "Metric",
@@ -113,16 +115,17 @@ _HOMES = {
         "StageFailed",
         "Unavailable",
     ),
+    "compress.core.gate": ("Verdict",),
     "compress.core.gates": (
         "LabelAgreement",
         "MaxDrop",
         "MaxLatency",
+        "MaxMemory",
         "MaxParameters",
         "MaxSize",
         "MinMetric",
         "MinSpeedup",
         "Parity",
-        "Verdict",
     ),
     "compress.core.graph": ("GraphModel",),
     "compress.core.metrics": ("Metric",),

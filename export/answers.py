@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.core.batching import any_batch
-from export.memory import give_back
+from compress.core.resident import give_back
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

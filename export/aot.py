@@ -36,6 +36,13 @@ class AotModel(Artifact):
     kind: ClassVar[str] = "aot"
     payload: ClassVar[str] = "model.pt2"
 
+    @property
+    def unseen_memory(self) -> str:
+        """Why PyTorch does not know what memory a call takes on a GPU."""
+        built_for: Any = self.manifest.facts["built_for"]
+        unseen = "compiled code takes memory of the GPU that PyTorch does not count"
+        return unseen if built_for["device"] == "cuda" else ""
+
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Give the code as a predictor; it runs on what it was compiled for, whatever the device.

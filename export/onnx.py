@@ -135,7 +135,7 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         self, model: EagerModel | GraphModel, file: Path, facts: dict[str, Any]
     ) -> Translation:
         """Translate and write a model, and let it go; what was found out is added to the facts."""
-        from export.memory import give_back
+        from compress.core.resident import give_back
         from export.onnx_file import write
         from export.onnx_mapped import write_mapped
         from export.onnx_translation import translate

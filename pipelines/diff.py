@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import JsonValue
 
 from compress.core.settings import Settings
-from pipelines.report import Measurements, Report, readable_bytes, readable_count
+from pipelines.report import Report, readable_bytes, readable_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from compress.core.gates import Verdict
+    from compress.core.gate import Verdict
+    from pipelines.measurements import Measurements
 
 MISSING = "–"
 
@@ -118,6 +119,7 @@ def _figures(measured: Measurements) -> dict[str, Any]:
         "macs": measured.macs,
         "p50_ms": measured.latency_ms.p50,
         "p95_ms": measured.latency_ms.p95,
+        "peak_mebibytes": measured.peak_mebibytes,
         "speedup": measured.speedup,
     }
 

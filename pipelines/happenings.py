@@ -13,8 +13,9 @@ from pipelines.report import how_to_run
 
 if TYPE_CHECKING:
     from compress.core.artifact import Artifact
-    from compress.core.gates import Verdict
-    from pipelines.report import FailureReport, Measurements, Report, SkippedReport
+    from compress.core.gate import Verdict
+    from pipelines.measurements import Measurements
+    from pipelines.report import FailureReport, Report, SkippedReport
     from pipelines.walk import Sought, Walk
 
 Event: TypeAlias = Literal[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from compress.core.history import History, PastStage, without_times
+from compress.core.history import History, PastStage, without_varying
 from pipelines.machine import versions
 from pipelines.plan import SOURCE, Plan, PlannedStage
 
@@ -70,5 +70,5 @@ def _told(row: StageReport, stage: Stage[Any, Any]) -> PastStage:
         parameters=row.measurements.parameters,
         macs=row.measurements.macs,
         metric=None if metric is None else metric.model_dump(mode="json"),
-        verdicts=tuple(map(without_times, row.verdicts)),
+        verdicts=tuple(map(without_varying, row.verdicts)),
     )

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import GateRefused
-from compress.core.gates import explain
+from compress.core.gate import explain
 from compress.core.runtimes import opponent_of
 from pipelines import happenings
+from pipelines.measurements import Measurements
 from pipelines.naming import named
-from pipelines.report import ArtifactReport, Measurements, StageReport
+from pipelines.report import ArtifactReport, StageReport
 from pipelines.store import publish
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from pydantic import JsonValue
 
-    from compress.core.gates import Gate, Verdict
+    from compress.core.gate import Gate, Verdict
     from pipelines.plan import PlannedStage
     from pipelines.walk import Sought, Walk
 
@@ -141,7 +142,18 @@ def _measured(questions: Questions) -> Measurements:
         return Measurements.of(artifact, baseline, walk.context(name)).model_dump(mode="json")
 
     with named(name, walk.out):
-        return Measurements.model_validate(questions.ask(question, measure))
+        found = Measurements.model_validate(questions.ask(question, measure))
+    return found.with_peak(lambda: _peak(questions))
+
+
+def _peak(questions: Questions) -> float:
+    """Return the peak of memory: a question of its own, which neither data nor baseline change."""
+    walk, name = questions.walk, questions.name
+    kept = ("threads", "device", "seed", "machine")
+    question = {"peak memory": 1, **{key: walk.conditions()[key] for key in kept}}
+    return float(
+        questions.ask(question, lambda: walk.context(name).peak_memory(walk.artifacts[name], 1))
+    )
 
 
 class _Unmeasured(Exception):

@@ -13,7 +13,7 @@ from pipelines.problems import did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Set
 
-    from compress.core.gates import Gate
+    from compress.core.gate import Gate
     from pipelines.pipeline import Pipeline
 
 

@@ -15,7 +15,8 @@ from pipelines.report import FailureReport, SkippedReport, readable_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipelines.report import Measurements, Report, StageReport
+    from pipelines.measurements import Measurements
+    from pipelines.report import Report, StageReport
 
 Ended: TypeAlias = "StageReport | FailureReport | SkippedReport"
 SHOWN_FIRST = 5
@@ -86,7 +87,7 @@ def in_order(report: Report) -> list[Ended]:
 
 
 def _row(number: int, stage: Ended) -> Row:
-    from compress.core.gates import explain
+    from compress.core.gate import explain
 
     if isinstance(stage, FailureReport):
         return Row(number, stage.name, stage.stage, "", stage.status, stage.error)

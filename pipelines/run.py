@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.core.cores import within_quota
 from compress.core.errors import CompressError, GateRefused
+from compress.core.memory import measuring
 from compress.core.stage import silent
 from pipelines import happenings, interruption
 from pipelines.branches import walk_branches
@@ -90,6 +91,7 @@ def run(
         said_plainly(out),
         temporary_files(),
         within_quota(),
+        measuring(),
         Store.locked(root, announce, remote) as kept,
         told_to_other_nodes(root),
     ):

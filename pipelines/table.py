@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pipelines.diff import Differences
-    from pipelines.report import Measurements, Report, StageReport
+    from pipelines.measurements import Measurements
+    from pipelines.report import Report, StageReport
 
 COLUMNS = (
     "metric",
@@ -40,10 +41,11 @@ COLUMNS = (
     "p50 ms",
     "p95 ms",
     "faster",
+    "peak MiB",
     "gates",
     "made + judged",
 )
-DISPENSABLE = ("made + judged", "p95 ms", "MACs", "params", "p50 ms")
+DISPENSABLE = ("made + judged", "p95 ms", "MACs", "params", "p50 ms", "peak MiB")
 """Left out in this order where the terminal is narrow."""
 
 
@@ -187,6 +189,7 @@ def _cells(m: Measurements) -> dict[str, str | Text]:
         "p50 ms": f"{m.latency_ms.p50:.3f}",
         "p95 ms": f"{m.latency_ms.p95:.3f}",
         "faster": f"{m.speedup:.2f}×",
+        "peak MiB": "–" if m.peak_mebibytes is None else f"{m.peak_mebibytes:.1f}",
     }
 
 

@@ -170,6 +170,7 @@ def figures_of(told: Mapping[str, Any]) -> dict[str, float]:
         "p50_ms": latency["p50"],
         "p95_ms": latency["p95"],
         "speedup": found["speedup"],
+        "peak_mebibytes": found["peak_mebibytes"],
         "seconds": told["seconds"],
     }
     return {name: float(value) for name, value in figures.items() if value is not None}

@@ -17,7 +17,7 @@ from pipelines.making import Making
 from pipelines.naming import named
 from pipelines.outcome import Outcome
 from pipelines.plan import SOURCE, Plan, PlannedStage
-from pipelines.report import Measurements, Report, TestReport, how_to_run
+from pipelines.report import Report, TestReport, how_to_run
 from pipelines.store import WORK, Entry, Record, Store, publish, unpublish
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from compress.core.data import Splits
     from compress.core.stage import Progress
     from pipelines.happenings import Listener
+    from pipelines.measurements import Measurements
     from pipelines.pipeline import Pipeline
     from pipelines.report import StageReport, Status
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 from compress.core.cores import THREADS, told_threads, usable_cores
-from compress.core.errors import CompressError, StageFailed, first_line
+from compress.core.errors import CompressError, StageFailed, ending_of, first_line
 from compress.core.stage import silent
 from pipelines.interruption import insist
 from pipelines.making import Made
@@ -146,7 +146,8 @@ class _Worker:
     def _died(self) -> Made:
         name, self.name = self.name, ""
         self.end()
-        return Made(name, 0.0, StageFailed(f"{name}: {_how_it_ended(self.process.returncode)}"))
+        how = f"its process {ending_of(self.process.returncode)}"
+        return Made(name, 0.0, StageFailed(f"{name}: {how}"))
 
 
 def pickled(making: Making) -> bytes:
@@ -190,11 +191,3 @@ def log_here(record: logging.LogRecord, stage: str) -> None:
     logger = logging.getLogger(record.name)
     if logger.isEnabledFor(record.levelno):
         logger.handle(record)
-
-
-def _how_it_ended(code: int) -> str:
-    if code >= 0:
-        return f"its process ended with exit code {code}"
-    signal_name = signal.Signals(-code).name
-    hint = "; perhaps memory ran out" if signal_name == "SIGKILL" else ""
-    return f"its process was ended by {signal_name}{hint}"

@@ -58,6 +58,11 @@ class TorchServeArchive(Artifact):
         self._serving: dict[int, Predictor] = {}
         self._holding: ExitStack | None = None
 
+    @property
+    def unseen_memory(self) -> str:
+        """Why no process of ours shows what memory a call takes."""
+        return "TorchServe answers, in processes of its own; ask it of the model that is packaged"
+
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Serve the model, and give the server as a predictor.

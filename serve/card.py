@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from compress.core.artifact import Step
-    from compress.core.gates import Verdict
+    from compress.core.gate import Verdict
     from compress.core.history import History, PastStage
     from serve.provenance import Provenance
 

@@ -21,6 +21,7 @@ import pipelines.pipeline  # noqa: F401
 from compress.core.checkpoint import import_checkpoint
 from compress.core.data import DataReference, Splits
 from compress.core.eager import EagerModel
+from compress.core.memory import measuring
 from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 
@@ -72,6 +73,13 @@ def one_registry() -> Iterator[None]:
 def digits() -> Splits:
     """Return scikit-learn's digits."""
     return DataReference("data:digits", {}, DIGITS, 120).load()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_measurer() -> Iterator[None]:
+    """Let the process that measures memory live as long as the tests; torch is imported once."""
+    with measuring():
+        yield
 
 
 @pytest.fixture

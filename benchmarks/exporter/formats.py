@@ -25,13 +25,13 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-from resident import forget_peak, kibibytes
 
 from compress import Context
 from compress.core.artifact import Artifact
 from compress.core.eager import EagerModel, predicting
 from compress.core.errors import CompressError
 from compress.core.latency import latencies
+from compress.core.resident import forget_peak, kibibytes
 from export import ExportAot, ExportOnnx, ExportTorchScript
 from exporter.models import MODELS, imported, made
 

@@ -17,8 +17,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from resident import forget_peak, kibibytes
 from shapes import minilm, resnet50
+
+from compress.core.resident import forget_peak, kibibytes
 
 RESNET = "ResNet-50-shaped, 2×3×224×224"
 MINILM = "MiniLM-shaped, 2×128 tokens"

@@ -1,10 +1,9 @@
 """Peak memory of each process while a transformer of about 200 M weights is trained."""
 
-from pathlib import Path
-
 import torch
 from torch.distributed.tensor import DTensor
 
+from compress.core.resident import forget_peak, kibibytes
 from trainer.nets import Transformer, batch, learner
 from trainer.ranks import on_ranks
 
@@ -33,7 +32,7 @@ def main() -> None:
 
 
 def measure(ranks: int, parallel: dict) -> tuple[float, float]:
-    empty = resident("VmRSS")
+    empty = kibibytes("VmRSS")
     torch.manual_seed(0)
     made = learner(
         Transformer(WIDTH, DEPTH, HEADS),
@@ -41,11 +40,11 @@ def measure(ranks: int, parallel: dict) -> tuple[float, float]:
         optimizer="adamw",
         parallel={"processes": ranks, **parallel},
     )
-    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+    forget_peak()
     data = batch(BATCH // ranks, LENGTH, WIDTH)
     for step in range(2):
         made.step([data], 1e-4, step)
-    return held(made), resident("VmHWM") - empty
+    return held(made), (kibibytes("VmHWM") - empty) / 1024
 
 
 def held(made) -> float:
@@ -56,8 +55,3 @@ def held(made) -> float:
     tensors += [t for s in inner.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
     own = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     return sum(t.numel() * t.element_size() for t in own) / 2**20
-
-
-def resident(what: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{what}:"))

@@ -216,6 +216,11 @@ class Artifact:
         if present:
             raise ArtifactInvalid(f"{self.path}: {min(present)} was added after sealing")
 
+    @property
+    def unseen_memory(self) -> str:
+        """Why the process that asks does not show what memory a call takes; empty where it does."""
+        return ""
+
     def open(self, device: str = "cpu", threads: int = 1) -> AbstractContextManager[Predictor]:
         """Load the model and give a predictor for the duration of a ``with`` block."""
         raise NotImplementedError(f"{self.kind} artifacts cannot answer")

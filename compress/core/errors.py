@@ -11,6 +11,7 @@ The number is the exit code of ``compress``. A message says where, what was foun
 and how to mend it, in one line.
 """
 
+import signal
 from typing import ClassVar
 
 
@@ -51,6 +52,14 @@ class Unavailable(CompressError):
 def first_line(error: BaseException) -> str:
     """Return the first line of what an error of another library says."""
     return str(error).strip().partition("\n")[0]
+
+
+def ending_of(code: int) -> str:
+    """Return how a process ended, in words, by its exit code; negative for a signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"was ended by {name}{'; perhaps memory ran out' if name == 'SIGKILL' else ''}"
 
 
 def lines_of(message: str) -> list[str]:

@@ -94,6 +94,16 @@ def local_sources(reference: str, folder: Path | None = None) -> dict[str, Path]
     return dict(sorted(found.items()))
 
 
+def is_library(name: str) -> bool:
+    """Whether a module that was imported is an installed one or of this toolkit."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    origin = getattr(spec, "origin", None)
+    if name.partition(".")[0] in _OURS:
+        return True
+    path = Path(origin or ".").resolve()
+    return any(path.is_relative_to(place) for place in _INSTALLED)
+
+
 def sources_digest(sources: dict[str, Path]) -> str:
     """Return the SHA-256 of a set of source files, names and contents."""
     digest = hashlib.sha256()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import JsonValue
 
-from compress.core.gates import Verdict
+from compress.core.gate import Verdict
 from compress.core.settings import Settings
 
-TIMED = ("min_speedup", "max_latency")
-"""Gates whose value is a time, or made of times: it differs from run to run."""
+VARYING = ("min_speedup", "max_latency", "max_memory")
+"""Gates whose value is made of times, or is memory: it differs from run to run."""
 
 
 class PastStage(Settings):
@@ -29,7 +29,7 @@ class PastStage(Settings):
     metric: dict[str, JsonValue] | None
     """Name, split and value."""
     verdicts: tuple[Verdict, ...]
-    """Without the values of :data:`TIMED` gates."""
+    """Without the values of :data:`VARYING` gates."""
 
 
 class History(Settings):
@@ -48,6 +48,6 @@ class History(Settings):
     stages: tuple[PastStage, ...]
 
 
-def without_times(verdict: Verdict) -> Verdict:
+def without_varying(verdict: Verdict) -> Verdict:
     """Return a verdict without what differs from run to run."""
-    return verdict.model_copy(update={"value": None}) if verdict.gate in TIMED else verdict
+    return verdict.model_copy(update={"value": None}) if verdict.gate in VARYING else verdict

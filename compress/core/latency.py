@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from compress.core.errors import StageFailed
 from compress.core.settings import Settings
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from compress.core.artifact import Predictor
+    from compress.core.signature import Signature
 
 MEASURED_SECONDS = 0.6
 MINIMUM_ROUNDS = 15
@@ -72,6 +74,20 @@ class Comparison:
 
         found = quantile_test(self.ratios, p=0.5).confidence_interval(CONFIDENCE)
         return Interval(float(found.low), float(found.high))
+
+
+def one_batch(signature: Signature, batch: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """Return seeded inputs of so many samples.
+
+    Raises:
+        StageFailed: the model takes another number.
+    """
+    inputs = signature.example(batch, seed)
+    if len(inputs[0]) != batch:
+        raise StageFailed(
+            f"batch {batch} cannot be measured: the model's batch is fixed at {len(inputs[0])}"
+        )
+    return inputs
 
 
 def compare_latency(

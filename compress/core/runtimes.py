@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from compress.core.artifact import Predictor
-    from compress.core.gates import Gate
+    from compress.core.gate import Gate
     from compress.core.stage import Context
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVa
 from compress.core.artifact import Artifact, Step
 from compress.core.errors import GateRefused, StageFailed
 from compress.core.files import remove
-from compress.core.gates import AnyGate, Verdict, explain
+from compress.core.gate import Verdict, explain
+from compress.core.gates import AnyGate
 from compress.core.metrics import Metric
 from compress.core.requirement import Requirement, requirements_of
 from compress.core.runtimes import opponent_of
@@ -133,18 +134,20 @@ class Context:
 
     def compare_latency(self, before: Artifact, after: Artifact, batch: int) -> Comparison:
         """Measure two artifacts' latencies in turn, with equal threads."""
-        from compress.core.latency import compare_latency
+        from compress.core.latency import compare_latency, one_batch
 
-        inputs = before.signature.example(batch, self.seed)
-        if len(inputs[0]) != batch:
-            raise StageFailed(
-                f"batch {batch} cannot be measured: the model's batch is fixed at {len(inputs[0])}"
-            )
+        inputs = one_batch(before.signature, batch, self.seed)
         with (
             before.open(self.device, self.threads) as slow,
             after.open(self.device, self.threads) as fast,
         ):
             return compare_latency(slow, fast, inputs)
+
+    def peak_memory(self, artifact: Artifact, batch: int) -> float:
+        """Return the mebibytes that opening an artifact and one call take at most."""
+        from compress.core.memory import peak_memory
+
+        return peak_memory(artifact, self.device, self.threads, batch, self.seed)
 
     def comparison_inputs(self, signature: Signature) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield the inputs on which two models are compared: `val`, or seeded ones without data."""
@@ -285,13 +288,11 @@ class Stage(Settings, Generic[Reads, Writes]):
     @classmethod
     def writes(cls) -> type[Artifact]:
         """Return the artifact type that the stage writes."""
-        written: type[Artifact] = cls._type_arguments()[1]
-        return written
+        return cls._type_arguments()[1]  # type: ignore[no-any-return]
 
     @classmethod
     def _type_arguments(cls) -> tuple[Any, Any]:
         for base in cls.__mro__:
-            arguments = getattr(base, "__pydantic_generic_metadata__", {}).get("args")
-            if arguments:
+            if arguments := getattr(base, "__pydantic_generic_metadata__", {}).get("args"):
                 return arguments[0], arguments[1]
         raise TypeError(f"{cls.__name__} must inherit from Stage[Reads, Writes]")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from typing import TYPE_CHECKING
 
-from compress.core.errors import CompressError, StageFailed
+from compress.core.errors import CompressError, StageFailed, ending_of
 from compress.core.reading import in_its_own_words
 from compress.training.resume import remove_unfinished
 
@@ -79,9 +78,7 @@ def read_failure(folder: Path, rank: int, exit_code: int) -> CompressError:
     if found := recorded_failure(folder):
         return found
     if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        hint = "; perhaps memory ran out" if name == "SIGKILL" else ""
-        return RankKilled(f"rank {rank} was ended by {name}{hint}")
+        return RankKilled(f"rank {rank} {ending_of(exit_code)}")
     return StageFailed(
         f"rank {rank} ended with exit code {exit_code} before training began; a script that "
         'trains with several processes must start under `if __name__ == "__main__":`'

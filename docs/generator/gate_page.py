@@ -8,7 +8,8 @@ import yaml
 from groups import DEFS, link_from
 from setting_text import code, definitions, paragraphs
 
-from compress.core.gates import AnyGate, Gate, explain
+from compress.core.gate import Gate, explain
+from compress.core.gates import AnyGate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,7 @@ LIMITS = {
     "max_parameters": 0.5,
     "min_speedup": 2.0,
     "max_latency": 5.0,
+    "max_memory": 64.0,
 }
 """A limit for each example."""
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from compress.core.gates import AnyGate, MaxSize, explain
+from compress.core.gate import explain
+from compress.core.gates import AnyGate, MaxSize
 from pipelines.pipeline import Pipeline
 from pipelines.plan import make_plan
 

@@ -189,6 +189,7 @@ from pathlib import Path
 import torch
 from compress import Context
 from compress.core.eager import EagerModel
+from compress.core.resident import forget_peak, kibibytes
 from export import ExportOnnx
 
 def source(size):
@@ -201,14 +202,11 @@ def source(size):
         example_inputs=(torch.zeros(2, 8, size),),
     )
 
-def resident(key):
-    return int(Path("/proc/self/status").read_text().partition(key + ":")[2].split()[0])
-
 ExportOnnx()(source(16), Context(root=Path("small")))
 model = source(1600)
-before = resident("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")
+before = kibibytes("VmRSS")
+forget_peak()
 ExportOnnx()(model, Context(root=Path("large")))
-print(1024 * (resident("VmHWM") - before) / model.payload_bytes)
+print(1024 * (kibibytes("VmHWM") - before) / model.payload_bytes)
 """)
     assert 1 < float(peak) < 3  # a third of it the largest weight, which onnxruntime copies

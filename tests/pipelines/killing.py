@@ -25,6 +25,7 @@ TIMINGS = {
     "seconds",
     "judged_seconds",
     "latency_ms",
+    "peak_mebibytes",
     "speedup",
     "speedup_interval",
     "speedup_blocks",

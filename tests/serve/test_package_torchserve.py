@@ -371,3 +371,10 @@ def test_verifying_replays_the_probe_in_a_fresh_process(
     assert lines[0] == f"torchserve artifact, digest {archive.digest}"
     assert "7 members have safe names; 6 hash to what provenance.json records" in lines
     assert lines[-1].startswith("TorchServe answered the recorded probe (4 samples); largest")
+
+
+def test_the_memory_of_the_server_is_not_taken_for_that_of_a_call(
+    archive: TorchServeArchive,
+) -> None:
+    with pytest.raises(StageFailed, match="TorchServe answers, in processes of its own"):
+        Context(root=archive.path).peak_memory(archive, batch=1)

@@ -7,8 +7,8 @@ import torch
 from compress.core.data import Splits
 from compress.core.eager import EagerModel
 from compress.core.errors import GateRefused
+from compress.core.gate import Gate
 from compress.core.gates import (
-    Gate,
     LabelAgreement,
     MaxDrop,
     MaxLatency,

@@ -1,0 +1,106 @@
+"""What a gate is: it measures one number of a stage's result, and holds it against a limit."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+from compress.core.errors import CompressError, Unavailable
+from compress.core.settings import Settings
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
+
+    from compress.core.artifact import Artifact
+    from compress.core.stage import Context
+
+
+class Verdict(Settings):
+    """What a gate found."""
+
+    gate: str
+    """The gate's type."""
+    value: float | None
+    """What was measured; None when it could not be."""
+    limit: float
+    """What it was held against."""
+    passed: bool
+    against: str | None
+    """Name of the artifact compared with; None where the gate looks at the result alone."""
+    rule: str
+    """The rule in words, with its unit."""
+    reason: str = ""
+    """Why it could not be measured."""
+
+
+def explain(verdict: Verdict) -> str:
+    """Return one line: the rule and what was found."""
+    found = verdict.reason or f"found {verdict.value:.4g}"
+    against = f" against {verdict.against}" if verdict.against not in (None, "input") else ""
+    return f"{verdict.gate}{against}: {verdict.rule}, {found}"
+
+
+class Gate(Settings):
+    """A rule with a limit."""
+
+    gate: str
+    against: str | None = None
+    """Earlier stage compared with, or `source`; by default the stage's input."""
+
+    limit_field: ClassVar[str]
+    """The setting that holds the limit."""
+    words: ClassVar[str]
+    """The rule in words, with its unit; settings in braces."""
+    at_least: ClassVar[bool] = False
+    """Whether the value must reach the limit, instead of staying under it."""
+    compares: ClassVar[bool] = True
+    """Whether another artifact is looked at."""
+
+    @property
+    def limit(self) -> float:
+        """The number that the value is held against."""
+        return float(getattr(self, self.limit_field))
+
+    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+        """Measure.
+
+        Raises:
+            CompressError: it cannot be measured.
+        """
+        raise NotImplementedError
+
+    def measurement_key(self) -> dict[str, JsonValue]:
+        """Return the settings that change the measured value, its limit left out."""
+        return self.model_dump(mode="json", exclude={self.limit_field, "against"})
+
+    def judge(self, before: Artifact, after: Artifact, context: Context) -> Verdict:
+        """Measure and hold against the limit.
+
+        Raises:
+            Unavailable: something that the measurement needs is not installed.
+        """
+        try:
+            return self.verdict(self.value(before, after, context))
+        except Unavailable:
+            raise
+        except CompressError as error:
+            return self.verdict(None, str(error))
+        except Exception as error:  # noqa: BLE001 - a model or metric of the user's may raise any
+            return self.verdict(None, f"{type(error).__name__}: {error}")
+
+    def verdict(self, value: float | None, reason: str = "") -> Verdict:
+        """Hold a measured value against the limit; None and NaN never pass."""
+        if value is None or not math.isfinite(value):
+            value, passed = None, False
+            reason = reason or "the measured value is not finite"
+        else:
+            passed = value >= self.limit if self.at_least else value <= self.limit
+        return Verdict(
+            gate=self.gate,
+            value=value,
+            limit=self.limit,
+            passed=passed,
+            against=(self.against or "input") if self.compares else None,
+            rule=self.words.format_map(dict(self)),
+            reason=reason,
+        )
