@@ -91,10 +91,10 @@ def run(
     """Walk a pipeline; write the report and the artifacts."""
     with importing.quickly():
         from pipelines.pipeline import Pipeline
+    pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
+    with importing.quickly():
         from pipelines.progress import shown
         from pipelines.run import foresee
-
-    pipeline = Pipeline.from_yaml(file)
     directory = out or Path("runs") / pipeline.name
     options: dict[str, Any] = {"start": start, "until": until, "force": force, "store": store}
     if dry_run:

@@ -13,7 +13,6 @@ import pytest
 
 from compress import PruneChannels, Target, Train
 from compress.core.errors import StageFailed, told_of
-from compress.core.latency import compare_latency
 from compress.core.requirement import undisturbed
 from pipelines.making import Made
 from pipelines.pipeline import Pipeline
@@ -57,11 +56,6 @@ stages:
     input: source
     gates: [{gate: max_size, ratio: 0.01}]
 """
-
-
-@pytest.fixture(autouse=True)
-def quick_measurements(monkeypatch) -> None:
-    monkeypatch.setattr(compare_latency, "__defaults__", (0.001,))
 
 
 @pytest.fixture
