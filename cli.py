@@ -247,10 +247,10 @@ def serve(
     seconds: Annotated[float, typer.Option(min=0.001, help="Time for a request.")] = 30,
 ) -> None:
     """Answer over HTTP until a signal; a .mar by TorchServe."""
-    from pipelines import catalog  # noqa: F401 - importing it makes every kind known
-    from serve.foreground import Place, serve_artifact
-    from serve.options import Limits, Options
-
+    with importing.quickly():
+        from pipelines import catalog  # noqa: F401 - importing it makes every kind known
+        from serve.foreground import Place, serve_artifact
+        from serve.options import Limits, Options
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "sha256": sha256}
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
 
