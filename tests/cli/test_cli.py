@@ -283,13 +283,12 @@ def test_a_missing_java_stops_only_the_packaging(
 
 
 @pytest.mark.slow
-def test_control_c_in_training_resumes_to_the_same_weights(user: Path) -> None:
+def test_control_c_in_training_resumes_to_the_same_weights(user: Path, called: Callable) -> None:
     (user / "nets.py").write_text(SLOW_NETS)
     (user / "small.yaml").write_text(FILE.replace("epochs: 2", "epochs: 20"))
     (user / "slow").touch()
-    process = subprocess.Popen(
-        [*COMPRESS, "run", "small.yaml"], cwd=user, stderr=subprocess.PIPE, text=True
-    )
+    command = ("run", "small.yaml", "--until", "train")
+    process = subprocess.Popen([*COMPRESS, *command], cwd=user, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
         if "epoch 5/20" in line:
@@ -300,13 +299,13 @@ def test_control_c_in_training_resumes_to_the_same_weights(user: Path) -> None:
     assert "run the same command again to resume" in rest
 
     (user / "slow").unlink()
-    resumed = compress("run", "small.yaml", cwd=user)
+    resumed = compress(*command, cwd=user)
     assert resumed.returncode == 0, resumed.stderr
     assert "epoch 1/20" not in resumed.stderr
     weights = user / "runs/small/artifacts/train/weights.safetensors"
     first = weights.read_bytes()
     shutil.rmtree(user / "runs")
-    assert compress("run", "small.yaml", "--until", "train", cwd=user).returncode == 0
+    assert called(*command, cwd=user).returncode == 0
     assert weights.read_bytes() == first
 
 
@@ -364,14 +363,14 @@ def test_what_user_code_writes_never_gets_between_the_json(user: Path, called: C
 
 
 @pytest.mark.slow
-def test_a_failure_says_which_stage_failed(user: Path) -> None:
+def test_a_failure_says_which_stage_failed(user: Path, called: Callable) -> None:
     diverging = FILE.replace("epochs: 2", "epochs: 2, learning_rate: 1.0e+30")
     (user / "small.yaml").write_text(diverging)
     done = compress("run", "small.yaml", cwd=user)
     assert done.returncode == 1
     assert "✗ failed" in done.stdout
     assert "stages cached" not in done.stdout
-    printed = json.loads(compress("run", "small.yaml", "--json", cwd=user).stdout)
+    printed = json.loads(called("run", "small.yaml", "--json", cwd=user).stdout)
     assert printed["failed_stage"]["name"] == "train"
 
 
