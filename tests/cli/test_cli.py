@@ -129,11 +129,12 @@ def _python(code: str, cwd: Path) -> Done:
     return done
 
 
-def test_checking_a_bad_file_imports_no_torch(user: Path) -> None:
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_refusing_a_bad_file_imports_no_torch(user: Path, command: str) -> None:
     (user / "small.yaml").write_text(FILE.replace("epochs", "epoch"))
     code = (
         "import sys, cli\n"
-        "sys.argv = ['compress', 'check', 'small.yaml']\n"
+        f"sys.argv = ['compress', {command!r}, 'small.yaml']\n"
         "try:\n    cli.main()\n"
         "except SystemExit as stop:\n    assert stop.code == 2\n"
         "assert 'torch' not in sys.modules\n"
@@ -450,7 +451,7 @@ def test_an_unwritable_store_on_a_rerun_is_one_line(user: Path) -> None:
 
 
 @pytest.mark.slow
-def test_init_asks_on_a_terminal_and_what_it_writes_is_valid(user: Path) -> None:
+def test_init_asks_on_a_terminal_and_what_it_writes_is_valid(user: Path, called: Callable) -> None:
     master, slave = pty.openpty()
     os.write(master, b"nets\nnets:mlp\n\nnets:data\n\nsmaller\n")
     done = subprocess.run(
@@ -462,8 +463,8 @@ def test_init_asks_on_a_terminal_and_what_it_writes_is_valid(user: Path) -> None
     assert done.stderr.count("Model, as module:callable") == 2
     assert done.stdout.endswith("next: compress run pipeline.yaml\n")
     assert "factory: nets:mlp" in (user / "pipeline.yaml").read_text()
-    assert compress("check", "pipeline.yaml", cwd=user).returncode == 0
-    again = compress("init", "--model", "nets:mlp", "--data", "nets:data", cwd=user)
+    assert called("check", "pipeline.yaml", cwd=user).returncode == 0
+    again = called("init", "--model", "nets:mlp", "--data", "nets:data", cwd=user)
     assert again.returncode == 2
     assert "pipeline.yaml exists and is not overwritten" in again.stderr
 
