@@ -91,10 +91,10 @@ def run(
     """Walk a pipeline; write the report and the artifacts."""
     with importing.quickly():
         from pipelines.pipeline import Pipeline
+    pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
+    with importing.quickly():
         from pipelines.progress import shown
         from pipelines.run import foresee
-
-    pipeline = Pipeline.from_yaml(file)
     directory = out or Path("runs") / pipeline.name
     options: dict[str, Any] = {"start": start, "until": until, "force": force, "store": store}
     if dry_run:
@@ -247,10 +247,10 @@ def serve(
     seconds: Annotated[float, typer.Option(min=0.001, help="Time for a request.")] = 30,
 ) -> None:
     """Answer over HTTP until a signal; a .mar by TorchServe."""
-    from pipelines import catalog  # noqa: F401 - importing it makes every kind known
-    from serve.foreground import Place, serve_artifact
-    from serve.options import Limits, Options
-
+    with importing.quickly():
+        from pipelines import catalog  # noqa: F401 - importing it makes every kind known
+        from serve.foreground import Place, serve_artifact
+        from serve.options import Limits, Options
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "sha256": sha256}
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
 

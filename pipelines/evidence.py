@@ -11,7 +11,6 @@ from compress.core.artifact import Artifact
 from compress.core.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from compress.core.files import write_atomically
 from pipelines import catalog  # noqa: F401 - importing it makes every kind known
-from pipelines.inputs import settle, source_parts
 from pipelines.pipeline import Pipeline
 from pipelines.proof_page import as_text
 from serve.archive import TorchServeArchive
@@ -49,6 +48,8 @@ def evidence_of(path: Path) -> Evidence | None:
 
     The pipeline's data are loaded again: its own code runs, as in the run.
     """
+    from pipelines.inputs import settle, source_parts  # imports torch, which few proofs need
+
     folder = path.absolute().parent
     lock = folder.parent / "lock.json"
     if path.is_file() or folder.name != "artifacts" or not lock.is_file():

@@ -10,11 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import cli
+
+Done = subprocess.CompletedProcess[str]
 
 ROOT = Path(__file__).parents[2]
 COMPRESS = [sys.executable, "-c", "import cli; cli.main()"]
@@ -60,7 +63,8 @@ stages:
 """
 
 
-def compress(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+def compress(*arguments: str | Path, cwd: Path, **environment: str) -> Done:
+    """Run a command as a shell does."""
     return subprocess.run(
         [*COMPRESS, *map(str, arguments)],
         cwd=cwd,
@@ -70,6 +74,20 @@ def compress(*arguments: str | Path, cwd: Path, **environment: str) -> subproces
         errors="replace",
         timeout=120,
     )
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable:
+    """Return what runs a command in this process, where torch has been imported."""
+
+    def call(*arguments: str | Path, cwd: Path) -> Done:
+        monkeypatch.chdir(cwd)
+        with pytest.raises(SystemExit) as end:
+            cli.app([*map(str, arguments)])
+        said = capfd.readouterr()
+        return Done(arguments, end.value.code, said.out, said.err)
+
+    return call
 
 
 @pytest.fixture
@@ -84,14 +102,14 @@ def written(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def walked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
+def walked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     """Return a folder in which the pipeline was run once, and what that said."""
     user = written(tmp_path_factory.mktemp("walked"))
     return user, compress("run", "small.yaml", cwd=user)
 
 
 @pytest.fixture
-def ran(walked: tuple[Path, subprocess.CompletedProcess], tmp_path: Path) -> Path:
+def ran(walked: tuple[Path, Done], tmp_path: Path) -> Path:
     """Return a copy of the folder in which the pipeline was run, store included."""
     return shutil.copytree(walked[0], tmp_path / "user")
 
@@ -103,7 +121,7 @@ def test_help_and_version_import_no_torch(tmp_path: Path) -> None:
     assert "run" in compress("--help", cwd=tmp_path).stdout
 
 
-def _python(code: str, cwd: Path) -> subprocess.CompletedProcess:
+def _python(code: str, cwd: Path) -> Done:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120
     )
@@ -111,11 +129,12 @@ def _python(code: str, cwd: Path) -> subprocess.CompletedProcess:
     return done
 
 
-def test_checking_a_bad_file_imports_no_torch(user: Path) -> None:
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_refusing_a_bad_file_imports_no_torch(user: Path, command: str) -> None:
     (user / "small.yaml").write_text(FILE.replace("epochs", "epoch"))
     code = (
         "import sys, cli\n"
-        "sys.argv = ['compress', 'check', 'small.yaml']\n"
+        f"sys.argv = ['compress', {command!r}, 'small.yaml']\n"
         "try:\n    cli.main()\n"
         "except SystemExit as stop:\n    assert stop.code == 2\n"
         "assert 'torch' not in sys.modules\n"
@@ -140,7 +159,7 @@ def test_checking_a_valid_file_quickly_imports_no_torch(user: Path) -> None:
     assert json.loads(done.stdout)["signature"] is None
 
 
-def test_run_check_inspect_and_json(walked: tuple[Path, subprocess.CompletedProcess]) -> None:
+def test_run_check_inspect_and_json(walked: tuple[Path, Done], called: Callable) -> None:
     user, done = walked
     assert done.returncode == 0, done.stderr
     assert "train: running (not run before)" in done.stderr
@@ -152,31 +171,29 @@ def test_run_check_inspect_and_json(walked: tuple[Path, subprocess.CompletedProc
     assert again.stderr == ""
     assert [s["cached"] for s in report["stages"]] == [True, True]
 
-    dry = compress("run", "small.yaml", "--dry-run", "--force", cwd=user)
+    dry = called("run", "small.yaml", "--dry-run", "--force", cwd=user)
     assert dry.stdout.splitlines()[0].startswith("source: runs")
 
     artifact = user / "runs/small/artifacts/export_onnx"
     assert "input x float32 ['batch', 4]" in compress("inspect", artifact, cwd=user).stdout
-    inspected = json.loads(compress("inspect", artifact, "--json", cwd=user).stdout)
+    inspected = json.loads(called("inspect", artifact, "--json", cwd=user).stdout)
     assert inspected["kind"] == "onnx"
     verified = compress("verify", artifact, cwd=user)
     assert verified.returncode == 0, verified.stderr
     assert "proven: " in verified.stdout
 
-    checked = compress("check", "small.yaml", cwd=user)
+    checked = called("check", "small.yaml", cwd=user)
     assert "valid (train → export_onnx)" in checked.stdout
 
 
 def test_the_page_tells_the_keys_of_the_json(
-    walked: tuple[Path, subprocess.CompletedProcess],
+    walked: tuple[Path, Done],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    called: Callable,
 ) -> None:
-    monkeypatch.chdir(walked[0])
     run, artifact = "runs/small", "runs/small/artifacts/export_onnx"
     model = ["--model", "nets:mlp", "--data", "nets:data"]
-    called = {
+    commands = {
         "run": ["small.yaml"],
         "report": [run],
         "check": ["small.yaml"],
@@ -188,12 +205,11 @@ def test_the_page_tells_the_keys_of_the_json(
         "doctor": [],
     }
     page = (ROOT / "docs" / "cli.md").read_text()
-    for name, arguments in called.items():
+    for name, arguments in commands.items():
         (row,) = re.findall(rf"^\| (?:`\w+`, )*`{name}`.*? \| (.*) \|", page, re.MULTILINE)[:1]
-        with pytest.raises(SystemExit) as end:
-            cli.app([name, *arguments, "--json"])
-        assert end.value.code == 0, capfd.readouterr().err
-        found = json.loads(capfd.readouterr().out)
+        done = called(name, *arguments, "--json", cwd=walked[0])
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
         told = set(re.findall("`([a-z_]+)`", row.partition(";")[0])) - {"null"}
         assert len(told) >= 3
         assert told <= found.keys(), name
@@ -201,11 +217,11 @@ def test_the_page_tells_the_keys_of_the_json(
             assert told == found.keys()
 
 
-def test_a_tampered_artifact_is_refused(ran: Path) -> None:
+def test_a_tampered_artifact_is_refused(ran: Path, called: Callable) -> None:
     model = ran / "runs/small/artifacts/export_onnx/model.onnx"
     model.chmod(0o644)
     model.write_bytes(model.read_bytes() + b"x")
-    done = compress("verify", model.parent, cwd=ran)
+    done = called("verify", model.parent, cwd=ran)
     assert done.returncode == 2
     assert "model.onnx is not the file that was sealed" in done.stderr
 
@@ -223,11 +239,11 @@ def test_a_tampered_artifact_is_refused(ran: Path) -> None:
     ],
 )
 def test_each_refusal_is_one_line_with_its_exit_code(
-    user: Path, old: str, new: str, code: int, message: str
+    user: Path, called: Callable, old: str, new: str, code: int, message: str
 ) -> None:
     name = "absent.yaml" if old == new else "small.yaml"
     (user / "small.yaml").write_text(FILE.replace(old, new, 1))
-    done = compress("run", name, cwd=user)
+    done = called("run", name, cwd=user)
     assert done.returncode == code, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
@@ -235,9 +251,9 @@ def test_each_refusal_is_one_line_with_its_exit_code(
     assert "Traceback" not in done.stderr
 
 
-def test_debug_shows_the_traceback(user: Path) -> None:
+def test_debug_shows_the_traceback(user: Path, called: Callable) -> None:
     (user / "small.yaml").write_text(FILE.replace("nets:mlp", "absent:mlp"))
-    done = compress("check", "small.yaml", "--debug", cwd=user)
+    done = called("check", "small.yaml", "--debug", cwd=user)
     assert done.returncode == 2
     assert "Traceback" in done.stderr
 
@@ -254,9 +270,12 @@ def test_a_refused_gate_shows_the_table_and_keeps_the_artifact(ran: Path) -> Non
     assert "refused" in (ran / "runs/small/report.json").read_text()
 
 
-def test_a_missing_java_stops_only_the_packaging(ran: Path) -> None:
+def test_a_missing_java_stops_only_the_packaging(
+    ran: Path, called: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (ran / "small.yaml").write_text(FILE + "  - {stage: package_torchserve}\n")
-    done = compress("run", "small.yaml", cwd=ran, PATH="/nonexistent")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    done = called("run", "small.yaml", cwd=ran)
     assert done.returncode == 4, done.stderr
     assert "warning: package_torchserve will stop: java is not on the PATH" in done.stderr
     assert "error: package_torchserve: " in done.stderr
@@ -265,13 +284,12 @@ def test_a_missing_java_stops_only_the_packaging(ran: Path) -> None:
 
 
 @pytest.mark.slow
-def test_control_c_in_training_resumes_to_the_same_weights(user: Path) -> None:
+def test_control_c_in_training_resumes_to_the_same_weights(user: Path, called: Callable) -> None:
     (user / "nets.py").write_text(SLOW_NETS)
     (user / "small.yaml").write_text(FILE.replace("epochs: 2", "epochs: 20"))
     (user / "slow").touch()
-    process = subprocess.Popen(
-        [*COMPRESS, "run", "small.yaml"], cwd=user, stderr=subprocess.PIPE, text=True
-    )
+    command = ("run", "small.yaml", "--until", "train")
+    process = subprocess.Popen([*COMPRESS, *command], cwd=user, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
         if "epoch 5/20" in line:
@@ -282,13 +300,13 @@ def test_control_c_in_training_resumes_to_the_same_weights(user: Path) -> None:
     assert "run the same command again to resume" in rest
 
     (user / "slow").unlink()
-    resumed = compress("run", "small.yaml", cwd=user)
+    resumed = compress(*command, cwd=user)
     assert resumed.returncode == 0, resumed.stderr
     assert "epoch 1/20" not in resumed.stderr
     weights = user / "runs/small/artifacts/train/weights.safetensors"
     first = weights.read_bytes()
     shutil.rmtree(user / "runs")
-    assert compress("run", "small.yaml", "--until", "train", cwd=user).returncode == 0
+    assert called(*command, cwd=user).returncode == 0
     assert weights.read_bytes() == first
 
 
@@ -334,7 +352,7 @@ def test_an_interruption_in_an_import_is_one_whatever_it_turns_into(
     assert done.stderr == "interrupted; run the same command again to resume\n"
 
 
-def test_what_user_code_writes_never_gets_between_the_json(user: Path) -> None:
+def test_what_user_code_writes_never_gets_between_the_json(user: Path, called: Callable) -> None:
     noise = "import os\nprint('from print')\nos.system('echo from a program')\n"
     (user / "nets.py").write_text(noise + NETS)
     checked = compress("check", "small.yaml", "--json", cwd=user)
@@ -342,25 +360,25 @@ def test_what_user_code_writes_never_gets_between_the_json(user: Path) -> None:
     assert "from print" in checked.stderr
     assert "from a program" in checked.stderr
     (user / "nets.py").write_text(noise + NETS.replace("nn.Sequential", "nn.Sequentia"))
-    assert compress("run", "small.yaml", "--json", cwd=user).returncode == 2
+    assert called("run", "small.yaml", "--json", cwd=user).returncode == 2
 
 
 @pytest.mark.slow
-def test_a_failure_says_which_stage_failed(user: Path) -> None:
+def test_a_failure_says_which_stage_failed(user: Path, called: Callable) -> None:
     diverging = FILE.replace("epochs: 2", "epochs: 2, learning_rate: 1.0e+30")
     (user / "small.yaml").write_text(diverging)
     done = compress("run", "small.yaml", cwd=user)
     assert done.returncode == 1
     assert "✗ failed" in done.stdout
     assert "stages cached" not in done.stdout
-    printed = json.loads(compress("run", "small.yaml", "--json", cwd=user).stdout)
+    printed = json.loads(called("run", "small.yaml", "--json", cwd=user).stdout)
     assert printed["failed_stage"]["name"] == "train"
 
 
-def test_an_error_of_several_lines_is_said_in_one(user: Path) -> None:
+def test_an_error_of_several_lines_is_said_in_one(user: Path, called: Callable) -> None:
     raising = "def data():\n    raise ValueError('first\\nsecond\\n\\nthird')\n"
     (user / "nets.py").write_text(NETS + raising)
-    done = compress("run", "small.yaml", cwd=user)
+    done = called("run", "small.yaml", cwd=user)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "first second third" in done.stderr
@@ -433,7 +451,7 @@ def test_an_unwritable_store_on_a_rerun_is_one_line(user: Path) -> None:
 
 
 @pytest.mark.slow
-def test_init_asks_on_a_terminal_and_what_it_writes_is_valid(user: Path) -> None:
+def test_init_asks_on_a_terminal_and_what_it_writes_is_valid(user: Path, called: Callable) -> None:
     master, slave = pty.openpty()
     os.write(master, b"nets\nnets:mlp\n\nnets:data\n\nsmaller\n")
     done = subprocess.run(
@@ -445,8 +463,8 @@ def test_init_asks_on_a_terminal_and_what_it_writes_is_valid(user: Path) -> None
     assert done.stderr.count("Model, as module:callable") == 2
     assert done.stdout.endswith("next: compress run pipeline.yaml\n")
     assert "factory: nets:mlp" in (user / "pipeline.yaml").read_text()
-    assert compress("check", "pipeline.yaml", cwd=user).returncode == 0
-    again = compress("init", "--model", "nets:mlp", "--data", "nets:data", cwd=user)
+    assert called("check", "pipeline.yaml", cwd=user).returncode == 0
+    again = called("init", "--model", "nets:mlp", "--data", "nets:data", cwd=user)
     assert again.returncode == 2
     assert "pipeline.yaml exists and is not overwritten" in again.stderr
 

@@ -1,30 +1,42 @@
-"""The examples, run as a user would."""
+"""The examples, run as a user would: the script in a process of its own, the others in this one."""
 
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import cli
 from compress.core.artifact import Artifact
 from pipelines.report import Report
+from tests.pipelines.conftest import measured_briefly
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Return what runs a pipeline by the command, in the test's folder, and gives what it said."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str | Path) -> str:
+        with measured_briefly(), pytest.raises(SystemExit) as end:
+            cli.app(["run", *map(str, arguments)])
+        said = capfd.readouterr().err
+        assert not end.value.code, said
+        return said
+
+    return call
+
+
 @pytest.mark.slow
-def test_a_users_own_folder(tmp_path: Path) -> None:
+def test_a_users_own_folder(tmp_path: Path, run: Callable[..., str]) -> None:
     shutil.copytree(EXAMPLES / "custom", tmp_path / "mine")
-    code = "import cli; cli.main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "run", "mine/pipeline.yaml", "--out", "results"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    run("mine/pipeline.yaml", "--out", "results")
     report = Report.read(tmp_path / "results")
     first, last = report.stages[0].measurements, report.stages[-1].measurements
     assert first.metric.value > 0.9
@@ -32,17 +44,11 @@ def test_a_users_own_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_texts_of_any_length_in_buckets_through_a_cache(tmp_path: Path) -> None:
+def test_texts_of_any_length_in_buckets_through_a_cache(
+    tmp_path: Path, run: Callable[..., str]
+) -> None:
     shutil.copytree(EXAMPLES / "text", tmp_path / "mine")
-    done = subprocess.run(
-        [sys.executable, "-c", "import cli; cli.main()", "run", "mine/pipeline.yaml"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "tokens/s" in done.stderr
+    assert "tokens/s" in run("mine/pipeline.yaml")
     (results,) = (tmp_path / "runs").iterdir()
     assert Report.read(results).stages[0].measurements.metric.value > 0.7
     assert (results / "profiles" / "train" / "trace-rank0.json").is_file()
@@ -65,18 +71,8 @@ def test_the_road_from_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_few_labels_and_a_larger_teacher(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", "import cli; cli.main()", "run"),
-            *(EXAMPLES / "digits" / "few_labels.yaml", "--out", tmp_path / "out"),
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
+def test_few_labels_and_a_larger_teacher(tmp_path: Path, run: Callable[..., str]) -> None:
+    run(EXAMPLES / "digits" / "few_labels.yaml", "--out", "out")
     train, distill, _ = Report.read(tmp_path / "out").stages
     assert distill.measurements.parameters < 0.07 * train.measurements.parameters
     assert distill.measurements.metric.value > 0.88

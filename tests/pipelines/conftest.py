@@ -1,10 +1,13 @@
 """A small project of a user's: an MLP on separable clouds, trained, pruned and exported."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from compress.core.latency import compare_latency
 from pipelines.pipeline import Pipeline
 from pipelines.report import Report
 
@@ -40,6 +43,21 @@ stages:
 """
 
 
+@contextmanager
+def measured_briefly() -> Iterator[None]:
+    """Measure for a moment in a block: how long models take is of no interest here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare_latency, "__defaults__", (0.001,))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def quick_measurements() -> Iterator[None]:
+    """Spend a test's time on what it is about; fixtures of a wider scope do so themselves."""
+    with measured_briefly():
+        yield
+
+
 class Project:
     """A folder with the user's files, and what running them said."""
 
@@ -56,7 +74,9 @@ class Project:
     def run(self, **options) -> Report:
         """Run the pipeline file as it is now."""
         self.said.clear()
-        return Pipeline.from_yaml(self.file).run(self.out, announce=self.said.append, **options)
+        pipeline = Pipeline.from_yaml(self.file)
+        with measured_briefly():
+            return pipeline.run(self.out, announce=self.said.append, **options)
 
     def ran(self) -> dict[str, str]:
         """Return the stages that were run, and why."""
@@ -65,7 +85,7 @@ class Project:
 
 
 @pytest.fixture(scope="session")
-def walked(tmp_path_factory: pytest.TempPathFactory) -> Project:
+def walked(tmp_path_factory: pytest.TempPathFactory, one_registry) -> Project:
     """Return a project that has been run once; tests must not change it."""
     folder = tmp_path_factory.mktemp("walked")
     (folder / "nets.py").write_text(NETS)

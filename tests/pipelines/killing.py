@@ -5,6 +5,8 @@ right before a random one of its operations on files, which is where a half-writ
 """
 
 import contextlib
+import functools
+import gc
 import hashlib
 import importlib
 import io
@@ -57,6 +59,7 @@ class Killed:
             told = json.loads(self.log.with_suffix(".json").read_text())
             self.seconds, self.operations = told["seconds"], told["operations"]
             _import(told["modules"])
+            _keep_what_is_imported()
         self.expected = self.found()
         self.out.rename(self.whole)
 
@@ -233,6 +236,17 @@ def _import(modules: list[str]) -> None:
     for name in modules:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
+
+
+def _keep_what_is_imported() -> None:
+    """Keep the garbage collector of the forks from it, and read the exporter's table once."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    once = functools.cache(ONNXRegistry.from_torchlib)
+    ONNXRegistry.from_torchlib = staticmethod(once)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def _leave_the_server_out() -> None:

@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 from compress.core.errors import GateRefused, StageFailed, told_of
-from compress.core.latency import compare_latency
 from pipelines.diff import compare
 from pipelines.events import LOG
 from pipelines.outcome import Outcome
@@ -17,6 +16,7 @@ from pipelines.report import Report
 from pipelines.rows import rows_of
 from pipelines.table import closing_lines, stage_table
 from pipelines.why import why
+from tests.pipelines.conftest import measured_briefly
 
 NETS = """
 from torch import nn
@@ -49,14 +49,6 @@ stages:
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_measurements():
-    """Measure for a moment: how long models take is of no interest here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_latency, "__defaults__", (0.001,))
-        yield
-
-
 class Branches:
     """A folder whose pipeline has branches that do not pass."""
 
@@ -68,7 +60,7 @@ class Branches:
     def run(self, **options) -> list[str]:
         self.said: list[str] = []
         self.seen: list[Report] = []
-        with pytest.raises(StageFailed) as caught:
+        with measured_briefly(), pytest.raises(StageFailed) as caught:
             Pipeline.from_yaml(self.file).run(
                 self.out, announce=self.said.append, finished=self.seen.append, **options
             )

@@ -13,7 +13,6 @@ import pytest
 
 from compress import PruneChannels, Target, Train
 from compress.core.errors import StageFailed, told_of
-from compress.core.latency import compare_latency
 from compress.core.requirement import undisturbed
 from pipelines.events import LOG
 from pipelines.making import Made
@@ -58,11 +57,6 @@ stages:
     input: source
     gates: [{gate: max_size, ratio: 0.01}]
 """
-
-
-@pytest.fixture(autouse=True)
-def quick_measurements(monkeypatch) -> None:
-    monkeypatch.setattr(compare_latency, "__defaults__", (0.001,))
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from compress.core.errors import PipelineInvalid
-from compress.core.latency import compare_latency
 from pipelines.pipeline import Pipeline, json_schema
 from pipelines.plan import make_plan
 from pipelines.report import Report
 from pipelines.run import foresee
 from pipelines.why import why
+from tests.pipelines.conftest import measured_briefly
 
 NETS = """
 from torch import nn
@@ -194,8 +194,7 @@ def ran(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("matrix")
     (folder / "nets.py").write_text(NETS)
     (folder / "halves.yaml").write_text(HALVES)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare_latency, "__defaults__", (0.001,))
+    with measured_briefly():
         Pipeline.from_yaml(folder / "halves.yaml").run(folder / "out")
     return folder
 

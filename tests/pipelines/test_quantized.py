@@ -12,6 +12,7 @@ from pipelines.pipeline import Pipeline
 from pipelines.quantized import fidelity_of, slower_than_float
 from pipelines.report import Report, StageReport
 from pipelines.table import closing_lines
+from tests.pipelines.conftest import measured_briefly
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,8 @@ def report(walked, tmp_path_factory: pytest.TempPathFactory) -> Report:
     file.write_text(
         file.read_text() + "  - {name: int8, stage: quantize_dynamic, input: prune_channels}\n"
     )
-    Pipeline.from_yaml(file).run(folder / "out")
+    with measured_briefly():
+        Pipeline.from_yaml(file).run(folder / "out")
     found = Report.read(folder / "out")
     exported = next(s for s in found.stages if s.name == "export_onnx")
     again = exported.model_copy(update={"name": "int8_onnx", "input": "int8"})

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from compress.core.errors import PipelineInvalid, Unavailable
-from compress.core.latency import compare_latency
 from compress.core.requirement import Requirement
 from pipelines import engines
 from pipelines.pipeline import Pipeline
@@ -68,7 +67,6 @@ def test_a_branch_whose_process_is_killed_is_made_again_and_no_other_is_lost(
     file, monkeypatch
 ) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
-    monkeypatch.setattr(compare_latency, "__defaults__", (0.001,))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     folder = file.parent
     (folder / "die").touch()

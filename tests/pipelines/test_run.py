@@ -63,7 +63,7 @@ def test_a_changed_setting_is_named_and_reruns_only_what_follows(project) -> Non
 
 def test_changed_data_is_named(project) -> None:
     project.edit("shift: 0.0", "shift: 0.5")
-    project.run()
+    project.run(until="train")
     assert project.ran()["train"] == "data.arguments.shift 0.0 → 0.5"
     assert "source" not in project.ran()
 
@@ -77,7 +77,7 @@ def test_workers_make_nothing_run_again(project) -> None:
 def test_changed_model_code_is_named(project) -> None:
     nets = project.folder / "nets.py"
     nets.write_text(nets.read_text().replace("hidden=32", "hidden=48"))
-    project.run()
+    project.run(until="train")
     assert project.ran()["source"].startswith("code ")
     assert "train" in project.ran()
 
@@ -118,7 +118,7 @@ def test_a_refusal_stops_the_stages_after_it(project) -> None:
 
 def test_a_changed_metric_trains_again_for_it_decides_which_epoch_is_kept(project) -> None:
     project.edit("version: 1", "version: 1\nmetric: loss")
-    project.run()
+    project.run(until="train")
     assert project.ran()["train"].startswith("metric ")
 
 
@@ -245,7 +245,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(project) -> Non
     assert "\n" not in message
     assert not list(project.out.rglob("manifest.json"))
     assert not list(project.out.rglob("*partial*"))
-    project.run()
+    project.run(until="train")
 
 
 def test_a_second_run_waits_for_the_first(project) -> None:

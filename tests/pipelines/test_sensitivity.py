@@ -1,15 +1,13 @@
 """What cutting each family alone does: measured, as a table, and as a page."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
+import cli
 from compress.core.checkpoint import import_checkpoint
 from compress.core.eager import run_in_eval
 from compress.core.errors import PipelineInvalid, StageFailed
@@ -20,7 +18,6 @@ from compress.pruning.sensitivity import measure_sensitivity
 from pipelines.pipeline import Pipeline
 from pipelines.sensitivity import lines_below, measure, plot, table
 
-ROOT = Path(__file__).parents[2]
 NETS = """
 import torch
 from torch import nn
@@ -114,23 +111,17 @@ def test_a_wrong_ratio_is_refused(project) -> None:
         measure(Pipeline.from_yaml(project.file), project.out, ratios=(0.5, 1.5))
 
 
-@pytest.mark.slow
-def test_the_command_tells_people_and_machines(project) -> None:
-    command = [sys.executable, "-c", "import cli; cli.main()", "sensitivity", "small.yaml"]
+def test_the_command_tells_people_and_machines(project, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setenv("NO_COLOR", "1")
     options = ["--out", "out", "--ratio", "0.25", "--ratio", "0.5", "--no-latency"]
-    said = [
-        subprocess.run(
-            [*command, *options, *more],
-            cwd=project.folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        for more in ([], ["--json"])
-    ]
-    assert [done.returncode for done in said] == [0, 0], said[0].stderr
-    assert "-25 %" in said[0].stdout and "plot: out/sensitivity.html" in said[0].stdout
-    assert "latency" not in said[0].stdout
-    (family,) = json.loads(said[1].stdout)["families"]
+    said = []
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit) as end:
+            cli.app(["sensitivity", "small.yaml", *options, *more])
+        said.append(capfd.readouterr())
+        assert not end.value.code, said[-1].err
+    assert "-25 %" in said[0].out and "plot: out/sensitivity.html" in said[0].out
+    assert "latency" not in said[0].out
+    (family,) = json.loads(said[1].out)["families"]
     assert [point["latency"] for point in family["points"]] == [None, None]

@@ -70,7 +70,7 @@ stages:
     epochs: 4
     batch_size: 16
     parallel: {nodes: 2, processes: 1, rendezvous: $COMPRESS_RENDEZVOUS, rendezvous_seconds: 200}
-  - {stage: export_onnx}
+  - {stage: prune_weights, amount: 0.5}
 """
 TWO = Cluster(nodes=2)
 
@@ -132,7 +132,8 @@ def test_a_job_on_two_nodes_whose_time_is_up_is_queued_again_and_goes_on(user):
     assert job.returncode == 0, said
     assert "resumed after epoch" in said
     assert "joining a training of 2 nodes with 1 processes each" in said
-    assert (user / "the run's directory" / "artifacts" / "export_onnx" / "model.onnx").is_file()
+    pruned = user / "the run's directory" / "artifacts" / "prune_weights"
+    assert (pruned / "weights.safetensors").is_file()
 
 
 def test_the_script_is_bash_and_asks_for_what_was_said(user):
@@ -179,8 +180,9 @@ def test_the_command_writes_it(user):
         command = [user / "bin" / "compress", "init", *arguments]
         return subprocess.run(command, cwd=user, capture_output=True, text=True, timeout=120)
 
-    assert init().returncode == 2
-    assert "needs a model: --model module:callable (or --slurm for a batch script)" in init().stderr
+    done = init()
+    assert done.returncode == 2
+    assert "needs a model: --model module:callable (or --slurm for a batch script)" in done.stderr
     done = init("small.yaml", "--slurm", "--nodes", "2", "--gpus-per-node", "8")
     assert done.returncode == 0, done.stderr
     assert "to do: small.yaml, stage train: put parallel: {nodes: 2, processes: 8" in done.stderr

@@ -1,15 +1,12 @@
-"""The stages that remove blocks and single weights, walked from a file by the command."""
+"""The stages that remove blocks and single weights, walked from a file."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from compress.core.eager import EagerModel
+from pipelines.pipeline import Pipeline
 
-ROOT = Path(__file__).parents[2]
 NETS = """
 import torch
 from torch import nn
@@ -61,17 +58,8 @@ stages:
 def test_a_file_is_walked(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NETS)
     (tmp_path / "small.yaml").write_text(FILE)
-    command = "import cli; cli.main()"
-    done = subprocess.run(
-        [sys.executable, "-c", command, "run", "small.yaml", "--out", "out", "--json"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    facts = {s["name"]: s["artifact"]["facts"] for s in json.loads(done.stdout)["stages"]}
+    report = Pipeline.from_yaml(tmp_path / "small.yaml").run(tmp_path / "out")
+    facts = {stage.name: stage.artifact.facts for stage in report.stages}
     assert len(facts["prune_layers"]["removed"]) == 2
     assert facts["prune_weights"]["zeros"]["pruned_weights"] == 0.5
     assert abs(facts["sparse"]["zeros"]["pruned_weights"] - 0.6) < 0.01

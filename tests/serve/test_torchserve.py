@@ -37,6 +37,7 @@ from serve.provenance import digest_of
 from serve.server import TorchServe, has_ended, last_lines, stop
 from serve.stage import PackageTorchServe
 from serve.worker.wire import NPZ, from_npz, to_npz
+from tests.pipelines.conftest import measured_briefly
 
 pytestmark = pytest.mark.torchserve
 
@@ -218,7 +219,7 @@ def test_torchscript_passes_its_gates_through_one_server(
     gates = (LabelAgreement(), Parity(atol=1e-5), MaxLatency(p95_ms=1e-6))
     stage = PackageTorchServe(gates=gates)
     archive = stage.run(model, context.at(context.root.with_name("ts-mar")))
-    with archive.held():
+    with measured_briefly(), archive.held():
         assert not started  # a run that measures nothing starts nothing
         verdicts = stage.judge(model, archive, context)
         running = processes_in(started[0])

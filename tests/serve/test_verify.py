@@ -28,6 +28,7 @@ from serve.proof import replayed
 from serve.provenance import Provenance, digest_of, refuse_broken_chain
 from serve.stage import PackageTorchServe
 from serve.verify import verify
+from tests.pipelines.conftest import measured_briefly
 
 pytestmark = pytest.mark.torchserve
 
@@ -300,7 +301,8 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
         shutil.copytree(ROOT / "examples" / "digits", folder)
         (folder / "small.yaml").write_text(PIPELINE)
         pipeline = Pipeline.from_yaml(folder / "small.yaml")
-        report = pipeline.run(tmp_path / name / "out")
+        with measured_briefly():
+            report = pipeline.run(tmp_path / name / "out")
         mars.append(tmp_path / name / "out" / "artifacts" / "package_torchserve" / "model.mar")
         assert report.stages[-1].artifact.sha256 == digest_of(mars[-1]).sha256
     assert mars[0].read_bytes() == mars[1].read_bytes()
