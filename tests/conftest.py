@@ -1,12 +1,11 @@
 """Fixtures that several rooms share: the digits example, a small user project."""
 
-import functools
 import gc
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 # Small nets gain nothing from threads, which wait for those of the tests that run beside them.
@@ -55,17 +54,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-
-
-@pytest.fixture(scope="session")
-def one_registry() -> Iterator[None]:
-    """Let torch's exporter read its table of operators once, and not in each export."""
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    with pytest.MonkeyPatch.context() as patch:
-        once = functools.cache(ONNXRegistry.from_torchlib)
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(once))
-        yield
 
 
 @pytest.fixture(scope="session")

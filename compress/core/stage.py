@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Protocol, S
 from pydantic import Field
 
 from compress.core.artifact import Artifact, Step
+from compress.core.collecting import only_new
 from compress.core.errors import GateRefused, StageFailed
 from compress.core.files import remove
 from compress.core.gates import AnyGate, Verdict, explain
@@ -197,7 +198,8 @@ class Stage(Settings, Generic[Reads, Writes]):
             GateRefused: a gate refused; the artifact is kept and named.
             StageFailed: the stage could not do its work.
         """
-        artifact = self.run(model, context)
+        with only_new():
+            artifact = self.run(model, context)
         context.clear_work()
         refused = [v for v in self.judge(model, artifact, context) if not v.passed]
         if refused:

@@ -64,7 +64,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], EagerMo
     return get
 
 
-@pytest.mark.usefixtures("one_registry")
 @pytest.mark.parametrize(("name", "kind"), CELLS)
 def test_a_cell_is_what_the_page_says(name: str, kind: str, sources, walked) -> None:
     source = sources(name)
