@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Small nets gain nothing from threads, which wait for those of the tests that run beside them.
@@ -22,6 +22,7 @@ from compress.core.data import DataReference, Splits
 from compress.core.eager import EagerModel
 from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
+from tests.forking import Forks
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "examples" / "digits"
@@ -104,3 +105,18 @@ def fresh_process(tmp_path: Path) -> Callable[[str], str]:
         return done.stdout.strip()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def _forks() -> Iterator[Forks]:
+    with Forks() as forks:
+        yield forks
+
+
+@pytest.fixture
+def fresh_torch(_forks: Forks, tmp_path: Path) -> Callable[[str], str]:
+    """Return what `fresh_process` does, for a process that begins with torch: without its import.
+
+    Nothing of ours is imported in it, and nothing that other code did.
+    """
+    return lambda code: _forks.run(code, tmp_path)
