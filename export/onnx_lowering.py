@@ -12,6 +12,7 @@ import torch
 
 from compress.core.bounds import dynamic_shapes
 from compress.core.errors import StageFailed, first_line
+from compress.core.library import composites_listed_once
 from compress.core.recurrence import any_length
 from export.onnx_dynamic import TRANSLATIONS, multiply_integers_
 from export.onnx_few_bits import with_packed_products
@@ -20,6 +21,7 @@ from export.onnx_half import holds, part_transposes_
 from export.onnx_names import INPUT, OUTPUT, rename_
 from export.onnx_proto import proto_of
 from export.onnx_recurrent import compute_recurrences_
+from export.onnx_registry import operators_read_once
 from export.targets import SIXTEEN_BITS_SINCE, no_sixteen_bits
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ def lower(
     half = holds(program, torch.float16)
     try:
         # With gradients, attention with a learned mask is decomposed otherwise than it was traced.
-        with _quiet(), any_length(), torch.no_grad():
+        with _quiet(), any_length(), _looking_once(), torch.no_grad():
             program = with_packed_products(program, signature)
             lay_out_attention_(program)
             exported = torch.onnx.export(
@@ -123,6 +125,12 @@ def innermost_reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {TERMINAL_ESCAPE.sub('', first_line(error))}"
+
+
+@contextmanager
+def _looking_once() -> Iterator[None]:
+    with operators_read_once(), composites_listed_once():
+        yield
 
 
 @contextmanager

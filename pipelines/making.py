@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from compress.core.collecting import only_new
 from pipelines.naming import named
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Making:
             CompressError: it could not do its work; the message begins with its name.
         """
         began = time.monotonic()
-        with named(self.name, self.out):
+        with named(self.name, self.out), only_new():
             model = self.context.earlier[self.input]
             made = self.stage.run(model, replace(self.context, progress=progress))
         return made, time.monotonic() - began

@@ -1,6 +1,5 @@
 """Fixtures that several rooms share: the digits example, a small user project."""
 
-import functools
 import gc
 import os
 import signal
@@ -24,6 +23,7 @@ from compress.core.eager import EagerModel
 from compress.core.memory import measuring
 from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
+from tests.forking import Forks
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "examples" / "digits"
@@ -56,17 +56,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-
-
-@pytest.fixture(scope="session")
-def one_registry() -> Iterator[None]:
-    """Let torch's exporter read its table of operators once, and not in each export."""
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    with pytest.MonkeyPatch.context() as patch:
-        once = functools.cache(ONNXRegistry.from_torchlib)
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(once))
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -124,3 +113,18 @@ def fresh_process(tmp_path: Path) -> Callable[[str], str]:
         return done.stdout.strip()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def _forks() -> Iterator[Forks]:
+    with Forks() as forks:
+        yield forks
+
+
+@pytest.fixture
+def fresh_torch(_forks: Forks, tmp_path: Path) -> Callable[[str], str]:
+    """Return what `fresh_process` does, for a process that begins with torch: without its import.
+
+    Nothing of ours is imported in it, and nothing that other code did.
+    """
+    return lambda code: _forks.run(code, tmp_path)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from compress.core.artifact import Artifact, Step
+from compress.core.collecting import only_new
 from compress.core.errors import GateRefused, StageFailed
 from compress.core.files import remove
 from compress.core.gate import Verdict, explain
@@ -198,7 +199,8 @@ class Stage(Settings, Generic[Reads, Writes]):
             GateRefused: a gate refused; the artifact is kept and named.
             StageFailed: the stage could not do its work.
         """
-        artifact = self.run(model, context)
+        with only_new():
+            artifact = self.run(model, context)
         context.clear_work()
         refused = [v for v in self.judge(model, artifact, context) if not v.passed]
         if refused:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.core.errors import StageFailed
+from compress.core.library import composites_listed_once
 from compress.core.program import export_program
 from compress.quantization.corrections import Corrections
 from compress.quantization.embeddings import look_up_integers_
@@ -128,7 +129,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     Between rounding and its inverse a tensor is a copy: what is written into a view of it would not
     reach its other readers.
     """
-    with _quiet_about_specs():
+    with _quiet_about_specs(), composites_listed_once():
         decomposed: ExportedProgram = program.run_decompositions({})
         return decomposed
 

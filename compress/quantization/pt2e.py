@@ -4,6 +4,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from compress.core.collecting import uncollected
+
 
 @contextmanager
 def _without_import_notes() -> Iterator[None]:
@@ -23,7 +25,7 @@ def _without_import_notes() -> Iterator[None]:
             logger.removeFilter(matters)
 
 
-with _without_import_notes():
+with _without_import_notes(), uncollected():
     from torchao.quantization.pt2e import (
         DerivedObserverOrFakeQuantize,
         HistogramObserver,

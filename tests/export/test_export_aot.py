@@ -84,7 +84,7 @@ def test_nothing_is_left_behind_but_the_package(package: AotModel, temporary: Pa
 
 
 def test_a_fresh_process_answers_alike(
-    package: AotModel, tmp_path: Path, fresh_process: Callable[[str], str]
+    package: AotModel, tmp_path: Path, fresh_torch: Callable[[str], str]
 ) -> None:
     (image,) = IMAGE.example(3)
     with package.open(threads=2) as predict:
@@ -96,7 +96,7 @@ saved = torch.load({str(tmp_path / "answer.pt")!r})
 with AotModel.at({str(package.path)!r}).open() as predict:
     print(torch.equal(predict(saved["image"])[0], saved["expected"]))
 """
-    assert fresh_process(code) == "True"
+    assert fresh_torch(code) == "True"
 
 
 def test_memory_is_read_as_the_code_expects_it(package: AotModel) -> None:

@@ -102,7 +102,6 @@ class Tied(nn.Module):
         return self.second(self.first(x).relu())
 
 
-@pytest.mark.usefixtures("one_registry")
 def test_a_programs_weights_go_where_they_may_alone(tmp_path: Path) -> None:
     program = export_program(Tied().eval(), ROWS)
     kept = lower(program, ROWS, None)

@@ -116,13 +116,13 @@ def test_equal_runs_give_equal_bytes(
 
 
 def test_a_fresh_process_answers_alike(
-    exported: OnnxModel, tmp_path: Path, fresh_process: Callable[[str], str]
+    exported: OnnxModel, tmp_path: Path, fresh_torch: Callable[[str], str]
 ) -> None:
     (image,) = IMAGE.example(3)
     with exported.open() as predict:
         torch.save({"image": image, "expected": predict(image)[0]}, tmp_path / "answer.pt")
     assert (
-        fresh_process(f"""
+        fresh_torch(f"""
 import torch
 from export import OnnxModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})

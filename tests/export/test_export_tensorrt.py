@@ -51,7 +51,6 @@ HERE = {
     "tensorrt": "11.0.0.114",
     "cuda": "13.0",
 }
-pytestmark = pytest.mark.usefixtures("one_registry")
 INSTALLED = importlib.util.find_spec("tensorrt") is not None
 without_tensorrt = pytest.mark.skipif(INSTALLED, reason="TensorRT is installed")
 needs_tensorrt = pytest.mark.skipif(

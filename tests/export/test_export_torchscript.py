@@ -74,14 +74,14 @@ def test_equal_runs_give_equal_bytes(resnet: EagerModel, tmp_path: Path, method:
 
 @pytest.mark.slow
 def test_a_fresh_process_answers_alike(
-    resnet: EagerModel, tmp_path: Path, fresh_process: Callable[[str], str]
+    resnet: EagerModel, tmp_path: Path, fresh_torch: Callable[[str], str]
 ) -> None:
     artifact = ExportTorchScript()(resnet, Context(root=tmp_path / "ts"))
     (image,) = IMAGE.example(3)
     with artifact.open() as predict:
         torch.save({"image": image, "expected": predict(image)[0]}, tmp_path / "answer.pt")
     assert (
-        fresh_process(f"""
+        fresh_torch(f"""
 import torch
 from export import TorchScriptModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})

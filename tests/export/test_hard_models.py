@@ -10,7 +10,6 @@ from tests.export.zoo.walk import LARGEST_ERROR, answers, imported, walk
 CASES = {case.name: case for case in HARD}
 
 
-@pytest.mark.usefixtures("one_registry")
 @pytest.mark.parametrize(
     "name",
     [

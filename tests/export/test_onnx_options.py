@@ -25,7 +25,6 @@ HERE = Path(__file__).parent
 LOGITS = (OutputSpec(name="logits"),)
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),), outputs=LOGITS)
 IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),), outputs=LOGITS)
-pytestmark = pytest.mark.usefixtures("one_registry")
 
 
 def source(path: Path, factory: str, signature: Signature = ROWS) -> EagerModel:

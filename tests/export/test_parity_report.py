@@ -116,7 +116,7 @@ def reproduced(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd="/")
 
 
-@pytest.mark.usefixtures("wrong_erf", "one_registry")
+@pytest.mark.usefixtures("wrong_erf")
 def test_the_first_wrong_layer_is_named_and_shown_in_a_fresh_process(
     model: EagerModel, tmp_path: Path
 ) -> None:

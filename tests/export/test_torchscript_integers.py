@@ -87,13 +87,13 @@ def test_equal_runs_give_equal_bytes(
 def test_torch_alone_loads_it_in_a_fresh_process(
     mobilenet: tuple[GraphModel, TorchScriptModel],
     tmp_path: Path,
-    fresh_process: Callable[[str], str],
+    fresh_torch: Callable[[str], str],
 ) -> None:
     _, torchscript = mobilenet
     (image,) = IMAGE.example(3)
     torch.save({"image": image, "expected": answer(torchscript, image)}, tmp_path / "answer.pt")
     assert (
-        fresh_process(f"""
+        fresh_torch(f"""
 import torch
 saved = torch.load({str(tmp_path / "answer.pt")!r})
 module = torch.jit.load({str(torchscript.payload_path)!r})

@@ -64,7 +64,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], EagerMo
     return get
 
 
-@pytest.mark.usefixtures("one_registry")
 @pytest.mark.parametrize(("name", "kind"), CELLS)
 def test_a_cell_is_what_the_page_says(name: str, kind: str, sources, walked) -> None:
     source = sources(name)
@@ -82,10 +81,10 @@ def test_a_cell_is_what_the_page_says(name: str, kind: str, sources, walked) -> 
         walked[name, kind] = path, cell
 
 
-def test_a_fresh_process_answers_alike(walked, fresh_process: Callable[[str], str]) -> None:
+def test_a_fresh_process_answers_alike(walked, fresh_torch: Callable[[str], str]) -> None:
     paths = [str(path) for path, _ in walked.values()]
     assert paths
-    digests = fresh_process(OPENING.format(folder=str(ROOT), paths=paths)).splitlines()
+    digests = fresh_torch(OPENING.format(folder=str(ROOT), paths=paths)).splitlines()
     for key, found in zip(walked, digests, strict=True):
         assert found == walked[key][1].digest, key
 

@@ -88,7 +88,7 @@ def imported(folder: Path, model: str, stage: str = "package_torchserve", data: 
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory, one_registry) -> Path:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with one model in each form that files have."""
     folder = tmp_path_factory.mktemp("files")
     torch.manual_seed(0)

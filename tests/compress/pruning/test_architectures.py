@@ -118,7 +118,6 @@ def test_much_is_cut(name: str, pruned: Pruned) -> None:
     assert pruned(name, 0.5).macs() <= (1 - LEAST_GAIN) * pruned(name, 0).macs()
 
 
-@pytest.mark.usefixtures("one_registry")
 @pytest.mark.parametrize("name", EXPORTED)
 def test_its_onnx_file_answers_alike(name: str, pruned: Pruned, tmp_path: Path) -> None:
     exported = ExportOnnx()(pruned(name, 0.5), Context(root=tmp_path / "onnx"))

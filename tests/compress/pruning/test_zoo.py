@@ -126,7 +126,6 @@ def test_a_rewritten_model_answers_as_before(case: Case, pruned) -> None:
     )
 
 
-@pytest.mark.usefixtures("one_registry")
 @pytest.mark.parametrize("name", EXPORTED)
 def test_a_pruned_model_is_exported(name: str, pruned, tmp_path: Path) -> None:
     """ExportOnnx compares with its source at several batch sizes, and fails where they differ."""

@@ -182,12 +182,12 @@ def test_float16_needs_data_and_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_process: Callable[[str], str]) -> None:
+def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_torch: Callable[[str], str]) -> None:
     half = halved(source(tmp_path / "source", "networks:sequence", TOKENS), tmp_path / "half")
     (tokens,) = TOKENS.example(3)
     torch.save({"tokens": tokens, "expected": answer(half, tokens)}, tmp_path / "answer.pt")
     assert (
-        fresh_process(f"""
+        fresh_torch(f"""
 import torch
 from compress.core.graph import GraphModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})

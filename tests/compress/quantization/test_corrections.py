@@ -162,7 +162,7 @@ def test_a_layer_is_a_product_of_rows(shape: tuple, weight: tuple, options: dict
 
 @pytest.mark.slow
 def test_a_corrected_model_is_told_and_loads_again(
-    tmp_path: Path, digits: Splits, fresh_process: Callable[[str], str]
+    tmp_path: Path, digits: Splits, fresh_torch: Callable[[str], str]
 ) -> None:
     torch.manual_seed(0)
     recipe = Recipe(factory="networks:depthwise")
@@ -176,7 +176,7 @@ def test_a_corrected_model_is_told_and_loads_again(
     with small.open() as predict:
         torch.save({"image": image, "expected": predict(image)[0]}, tmp_path / "answer.pt")
     assert (
-        fresh_process(f"""
+        fresh_torch(f"""
 import torch
 from compress.core.graph import GraphModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})

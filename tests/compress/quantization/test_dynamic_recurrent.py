@@ -84,11 +84,11 @@ def test_recurrent_weights_are_integers_in_every_format(
 
 
 @pytest.mark.slow
-def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_process: Callable[[str], str]) -> None:
+def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_torch: Callable[[str], str]) -> None:
     _, small = quantized(tmp_path, "LSTM", {})
     torch.save(answer(small), tmp_path / "answer.pt")
     assert (
-        fresh_process(f"""
+        fresh_torch(f"""
 import torch
 from compress.core.graph import GraphModel
 tokens = torch.randint(0, 50, (5, 12), generator=torch.Generator().manual_seed(0))

@@ -27,8 +27,12 @@ def source(path: Path, factory: str, signature: Signature) -> EagerModel:
     return EagerModel.create(path, recipe, recipe.build(HERE).state_dict(), signature, folder=HERE)
 
 
+def dynamic(model: EagerModel, root: Path, **settings: object) -> GraphModel:
+    return QuantizeDynamic.model_validate(settings)(model, Context(root=root / "int8"))
+
+
 def both(model: EagerModel, root: Path, **settings: object) -> tuple[GraphModel, OnnxModel]:
-    quantized = QuantizeDynamic.model_validate(settings)(model, Context(root=root / "int8"))
+    quantized = dynamic(model, root, **settings)
     return quantized, ExportOnnx()(quantized, Context(root=root / "onnx"))
 
 
@@ -39,7 +43,7 @@ def answer(model: EagerModel | GraphModel | OnnxModel, *inputs: torch.Tensor) ->
 
 def test_each_batch_has_its_own_range(tmp_path: Path) -> None:
     model = source(tmp_path / "source", "networks:mlp", IMAGE)
-    quantized, _ = both(model, tmp_path)
+    quantized = dynamic(model, tmp_path)
     (image,) = IMAGE.example(64)
     for size in (1e-3, 1.0, 1e3):
         expected, got = answer(model, image * size), answer(quantized, image * size)
@@ -81,7 +85,7 @@ def test_rows_of_a_table_are_looked_up_as_integers(tmp_path: Path) -> None:
     rounded = (table / scale_V1).round() * scale_V1
     step = (rounded - table).abs().max()
     assert 0 < step <= scale_V1.max() / 2
-    as_floats, _ = both(model, tmp_path / "floats", embeddings=False)
+    as_floats = dynamic(model, tmp_path / "floats", embeddings=False)
     assert as_floats.manifest.facts["quantized_operators"] == {"linear": 2}
     assert as_floats.manifest.facts["float_modules"] == ["embedding"]
     tokens = torch.arange(50)[None]
@@ -114,12 +118,12 @@ def test_excluded_modules_stay_float(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_process: Callable[[str], str]) -> None:
-    quantized, _ = both(source(tmp_path / "source", "networks:sequence", TOKENS), tmp_path)
+def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_torch: Callable[[str], str]) -> None:
+    quantized = dynamic(source(tmp_path / "source", "networks:sequence", TOKENS), tmp_path)
     (tokens,) = TOKENS.example(3)
     torch.save({"tokens": tokens, "expected": answer(quantized, tokens)}, tmp_path / "answer.pt")
     assert (
-        fresh_process(f"""
+        fresh_torch(f"""
 import torch
 from compress.core.graph import GraphModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})

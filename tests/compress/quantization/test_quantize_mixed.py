@@ -106,7 +106,7 @@ def test_a_rerun_gives_the_same_bytes(
 def test_a_fresh_process_answers_alike(
     mixed: tuple[EagerModel, Context, GraphModel],
     tmp_path: Path,
-    fresh_process: Callable[[str], str],
+    fresh_torch: Callable[[str], str],
 ) -> None:
     (x,) = ROWS.example(3)
     with mixed[2].open() as predict:
@@ -119,7 +119,7 @@ saved = torch.load({str(tmp_path / "answer.pt")!r})
 with GraphModel.at({str(mixed[2].path)!r}).open() as predict:
     print(torch.equal(predict(saved["x"])[0], saved["expected"]))
 """
-    assert fresh_process(code) == "True"
+    assert fresh_torch(code) == "True"
 
 
 @pytest.mark.parametrize("target", ["onnxruntime-cpu", "tensorrt"])

@@ -103,12 +103,12 @@ def test_it_is_compared_with_the_float_model_layer_by_layer(
 
 
 def test_a_fresh_process_answers_alike(
-    quantized: NativeModel, tmp_path: Path, fresh_process: Callable[[str], str]
+    quantized: NativeModel, tmp_path: Path, fresh_torch: Callable[[str], str]
 ) -> None:
     (image,) = IMAGE.example(5)
     torch.save({"image": image, "expected": answers(quantized, image)}, tmp_path / "answer.pt")
     assert (
-        fresh_process(f"""
+        fresh_torch(f"""
 import torch
 from compress import NativeModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})

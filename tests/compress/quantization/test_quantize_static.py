@@ -98,14 +98,14 @@ def test_another_seed_observes_other_samples(
 
 
 def test_a_fresh_process_answers_alike(
-    quantized: GraphModel, tmp_path: Path, fresh_process: Callable[[str], str]
+    quantized: GraphModel, tmp_path: Path, fresh_torch: Callable[[str], str]
 ) -> None:
     (image,) = IMAGE.example(3)
     with quantized.open() as predict:
         expected = predict(image)[0]
     torch.save({"image": image, "expected": expected}, tmp_path / "answer.pt")
     assert (
-        fresh_process(f"""
+        fresh_torch(f"""
 import torch
 from compress.core.graph import GraphModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})

@@ -115,13 +115,13 @@ def test_what_is_left_float_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_process: Callable[[str], str]) -> None:
+def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_torch: Callable[[str], str]) -> None:
     model = source(tmp_path / "source", "networks:sequence", TOKENS)
     small = quantized(model, tmp_path / "small", group_size=16)
     (tokens,) = TOKENS.example(3)
     torch.save({"tokens": tokens, "expected": answer(small, tokens)}, tmp_path / "answer.pt")
     assert (
-        fresh_process(f"""
+        fresh_torch(f"""
 import torch
 from compress.core.graph import GraphModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})

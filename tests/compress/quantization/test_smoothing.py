@@ -157,7 +157,7 @@ def test_auto_leaves_alone_what_gains_nothing(tmp_path: Path, data: Splits) -> N
 
 @pytest.mark.slow
 def test_both_runtimes_and_a_fresh_process_answer_alike(
-    tmp_path: Path, model: EagerModel, data: Splits, fresh_process: Callable[[str], str]
+    tmp_path: Path, model: EagerModel, data: Splits, fresh_torch: Callable[[str], str]
 ) -> None:
     stage = QuantizeDynamic(smooth=0.8, calibration_samples=64)
     small = stage(model, Context(root=tmp_path / "int8", data=data))
@@ -168,7 +168,7 @@ def test_both_runtimes_and_a_fresh_process_answer_alike(
     (batch,) = data.batches("val")
     torch.save({"tokens": batch.inputs[0], "expected": expected}, tmp_path / "answer.pt")
     assert (
-        fresh_process(f"""
+        fresh_torch(f"""
 import torch
 from compress.core.graph import GraphModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})

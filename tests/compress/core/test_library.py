@@ -1,0 +1,36 @@
+"""What torch looks up once and not again and again, with the same result."""
+
+import types
+
+import pytest
+import torch
+from torch._export import utils
+
+from compress.core.library import composites_listed_once, replaced
+
+
+def test_composites_are_the_same_and_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    really = utils._materialize_cpp_cia_ops
+
+    def look() -> None:
+        looked.append(1)
+        really()
+
+    monkeypatch.setattr(utils, "_materialize_cpp_cia_ops", look)
+    expected = utils._collect_all_valid_cia_ops()
+    assert len(looked) > 1
+    looked.clear()
+    with composites_listed_once():
+        found = utils._collect_all_valid_cia_ops()
+        assert utils._collect_all_valid_cia_ops() == found == expected
+    assert looked == [1]
+    assert torch.ops.aten.linear.default in found
+    assert utils._materialize_cpp_cia_ops is look
+
+
+def test_a_release_without_the_function_is_left_alone() -> None:
+    library = types.ModuleType("library")
+    with replaced(library, "private", 1):
+        assert not hasattr(library, "private")
+    assert not hasattr(library, "private")
