@@ -85,7 +85,7 @@ class Project:
 
 
 @pytest.fixture(scope="session")
-def walked(tmp_path_factory: pytest.TempPathFactory, one_registry) -> Project:
+def walked(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """Return a project that has been run once; tests must not change it."""
     folder = tmp_path_factory.mktemp("walked")
     (folder / "nets.py").write_text(NETS)
