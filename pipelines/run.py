@@ -133,9 +133,10 @@ def _walked(
 def _report_of(walk: Walk, error: BaseException) -> Report:
     """Return the report of a walk that an error ended; an interruption learns where it came."""
     if not interruption.exit_code() and isinstance(error, Exception):
-        walk.outcome.end(str(error))
         status: Status = "refused" if isinstance(error, GateRefused) else "failed"
-        return walk.report(status, str(error))
+        words = str(error) or type(error).__name__
+        walk.outcome.end(words)
+        return walk.report(status, words)
     walk.outcome.end(INTERRUPTED)
     return walk.report(INTERRUPTED, interruption.note(error, walk.outcome.interrupted()))
 
