@@ -143,7 +143,8 @@ class Search:
         part = prefix(self.module, nodes)
         self.exports += 1
         try:
-            errors = errors_of(part, self.named(len(nodes)), self.inputs, self)
+            signature = self.named(len(nodes))
+            errors = errors_of(part, signature, self.inputs, self.exporting, self.scratch)
         except StageFailed as error:
             self.refusal = str(error)
             return None
@@ -155,27 +156,37 @@ class Search:
         names = tuple(OutputSpec(name=f"value_of_part_{i}") for i in range(outputs))
         return self.signature.model_copy(update={"outputs": names})
 
-    def smallest(self) -> tuple[fx.GraphModule, Signature, Outputs]:
-        """Return the smallest part that shows the difference, and what to feed it with.
+    def smallest(
+        self, node: fx.Node, file: Path
+    ) -> tuple[fx.GraphModule, Signature, Outputs, float]:
+        """Return the smallest part that shows the difference, what to feed it with, and its error.
 
         That is the operator alone, or else all that leads to it.
+
+        Args:
+            node: what was found.
+            file: where the part is exported to.
+
+        Raises:
+            StageFailed: the part cannot be exported on its own.
         """
-        if self.node is None:
-            return self.module, self.signature, self.inputs
         try:
-            part, taken = alone(self.module, self.node)
+            part, taken = alone(self.module, node)
             with torch.no_grad():
                 inputs = tuple(t.clone() for t in prefix(self.module, taken)(*self.inputs))
             signature = Signature.of(inputs, batch_axis=None)
-            if max(errors_of(part, signature, inputs, self)) > self.limit:
-                return part, signature, inputs
+            error = max(errors_of(part, signature, inputs, self.exporting, file))
+            if error > self.limit:
+                return part, signature, inputs, error
         except (CompressError, ValidationError):
             pass  # it needs sizes that are not its own, or types that no signature has
-        return prefix(self.module, [self.node]), self.named(1), self.inputs
+        part, signature = prefix(self.module, [node]), self.named(1)
+        errors = errors_of(part, signature, self.inputs, self.exporting, file)
+        return part, signature, self.inputs, max(errors)
 
 
 def errors_of(
-    part: fx.GraphModule, signature: Signature, inputs: Outputs, search: Search
+    part: fx.GraphModule, signature: Signature, inputs: Outputs, exporting: Exporting, file: Path
 ) -> list[float]:
     """Export a part and return the error of each output, infinite where it does not answer.
 
@@ -186,7 +197,7 @@ def errors_of(
         expected = part(*inputs)
     program = retrace(part, signature, signature.example())
     try:
-        got = search.exporting(program, signature, search.scratch, inputs)
+        got = exporting(program, signature, file, inputs)
     except StageFailed:
         raise
     except Exception:  # noqa: BLE001 - each runtime raises its own

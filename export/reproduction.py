@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from compress.core.errors import StageFailed
 from compress.core.program import save_program
 from export.difference import relative_error
 from export.graph_cut import retrace
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from torch import fx
+
+    from compress.core.artifact import Predictor
     from export.first_layer import Search
     from export.parity_report import Account
 
@@ -127,16 +132,15 @@ def write(folder: Path, search: Search, account: Account, what: str) -> float:
         StageFailed: the part cannot be exported on its own.
     """
     runtime = account.runtime
-    part, signature, inputs = search.smallest()
-    program = retrace(part, signature, signature.example())
-    with torch.no_grad():
-        outputs = part(*inputs)
-    expected = outputs if isinstance(outputs, tuple | list) else (outputs,)
     if search.node is None:
+        part, signature, inputs = search.module, search.signature, search.inputs
         shutil.copyfile(account.file, folder / runtime.file)
-        got = account.got(*inputs)
+        error = _error(part, account.got, inputs)
     else:
-        got = search.exporting(program, signature, folder / runtime.file, inputs)
+        part, signature, inputs, error = search.smallest(search.node, folder / runtime.file)
+    if not (folder / runtime.file).exists():
+        raise StageFailed("the part cannot be exported on its own")
+    program = retrace(part, signature, signature.example())
     save_program(program, folder / SOURCE)
     names = [spec.name for spec in signature.inputs]
     arrays = {n: _as_array(x) for n, x in zip(names, inputs, strict=True)}
@@ -154,7 +158,14 @@ def write(folder: Path, search: Search, account: Account, what: str) -> float:
         answers="\n".join(f"    {line}" for line in (*runtime.answers, "")),
     )
     (folder / SCRIPT).write_text(text, encoding="utf-8")
-    return max(relative_error(a, b) for a, b in zip(expected, got, strict=True))
+    return error
+
+
+def _error(part: fx.GraphModule, got: Predictor, inputs: Sequence[torch.Tensor]) -> float:
+    with torch.no_grad():
+        outputs = part(*inputs)
+    expected = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    return max(relative_error(a, b) for a, b in zip(expected, got(*inputs), strict=True))
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:

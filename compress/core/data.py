@@ -229,7 +229,7 @@ class Splits:
         return "calibration" if "calibration" in self.datasets else "train"
 
     def calibration(self, samples: int, seed: int) -> Iterator[Batch]:
-        """Yield a seeded random sample of ``calibration``, or of ``train`` where there is none.
+        """Return a seeded random sample of ``calibration``, or of ``train`` where there is none.
 
         Raises:
             StageFailed: there are fewer samples than asked for.
@@ -243,7 +243,7 @@ class Splits:
                 "lower calibration_samples or bring more data"
             )
         order = torch.randperm(available, generator=torch.Generator().manual_seed(seed))
-        yield from self.read(name, order[:samples].tolist(), self.batch_size)
+        return self.read(name, order[:samples].tolist(), self.batch_size)
 
     def fingerprint(self) -> str:
         """Return a SHA-256 over :meth:`contents`, which also says what may be raised."""

@@ -27,7 +27,7 @@ class Calibration:
     seed: int
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches; one at a time is held in memory."""
+        """Give the batches; one at a time is held in memory."""
         return self.data.calibration(self.samples, self.seed)
 
     @classmethod
@@ -35,7 +35,8 @@ class Calibration:
         """Return the sample, in batches of the model's size where that is fixed.
 
         Raises:
-            StageFailed: there is no data, or the sample does not fill the model's batches.
+            StageFailed: there is no data, or too little, or the sample does not fill the model's
+                batches.
         """
         data = context.need_data("calibration")
         if signature.batch_axis is None and signature.inputs[0].shape:
@@ -46,7 +47,9 @@ class Calibration:
                     "make it a multiple"
                 )
             data = replace(data, batch_size=fixed)
-        return cls(data, samples, context.seed)
+        calibration = cls(data, samples, context.seed)
+        iter(calibration)  # refuses more samples than there are, before a model is traced
+        return calibration
 
 
 def varied(batches: Iterable[Batch]) -> Iterator[Batch]:

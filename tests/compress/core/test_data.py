@@ -81,7 +81,7 @@ def test_calibration_is_a_seeded_sample_and_never_short(blobs: Splits) -> None:
     assert not torch.equal(drawn(1), drawn(2))
     assert drawn(1).shape == (50, 4)
     with pytest.raises(StageFailed, match=r"121 calibration samples.*has 120"):
-        list(blobs.calibration(121, 0))
+        blobs.calibration(121, 0)
 
 
 def test_the_fingerprint_follows_one_changed_value(blobs: Splits) -> None:
