@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import PipelineInvalid, Unavailable, first_line
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci"}
 """Where an object is there when it is whole, and not before; there are no folders either."""
+PARTIAL = "partial"
+"""Folder of what is being written, where objects are not whole when they appear."""
 BLOCK, PART = 2**24, 2**23
 """Bytes that are read, and uploaded, at a time."""
 MOST_PARTS = 9_000
@@ -45,7 +47,7 @@ class Objects:
         protocols = {protocol} if isinstance(protocol, str) else {*protocol}
         self._renames = not protocols & OBJECT_STORES
         self._in_parts = "s3" in protocols
-        self._partial = f"partial/{uuid.uuid4().hex}"
+        self._writer = uuid.uuid4().hex
 
     def take_over(self, writer: str) -> None:
         """Go on as a writer that nobody else is, and remove what it left half written.
@@ -53,11 +55,32 @@ class Objects:
         Raises:
             Failed: the other side.
         """
-        self._partial = f"partial/{writer}"
-        path = self._path(self._partial)
-        with _asking():
-            if self._renames and self._files.exists(path):
-                self._files.rm(path, recursive=True)
+        self._writer = writer
+        for name in self.names(PARTIAL) if self._renames else ():
+            if name.startswith(writer):
+                self.remove(f"{PARTIAL}/{name}")
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of what lies directly in a folder; none where it is not there.
+
+        Raises:
+            Failed: the other side.
+        """
+        try:
+            with _asking():
+                found = self._files.ls(self._path(folder), detail=False)
+        except Missing:
+            return []
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with all that is in it, which may be gone by now.
+
+        Raises:
+            Failed: the other side.
+        """
+        with suppress(Missing), _asking():
+            self._files.rm(self._path(name), recursive=True)
 
     def read(self, name: str, limit: int) -> bytes | None:
         """Return a small file's bytes, at most one more than the limit; None where it is not there.
@@ -101,7 +124,8 @@ class Objects:
             Failed: the other side.
         """
         target = self._path(name)
-        first = self._path(f"{self._partial}/{uuid.uuid4().hex}") if self._renames else target
+        partial = f"{PARTIAL}/{self._writer}-{uuid.uuid4().hex}"
+        first = self._path(partial) if self._renames else target
         with _asking():
             if self._renames:
                 for path in (first, target):
