@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import uuid
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.core.errors import PipelineInvalid, Unavailable, first_line
 
@@ -21,6 +22,8 @@ BLOCK, PART = 2**24, 2**23
 """Bytes that are read, and uploaded, at a time."""
 MOST_PARTS = 9_000
 """S3 takes 10 000 parts of a file."""
+WRITTEN = ("LastModified", "mtime", "last_modified", "updated", "modified", "created")
+"""Names of the time when a file was written: of s3, files and sftp, Azure, Google, others."""
 CREDENTIALS = re.compile(r"://[^@]*:[^@]*@|\?")  # a key's secret may hold slashes
 
 
@@ -30,6 +33,14 @@ class Failed(Exception):
 
 class Missing(Failed):
     """The other side says that there is no such file."""
+
+
+class Found(NamedTuple):
+    """A file at a URL."""
+
+    bytes: int
+    seconds: float
+    """Since it was written; 0 where the other side does not tell."""
 
 
 class Objects:
@@ -105,15 +116,16 @@ class Objects:
             while block := stream.read(BLOCK):
                 yield block
 
-    def size(self, name: str) -> int | None:
-        """Return a file's size in bytes; None where it is not there.
+    def look(self, name: str) -> Found | None:
+        """Return how large and old a file is; None where it is not there.
 
         Raises:
             Failed: the other side.
         """
         try:
             with _asking():
-                return int(self._files.info(self._path(name))["size"])
+                info = self._files.info(self._path(name))
+                return Found(int(info["size"] or 0), _seconds_since(info))
         except Missing:
             return None
 
@@ -153,6 +165,18 @@ def _asking() -> Iterator[None]:
         raise Missing(_told(error)) from error
     except Exception as error:
         raise Failed(_told(error)) from error
+
+
+def _seconds_since(info: dict[str, Any]) -> float:
+    """Return how old a file is, by whichever name a protocol's package has for its time."""
+    written = next((info[name] for name in WRITTEN if info.get(name)), None)
+    if isinstance(written, str):
+        written = datetime.fromisoformat(written)
+    if isinstance(written, int | float):
+        written = datetime.fromtimestamp(written, UTC)
+    if not isinstance(written, datetime):
+        return 0.0
+    return (datetime.now(UTC) - written.replace(tzinfo=written.tzinfo or UTC)).total_seconds()
 
 
 def _told(error: Exception) -> str:

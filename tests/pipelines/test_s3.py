@@ -12,6 +12,7 @@ import pytest
 
 from compress.core.artifact import Artifact
 from compress.core.errors import PipelineInvalid
+from pipelines.cleaning import clean, clean_shared
 from pipelines.report import Report
 
 pytestmark = [
@@ -90,6 +91,14 @@ def test_two_folders_share_a_bucket_and_a_flipped_byte_is_refused(project, bucke
     assert _bytes_of(made) == _bytes_of(pruned.path), "the same seed, the same bytes"
     fourth.run(store=url, until="prune_channels")
     assert fourth.ran() == {}, "it was mended"
+
+    kept = len(files.find(url))
+    assert clean(url, "2d", False, print).artifacts == 0
+    told = clean_shared(url, -60, dry_run=True)  # what will be written in the next minute too
+    assert (told.artifacts, told.kept, len(files.find(url))) == (4, 0, kept)
+    assert clean_shared(url, -60, dry_run=False).bytes == told.bytes > pruned.payload_bytes
+    files.invalidate_cache()
+    assert [place.rpartition("/")[2] for place in files.find(url)] == ["format.json"]
 
 
 def test_a_run_killed_in_mid_upload_leaves_no_half(project, bucket, tmp_path) -> None:
