@@ -15,6 +15,7 @@ from compress.core.artifact import MANIFEST
 from compress.core.errors import PipelineInvalid
 from compress.core.files import remove
 from compress.core.settings import Settings
+from pipelines.disk import said_plainly
 from pipelines.lock import lock
 from pipelines.objects import PARTIAL, Failed, Objects
 from pipelines.remote import MANIFEST_BYTES, RECORD_BYTES, SECONDS_TRUSTED, Remote
@@ -65,7 +66,8 @@ def clean(place: str, older_than: str, dry_run: bool, announce: Callable[[str], 
     """
     seconds = _seconds_in(older_than)
     if "://" not in place:
-        return clean_own(Path(place), seconds, dry_run, announce)
+        with said_plainly(Path(place)):
+            return clean_own(Path(place), seconds, dry_run, announce)
     if seconds < LEAST_SHARED:
         raise PipelineInvalid(
             f"--older-than {older_than}: a shared store keeps {LEAST_SHARED // 86_400} days at "

@@ -177,7 +177,7 @@ def test_two_nodes_make_branches_for_a_bucket_and_one_of_them_is_lost(
         cluster.remove_node(next(n for n in added if n.node_id == found[0]), allow_graceful=False)
         (folder / "wait").unlink()
 
-    loses = threading.Thread(target=lose_a_node)
+    loses = threading.Thread(target=lose_a_node, daemon=True)
     loses.start()
     report = Pipeline.from_yaml(file).run(folder / "out", engine="ray", store=bucket)
     loses.join()
