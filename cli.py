@@ -41,10 +41,8 @@ EVERYWHERE = {
 PipelineFile = Annotated[Path, typer.Argument(metavar="PIPELINE.YAML", help="The pipeline file.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of results.", show_default="runs/<name>")]
 Ratios = Annotated[list[float], typer.Option(help="Fraction of channels to cut; again for more.")]
-RunDirectory = Annotated[
-    Path,
-    typer.Argument(metavar="DIR", help="A run's directory, its --out.", autocompletion=run_names),
-]
+A_RUN: dict[str, Any] = {"help": "A run's directory, its --out.", "autocompletion": run_names}
+RunDirectory = Annotated[Path, typer.Argument(metavar="DIR", **A_RUN)]
 BY_STAGE: dict[str, Any] = {"metavar": "STAGE", "autocompletion": stage_names}
 StageName = Annotated[str, typer.Argument(help="The stage's name, or `source`.", **BY_STAGE)]
 From = Annotated[
@@ -53,6 +51,9 @@ From = Annotated[
 Until = Annotated[str | None, typer.Option(help="Run it and what it needs, no more.", **BY_STAGE)]
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artifact's directory.")]
 OrMar = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Its directory, or a bare .mar.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Leave out model and data.")]
+Sha256 = Annotated[str | None, typer.Option(help="What its file must hash to.")]
+ProofFile = Annotated[Path | None, typer.Option(help="Write the proof: .json, .md, .html.")]
 StoreUrl = Annotated[str | None, typer.Option("--store", help="URL of a store to share, s3://…")]
 
 
@@ -67,12 +68,11 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+AT_ONCE: dict[str, Any] = {"callback": _version, "is_eager": True, "help": "Show the version."}
+
+
 @app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
-    ] = False,
-) -> None:
+def _options(version: Annotated[bool, typer.Option("--version", **AT_ONCE)] = False) -> None:
     pass
 
 
@@ -121,10 +121,7 @@ def join(
 
 
 @command
-def check(
-    file: PipelineFile,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out model and data.")] = False,
-) -> None:
+def check(file: PipelineFile, quick: Quick = False) -> None:
     """Refuse what can be refused without running a stage."""
     with importing.quickly():
         from pipelines.checking import checked
@@ -174,17 +171,12 @@ def inspect(artifact: ArtifactPath) -> None:
 
 
 @command
-def verify(
-    artifact: OrMar,
-    sha256: Annotated[str | None, typer.Option(help="What its file must hash to.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the proof: .json, .md, .html.")] = None,
-) -> None:
+def verify(artifact: OrMar, sha256: Sha256 = None, report: ProofFile = None) -> None:
     """Prove an artifact is what was sealed; serve a .mar."""
     from pipelines.evidence import prove
 
     proof = prove(artifact, sha256, report)
-    content = {"artifact": str(artifact), **proof.model_dump(mode="json")}
-    tell(content, proof.told())
+    tell({"artifact": str(artifact), **proof.model_dump(mode="json")}, proof.told())
 
 
 @command
@@ -223,6 +215,19 @@ def report(
 
 
 @command
+def gc(
+    place: Annotated[str, typer.Argument(metavar="DIR|URL", **A_RUN)],
+    older_than: Annotated[str, typer.Option(help="Unused for so long: 12h, 30d, 8w.")] = "30d",
+    dry_run: Annotated[bool, typer.Option(help="Show what would go, and remove nothing.")] = False,
+) -> None:
+    """Remove what is long unused, of a run or at a store's URL."""
+    from pipelines.cleaning import clean
+
+    found = clean(place, older_than, dry_run, inform)
+    tell(found, found.lines())
+
+
+@command
 def doctor() -> None:
     """Show what this machine has, and what each stage lacks."""
     from pipelines.doctor import examine
@@ -237,7 +242,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
     token_file: Annotated[Path | None, typer.Option(help="File with the token.")] = None,
-    sha256: Annotated[str | None, typer.Option(help="What its file must hash to.")] = None,
+    sha256: Sha256 = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Concurrent calls; the cores.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that answer.")] = 1,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of a call; 1.")] = None,
@@ -249,15 +254,11 @@ def serve(
     """Answer over HTTP until a signal; a .mar by TorchServe."""
     with importing.quickly():
         from pipelines import catalog  # noqa: F401 - importing it makes every kind known
-        from serve.foreground import Place, serve_artifact
+        from serve.foreground import serve_artifact
         from serve.options import Limits, Options
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "sha256": sha256}
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
-
-    def told(place: Place) -> None:
-        tell(asdict(place), place.lines(), indent=None)
-
-    serve_artifact(artifact, options, token_file, told)
+    serve_artifact(artifact, options, token_file, lambda p: tell(asdict(p), p.lines(), indent=None))
 
 
 @command

@@ -45,5 +45,5 @@ def engine_for(
     if name == "ray":
         from pipelines.ray_engine import RayTasks
 
-        return RayTasks.on_cluster(jobs)
+        return RayTasks.on_cluster(jobs, store.root)
     return Workers(jobs, progress, store.lock) if jobs and jobs > 1 else None

@@ -144,6 +144,12 @@ def _is_ours(run: Run, before: Run | None) -> bool:
     return run != before or (run.job is not None and run.job == slurm_step())
 
 
+def run_told_in(store: Path) -> str | None:
+    """Return the name of the run that told of itself last in a store; None where none did."""
+    run = _read(store)
+    return run.name if run else None
+
+
 def _join_next(store: Path, run: Run, joined: set[str], announce: Callable[[str], None]) -> None:
     """Take part in a training to which the run invites now, if it does."""
     for file in store.glob(INVITATIONS):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import uuid
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.core.errors import PipelineInvalid, Unavailable, first_line
 
@@ -15,10 +16,14 @@ if TYPE_CHECKING:
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci"}
 """Where an object is there when it is whole, and not before; there are no folders either."""
+PARTIAL = "partial"
+"""Folder of what is being written, where objects are not whole when they appear."""
 BLOCK, PART = 2**24, 2**23
 """Bytes that are read, and uploaded, at a time."""
 MOST_PARTS = 9_000
 """S3 takes 10 000 parts of a file."""
+WRITTEN = ("LastModified", "mtime", "last_modified", "updated", "modified", "created")
+"""Names of the time when a file was written: of s3, files and sftp, Azure, Google, others."""
 CREDENTIALS = re.compile(r"://[^@]*:[^@]*@|\?")  # a key's secret may hold slashes
 
 
@@ -28,6 +33,14 @@ class Failed(Exception):
 
 class Missing(Failed):
     """The other side says that there is no such file."""
+
+
+class Found(NamedTuple):
+    """A file at a URL."""
+
+    bytes: int
+    seconds: float
+    """Since it was written; 0 where the other side does not tell."""
 
 
 class Objects:
@@ -45,7 +58,7 @@ class Objects:
         protocols = {protocol} if isinstance(protocol, str) else {*protocol}
         self._renames = not protocols & OBJECT_STORES
         self._in_parts = "s3" in protocols
-        self._partial = f"partial/{uuid.uuid4().hex}"
+        self._writer = uuid.uuid4().hex
 
     def take_over(self, writer: str) -> None:
         """Go on as a writer that nobody else is, and remove what it left half written.
@@ -53,11 +66,32 @@ class Objects:
         Raises:
             Failed: the other side.
         """
-        self._partial = f"partial/{writer}"
-        path = self._path(self._partial)
-        with _asking():
-            if self._renames and self._files.exists(path):
-                self._files.rm(path, recursive=True)
+        self._writer = writer
+        for name in self.names(PARTIAL) if self._renames else ():
+            if name.startswith(writer):
+                self.remove(f"{PARTIAL}/{name}")
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of what lies directly in a folder; none where it is not there.
+
+        Raises:
+            Failed: the other side.
+        """
+        try:
+            with _asking():
+                found = self._files.ls(self._path(folder), detail=False)
+        except Missing:
+            return []
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with all that is in it, which may be gone by now.
+
+        Raises:
+            Failed: the other side.
+        """
+        with suppress(Missing), _asking():
+            self._files.rm(self._path(name), recursive=True)
 
     def read(self, name: str, limit: int) -> bytes | None:
         """Return a small file's bytes, at most one more than the limit; None where it is not there.
@@ -82,15 +116,16 @@ class Objects:
             while block := stream.read(BLOCK):
                 yield block
 
-    def size(self, name: str) -> int | None:
-        """Return a file's size in bytes; None where it is not there.
+    def look(self, name: str) -> Found | None:
+        """Return how large and old a file is; None where it is not there.
 
         Raises:
             Failed: the other side.
         """
         try:
             with _asking():
-                return int(self._files.info(self._path(name))["size"])
+                info = self._files.info(self._path(name))
+                return Found(int(info["size"] or 0), _seconds_since(info))
         except Missing:
             return None
 
@@ -101,7 +136,8 @@ class Objects:
             Failed: the other side.
         """
         target = self._path(name)
-        first = self._path(f"{self._partial}/{uuid.uuid4().hex}") if self._renames else target
+        partial = f"{PARTIAL}/{self._writer}-{uuid.uuid4().hex}"
+        first = self._path(partial) if self._renames else target
         with _asking():
             if self._renames:
                 for path in (first, target):
@@ -129,6 +165,18 @@ def _asking() -> Iterator[None]:
         raise Missing(_told(error)) from error
     except Exception as error:
         raise Failed(_told(error)) from error
+
+
+def _seconds_since(info: dict[str, Any]) -> float:
+    """Return how old a file is, by whichever name a protocol's package has for its time."""
+    written = next((info[name] for name in WRITTEN if info.get(name)), None)
+    if isinstance(written, str):
+        written = datetime.fromisoformat(written)
+    if isinstance(written, int | float):
+        written = datetime.fromtimestamp(written, UTC)
+    if not isinstance(written, datetime):
+        return 0.0
+    return (datetime.now(UTC) - written.replace(tzinfo=written.tzinfo or UTC)).total_seconds()
 
 
 def _told(error: Exception) -> str:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 RECORD_BYTES, MANIFEST_BYTES, FILES = 2**24, 2**26, 10_000
 """More than any of ours holds."""
+SECONDS_TRUSTED = 86_400
+"""A file that is older is uploaded again rather than relied on: it may be about to be cleaned."""
 
 
 class Remote:
@@ -113,7 +115,7 @@ class Remote:
         """Upload an artifact, and its record last, unless it is there already."""
         try:
             again = key in self._damaged
-            if self._writes and (again or self._objects.size(f"records/{key}.json") is None):
+            if self._writes and (again or self._objects.look(f"records/{key}.json") is None):
                 self._upload(key, artifact, record, again)
         except Failed as error:
             self._writes = False
@@ -125,7 +127,8 @@ class Remote:
     def _upload(self, key: str, artifact: Artifact, record: Record, again: bool) -> None:
         for name, file in artifact.manifest.files.items():
             place = f"files/{file.sha256}"
-            if again or self._objects.size(place) != file.bytes:
+            found = self._objects.look(place)
+            if again or not found or found.bytes != file.bytes or found.seconds > SECONDS_TRUSTED:
                 self._objects.write(place, artifact.path / name)
         self._objects.write(f"manifests/{artifact.digest}.json", artifact.path / MANIFEST)
         # What was measured is not shared: each machine proves and measures for itself.
@@ -176,9 +179,9 @@ class Remote:
 
     def _bring_file(self, expected: FileDigest, file: Path) -> None:
         place = f"files/{expected.sha256}"
-        found = self._objects.size(place)
-        if found != expected.bytes:
-            what = "is missing" if found is None else f"is {found} bytes, not {expected.bytes}"
+        found = self._objects.look(place)
+        if found is None or found.bytes != expected.bytes:
+            what = f"is {found.bytes} bytes, not {expected.bytes}" if found else "is missing"
             raise _Damaged(place, what)
         digest, left = hashlib.sha256(), expected.bytes
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import JsonValue, ValidationError
@@ -71,6 +71,11 @@ class Entry:
     def commit(self, record: Record) -> None:
         """Make the artifact at ``artifact_path`` part of the store."""
         write_atomically(self._record_path, record.model_dump_json(indent=1))
+
+    def used(self) -> None:
+        """Note that the artifact was used now, for who removes what was not for long."""
+        with suppress(OSError):
+            os.utime(self._record_path)
 
     def answer(self, question: dict[str, Any], measure: Callable[[], JsonValue]) -> JsonValue:
         """Return what was measured before, or measure now and keep it."""
@@ -142,6 +147,7 @@ class Store:
             write_atomically(work / DONE, entry.path.name)
         entry.commit(record)
         remove(work)
+        # Not in the background, where it would run while the stage is measured.
         if self._remote:
             self._share(entry, Artifact.at(entry.artifact_path), record)
 
@@ -149,6 +155,7 @@ class Store:
         """Return an artifact and its record from here, else from the shared store, else None."""
         found = entry.load()
         if found:
+            entry.used()
             self._share(entry, *found)
         elif self._remote and (found := self._remote.fetch(entry.path.name, entry.artifact_path)):
             entry.commit(found[1])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from compress.core.errors import ArtifactInvalid
 from compress.core.files import stays_inside
+from compress.core.zip_headers import refuse_two_readings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,7 +59,8 @@ def refuse_unsafe(archive: zipfile.ZipFile, file: Path, unfolded: int = 0) -> No
 
     Raises:
         ArtifactInvalid: a member is named like another, or like a file outside, or is a link;
-            compressed ones hold too much, as few bytes can; or members share their bytes.
+            compressed ones hold too much, as few bytes can; or members share their bytes, or
+            look otherwise to another reader.
     """
     members, names, left = archive.infolist(), set(), unfolded
     if len(members) > MEMBERS:
@@ -81,3 +83,4 @@ def refuse_unsafe(archive: zipfile.ZipFile, file: Path, unfolded: int = 0) -> No
                 )
     if sum(member.compress_size for member in members) > file.stat().st_size:
         raise ArtifactInvalid(f"{file}: its members share bytes, and would unfold to any size")
+    refuse_two_readings(archive, file)

@@ -202,6 +202,7 @@ def test_the_page_tells_the_keys_of_the_json(
         "verify": [artifact],
         "why": ["small.yaml", "train"],
         "diff": [run, run],
+        "gc": [run, "--dry-run"],
         "doctor": [],
     }
     page = (ROOT / "docs" / "cli.md").read_text()

@@ -1,6 +1,10 @@
 """A small project of a user's: an MLP on separable clouds, trained, pruned and exported."""
 
+import queue
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +15,8 @@ from compress.core.latency import compare_latency
 from pipelines.pipeline import Pipeline
 from pipelines.report import Report
 
+DEADLINE = 120
+"""Seconds for a server to begin, however busy the machine is."""
 NETS = """
 import torch
 from torch import nn
@@ -99,3 +105,37 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Project:
 def project(walked: Project, tmp_path: Path) -> Project:
     """Return a copy of the project that was run once, store included."""
     return Project(Path(shutil.copytree(walked.folder, tmp_path / "user")))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Return the address of an S3-compatible server, moto's, that ends with the tests."""
+    script = Path(__file__).with_name("s3_here.py")
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=lambda: lines.put(process.stdout.readline()), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{int(lines.get(timeout=DEADLINE))}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def bucket(server, tmp_path, monkeypatch) -> str:
+    """Return the URL of a new bucket, with the credentials where s3fs looks for them."""
+    import s3fs
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "an-id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-of-mine")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    name = f"bucket-{abs(hash(tmp_path)):x}"
+    s3fs.S3FileSystem(skip_instance_cache=True).mkdir(name)
+    return f"s3://{name}"

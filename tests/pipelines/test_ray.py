@@ -1,17 +1,27 @@
 """Branches as Ray tasks, on a real cluster of this machine."""
 
+import importlib.util
 import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from compress.core.errors import PipelineInvalid, Unavailable
+from compress.core.errors import PipelineInvalid, StageFailed, Unavailable
+from compress.core.latency import compare_latency
 from compress.core.requirement import Requirement
-from pipelines import engines
+from pipelines import engines, node
+from pipelines.joining import run_told_in, told_to_other_nodes
+from pipelines.node import Surroundings
 from pipelines.pipeline import Pipeline
 
 NETS = """
-import os, pathlib, signal, sys
+import os, pathlib, signal, sys, time
 from torch import nn
 
 HERE = pathlib.Path("FOLDER")
@@ -22,7 +32,11 @@ def mlp(hidden=16):
     return nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 3))
 
 def in_a_worker():
-    (HERE / f"{os.getpid()}.pid").touch()
+    import ray
+
+    (HERE / f"{os.getpid()}.pid").write_text(ray.get_runtime_context().get_node_id())
+    while (HERE / "wait").exists():
+        time.sleep(0.05)
     for marker in HERE.glob("die*"):
         marker.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -72,7 +86,9 @@ def test_a_branch_whose_process_is_killed_is_made_again_and_no_other_is_lost(
     (folder / "die").touch()
     with pytest.raises(Exception, match="no channel can be removed") as turn:
         Pipeline.from_yaml(file).run(folder / "turn")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False
+    )
     try:
         with pytest.raises(type(turn.value), match=r"^bare: no channel can be removed"):
             Pipeline.from_yaml(file).run(folder / "out", engine="ray")
@@ -85,3 +101,101 @@ def test_a_branch_whose_process_is_killed_is_made_again_and_no_other_is_lost(
     for name in ("thin-amount=0.25", "thin-amount=0.5"):
         files = [folder / out / "artifacts" / name / "manifest.json" for out in ("turn", "out")]
         assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_node_without_the_runs_folder_or_its_packages_is_one_line(
+    file, monkeypatch, tmp_path
+) -> None:
+    folder, store = Path.cwd(), tmp_path / "out" / ".store"
+    for made in (store, tmp_path / "late"):
+        made.mkdir(parents=True)
+    monkeypatch.setattr(node, "SECONDS_TO_BE_SEEN", 0.3)
+    with told_to_other_nodes(store):
+        home = Surroundings.of_run(store)
+        home.enter()
+        older = replace(home, versions=home.versions | {"torch": "1.0"})
+        with pytest.raises(StageFailed, match=r"^node \S+ has torch \S+, and the run has 1.0; "):
+            older.enter()
+        with pytest.raises(
+            StageFailed, match=r"has no /no/such/folder \(No such file.*; all nodes"
+        ):
+            replace(home, folder=Path("/no/such/folder")).enter()
+    with told_to_other_nodes(store), pytest.raises(StageFailed, match=rf"has another {store}; all"):
+        home.enter()
+    shutil.rmtree(store)
+    late = threading.Timer(0.05, shutil.copytree, (tmp_path / "late", store))
+    with told_to_other_nodes(tmp_path / "late"):
+        late.start()
+        replace(home, run=run_told_in(tmp_path / "late")).enter()
+    shutil.rmtree(store)
+    pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
+    from pipelines.ray_engine import _make
+
+    _, error, _ = _make("thin", b"is not unpickled", home, 0)
+    assert str(error).startswith(f"thin: node {socket.gethostname()} has no {store}; all nodes")
+    assert Path.cwd() == folder
+
+
+@pytest.fixture
+def nodes(monkeypatch) -> Iterator[tuple]:
+    """Return a cluster whose head computes nothing, and two nodes of one core each."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    head = {"num_cpus": 0, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        added = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        yield cluster, added
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("s3fs", "moto", "flask", "flask_cors"))),
+    reason="needs s3fs and moto's server: pip install s3fs 'moto[s3]' flask flask-cors",
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_two_nodes_make_branches_for_a_bucket_and_one_of_them_is_lost(
+    file, nodes, bucket, monkeypatch, capfd
+) -> None:
+    monkeypatch.setattr(compare_latency, "__defaults__", (0.001,))
+    (cluster, added), folder = nodes, file.parent
+    file.write_text(FILE.rpartition("  - ")[0])  # no branch that fails
+    (folder / "wait").touch()
+    lost: list[str] = []
+
+    def lose_a_node() -> None:
+        while len(found := [p.read_text() for p in folder.glob("*.pid")]) < 2 or "" in found:
+            time.sleep(0.05)
+        lost.extend(found)
+        cluster.remove_node(next(n for n in added if n.node_id == found[0]), allow_graceful=False)
+        (folder / "wait").unlink()
+
+    loses = threading.Thread(target=lose_a_node, daemon=True)
+    loses.start()
+    report = Pipeline.from_yaml(file).run(folder / "out", engine="ray", store=bucket)
+    loses.join()
+    assert {*lost} == {n.node_id for n in added}, "each node had a branch"
+    assert report.status == "passed"
+    assert "raylet" not in capfd.readouterr().out
+    assert "Ray: " in (folder / "out" / "log.jsonl").read_text()
+
+    elsewhere = f"file://{folder / 'shared'}"
+    for out, store in (("second", bucket), ("second", elsewhere), ("third", elsewhere)):
+        said: list[str] = []
+        run = Pipeline.from_yaml(file).run
+        run(folder / out, engine="ray", store=store, announce=said.append)
+        assert not [line for line in said if "running" in line or "warning" in line], (out, store)
+    for name in ("thin-amount=0.25", "thin-amount=0.5"):
+        made = [folder / out / "artifacts" / name / "manifest.json" for out in ("out", "third")]
+        assert made[0].read_bytes() == made[1].read_bytes()
+
+    cluster.remove_node(next(n for n in added if n.node_id == lost[1]), allow_graceful=False)
+    monkeypatch.setattr("pipelines.ray_engine.SECONDS_WITHOUT_NODES", 1.0)
+    with pytest.raises(StageFailed, match=r"thin-amount=0.25: the cluster has had no node of 1 co"):
+        Pipeline.from_yaml(file).run(folder / "alone", engine="ray")

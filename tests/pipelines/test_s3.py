@@ -2,19 +2,17 @@
 
 import importlib.util
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from compress.core.artifact import Artifact
 from compress.core.errors import PipelineInvalid
+from pipelines.cleaning import clean, clean_shared
 from pipelines.report import Report
 
 pytestmark = [
@@ -27,9 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
-DEADLINE = 120
-"""Seconds for the server to begin, however busy the machine is."""
-
 DIES_IN_MID_UPLOAD = """
 import os, signal, sys
 from pathlib import Path
@@ -49,40 +44,6 @@ Objects.write = counted
 out = Path(sys.argv[1]).parent / "out"
 Pipeline.from_yaml(sys.argv[1]).run(out, until="train", store=sys.argv[2])
 """
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """Return the address of a server that ends with the tests."""
-    script = Path(__file__).with_name("s3_here.py")
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    lines: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=lambda: lines.put(process.stdout.readline()), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{int(lines.get(timeout=DEADLINE))}"
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@pytest.fixture
-def bucket(server, tmp_path, monkeypatch) -> str:
-    """Return the URL of a new bucket, with the credentials where s3fs looks for them."""
-    import s3fs
-
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "an-id")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-of-mine")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    name = f"bucket-{abs(hash(tmp_path)):x}"
-    s3fs.S3FileSystem(skip_instance_cache=True).mkdir(name)
-    return f"s3://{name}"
 
 
 def _bytes_of(folder: Path) -> dict[str, bytes]:
@@ -130,6 +91,14 @@ def test_two_folders_share_a_bucket_and_a_flipped_byte_is_refused(project, bucke
     assert _bytes_of(made) == _bytes_of(pruned.path), "the same seed, the same bytes"
     fourth.run(store=url, until="prune_channels")
     assert fourth.ran() == {}, "it was mended"
+
+    kept = len(files.find(url))
+    assert clean(url, "2d", False, print).artifacts == 0
+    told = clean_shared(url, -60, dry_run=True)  # what will be written in the next minute too
+    assert (told.artifacts, told.kept, len(files.find(url))) == (4, 0, kept)
+    assert clean_shared(url, -60, dry_run=False).bytes == told.bytes > pruned.payload_bytes
+    files.invalidate_cache()
+    assert [place.rpartition("/")[2] for place in files.find(url)] == ["format.json"]
 
 
 def test_a_run_killed_in_mid_upload_leaves_no_half(project, bucket, tmp_path) -> None:
