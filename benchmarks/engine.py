@@ -1,7 +1,8 @@
 """What the engine around the stages costs: `python benchmarks/engine.py [PART ...]`.
 
 `overhead` runs the quickstart twice, in a new process each, cold and warm: what of the cold run is
-spent neither in a stage nor in judging one, and what a run takes that finds all in the store.
+spent neither in a stage nor in judging one, what a run takes that finds all in the store, and what
+importing torch and the example's scikit-learn takes of either.
 `store` seals an artifact of 2 GB, takes it from the store, publishes it and removes it again: the
 most memory above what the process had, and how often its bytes lie on the disk.
 
@@ -45,7 +46,8 @@ def overhead(folder: Path) -> None:
     print("| quickstart | seconds | of the processor | stages | judging, test | the rest |")
     print("|---|---:|---:|---:|---:|---:|")
     for name in ("cold", "warm"):
-        seconds, processor, tested = _run(folder / "quickstart")
+        seconds, processor, told = _run(COMMAND, "run", QUICKSTART, "--out", folder / "quickstart")
+        tested = float(told.rpartition("tested ")[2].split()[0])
         report = json.loads((folder / "quickstart" / "report.json").read_text())
         made = sum(s["seconds"] for s in report["stages"] if not s["cached"])
         judged = tested + sum(s["judged_seconds"] for s in report["stages"])
@@ -55,13 +57,15 @@ def overhead(folder: Path) -> None:
             f"| {name} | {seconds:.1f} | {processor:.1f} | {made:.1f} | {judged:.1f} "
             f"| {rest:.1f}{share} |"
         )
+    seconds, processor, _ = _run("import torch, sklearn.datasets")
+    print(f"| the imports alone | {seconds:.1f} | {processor:.1f} | | | |")
 
 
-def _run(out: Path) -> tuple[float, float, float]:
-    """Return the seconds of one run of the command, those of the processor, and of the test."""
+def _run(code: str, *arguments: str | Path) -> tuple[float, float, str]:
+    """Return the seconds of a new process, those of the processor, and what it told on stderr."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND, "run", str(QUICKSTART), "--out", str(out)],
+        [sys.executable, "-c", code, *map(str, arguments)],
         cwd=ROOT,
         check=True,
         capture_output=True,
@@ -69,7 +73,7 @@ def _run(out: Path) -> tuple[float, float, float]:
     )
     seconds, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return seconds, processor, float(done.stderr.rpartition("tested ")[2].split()[0])
+    return seconds, processor, done.stderr
 
 
 def store(folder: Path) -> None:
