@@ -40,6 +40,7 @@ class TorchScriptModel(Artifact):
 
     kind: ClassVar[str] = "torchscript"
     payload: ClassVar[str] = "model.ts"
+    opened_with: ClassVar[tuple[str, ...]] = ("export.torchscript_file",)
 
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:

@@ -83,6 +83,8 @@ class Artifact:
     kind: ClassVar[str]
     payload: ClassVar[str]
     """Name of the file that a user would deploy."""
+    opened_with: ClassVar[tuple[str, ...]] = ()
+    """Modules that :meth:`open` imports for seconds; what measures memory imports them first."""
     _kinds: ClassVar[dict[str, type[Artifact]]] = {}
 
     def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:

@@ -23,6 +23,7 @@ class GraphModel(Artifact):
 
     kind: ClassVar[str] = "graph"
     payload: ClassVar[str] = "model.pt2"
+    opened_with: ClassVar[tuple[str, ...]] = ("compress.core.program",)
 
     @classmethod
     def create(

@@ -45,6 +45,8 @@ class Question(NamedTuple):
     threads: int
     batch: int
     seed: int
+    imports: tuple[str, ...]
+    """Modules that are known to be imported."""
 
 
 def peak_memory(artifact: Artifact, device: str, threads: int, batch: int, seed: int) -> float:
@@ -64,9 +66,8 @@ def peak_memory(artifact: Artifact, device: str, threads: int, batch: int, seed:
         why = f"another process cannot import {kind.__name__}; define it in a module"
     if why:
         raise StageFailed(f"peak memory cannot be measured: {why}")
-    path = str(artifact.path.absolute())
-    question = Question(kind.__module__, kind.__qualname__, path, device, threads, batch, seed)
-    found = _asked(question)
+    path, home = str(artifact.path.absolute()), (kind.__module__, kind.__qualname__)
+    found = _asked(Question(*home, path, device, threads, batch, seed, kind.opened_with))
     if "error" in found:
         raise StageFailed(f"peak memory cannot be measured: {found['error']}")
     return float(found["mebibytes"])
@@ -98,7 +99,7 @@ class _Measurer:
                 sys.executable,
                 "-c",
                 COMMAND,
-                json.dumps(sys.path, default=str),
+                json.dumps([*map(str, sys.path)]),
                 str(theirs.fileno()),
             ],
             stdin=subprocess.DEVNULL,

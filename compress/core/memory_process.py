@@ -48,6 +48,7 @@ def answer(descriptor: int) -> None:
     with suppress(EOFError, OSError):
         while True:
             question = Question(*json.loads(asked_by.recv_bytes()))
+            _import(question.imports)
             for _ in range(REHEARSALS):
                 gc.freeze()  # or each fork would look through all that torch is
                 found = _of_a_fork(question, asked_by)
