@@ -18,10 +18,10 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
-from compress.training.launch import _rank
 from compress.training.objective import CrossEntropy
 from compress.training.resume import newest, read_progress
 from compress.training.settings import Training
+from compress.training.start import start_rank
 
 pytestmark = pytest.mark.multiprocess
 
@@ -245,7 +245,7 @@ def test_data_that_cannot_travel_are_refused(tmp_path):
 
 
 def test_a_rank_whose_runner_was_killed_before_it_started_does_nothing(tmp_path):
-    child = multiprocessing.get_context("fork").Process(target=_rank, args=(str(tmp_path), 1))
+    child = multiprocessing.get_context("fork").Process(target=start_rank, args=(str(tmp_path), 1))
     child.start()
     child.join(60)
     assert child.exitcode == 1
