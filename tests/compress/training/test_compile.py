@@ -1,8 +1,6 @@
 """Compiled models are trained to the weights of those that are not."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,9 +18,9 @@ from compress.training.compilation import compile_, need_compiler
 from compress.training.fit import fit
 from compress.training.objective import CrossEntropy
 from compress.training.settings import Training
+from tests.compress.forked import launch
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 
 # 10 steps in fp32: fused kernels round in other places.
 TOLERANCE = 1e-5
@@ -50,14 +48,7 @@ def results(tmp_path_factory, trained):
     alone = {name: {**COMMON, **settings} for name, settings in SETTINGS.items()}
     together = {f"fsdp-{name}": {**alone[name], "parallel": FSDP} for name in SETTINGS}
     together["ddp-whole"] = alone["whole"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, "--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
-         HERE / "ranks_here.py", root, json.dumps(alone), json.dumps(together)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=ROOT, capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch(HERE / "ranks_here.py", 2, root, json.dumps(alone), json.dumps(together))
     return {name: trained(root / name) for name in (*alone, *together)}
 
 

@@ -1,6 +1,3 @@
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +13,9 @@ from compress.training.fit import fit
 from compress.training.objective import CrossEntropy
 from compress.training.parallel import Parallel
 from compress.training.settings import Training
+from tests.compress.forked import launch
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 ELEMENTS = 24 * 41 + 41 + 41 * 10 + 10
 
 
@@ -26,14 +23,7 @@ ELEMENTS = 24 * 41 + 41 + 41 * 10 + 10
 def ranks(tmp_path_factory) -> list[dict]:
     """Return what four real processes in two groups came to, and with DDP's own average."""
     folder = tmp_path_factory.mktemp("hierarchy")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
-         HERE / "hierarchy_here.py", folder],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch(HERE / "hierarchy_here.py", 4, folder)
     return [torch.load(folder / f"rank-{r}.pt", weights_only=True) for r in range(4)]
 
 

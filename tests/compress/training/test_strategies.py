@@ -1,9 +1,6 @@
 """Every strategy, on real gloo processes, reaches the weights of a single process."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,11 +12,11 @@ from compress.core.checkpoint import import_checkpoint
 from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.training.sharding import prefetch_
+from tests.compress.forked import launch
 
 pytestmark = pytest.mark.multiprocess
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 
 # 10 steps in fp32: gradients are added up in another order, and Adam's division by a small second
 # moment enlarges the difference.
@@ -85,17 +82,6 @@ def trainings_that_go_on(adamw):
         yield f"adamw-{name}-alone", {**adamw, "parallel": STRATEGIES[name], "then": "alone"}
 
 
-def launch(root, ranks, alone, together):
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
-         HERE / "ranks_here.py", root, json.dumps(alone), json.dumps(together)],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=250,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.fixture(scope="module")
 def results_of(tmp_path_factory, trained):
     """Return a function of the ranks: trains with every strategy once, and alone likewise."""
@@ -107,7 +93,7 @@ def results_of(tmp_path_factory, trained):
         recipe = Recipe(factory="nets:blocks")
         import_checkpoint(root / "source", recipe, signature, checkpoint=None, folder=HERE)
         together = dict(trainings(ranks))
-        launch(root, ranks, ALONE, together)
+        launch(HERE / "ranks_here.py", ranks, root, json.dumps(ALONE), json.dumps(together))
         return {name: trained(root / name) for name in (*ALONE, *together)}
 
     return results
