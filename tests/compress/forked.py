@@ -34,6 +34,8 @@ def main(ranks: int, script: str) -> int:
 
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script)  # for what it imports
+    if any("torchmetrics." in argument for argument in sys.argv):
+        import torchmetrics  # noqa: F401
     gc.freeze()
     gc.enable()
     read, write = os.pipe()

@@ -4,15 +4,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
-from compress.core.stage import Context
-from compress.training.fit import fit
-from compress.training.objective import CrossEntropy
 from compress.training.parallel import Parallel
-from compress.training.settings import Training
 from tests.compress.forked import launch
 
 HERE = Path(__file__).parent
@@ -55,32 +47,6 @@ def test_the_bytes_within_and_between_groups_are_what_the_rings_send(ranks):
     assert none is None
     # What a node sends to another: 2 processes here; of DDP's ring, the one at the node's end.
     assert 2 * between < 0.7 * plain
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_an_epoch_says_what_it_sent_between_groups(tmp_path):
-    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-    source = import_checkpoint(
-        tmp_path / "source", Recipe(factory="nets:plain"), signature, checkpoint=None, folder=HERE
-    )
-    data = DataReference("nets:blobs", {}, HERE, 16).load()
-    two_by_two = {"processes": 4, "communication": "hierarchical", "group_processes": 2}
-
-    def trained(name, **parallel):
-        training = Training(epochs=2, batch_size=16, keep="last", parallel=parallel)
-        context = Context(root=tmp_path / name, data=data)
-        return fit(source, training, CrossEntropy(0.1), context, "train")
-
-    alone, together = trained("alone"), trained("together", **two_by_two)
-    one, four = alone.module.state_dict(), together.module.state_dict()
-    assert all(torch.allclose(one[name], four[name], atol=1e-5) for name in one)
-    whole = 4 * (4 * 16 + 16 + 16 * 3 + 3)
-    sent = {(e.sent_bytes, e.sent_between_bytes) for e in together.history}
-    ((total, between),) = sent
-    assert between == pytest.approx(whole / 2, abs=4)
-    assert total == 3 * between
-    assert {e.sent_between_bytes for e in alone.history} == {None}
 
 
 @pytest.mark.parametrize(
