@@ -134,6 +134,11 @@ def uneven(train: int = 80, val: int = 37) -> dict[str, Dataset]:
     }
 
 
+def even() -> dict[str, Dataset]:
+    """Return samples that batches of 16 divide."""
+    return uneven(val=32)
+
+
 def odd() -> dict[str, Dataset]:
     """Return 21 samples, which make one step of 16, and one for one rank alone to judge by."""
     return uneven(train=21, val=1)
