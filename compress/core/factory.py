@@ -14,6 +14,7 @@ import importlib.util
 import sys
 import sysconfig
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -90,7 +91,7 @@ def local_sources(reference: str, folder: Path | None = None) -> dict[str, Path]
             key = path.relative_to(root.absolute()).as_posix()
             if key not in found:
                 found[key] = path
-                queue += _imported_names(path, part)
+                queue += _imported_names(path.read_bytes(), part, path.name == "__init__.py")
     return dict(sorted(found.items()))
 
 
@@ -224,12 +225,13 @@ def _with_parents(name: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
 
 
-def _imported_names(path: Path, module_name: str) -> list[str]:
+@lru_cache(maxsize=256)
+def _imported_names(source: bytes, module_name: str, is_package: bool) -> tuple[str, ...]:
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = ast.parse(source)
     except SyntaxError:
-        return []  # the import itself reports it, with the line
-    package = module_name if path.name == "__init__.py" else module_name.rpartition(".")[0]
+        return ()  # the import itself reports it, with the line
+    package = module_name if is_package else module_name.rpartition(".")[0]
     names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -240,4 +242,4 @@ def _imported_names(path: Path, module_name: str) -> list[str]:
             base = ".".join([*filter(None, kept), *([node.module] if node.module else [])])
             names += [base] if base else []
             names += [f"{base}.{alias.name}" if base else alias.name for alias in node.names]
-    return names
+    return tuple(names)

@@ -61,6 +61,7 @@ class Pruner:
         self._facts: dict[str, Any] = {}
         self._pinned: dict[str, str] = {}
         self.module = model.load()
+        self._whole_cut: ChannelCut | None = None
         self._rewriting = self._rewrite_()
         self.edits: list[AnyEdit] = list(self._rewriting)
         """The changes to the architecture so far."""
@@ -74,7 +75,8 @@ class Pruner:
         Raises:
             StageFailed: nothing can be cut in the last step.
         """
-        cut = self._plan(share)
+        cut = self._whole_cut if self._whole_cut and share == 1 else self._plan(share)
+        self._whole_cut = None  # the next step has another module to cut
         self._pinned = cut.pinned
         if not cut.families:
             return
@@ -129,7 +131,11 @@ class Pruner:
         edits = rewrite_(self.module, self._inputs)
         if not edits:
             return ()
-        needed = edits_needed(edits, self._plan(1))
+        cut = self._plan(1)
+        needed = edits_needed(edits, cut)
+        if needed == edits:  # the module stays as it is, and so would the plan
+            self._whole_cut = cut
+            return edits
         self._before.clear()
         self.module = self._source.load()
         for edit in needed:

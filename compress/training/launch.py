@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import pickle
 import signal
-import time
-import traceback
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -20,31 +14,27 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from compress.core.errors import StageFailed, Unavailable
+from compress.core.errors import StageFailed
 from compress.core.files import write_atomically
 from compress.training.addresses import interface_named, own_address
 from compress.training.failure import (
     LOGS,
     RankKilled,
     forget_failure,
-    is_lost_peer,
     one_line,
     read_failure,
-    record_failure,
     recorded_failure,
 )
-from compress.training.journal import append_epoch, following
-from compress.training.loop import Job, train
+from compress.training.journal import following
 from compress.training.nodes import (
     LUGGAGE,
     SECONDS_TO_CONNECT,
     Meeting,
     inviting,
-    leaving_with_the_others,
     meeting_of,
     told,
 )
-from compress.training.strategy import process_group, strategy_of
+from compress.training.start import start_rank
 from compress.training.surroundings import (
     SIGNALS,
     own_rendezvous_store,
@@ -55,12 +45,13 @@ from compress.training.surroundings import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
+    from compress.training.loop import Job
     from compress.training.watch import MeasuredEpoch
 
 log = logging.getLogger(__name__)
 
-SECONDS_FOR_THE_CULPRIT = 5
 SECONDS_TO_END = 5
 
 
@@ -111,7 +102,7 @@ def run_ranks(meeting: Meeting, folder: Path, *, hosts: bool) -> None:
     """
     try:
         address = own_address(meeting.endpoint, hosts) if meeting.nodes > 1 else "127.0.0.1"
-        launch = elastic_launch(_config(meeting, folder, address, hosts), _rank)
+        launch = elastic_launch(_config(meeting, folder, address, hosts), start_rank)
         with ExitStack() as stack:
             for surroundings in (
                 quiet(),
@@ -176,66 +167,6 @@ def _luggage_in(folder: Path, luggage: bytes) -> Iterator[None]:
         yield
     finally:
         (folder / LUGGAGE).unlink(missing_ok=True)
-
-
-def _rank(folder: str, agent: int) -> None:
-    """Run one rank; the elastic agent calls this in a process of its own."""
-    if os.getppid() != agent:  # torch had this process die with its agent, which was dead already
-        os._exit(1)
-    # Ctrl-C reaches the whole terminal: end without a traceback, the parent tells the story.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    place, rank = Path(folder), int(os.environ["RANK"])
-    try:
-        job: Job = pickle.loads((place / LUGGAGE).read_bytes())
-        job = replace(job, device=_own_device(job.device))
-        with _leaving_at_once(), leaving_with_the_others(place), process_group(job.device):
-            train(job, strategy_of(job.training.parallel), partial(append_epoch, place))
-    except SystemExit as end:
-        called = StageFailed(f"rank {rank}: the model's or data's code called sys.exit({end.code})")
-        record_failure(place, rank, called)
-        raise called from end
-    except Exception as error:
-        if is_lost_peer(error):
-            time.sleep(SECONDS_FOR_THE_CULPRIT)  # the agent ends this rank, and names the other one
-        record_failure(place, rank, error)
-        with suppress(OSError):  # a full disk
-            traceback.print_exc()  # to this rank's log
-        raise
-
-
-@contextmanager
-def _leaving_at_once() -> Iterator[None]:
-    """Let this process end without taking the interpreter apart, after all other exit handlers.
-
-    Gloo's threads outlive the process group, which torch itself still refers to. One that lets go
-    of a tensor while Python finalizes is ended inside a destructor, and that aborts the process
-    ("terminate called without an active exception"): a finished training would seem a failed one.
-    """
-    codes = [1]
-    atexit.register(lambda: os._exit(codes[-1]))  # the first to register is the last to run
-    yield
-    codes.append(0)
-
-
-def _own_device(device: str) -> str:
-    """Return this rank's device: one CUDA device for each, in order.
-
-    Raises:
-        Unavailable: there are fewer devices than ranks.
-    """
-    if not device.startswith("cuda"):
-        return device
-    import torch
-
-    own, found = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if own >= found:
-        raise Unavailable(
-            f"{os.environ['LOCAL_WORLD_SIZE']} processes want a CUDA device each and there are "
-            f"{found}; lower parallel.processes"
-        )
-    torch.cuda.set_device(own)
-    return f"cuda:{own}"
 
 
 def _pickled(job: Job) -> bytes:

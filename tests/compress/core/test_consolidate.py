@@ -21,6 +21,7 @@ from compress.core.checkpoint import read_state_dict
 from compress.core.errors import ArtifactInvalid
 from compress.core.safetensors_file import DTYPES, write_safetensors
 from compress.core.weights import StoredTensor
+from tests.compress.forked import launch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -46,9 +47,7 @@ print(1024 * (kilobytes("VmHWM") - before))
 def saved(tmp_path_factory) -> Path:
     """Return what two processes saved: `warm-up`, and `large` with tensors of 64 MiB."""
     folder = tmp_path_factory.mktemp("saved")
-    command = [sys.executable, "-W", "ignore", HERE / "save_large_here.py"]
-    ranks = [subprocess.Popen([*command, str(r), folder], env=ENVIRONMENT) for r in (0, 1)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    launch(HERE / "save_large_here.py", 2, folder)
     return folder
 
 

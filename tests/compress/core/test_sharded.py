@@ -2,8 +2,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -18,9 +16,9 @@ from compress.core.errors import ArtifactInvalid
 from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.weights import StoredTensor, load_state_
+from tests.compress.forked import launch
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 SIGNATURE = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
 
 
@@ -40,10 +38,7 @@ def _equal(left: dict, right: dict) -> bool:
 def saved(tmp_path_factory) -> Path:
     """Return what two real FSDP2 processes saved: `nested`, `flat` and the same, `whole.pt`."""
     folder = tmp_path_factory.mktemp("saved")
-    command = [sys.executable, "-W", "ignore", HERE / "save_sharded_here.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ranks = [subprocess.Popen([*command, str(r), folder], env=environment) for r in (0, 1)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    launch(HERE / "save_sharded_here.py", 2, folder)
     return folder
 
 

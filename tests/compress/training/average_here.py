@@ -1,4 +1,4 @@
-"""One of two processes that average gradients under every setting: RANK FOLDER."""
+"""One of two processes that average gradients under every setting: FOLDER."""
 
 import sys
 from pathlib import Path
@@ -58,12 +58,13 @@ def steps(communication: str, rank: int, folder: Path) -> list[dict]:
     return record
 
 
-def main(rank: int, folder: Path) -> None:
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     for communication in SETTINGS:
         (folder / communication).mkdir(exist_ok=True)
     dist.barrier()
+    rank = dist.get_rank()
     record = {name: steps(name, rank, folder) for name in SETTINGS}
     torch.save(record, folder / f"rank-{rank}.pt")
     dist.barrier()
@@ -71,4 +72,4 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

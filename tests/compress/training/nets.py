@@ -134,6 +134,21 @@ def uneven(train: int = 80, val: int = 37) -> dict[str, Dataset]:
     }
 
 
+def even() -> dict[str, Dataset]:
+    """Return samples that batches of 16 divide."""
+    return uneven(val=32)
+
+
+def odd() -> dict[str, Dataset]:
+    """Return 21 samples, which make one step of 16, and one for one rank alone to judge by."""
+    return uneven(train=21, val=1)
+
+
+def few() -> dict[str, Dataset]:
+    """Return fewer samples than most batches have."""
+    return uneven(train=11, val=3)
+
+
 class Difference(nn.Module):
     """Answers by the first input less the second."""
 

@@ -1,6 +1,3 @@
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from compress.training.fit import fit
 from compress.training.objective import CrossEntropy
 from compress.training.parallel import Parallel
 from compress.training.settings import Training
+from tests.compress.forked import launch
 
 pytestmark = pytest.mark.multiprocess
 
@@ -30,10 +28,7 @@ ELEMENTS = 24 * 40 + 40 + 40 * 10 + 10
 def records(tmp_path_factory) -> list[dict]:
     """Return what two real processes saw, by setting and step."""
     folder = tmp_path_factory.mktemp("average")
-    command = [sys.executable, HERE / "average_here.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ranks = [subprocess.Popen([*command, str(r), folder], env=environment) for r in (0, 1)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    launch(HERE / "average_here.py", 2, folder)
     return [torch.load(folder / f"rank-{r}.pt", weights_only=True) for r in (0, 1)]
 
 

@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,9 +18,9 @@ from compress.training.objective import CrossEntropy
 from compress.training.parallel import DEEPSPEED, Parallel
 from compress.training.settings import Training
 from compress.training.stage import Train
+from tests.compress.forked import launch
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 here = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
 )
@@ -67,14 +64,8 @@ def results(tmp_path_factory, trained):
     signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
     recipe = Recipe(factory="nets:blocks")
     import_checkpoint(root / "source", recipe, signature, checkpoint=None, folder=HERE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", HERE / "ranks_here.py",
-         root, json.dumps({"sgd": SGD, "adamw": ADAMW}), json.dumps(dict(trainings()))],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    alone = {"sgd": SGD, "adamw": ADAMW}
+    launch(HERE / "ranks_here.py", 2, root, json.dumps(alone), json.dumps(dict(trainings())))
     return {n: trained(root / n) for n in ("sgd", "adamw", *dict(trainings()))}
 
 

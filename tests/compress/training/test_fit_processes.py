@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,10 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
-from compress.training.launch import _rank
 from compress.training.objective import CrossEntropy
 from compress.training.resume import newest, read_progress
 from compress.training.settings import Training
+from compress.training.start import start_rank
 
 pytestmark = pytest.mark.multiprocess
 
@@ -89,15 +88,6 @@ def test_two_processes_reach_the_weights_of_one(tmp_path):
     one, two = (result.module.state_dict() for result in results)
     assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
     assert results[0].history[-1].loss == pytest.approx(results[1].history[-1].loss, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_a_torchmetrics_metric_does_not_wait_for_the_other_processes(tmp_path):
-    where = context(tmp_path / "a")
-    metric = Metric("torchmetrics.classification.MulticlassAccuracy", (("num_classes", 3),))
-    where = replace(where, metric=metric)
-    result = run(make_source(tmp_path / "source"), where, epochs=1)
-    assert result.history[-1].metric is not None
 
 
 def test_two_processes_train_one_model_and_leave_the_parent_as_it_was(tmp_path, capfd):
@@ -213,17 +203,24 @@ def test_a_script_without_a_guard_is_told_what_it_lacks(tmp_path):
     assert 'must start under `if __name__ == "__main__":`' in done.stderr
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return a training of five epochs that nothing disturbed."""
+    root = tmp_path_factory.mktemp("whole")
+    where = context(root / "whole", "behaving", behaviour="")
+    return run(make_source(root / "source"), where, epochs=5)
+
+
 @pytest.mark.slow
-def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(tmp_path):
+def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(tmp_path, whole):
     source = make_source(tmp_path / "source")
     where = context(tmp_path / "a", "behaving", behaviour="no more room from the third epoch")
     with pytest.raises(StageFailed, match=r"cannot be written .*(File too large|No space)"):
-        run(source, where, epochs=4)
+        run(source, where, epochs=5)
     (folder,) = where.work.glob("fit-*")
     progress = read_progress(newest(folder))
     assert progress.trained_epochs in (1, 2)
-    plain = run(source, context(tmp_path / "b", "behaving", behaviour=""), epochs=4)
-    assert plain.history[: progress.trained_epochs] == progress.history
+    assert whole.history[: progress.trained_epochs] == progress.history
 
 
 @pytest.mark.slow
@@ -245,7 +242,7 @@ def test_data_that_cannot_travel_are_refused(tmp_path):
 
 
 def test_a_rank_whose_runner_was_killed_before_it_started_does_nothing(tmp_path):
-    child = multiprocessing.get_context("fork").Process(target=_rank, args=(str(tmp_path), 1))
+    child = multiprocessing.get_context("fork").Process(target=start_rank, args=(str(tmp_path), 1))
     child.start()
     child.join(60)
     assert child.exitcode == 1
@@ -253,7 +250,7 @@ def test_a_rank_whose_runner_was_killed_before_it_started_does_nothing(tmp_path)
 
 
 @pytest.mark.slow
-def test_after_ctrl_c_nothing_runs_on_and_the_next_call_ends_bit_identical(tmp_path):
+def test_after_ctrl_c_nothing_runs_on_and_the_next_call_ends_bit_identical(tmp_path, whole):
     source = make_source(tmp_path / "source")
     process = program(tmp_path)
     for line in process.stdout:
@@ -269,7 +266,6 @@ def test_after_ctrl_c_nothing_runs_on_and_the_next_call_ends_bit_identical(tmp_p
     )
     resumed = run(source, where, epochs=5)
     assert notes[0][1] >= 2 and notes[0][3].startswith("resumed after epoch")
-    whole = run(source, context(tmp_path / "whole", "behaving", behaviour="slow"), epochs=5)
     assert whole.history == resumed.history
     expected, got = whole.module.state_dict(), resumed.module.state_dict()
     assert all(torch.equal(expected[name], got[name]) for name in expected)

@@ -1,24 +1,13 @@
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
-from compress.core.stage import Context
-from compress.training.fit import fit
-from compress.training.objective import CrossEntropy
 from compress.training.parallel import Parallel
-from compress.training.settings import Training
+from tests.compress.forked import launch
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 ELEMENTS = 24 * 41 + 41 + 41 * 10 + 10
 
 
@@ -26,14 +15,7 @@ ELEMENTS = 24 * 41 + 41 + 41 * 10 + 10
 def ranks(tmp_path_factory) -> list[dict]:
     """Return what four real processes in two groups came to, and with DDP's own average."""
     folder = tmp_path_factory.mktemp("hierarchy")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
-         HERE / "hierarchy_here.py", folder],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch(HERE / "hierarchy_here.py", 4, folder)
     return [torch.load(folder / f"rank-{r}.pt", weights_only=True) for r in range(4)]
 
 
@@ -65,32 +47,6 @@ def test_the_bytes_within_and_between_groups_are_what_the_rings_send(ranks):
     assert none is None
     # What a node sends to another: 2 processes here; of DDP's ring, the one at the node's end.
     assert 2 * between < 0.7 * plain
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_an_epoch_says_what_it_sent_between_groups(tmp_path):
-    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-    source = import_checkpoint(
-        tmp_path / "source", Recipe(factory="nets:plain"), signature, checkpoint=None, folder=HERE
-    )
-    data = DataReference("nets:blobs", {}, HERE, 16).load()
-    two_by_two = {"processes": 4, "communication": "hierarchical", "group_processes": 2}
-
-    def trained(name, **parallel):
-        training = Training(epochs=2, batch_size=16, keep="last", parallel=parallel)
-        context = Context(root=tmp_path / name, data=data)
-        return fit(source, training, CrossEntropy(0.1), context, "train")
-
-    alone, together = trained("alone"), trained("together", **two_by_two)
-    one, four = alone.module.state_dict(), together.module.state_dict()
-    assert all(torch.allclose(one[name], four[name], atol=1e-5) for name in one)
-    whole = 4 * (4 * 16 + 16 + 16 * 3 + 3)
-    sent = {(e.sent_bytes, e.sent_between_bytes) for e in together.history}
-    ((total, between),) = sent
-    assert between == pytest.approx(whole / 2, abs=4)
-    assert total == 3 * between
-    assert {e.sent_between_bytes for e in alone.history} == {None}
 
 
 @pytest.mark.parametrize(

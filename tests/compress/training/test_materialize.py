@@ -1,8 +1,5 @@
 """A model that is to be sharded is built without weights; each rank reads its own part."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,11 +17,11 @@ from compress.training.fit import fit
 from compress.training.materialize import Unfilled
 from compress.training.objective import CrossEntropy
 from compress.training.settings import Training
+from tests.compress.forked import launch
 
 pytestmark = pytest.mark.multiprocess
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 NETS = HERE.parent / "core"
 
 
@@ -40,10 +37,7 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fill")
     source = sealed(folder / "source", "tied", 3, width=5)  # no rank has as much as another
     sealed(folder / "scaled", "scaled", 4)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", HERE / "fill_here.py"]
-    ranks = [subprocess.Popen([*command, str(r), folder], env=environment) for r in (0, 1)]
-    assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
+    launch(HERE / "fill_here.py", 2, folder)
     return source, [torch.load(folder / f"rank-{r}.pt", weights_only=True) for r in (0, 1)]
 
 

@@ -36,44 +36,27 @@ def run(root, source, objective, **parallel):
 
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": {}}], ids=["tensor", "pipeline"])
-def test_a_teacher_teaches_a_model_that_is_spread(tmp_path, parallel):
-    student, teacher = make_source(tmp_path / "student"), make_source(tmp_path / "teacher", 1)
+def test_a_teacher_teaches_a_spread_model_whose_frozen_weights_stay(tmp_path, parallel):
+    student = make_source(tmp_path / "student", frozen_layers=1)
+    teacher = make_source(tmp_path / "teacher", 1)
     training = Training(epochs=1, label_smoothing=0.0)
     objective = Teaching(temperature=2.0).objective(teacher, training)
     alone = run(tmp_path / "alone", student, objective)
     spread = run(tmp_path / "spread", student, objective, processes=2, **parallel)
     expected, got = alone.module.state_dict(), spread.module.state_dict()
     assert expected.keys() == got.keys()
-    # 10 steps in fp32, whose sums are in another order.
+    # 6 steps in fp32, whose sums are in another order.
     assert all(torch.allclose(expected[name], got[name], atol=1e-5) for name in expected)
+    assert torch.equal(got["words.weight"], student.load().words.weight)
     data = DataReference("transformers_here:tokens", {}, HERE, 16).load()
     sealed = student.derive(tmp_path / "sealed", spread.module)
     exact = Context(root=tmp_path / "exact", data=data, metric=Metric("accuracy")).score(sealed)
     assert exact == spread.kept.metric
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parallel", "told"),
-    [
-        ({"heads": 1}, {"tensor": 2}, r"tensor: 'layers\.0\.attn' has 1 heads"),
-        ({"frozen_layers": 2}, {"pipeline": {}}, r"pipeline: stage 0 has no weights that require"),
-    ],
-    ids=["heads", "frozen"],
-)
-def test_a_model_that_cannot_be_spread_is_one_clear_error(
-    tmp_path, capfd, arguments, parallel, told
-):
-    source = make_source(tmp_path / "source", **arguments)
-    with pytest.raises(StageFailed, match=rf"^train: parallel\.{told}"):
-        run(tmp_path / "run", source, CrossEntropy(), processes=2, **parallel)
+def test_a_model_that_cannot_be_spread_is_one_clear_error(tmp_path, capfd):
+    source = make_source(tmp_path / "source", frozen_layers=2)
+    told = r"^train: parallel\.pipeline: stage 0 has no weights that require"
+    with pytest.raises(StageFailed, match=told):
+        run(tmp_path / "run", source, CrossEntropy(), processes=2, pipeline={})
     assert capfd.readouterr() == ("", "")
-
-
-def test_frozen_weights_stay_as_they_are(tmp_path):
-    source = make_source(tmp_path / "source", frozen_layers=1)
-    alone = run(tmp_path / "alone", source, CrossEntropy())
-    for name, parallel in {"tensor": {"tensor": 2}, "pipeline": {"pipeline": {}}}.items():
-        spread = run(tmp_path / name, source, CrossEntropy(), processes=2, **parallel)
-        expected, got = alone.module.state_dict(), spread.module.state_dict()
-        assert all(torch.allclose(expected[n], got[n], atol=1e-5) for n in expected)
-        assert torch.equal(got["words.weight"], source.load().words.weight)

@@ -1,9 +1,6 @@
 """Every strategy, on real gloo processes, reaches the weights of a single process."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,11 +12,11 @@ from compress.core.checkpoint import import_checkpoint
 from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.training.sharding import prefetch_
+from tests.compress.forked import launch
 
 pytestmark = pytest.mark.multiprocess
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 
 # 10 steps in fp32: gradients are added up in another order, and Adam's division by a small second
 # moment enlarges the difference.
@@ -58,7 +55,10 @@ ADAMW = {
     "schedule": "constant",
     "ema_decay": 0.9,
 }
-ALONE = {"sgd": SGD, "adamw": ADAMW, "metric": {**SGD, "metric": "loss"}}
+F1 = "torchmetrics.classification.MulticlassF1Score 3"
+ODD = {**SGD, "data": "nets:odd", "metric": F1}
+ALONE = {"sgd": SGD, "adamw": ADAMW, "metric": {**SGD, "metric": "loss"}, "odd": ODD}
+TWO_BY_TWO = {"communication": "hierarchical", "group_processes": 2}
 
 
 def trainings(ranks):
@@ -68,7 +68,11 @@ def trainings(ranks):
         yield f"sgd-{name}", {**SGD, "parallel": parallel}
         if name in ACCUMULATED:
             yield f"adamw-{name}", {**adamw, "parallel": parallel}
+    yield "odd-together", ODD
+    if ranks == 4:
+        yield "sgd-hierarchical", {**SGD, "parallel": TWO_BY_TWO}
     if ranks == 2:
+        yield "few", {**SGD, "data": "nets:few", "batch_size": 64, "accumulate": 2}
         yield from trainings_that_go_on(adamw)
         yield "metric-loss", {**SGD, "metric": "loss", "parallel": FULL}
         yield "bf16", {**SGD, "precision": "bf16", "parallel": FULL}
@@ -85,17 +89,6 @@ def trainings_that_go_on(adamw):
         yield f"adamw-{name}-alone", {**adamw, "parallel": STRATEGIES[name], "then": "alone"}
 
 
-def launch(root, ranks, alone, together):
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
-         HERE / "ranks_here.py", root, json.dumps(alone), json.dumps(together)],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=250,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.fixture(scope="module")
 def results_of(tmp_path_factory, trained):
     """Return a function of the ranks: trains with every strategy once, and alone likewise."""
@@ -107,7 +100,7 @@ def results_of(tmp_path_factory, trained):
         recipe = Recipe(factory="nets:blocks")
         import_checkpoint(root / "source", recipe, signature, checkpoint=None, folder=HERE)
         together = dict(trainings(ranks))
-        launch(root, ranks, ALONE, together)
+        launch(HERE / "ranks_here.py", ranks, root, json.dumps(ALONE), json.dumps(together))
         return {name: trained(root / name) for name in (*ALONE, *together)}
 
     return results
@@ -209,3 +202,30 @@ def test_bf16_shards_keep_fp32_weights(two):
     full, half = two["sgd-full"], two["bf16"]
     assert 0 < largest_difference(full.weights, half.weights) < 0.05
     assert all(w.dtype == torch.float32 for w in half.weights.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sizes_that_do_not_divide_stop_nothing(results_of, ranks):
+    """21 samples make one step of 16; a single one in `val` leaves the other ranks without."""
+    alone, together = results_of(ranks)["odd"], results_of(ranks)["odd-together"]
+    assert largest_difference(alone.weights, together.weights) < TOLERANCE["sgd"]
+    assert [e.metric for e in together.history] == [e.metric for e in alone.history]
+    assert all(e.metric is not None for e in together.history)
+
+
+@pytest.mark.slow
+def test_fewer_samples_than_a_batch_are_one_step(two):
+    assert len(two["few"].history) == 2
+    assert all(epoch.loss > 0 and epoch.metric is not None for epoch in two["few"].history)
+
+
+@pytest.mark.slow
+def test_an_epoch_says_what_it_sent_between_groups(results_of):
+    alone, together = results_of(4)["sgd"], results_of(4)["sgd-hierarchical"]
+    assert largest_difference(alone.weights, together.weights) < TOLERANCE["sgd"]
+    whole = sum(weight.nbytes for weight in alone.weights.values())
+    ((total, between),) = {(e.sent_bytes, e.sent_between_bytes) for e in together.history}
+    assert between == pytest.approx(whole / 2, abs=4)
+    assert total == 3 * between
+    assert {e.sent_between_bytes for e in alone.history} == {None}

@@ -111,5 +111,5 @@ def batch(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, (tokens[:, 0] + tokens[:, 1]) % WORDS
 
 
-def tokens(train: int = 80, val: int = 37) -> dict[str, Dataset]:
+def tokens(train: int = 48, val: int = 37) -> dict[str, Dataset]:
     return {"train": TensorDataset(*batch(train, 0)), "val": TensorDataset(*batch(val, 1))}

@@ -1,0 +1,67 @@
+"""What one rank of a training does, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from compress.core.errors import StageFailed, Unavailable
+from compress.training.failure import is_lost_peer, record_failure
+from compress.training.journal import append_epoch
+from compress.training.loop import train
+from compress.training.nodes import LUGGAGE, leaving_with_the_others
+from compress.training.strategy import process_group, strategy_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from compress.training.loop import Job
+
+SECONDS_FOR_THE_CULPRIT = 5
+
+
+def run_rank(folder: Path) -> None:
+    """Train with the other ranks; where that fails, leave the reason in the training's folder."""
+    rank = int(os.environ["RANK"])
+    try:
+        job: Job = pickle.loads((folder / LUGGAGE).read_bytes())
+        job = replace(job, device=_own_device(job.device))
+        with leaving_with_the_others(folder), process_group(job.device):
+            train(job, strategy_of(job.training.parallel), partial(append_epoch, folder))
+    except SystemExit as end:
+        called = StageFailed(f"rank {rank}: the model's or data's code called sys.exit({end.code})")
+        record_failure(folder, rank, called)
+        raise called from end
+    except Exception as error:
+        if is_lost_peer(error):
+            time.sleep(SECONDS_FOR_THE_CULPRIT)  # the agent ends this rank, and names the other one
+        record_failure(folder, rank, error)
+        with suppress(OSError):  # a full disk
+            traceback.print_exc()  # to this rank's log
+        raise
+
+
+def _own_device(device: str) -> str:
+    """Return this rank's device: one CUDA device for each, in order.
+
+    Raises:
+        Unavailable: there are fewer devices than ranks.
+    """
+    if not device.startswith("cuda"):
+        return device
+    import torch
+
+    own, found = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if own >= found:
+        raise Unavailable(
+            f"{os.environ['LOCAL_WORLD_SIZE']} processes want a CUDA device each and there are "
+            f"{found}; lower parallel.processes"
+        )
+    torch.cuda.set_device(own)
+    return f"cuda:{own}"
