@@ -295,7 +295,6 @@ class Stage(Settings, Generic[Reads, Writes]):
     @classmethod
     def _type_arguments(cls) -> tuple[Any, Any]:
         for base in cls.__mro__:
-            arguments = getattr(base, "__pydantic_generic_metadata__", {}).get("args")
-            if arguments:
+            if arguments := getattr(base, "__pydantic_generic_metadata__", {}).get("args"):
                 return arguments[0], arguments[1]
         raise TypeError(f"{cls.__name__} must inherit from Stage[Reads, Writes]")
