@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import typing
 from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import ModuleType
 
 
 @contextmanager
@@ -42,4 +43,25 @@ def composites_listed_once() -> Iterator[None]:
 
     name = "_materialize_cpp_cia_ops"
     with replaced(utils, name, functools.cache(getattr(utils, name, lambda: None))):
+        yield
+
+
+@contextmanager
+def types_read_once() -> Iterator[None]:
+    """Let torch evaluate the annotations of its own dataclasses once in a block.
+
+    To read a stored graph, torch 2.13 evaluates them for each part of each node: two fifths of it.
+    """
+    from torch._export.serde import serialize
+
+    known: dict[Any, dict[str, Any]] = {}
+
+    def get_type_hints(of: Any, **named: Any) -> dict[str, Any]:
+        if of not in known:
+            known[of] = typing.get_type_hints(of, **named)
+        return known[of]
+
+    same = ModuleType("typing")
+    vars(same).update({**vars(typing), "get_type_hints": get_type_hints})
+    with replaced(serialize, "typing", same):
         yield

@@ -23,6 +23,7 @@ from torch.export.pt2_archive import PT2ArchiveReader
 from compress.core.bounds import trace
 from compress.core.eager import flatten_outputs
 from compress.core.errors import ArtifactInvalid, StageFailed
+from compress.core.library import types_read_once
 from compress.core.plain_program import GRAPH, SAMPLE_INPUTS, code_in
 from compress.core.specialized import described, noting_places
 from compress.core.zips import refuse_bomb
@@ -140,7 +141,8 @@ def load_program(file: Path) -> ExportedProgram:
         for danger in code_in(PT2ArchiveReader(io.BytesIO(content))):
             raise ArtifactInvalid(f"{file}: {danger}; it was not read")
         # Not torch.export.load: on an error it falls back to an older format, which is pickled.
-        return load_pt2(io.BytesIO(content)).exported_programs["model"]
+        with types_read_once():
+            return load_pt2(io.BytesIO(content)).exported_programs["model"]
     except ArtifactInvalid:
         raise
     except Exception as error:

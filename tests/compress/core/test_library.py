@@ -1,12 +1,14 @@
 """What torch looks up once and not again and again, with the same result."""
 
 import types
+import typing
 
 import pytest
 import torch
 from torch._export import utils
+from torch._export.serde import schema, serialize
 
-from compress.core.library import composites_listed_once, replaced
+from compress.core.library import composites_listed_once, replaced, types_read_once
 
 
 def test_composites_are_the_same_and_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +36,26 @@ def test_a_release_without_the_function_is_left_alone() -> None:
     with replaced(library, "private", 1):
         assert not hasattr(library, "private")
     assert not hasattr(library, "private")
+
+
+def test_types_of_a_stored_graph_are_the_same_and_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[object] = []
+    really = typing.get_type_hints
+
+    def reading(of: object, **named: object) -> dict[str, object]:
+        read.append(of)
+        return really(of, **named)
+
+    monkeypatch.setattr(typing, "get_type_hints", reading)
+    found = [{"arg": {"as_int": i}, "name": "x", "kind": None} for i in range(3)]
+    expected = [serialize._dict_to_dataclass(schema.NamedArgument, one) for one in found]
+    assert len(read) > len({*read})
+    read.clear()
+    with types_read_once():
+        assert [
+            serialize._dict_to_dataclass(schema.NamedArgument, one) for one in found
+        ] == expected
+    assert len(read) == len({*read}) == 2
+    assert serialize.typing is typing

@@ -36,11 +36,11 @@ class Layer(nn.Module):
 class Encoder(nn.Module):
     """Layers over tokens; the head reads the last norm, which is an output too."""
 
-    def __init__(self, activation: str = "gelu") -> None:
+    def __init__(self, activation: str = "gelu", layers: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(50, WIDTH)
         self.dropout = nn.Dropout(0.1)
-        self.layers = nn.Sequential(Layer(activation), Layer(activation))
+        self.layers = nn.Sequential(*(Layer(activation) for _ in range(layers)))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 8)
 
