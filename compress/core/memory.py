@@ -45,6 +45,11 @@ class Question(NamedTuple):
     threads: int
     batch: int
     seed: int
+    folder: str
+    """Where the asker is now, which may have changed since the process was started."""
+    search: list[str]
+    """Where it looks for modules."""
+    environment: dict[str, str]
 
 
 def peak_memory(artifact: Artifact, device: str, threads: int, batch: int, seed: int) -> float:
@@ -64,9 +69,20 @@ def peak_memory(artifact: Artifact, device: str, threads: int, batch: int, seed:
         why = f"another process cannot import {kind.__name__}; define it in a module"
     if why:
         raise StageFailed(f"peak memory cannot be measured: {why}")
-    path = str(artifact.path.absolute())
-    question = Question(kind.__module__, kind.__qualname__, path, device, threads, batch, seed)
-    found = _asked(question)
+    found = _asked(
+        Question(
+            kind.__module__,
+            kind.__qualname__,
+            str(artifact.path.absolute()),
+            device,
+            threads,
+            batch,
+            seed,
+            _folder(),
+            _search(),
+            dict(os.environ),
+        )
+    )
     if "error" in found:
         raise StageFailed(f"peak memory cannot be measured: {found['error']}")
     return float(found["mebibytes"])
@@ -98,7 +114,7 @@ class _Measurer:
                 sys.executable,
                 "-c",
                 COMMAND,
-                json.dumps(sys.path, default=str),
+                json.dumps(_search()),
                 str(theirs.fileno()),
             ],
             stdin=subprocess.DEVNULL,
@@ -118,6 +134,16 @@ class _Measurer:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
+
+
+def _folder() -> str:
+    with suppress(FileNotFoundError):
+        return os.getcwd()
+    return ""  # it was removed
+
+
+def _search() -> list[str]:
+    return [*map(str, sys.path)]
 
 
 _measurer: _Measurer | None = None
