@@ -18,6 +18,7 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.core.errors import StageFailed
@@ -138,7 +139,7 @@ class _Measurer:
 
 def _folder() -> str:
     with suppress(FileNotFoundError):
-        return os.getcwd()
+        return str(Path.cwd())
     return ""  # it was removed
 
 
