@@ -66,6 +66,8 @@ class Place:
 def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: Tell) -> None:
     """Serve until a signal; it is raised again once what runs has been answered.
 
+    TorchServe, which would cut off what runs in any case, is ended at once.
+
     Args:
         path: an artifact's directory, its file in it, or a bare ``.mar``.
         options: how; the token is taken from the file, the environment, or made.
@@ -157,7 +159,7 @@ def _by_torchserve(
             f"{mar}: a .mar is served by TorchServe, on loopback alone, and with a token, workers "
             "and limits of its own: leave all options but --port, --threads and --sha256 out"
         )
-    with TorchServe(mar, threads=options.threads, port=options.port, drains=True) as server:
+    with TorchServe(mar, threads=options.threads, port=options.port) as server:
         line = curl.torchserve_line(server.url, server.model_name, signature, server.token)
         tell(Place(str(mar), server.url, "torchserve", line))
         sys.stdout.flush()

@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 JAVA_MISSING = "needs Java 17 (e.g. apt-get install openjdk-17-jre-headless)"
 TORCHSERVE_MISSING = "needs TorchServe: pip install 'compress-pipeline[serve]'"
-STOP_SECONDS = 15.0
 SECONDS_TO_BE_GONE = 1.0
 POLL_SECONDS = 0.1
 SHOWN_CHARACTERS = 300
@@ -67,7 +66,6 @@ class TorchServe:
         threads: int | None = None,
         startup_seconds: float = 120.0,
         port: int = 0,
-        drains: bool = False,
     ) -> None:
         """Remember what to serve; nothing is started yet.
 
@@ -76,14 +74,11 @@ class TorchServe:
             threads: CPU threads of each worker's model; the archive's own setting by default.
             startup_seconds: how long every worker may take to become ready.
             port: where predictions are asked for; 0 lets the system choose.
-            drains: answer what is under way before it ends, for which TorchServe takes two seconds
-                and more; a server for this process alone has nothing under way then.
         """
         self.mar = mar.resolve()
         self.model_name = model_name_of(mar)
         self.startup_seconds = startup_seconds
         self.port = port
-        self.drains = drains
         self.token = ""
         """Key of the inference API."""
         self.url = self._management_url = ""
@@ -149,7 +144,7 @@ class TorchServe:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a process group of its own; Ctrl-C ends it through us
             )
-        self._stack.callback(stop, self._process, STOP_SECONDS if self.drains else 0)
+        self._stack.callback(stop, self._process)
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.startup_seconds
@@ -266,21 +261,16 @@ def has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, options) is not None
 
 
-def stop(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """End a process and every process of its group, which has so many seconds to do so itself."""
-    try:
-        # Not Popen.terminate, which reaps: the number, and the group's, must not become another's.
-        if seconds:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + seconds
-        while not has_ended(process.pid) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        _await_group_end(process.pid)
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and every process of its group.
+
+    At once: on SIGTERM TorchServe 0.12 resets its connections, too, and then waits for seconds.
+    """
+    # Before the process is reaped: the number, and the group's, must not become another's.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    _await_group_end(process.pid)
 
 
 def _await_group_end(group: int) -> None:

@@ -18,6 +18,7 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.core.errors import StageFailed
@@ -47,6 +48,11 @@ class Question(NamedTuple):
     seed: int
     imports: tuple[str, ...]
     """Modules that are known to be imported."""
+    folder: str
+    """Where the asker is now, which may have changed since the process was started."""
+    search: list[str]
+    """Where it looks for modules."""
+    environment: dict[str, str]
 
 
 def peak_memory(artifact: Artifact, device: str, threads: int, batch: int, seed: int) -> float:
@@ -66,8 +72,20 @@ def peak_memory(artifact: Artifact, device: str, threads: int, batch: int, seed:
         why = f"another process cannot import {kind.__name__}; define it in a module"
     if why:
         raise StageFailed(f"peak memory cannot be measured: {why}")
-    path, home = str(artifact.path.absolute()), (kind.__module__, kind.__qualname__)
-    found = _asked(Question(*home, path, device, threads, batch, seed, kind.opened_with))
+    question = Question(
+        module=kind.__module__,
+        name=kind.__qualname__,
+        path=str(artifact.path.absolute()),
+        device=device,
+        threads=threads,
+        batch=batch,
+        seed=seed,
+        imports=kind.opened_with,
+        folder=_folder(),
+        search=_search(),
+        environment=dict(os.environ),
+    )
+    found = _asked(question)
     if "error" in found:
         raise StageFailed(f"peak memory cannot be measured: {found['error']}")
     return float(found["mebibytes"])
@@ -99,7 +117,7 @@ class _Measurer:
                 sys.executable,
                 "-c",
                 COMMAND,
-                json.dumps([*map(str, sys.path)]),
+                json.dumps(_search()),
                 str(theirs.fileno()),
             ],
             stdin=subprocess.DEVNULL,
@@ -119,6 +137,16 @@ class _Measurer:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
+
+
+def _folder() -> str:
+    with suppress(FileNotFoundError):
+        return str(Path.cwd())
+    return ""  # it was removed
+
+
+def _search() -> list[str]:
+    return [*map(str, sys.path)]
 
 
 _measurer: _Measurer | None = None

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import warnings
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -48,6 +49,7 @@ def answer(descriptor: int) -> None:
     with suppress(EOFError, OSError):
         while True:
             question = Question(*json.loads(asked_by.recv_bytes()))
+            _surround_as(question)
             _import(question.imports)
             for _ in range(REHEARSALS):
                 gc.freeze()  # or each fork would look through all that torch is
@@ -59,6 +61,16 @@ def answer(descriptor: int) -> None:
                 tried |= {*missing}
             asked_by.send_bytes(json.dumps(found).encode())
     os._exit(0)  # nothing is left to be taken apart
+
+
+def _surround_as(question: Question) -> None:
+    """Be where the asker is, and have its environment: it may have changed since the last time."""
+    with suppress(OSError):  # a folder that is gone is missed by whoever uses it
+        os.chdir(question.folder)
+    sys.path[:] = question.search
+    os.environ.clear()
+    os.environ.update(question.environment)
+    tempfile.tempdir = None  # or it stays where the first one was
 
 
 def _import(modules: Sequence[str]) -> None:

@@ -257,7 +257,7 @@ def test_a_process_that_is_gone_is_stopped_again_in_silence() -> None:
     with subprocess.Popen([sys.executable, "-c", ""], start_new_session=True) as process:
         while not has_ended(process.pid):
             time.sleep(0.01)
-        stop(process, 5)
+        stop(process)
         assert process.returncode == 0
 
 

@@ -1,6 +1,7 @@
 """Peak memory, held against intermediates and weights whose size is known."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,6 +75,12 @@ class Loud(nn.Identity):
 class Importing(nn.Identity):
     def forward(self, x):
         import scipy.signal
+        return x
+
+class Placed(nn.Identity):
+    def forward(self, x):
+        import beside
+        assert os.environ["PLACE"] == open("place").read() == beside.PLACE
         return x
 
 class Sleeping(nn.Module):
@@ -184,6 +191,25 @@ def test_what_a_model_prints_disturbs_nothing(
 ) -> None:
     assert 0 <= context.peak_memory(make("Loud"), batch=1) < BESIDE
     assert "hello" not in capfd.readouterr().out
+
+
+def test_a_model_finds_what_is_around_the_asker_now(
+    make: Make, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an earlier question was asked from elsewhere, in a folder that is gone."""
+    model = make("Placed")
+    for place in ("here", "there"):
+        folder = tmp_path / place
+        folder.mkdir()
+        (folder / "place").write_text(place)
+        (folder / "beside.py").write_text(f"PLACE = {place!r}")
+        monkeypatch.chdir(folder)
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.setenv("PLACE", place)
+        monkeypatch.setenv("TMPDIR", str(folder))
+        assert context.peak_memory(model, batch=1) < BESIDE
+        shutil.rmtree(folder)
+    assert context.peak_memory(make("Loud"), batch=1) < BESIDE
 
 
 @pytest.mark.parametrize(
