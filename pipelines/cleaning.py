@@ -28,6 +28,13 @@ SECONDS = {"h": 3600, "d": 86_400, "w": 604_800}
 LEAST_SHARED = 2 * SECONDS_TRUSTED
 """An upload under way relies on what is younger than half of it."""
 KEY = re.compile("[0-9a-f]{32}")
+OURS = {
+    "files": re.compile("[0-9a-f]{64}"),
+    "manifests": re.compile(r"[0-9a-f]{64}\.json"),
+    "records": re.compile(r"[0-9a-f]{32}\.json"),
+    PARTIAL: re.compile("[0-9a-f]{16,32}-[0-9a-f]{32}"),
+}
+"""What a shared store's folders hold; anything else was put there by others, and stays."""
 
 
 class Cleaned(Settings):
@@ -157,8 +164,9 @@ class _Shared:
         )
 
     def _all(self, folder: str) -> set[str]:
-        """Return what is in a folder, less what is removed or would be."""
-        return {f"{folder}/{name}" for name in self.objects.names(folder)} - self.gone
+        """Return what of ours is in a folder, less what is removed or would be."""
+        ours = filter(OURS[folder].fullmatch, self.objects.names(folder))
+        return {f"{folder}/{name}" for name in ours} - self.gone
 
     def _remove(self, names: set[str]) -> None:
         """Remove what is old now; it may have been written anew since it was listed."""

@@ -103,7 +103,7 @@ def test_a_shared_store_loses_what_is_old_and_no_file_that_another_artifact_has(
     url = f"file://{shared}"
     for name, model in {"old": mlp, "of both": pruned}.items():
         _made(tmp_path / "one" / ".store", model, name, Remote(url, print))
-    (shared / "partial" / "dead-1").write_bytes(b"0" * 1000)
+    (shared / "partial" / f"{'a' * 16}-{'b' * 32}").write_bytes(b"0" * 1000)
     _age(shared)
     _made(tmp_path / "two" / ".store", pruned, "young", Remote(url, print))
     _age(*(shared / "files").iterdir())  # written anew just now
@@ -122,6 +122,18 @@ def test_a_shared_store_loses_what_is_old_and_no_file_that_another_artifact_has(
     with Store.locked(tmp_path / "three" / ".store", print, Remote(url, said.append)) as store:
         assert store.find(store.entry({"stage": "young"}))
     assert not said
+
+
+def test_what_others_have_put_into_a_shared_store_stays(mlp, tmp_path) -> None:
+    shared = tmp_path / "shared"
+    _made(tmp_path / "one" / ".store", mlp, "one", Remote(f"file://{shared}", print))
+    theirs = [shared / name for name in ("files/a/b.txt", "records/README", "partial/x", "n.txt")]
+    for file in theirs:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"0")
+    _age(shared)
+    assert clean(f"file://{shared}", "30d", False, print).artifacts == 1
+    assert {f for f in shared.rglob("*") if f.is_file()} == {shared / "format.json", *theirs}
 
 
 def test_an_upload_relies_on_no_file_that_may_be_about_to_go(mlp, tmp_path, monkeypatch) -> None:
