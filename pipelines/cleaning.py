@@ -96,14 +96,16 @@ def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], 
     try:
         Store(root).refuse_another_format()
         shown = {_sha256(file) for file in out.glob(f"artifacts/*/{MANIFEST}")} - {None}
-        entries = [folder for folder in root.iterdir() if KEY.fullmatch(folder.name)]
+        folders = [folder for folder in root.iterdir() if KEY.fullmatch(folder.name)]
+        entries = [folder for folder in folders if (folder / RECORD).exists()]
         old = [
             folder
             for folder in entries
             if _idle_seconds(folder / RECORD, folder) > seconds
             and _sha256(folder / "artifact" / MANIFEST) not in shown
         ]
-        work = [f for f in (root / WORK).glob("*") if _idle_seconds(*f.rglob("*"), f) > seconds]
+        begun = (*(root / WORK).glob("*"), *(f for f in folders if f not in entries))
+        work = [f for f in begun if _idle_seconds(*f.rglob("*"), f) > seconds]
         freed = sum(_bytes_of(folder) for folder in (*old, *work))
         for folder in () if dry_run else (*old, *work):
             remove(folder)

@@ -49,6 +49,7 @@ def test_what_a_run_shows_or_has_used_lately_stays_and_the_rest_goes(project) ->
     project.run(until="prune_channels")
     (store / "work" / "given_up").mkdir(parents=True)
     (store / "work" / "given_up" / "state").write_bytes(b"0" * 1000)
+    (store / f"{0:032x}").mkdir()  # of a stage that was interrupted
     _age(store)
     before = {p for p in store.rglob("*") if p.is_file()}
 
@@ -60,7 +61,7 @@ def test_what_a_run_shows_or_has_used_lately_stays_and_the_rest_goes(project) ->
     # The other pruning and what it exported are gone, this run's three artifacts are not.
     assert (done.artifacts, done.kept) == (2, 3)
     assert done.bytes > 2000
-    assert not (store / "work" / "given_up").exists()
+    assert not (store / "work" / "given_up").exists() and not (store / f"{0:032x}").exists()
     project.edit("ratio: 0.7", "ratio: 0.4")
     project.run(until="prune_channels")
     assert project.ran() == {"prune_channels": "settings.ratio 0.7 → 0.4"}
