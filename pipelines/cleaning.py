@@ -28,6 +28,13 @@ SECONDS = {"h": 3600, "d": 86_400, "w": 604_800}
 LEAST_SHARED = 2 * SECONDS_TRUSTED
 """An upload under way relies on what is younger than half of it."""
 KEY = re.compile("[0-9a-f]{32}")
+OURS = {
+    "files": re.compile("[0-9a-f]{64}"),
+    "manifests": re.compile(r"[0-9a-f]{64}\.json"),
+    "records": re.compile(r"[0-9a-f]{32}\.json"),
+    PARTIAL: re.compile("[0-9a-f]{16,32}-[0-9a-f]{32}"),
+}
+"""What a shared store's folders hold; anything else was put there by others, and stays."""
 
 
 class Cleaned(Settings):
@@ -89,14 +96,16 @@ def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], 
     try:
         Store(root).refuse_another_format()
         shown = {_sha256(file) for file in out.glob(f"artifacts/*/{MANIFEST}")} - {None}
-        entries = [folder for folder in root.iterdir() if KEY.fullmatch(folder.name)]
+        folders = [folder for folder in root.iterdir() if KEY.fullmatch(folder.name)]
+        entries = [folder for folder in folders if (folder / RECORD).exists()]
         old = [
             folder
             for folder in entries
             if _idle_seconds(folder / RECORD, folder) > seconds
             and _sha256(folder / "artifact" / MANIFEST) not in shown
         ]
-        work = [f for f in (root / WORK).glob("*") if _idle_seconds(*f.rglob("*"), f) > seconds]
+        begun = (*(root / WORK).glob("*"), *(f for f in folders if f not in entries))
+        work = [f for f in begun if _idle_seconds(*f.rglob("*"), f) > seconds]
         freed = sum(_bytes_of(folder) for folder in (*old, *work))
         for folder in () if dry_run else (*old, *work):
             remove(folder)
@@ -157,8 +166,9 @@ class _Shared:
         )
 
     def _all(self, folder: str) -> set[str]:
-        """Return what is in a folder, less what is removed or would be."""
-        return {f"{folder}/{name}" for name in self.objects.names(folder)} - self.gone
+        """Return what of ours is in a folder, less what is removed or would be."""
+        ours = filter(OURS[folder].fullmatch, self.objects.names(folder))
+        return {f"{folder}/{name}" for name in ours} - self.gone
 
     def _remove(self, names: set[str]) -> None:
         """Remove what is old now; it may have been written anew since it was listed."""

@@ -39,9 +39,19 @@ def started(app: Callable[[], Any]) -> NoReturn:
         app()
         raise SystemExit
     except SystemExit as end:
+        _refuse_line_as_json(end)
         raise SystemExit(interruption.exit_code() or end.code) from None
     finally:
         interruption.ignore()
+
+
+def _refuse_line_as_json(end: SystemExit) -> None:
+    """Say in JSON what is wrong with a command line, for which no command was reached."""
+    error = end.__context__  # typer has told people of it, and ended
+    told = getattr(error, "format_message", None)
+    if told and "--json" in sys.argv:
+        found = {"kind": type(error).__name__, "exit_code": end.code, "lines": [told()]}
+        answers.give({"error": found})
 
 
 def framed(function: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:

@@ -94,6 +94,22 @@ def command(tmp_path: Path) -> Path:
     return script
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("run --json", "Missing argument 'PIPELINE.YAML'."),
+        ("run small.yaml --jobs 0 --json", "Invalid value for '--jobs': "),
+        ("absent --json", "No such command 'absent'."),
+    ],
+)
+def test_a_wrong_command_line_is_one_json_answer_too(command: Path, line: str, said: str) -> None:
+    done = subprocess.run([command, *line.split()], capture_output=True, text=True, timeout=60)
+    error = json.loads(done.stdout)["error"]
+    assert done.returncode == error["exit_code"] == 2
+    assert len(error["lines"]) == 1 and error["lines"][0].startswith(said)
+    assert said in done.stderr
+
+
 def completed(command: Path, line: str) -> list[str]:
     """Return what bash is given at the end of a line; `_` stands for a word not yet begun."""
     words = line.removesuffix("_")

@@ -49,6 +49,7 @@ def test_what_a_run_shows_or_has_used_lately_stays_and_the_rest_goes(project) ->
     project.run(until="prune_channels")
     (store / "work" / "given_up").mkdir(parents=True)
     (store / "work" / "given_up" / "state").write_bytes(b"0" * 1000)
+    (store / f"{0:032x}").mkdir()  # of a stage that was interrupted
     _age(store)
     before = {p for p in store.rglob("*") if p.is_file()}
 
@@ -60,7 +61,7 @@ def test_what_a_run_shows_or_has_used_lately_stays_and_the_rest_goes(project) ->
     # The other pruning and what it exported are gone, this run's three artifacts are not.
     assert (done.artifacts, done.kept) == (2, 3)
     assert done.bytes > 2000
-    assert not (store / "work" / "given_up").exists()
+    assert not (store / "work" / "given_up").exists() and not (store / f"{0:032x}").exists()
     project.edit("ratio: 0.7", "ratio: 0.4")
     project.run(until="prune_channels")
     assert project.ran() == {"prune_channels": "settings.ratio 0.7 → 0.4"}
@@ -103,7 +104,7 @@ def test_a_shared_store_loses_what_is_old_and_no_file_that_another_artifact_has(
     url = f"file://{shared}"
     for name, model in {"old": mlp, "of both": pruned}.items():
         _made(tmp_path / "one" / ".store", model, name, Remote(url, print))
-    (shared / "partial" / "dead-1").write_bytes(b"0" * 1000)
+    (shared / "partial" / f"{'a' * 16}-{'b' * 32}").write_bytes(b"0" * 1000)
     _age(shared)
     _made(tmp_path / "two" / ".store", pruned, "young", Remote(url, print))
     _age(*(shared / "files").iterdir())  # written anew just now
@@ -122,6 +123,18 @@ def test_a_shared_store_loses_what_is_old_and_no_file_that_another_artifact_has(
     with Store.locked(tmp_path / "three" / ".store", print, Remote(url, said.append)) as store:
         assert store.find(store.entry({"stage": "young"}))
     assert not said
+
+
+def test_what_others_have_put_into_a_shared_store_stays(mlp, tmp_path) -> None:
+    shared = tmp_path / "shared"
+    _made(tmp_path / "one" / ".store", mlp, "one", Remote(f"file://{shared}", print))
+    theirs = [shared / name for name in ("files/a/b.txt", "records/README", "partial/x", "n.txt")]
+    for file in theirs:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"0")
+    _age(shared)
+    assert clean(f"file://{shared}", "30d", False, print).artifacts == 1
+    assert {f for f in shared.rglob("*") if f.is_file()} == {shared / "format.json", *theirs}
 
 
 def test_an_upload_relies_on_no_file_that_may_be_about_to_go(mlp, tmp_path, monkeypatch) -> None:
