@@ -48,11 +48,9 @@ class TensorRTEngine(Artifact):
 
     kind: ClassVar[str] = "tensorrt"
     payload: ClassVar[str] = "model.engine"
-
-    @property
-    def unseen_memory(self) -> str:
-        """Why PyTorch does not know what memory a call takes."""
-        return "TensorRT takes memory of the GPU by itself, and PyTorch does not count it"
+    memory_elsewhere: ClassVar[str] = (
+        "TensorRT takes memory of the GPU by itself, and PyTorch does not count it"
+    )
 
     @contextmanager
     def open(self, device: str = "cuda", threads: int = 1) -> Iterator[Predictor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compress.core.errors import PipelineInvalid, Unavailable
-from compress.core.gates import MaxDrop, MinMetric
+from compress.core.gates import MaxDrop, MaxMemory, MinMetric
 from pipelines.opponents import refuse_missing_runtime
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
             )
         if isinstance(gate, MinMetric) and pipeline.metric.name == "loss":
             raise PipelineInvalid(f"{where}: metric loss falls with quality; use max_drop")
+        if isinstance(gate, MaxMemory) and (elsewhere := planned.stage.writes().memory_elsewhere):
+            raise PipelineInvalid(f"{where} (max_memory): cannot be measured: {elsewhere}")
         refuse_missing_runtime(pipeline, gate, where)
 
 

@@ -51,17 +51,15 @@ class TorchServeArchive(Artifact):
 
     kind: ClassVar[str] = "torchserve"
     payload: ClassVar[str] = "model.mar"
+    memory_elsewhere: ClassVar[str] = (
+        "TorchServe answers, in processes of its own; ask it of the model that is packaged"
+    )
 
     def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
         """Use :meth:`at` instead."""
         super().__init__(path, manifest, digest)
         self._serving: dict[int, Predictor] = {}
         self._holding: ExitStack | None = None
-
-    @property
-    def unseen_memory(self) -> str:
-        """Why no process of ours shows what memory a call takes."""
-        return "TorchServe answers, in processes of its own; ask it of the model that is packaged"
 
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:

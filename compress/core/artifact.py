@@ -85,6 +85,8 @@ class Artifact:
     """Name of the file that a user would deploy."""
     opened_with: ClassVar[tuple[str, ...]] = ()
     """Modules that :meth:`open` imports for seconds; what measures memory imports them first."""
+    memory_elsewhere: ClassVar[str] = ""
+    """Why the memory of a call is never seen with artifacts of this kind; empty where it can be."""
     _kinds: ClassVar[dict[str, type[Artifact]]] = {}
 
     def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
@@ -221,7 +223,7 @@ class Artifact:
     @property
     def unseen_memory(self) -> str:
         """Why the process that asks does not show what memory a call takes; empty where it does."""
-        return ""
+        return self.memory_elsewhere
 
     def open(self, device: str = "cpu", threads: int = 1) -> AbstractContextManager[Predictor]:
         """Load the model and give a predictor for the duration of a ``with`` block."""

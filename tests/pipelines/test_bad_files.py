@@ -214,6 +214,14 @@ def test_a_gate_without_its_data_is_refused_before_anything_runs(tmp_path: Path)
         _load(tmp_path / "p.yaml")
 
 
+def test_memory_that_is_never_seen_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    gate = "gates: [{gate: max_memory, mebibytes: 9}]"
+    (tmp_path / "p.yaml").write_text(f"{GOOD}  - stage: package_torchserve\n    {gate}\n")
+    refused = r"p\.yaml:12: .*\(max_memory\): cannot be measured: TorchServe answers"
+    with pytest.raises(PipelineInvalid, match=refused):
+        _load(tmp_path / "p.yaml")
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
