@@ -274,9 +274,16 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _await_group_end(group: int) -> None:
-    """Wait until a killed group is gone, but not for what nobody reaps, as in some containers."""
+    """Wait until the processes of a killed group are gone, or dead and not reaped by anyone yet."""
     deadline = time.monotonic() + SECONDS_TO_BE_GONE
-    with suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(group, 0)
-            time.sleep(POLL_SECONDS / 10)
+    while _lives(group) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS / 10)
+
+
+def _lives(group: int) -> bool:
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group, *_ = status.read_text(errors="replace").rpartition(")")[2].split()
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
