@@ -52,10 +52,9 @@ class Cleaned(Settings):
     def lines(self) -> Iterator[str]:
         """Yield what is told to people."""
         words = "would be removed, which would free" if self.dry_run else "removed, which freed"
-        yield (
-            f"{self.place}: {self.artifacts} artifacts {words} {self.bytes / 2**20:.1f} MiB; "
-            f"{self.kept} stay"
-        )
+        noun = "artifact" if self.artifacts == 1 else "artifacts"
+        freed = f"{self.bytes / 2**20:.1f} MiB"
+        yield f"{self.place}: {self.artifacts} {noun} {words} {freed}; {self.kept} stay"
 
 
 def clean(place: str, older_than: str, dry_run: bool, announce: Callable[[str], None]) -> Cleaned:

@@ -187,7 +187,7 @@ def _opened(url: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it."""
     if CREDENTIALS.search(url):
         raise PipelineInvalid(
-            "--store: the URL holds a password or a signature, which reports and logs would show; "
+            "store: the URL holds a password or a signature, which reports and logs would show; "
             "give credentials where the protocol's package looks for them (s3: AWS_PROFILE, "
             "AWS_ACCESS_KEY_ID …; any: fsspec's configuration)"
         )
@@ -197,11 +197,11 @@ def _opened(url: str) -> tuple[Any, str]:
         files, root = url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
         raise Unavailable(
-            f"--store {url}: {first_line(error)}; for s3: pip install 'compress-pipeline[remote]'"
+            f"store {url}: {first_line(error)}; for s3: pip install 'compress-pipeline[remote]'"
         ) from error
     except Exception as error:
         raise PipelineInvalid(
-            f"--store {url}: {first_line(error)}; expected a URL such as s3://bucket/folder or "
+            f"store {url}: {first_line(error)}; expected a URL such as s3://bucket/folder or "
             "file:///folder"
         ) from error
     return files, root.rstrip("/")

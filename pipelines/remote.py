@@ -70,7 +70,7 @@ class Remote:
             return False
         if (found := format_in(content)) != FORMAT:
             raise PipelineInvalid(
-                f"--store {self.url}: is of format {found}, and this version of compress reads "
+                f"store {self.url}: is of format {found}, and this version of compress reads "
                 f"format {FORMAT}; choose another, or remove it: everything in it can be made again"
             )
         return True
@@ -120,7 +120,7 @@ class Remote:
         except Failed as error:
             self._writes = False
             self._warn(
-                f"--store {self.url}: cannot be written ({error}); the run goes on and uploads "
+                f"store {self.url}: cannot be written ({error}); the run goes on and uploads "
                 "nothing more; the same command uploads what is missing"
             )
 
@@ -206,7 +206,7 @@ class Remote:
         except Failed as error:
             self._reads = self._writes = False
             self._warn(
-                f"--store {self.url}: cannot be reached any more ({error}); the run goes on "
+                f"store {self.url}: cannot be reached any more ({error}); the run goes on "
                 "without it"
             )
 
@@ -216,8 +216,8 @@ class Remote:
 
     def _refused(self, what: str, error: Failed) -> PipelineInvalid:
         return PipelineInvalid(
-            f"--store {self.url}: cannot be {what} ({error}); check the URL, the network, the "
-            "credentials and their rights, or run without --store"
+            f"store {self.url}: cannot be {what} ({error}); check the URL, the network, the "
+            "credentials and their rights, or run without a shared store"
         )
 
 

@@ -270,7 +270,7 @@ def test_a_store_that_fails_in_mid_run_is_a_warning(mlp, machine, shared, tmp_pa
     (line,) = first.said
     logged = json.loads((tmp_path / LOG).read_text())
     assert (logged["level"], f"warning: {logged['message']}") == ("warning", line)
-    assert "warning: --store" in line and "the run goes on" in line and "NotADirectory" in line
+    assert "warning: store" in line and "the run goes on" in line and "NotADirectory" in line
     assert first.find().digest == mlp.digest
 
 
@@ -278,7 +278,7 @@ def test_a_store_that_fails_in_mid_run_is_a_warning(mlp, machine, shared, tmp_pa
 def test_a_shared_store_of_another_format_is_refused(project, shared, found) -> None:
     shared.mkdir()
     (shared / "format.json").write_text(found)
-    expected = r"--store file://.*: is of format .* reads format 1; choose another, or remove it"
+    expected = r"store file://.*: is of format .* reads format 1; choose another, or remove it"
     options = {"start": None, "until": None, "force": False, "store": f"file://{shared}"}
     with pytest.raises(PipelineInvalid, match=expected) as error:
         project.run(**options)
@@ -309,7 +309,7 @@ def test_a_url_that_cannot_be_used_is_one_line(url, error, said) -> None:
 def test_a_place_that_cannot_be_written_is_said_at_the_start(machine, tmp_path) -> None:
     (tmp_path / "file").write_text("in the way")
     blocked = Machine(tmp_path / "own", f"file://{tmp_path}/file/below")
-    with pytest.raises(CompressError, match=r"--store file://.*: cannot be .*without --store"):
+    with pytest.raises(CompressError, match=r"store file://.*: cannot be .*without a shared store"):
         blocked.find()
 
 

@@ -121,8 +121,6 @@ def test_a_run_killed_in_mid_upload_leaves_no_half(project, bucket, tmp_path) ->
 
 
 def test_a_bucket_that_is_not_there_is_one_line(project, bucket) -> None:
-    with pytest.raises(
-        PipelineInvalid, match=r"--store s3://no-such.*cannot be written"
-    ) as refused:
+    with pytest.raises(PipelineInvalid, match=r"store s3://no-such.*cannot be written") as refused:
         project.run(store=f"s3://no-such-{bucket[5:]}/x")
     assert "\n" not in str(refused.value) and "a-secret-of-mine" not in str(refused.value)
