@@ -3,8 +3,9 @@
 # make docs   set up .venv and build the site of docs/ in build/site
 PYTHON ?= python3
 BIN := .venv/bin
-# One more than the cores that CI has: many tests wait for processes, servers and deadlines.
-WORKERS ?= -n 3 --dist loadgroup
+# One more than the cores that CI has: many tests wait for processes, servers and deadlines. The order
+# is that of tests/conftest.py: long tests first.
+WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: demo test lint docs clean

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,11 +45,27 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that share what their module makes in one worker; give the others to any."""
-    for item in items:
-        found = item._fixtureinfo.name2fixturedefs.values()
-        if any(definition.scope == "module" for (*_, definition) in found):
-            item.add_marker(pytest.mark.xdist_group(item.location[0]))
+    """Keep tests that share what their module makes in one worker; give the others to any.
+
+    What may take long begins first, or one worker would end it while the others wait.
+    """
+    groups = [_group(item) for item in items]
+    for item, group in zip(items, groups, strict=True):
+        if group != item.nodeid:
+            item.add_marker(pytest.mark.xdist_group(group))
+    sizes = Counter(groups)
+    items.sort(key=lambda item: (-_timeout(item), -sizes[_group(item)]))
+
+
+def _group(item: pytest.Item) -> str:
+    found = item._fixtureinfo.name2fixturedefs.values()
+    shares = any(definition.scope == "module" for (*_, definition) in found)
+    return str(item.location[0]) if shares else item.nodeid
+
+
+def _timeout(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker else 0.0
 
 
 def pytest_collection_finish() -> None:
