@@ -167,12 +167,14 @@ def _is_java(process: psutil.Process, server: TorchServe) -> bool:
 
 
 def recovered(server: TorchServe) -> float:
-    """Return the seconds until the server answers again."""
+    """Return the seconds until the server answers again; it may lose what it is asked before."""
     began = time.monotonic()
-    while not right(server):
-        assert time.monotonic() - began < PATIENCE
+    while time.monotonic() - began < 2 * PATIENCE:
+        with contextlib.suppress(TimeoutError):
+            if right(server):
+                return time.monotonic() - began
         time.sleep(0.1)
-    return time.monotonic() - began
+    pytest.fail("the server does not answer again")
 
 
 @pytest.mark.slow
@@ -222,13 +224,15 @@ def test_a_worker_killed_under_load_answers_nothing_wrongly(server: TorchServe) 
     worker = worker_of(server)
     with ThreadPoolExecutor(QUEUE) as pool:
         clients = [pool.submit(load, client) for client in range(QUEUE)]
-        time.sleep(0.5)
-        killed = time.monotonic()
-        worker.kill()
-        seconds = recovered(server)
-        answers_again = time.monotonic()
-        time.sleep(0.5)
-        ended.set()
+        try:
+            time.sleep(0.5)
+            killed = time.monotonic()
+            worker.kill()
+            seconds = recovered(server)
+            answers_again = time.monotonic()
+            time.sleep(0.5)
+        finally:
+            ended.set()
         answers = [each for client in clients for each in client.result()]
     refused = sum(status != 200 for _, status in answers)
     print(f"answering again {seconds:.1f} s after the kill; {refused} of {len(answers)} refused")
