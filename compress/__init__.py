@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     )
     from compress.core.graph import GraphModel
     from compress.core.metrics import Metric
-    from compress.core.native import NativeModel
     from compress.core.signature import Signature, TensorSpec
     from compress.core.stage import Context, Stage
     from compress.distillation.stage import Distill
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from compress.pruning.weights_stage import PruneWeights
     from compress.quantization.dynamic_stage import QuantizeDynamic
     from compress.quantization.mixed_stage import QuantizeMixed
-    from compress.quantization.native_stage import QuantizeNative
     from compress.quantization.precision_stage import ConvertPrecision
     from compress.quantization.qat_stage import QuantizeAwareTraining
     from compress.quantization.static_stage import QuantizeStatic
@@ -75,7 +73,6 @@ __all__ = [
     "Metric",
     "MinMetric",
     "MinSpeedup",
-    "NativeModel",
     "Parallel",
     "Parity",
     "PipelineInvalid",
@@ -86,7 +83,6 @@ __all__ = [
     "QuantizeAwareTraining",
     "QuantizeDynamic",
     "QuantizeMixed",
-    "QuantizeNative",
     "QuantizeStatic",
     "QuantizeWeights",
     "Signature",
@@ -129,7 +125,6 @@ _HOMES = {
     ),
     "compress.core.graph": ("GraphModel",),
     "compress.core.metrics": ("Metric",),
-    "compress.core.native": ("NativeModel",),
     "compress.core.signature": ("Signature", "TensorSpec"),
     "compress.core.stage": ("Context", "Stage"),
     "compress.distillation.stage": ("Distill",),
@@ -141,7 +136,6 @@ _HOMES = {
     "compress.quantization.dynamic_stage": ("QuantizeDynamic",),
     "compress.quantization.qat_stage": ("QuantizeAwareTraining",),
     "compress.quantization.mixed_stage": ("QuantizeMixed",),
-    "compress.quantization.native_stage": ("QuantizeNative",),
     "compress.quantization.precision_stage": ("ConvertPrecision",),
     "compress.quantization.static_stage": ("QuantizeStatic",),
     "compress.quantization.weights_stage": ("QuantizeWeights",),

@@ -12,12 +12,11 @@ from pydantic import model_validator
 from compress.core.artifact import Artifact, Predictor
 from compress.core.eager import EagerModel, predicting
 from compress.core.graph import GraphModel
-from compress.core.native import NativeModel
 from compress.core.stage import Context, Stage
 from export.targets import no_such_integers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Set
+    from collections.abc import Iterator, Set
     from pathlib import Path
 
     import torch
@@ -32,7 +31,7 @@ SIGNED_OR_WIDE = {"int8", "uint16"}
 DEPRECATED = "torch itself calls TorchScript deprecated; export_onnx and export_aot are not"
 
 
-Source: TypeAlias = EagerModel | GraphModel | NativeModel
+Source: TypeAlias = EagerModel | GraphModel
 
 
 class TorchScriptModel(Artifact):
@@ -49,10 +48,9 @@ class TorchScriptModel(Artifact):
 
         facts = self.manifest.facts
         optimized = bool(facts.get("optimize_for_inference"))
-        with by_its_engine(facts.get("engine")) as fitted:
-            module = load(self.payload_path, device, optimized=optimized)
+        module = load(self.payload_path, device, optimized=optimized)
         with predicting(module, device, threads) as predict:
-            yield fitted(predict)
+            yield predict
 
     def parameters(self) -> int:
         """Count the weights, BatchNorm folded into them where freezing did so."""
@@ -76,8 +74,8 @@ class TorchScriptModel(Artifact):
 class ExportTorchScript(Stage[Source, TorchScriptModel]):
     """Write a TorchScript file, proved to answer like its source.
 
-    Eager models are frozen, and so are those in torch.ao's integer layers (`quantize_native`). Of
-    quantized graphs, what lies between dequantize and quantize becomes torch's own integer kernels.
+    Eager models are frozen. Of quantized graphs, what lies between dequantize and quantize becomes
+    torch's own integer kernels.
     """
 
     stage: Literal["export_torchscript"] = "export_torchscript"
@@ -121,11 +119,9 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             file = partial / TorchScriptModel.payload
-            with by_its_engine(facts.get("engine")) as fitted:
-                save(scripted, file)
-                module = load(file, optimized=self.optimize_for_inference)
-            with predicting(module, "cpu", context.threads) as predict:
-                got = fitted(predict)
+            save(scripted, file)
+            module = load(file, optimized=self.optimize_for_inference)
+            with predicting(module, "cpu", context.threads) as got:
                 again = functools.partial(_export_again, isinstance(model, GraphModel))
                 account = Account(self.title, model, got, file, None, again, TORCHSCRIPT, context)
                 with accounting(account):
@@ -150,11 +146,8 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
         from export.torchscript_file import Method, to_torchscript
 
         method = Method(self.method, self.scripted, self.freeze)
-        if isinstance(model, NativeModel):
-            facts |= {"engine": model.native.engine, **model.counts()}
-        with by_its_engine(facts.get("engine")):
-            module, guessed = to_torchscript(model.load(), model.signature, method)
-        if guessed and not isinstance(model, NativeModel):  # there it is the scales that are kept
+        module, guessed = to_torchscript(model.load(), model.signature, method)
+        if guessed:
             facts["warnings"].append(
                 f"the trace keeps what the example's data decided in {', '.join(guessed)}; "
                 "`method: mixed` scripts such parts"
@@ -167,22 +160,6 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
         if facts.get("integer_kernels"):
             told = (self.title, facts["integer_kernels"], facts["float_kernels"])
             logger.info("%s: %s, in floats %s", *told)
-
-
-@contextmanager
-def by_its_engine(engine: object) -> Iterator[Callable[[Predictor], Predictor]]:
-    """Pack integers for an engine in a block, and give what has it compute later calls too.
-
-    Args:
-        engine: its name; None for models in floats, and for torch's usual one.
-    """
-    if engine is None:
-        yield lambda predict: predict
-        return
-    from compress.core.torch_ao import by_engine, computing_with
-
-    with computing_with(str(engine)):
-        yield lambda predict: by_engine(predict, str(engine))
 
 
 def _export_again(

@@ -13,7 +13,6 @@ from compress.pruning.stage import PruneChannels
 from compress.pruning.weights_stage import PruneWeights
 from compress.quantization.dynamic_stage import QuantizeDynamic
 from compress.quantization.mixed_stage import QuantizeMixed
-from compress.quantization.native_stage import QuantizeNative
 from compress.quantization.precision_stage import ConvertPrecision
 from compress.quantization.qat_stage import QuantizeAwareTraining
 from compress.quantization.static_stage import QuantizeStatic
@@ -44,7 +43,6 @@ OURS: tuple[type[Stage[Any, Any]], ...] = (
     QuantizeMixed,
     QuantizeDynamic,
     QuantizeWeights,
-    QuantizeNative,
     ConvertPrecision,
     ExportOnnx,
     ExportTorchScript,

@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from pipelines.source import Location, Source
 
 
+REMOVED_STAGES = {
+    "quantize_native": "stage 'quantize_native' was removed, as torch deprecates the modes of "
+    "torch.ao that it used; write 'quantize_static' (method: static), 'quantize_dynamic' (method: "
+    "dynamic) or 'quantize_aware_training' (method: qat), whose graphs export_torchscript turns "
+    "into torch's own integer kernels",
+}
+"""What to write instead of stages that earlier versions had."""
+
+
 def explain(error: ValidationError, source: Source, model: type[Settings]) -> str:
     """Return one line per problem: place, what was found, what was expected."""
     causes = _causes(error.errors(), source, model)
@@ -71,6 +80,8 @@ def _line(details: ErrorDetails, source: Source, model: type[Settings]) -> str:
         context = details["ctx"]
         key = context["discriminator"].strip("'")
         known = [tag.strip(" '") for tag in context["expected_tags"].split(",")]
+        if context["tag"] in REMOVED_STAGES:
+            return f"{where}: {REMOVED_STAGES[context['tag']]}"
         return f"{where}: unknown {key} {context['tag']!r}; {did_you_mean(context['tag'], known)}"
     if kind == "union_tag_not_found":
         key = details["ctx"]["discriminator"].strip("'")

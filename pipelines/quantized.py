@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 FIDELITY = "fidelity"
 SAMENESS = "same_as_trained"
-IN_PYTORCH = {
-    "graph": " in PyTorch, which simulates integers; export it",
-    "native": " in PyTorch, operator by operator; export it",
-}
+IN_PYTORCH = {"graph": " in PyTorch, which simulates integers; export it"}
 """Kinds of artifacts that are not the end of a road."""
 SLOWER = 0.95
 """Two medians of equal speed differ by some percent: below this ratio a stage is called slower."""

@@ -38,9 +38,9 @@ SHIPPED = [
 PUBLIC = {
     compress: "Artifact ArtifactInvalid CompressError Context ConvertPrecision Distill EagerModel "
     "Finetune GateRefused GraphModel LabelAgreement MaxDrop MaxLatency MaxMemory MaxParameters "
-    "MaxSize Metric MinMetric MinSpeedup NativeModel Parallel Parity PipelineInvalid Predictor "
+    "MaxSize Metric MinMetric MinSpeedup Parallel Parity PipelineInvalid Predictor "
     "PruneChannels PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed "
-    "QuantizeNative QuantizeStatic QuantizeWeights Signature Splits Stage StageFailed Target "
+    "QuantizeStatic QuantizeWeights Signature Splits Stage StageFailed Target "
     "TensorSpec Train Training Unavailable Verdict consolidate",
     export: "AotModel ExportAot ExportOnnx ExportProgram ExportTensorRT ExportTorchScript "
     "OnnxModel TensorRTEngine TorchScriptModel",

@@ -71,15 +71,15 @@ def scheme_of(target: Target, weight_bits: int = 8, activation_bits: int = 8) ->
 
 
 def one_backend(given: Any) -> Any:
-    """Say where torch.ao's own modes are to be found, where settings ask for one.
+    """Refuse the key `backend`, which users of torch.ao's FX and eager modes look for.
 
     Raises:
-        ValueError: so they do.
+        ValueError: the key is there.
     """
     if isinstance(given, dict) and "backend" in given:
         raise ValueError(
-            "backend: torch.ao's fx and eager modes are `stage: quantize_native`, with method: "
-            "static, dynamic or qat; leave it out here, where the backend is torchao's pt2e"
+            "backend: torch.ao's fx and eager modes are deprecated and not supported; leave the "
+            "key out (the backend is torchao's pt2e)"
         )
     return given
 

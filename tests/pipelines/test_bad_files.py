@@ -28,6 +28,11 @@ MISTAKES = {
         r"p\.yaml:9: stages\[1\] \(exprt_onnx\): unknown stage 'exprt_onnx'; "
         r"did you mean 'export_onnx'\?",
     ),
+    "removed stage": (
+        ("stage: export_onnx", "stage: quantize_native"),
+        r"p\.yaml:9: stages\[1\] \(quantize_native\): stage 'quantize_native' was removed, .*"
+        r"write 'quantize_static'",
+    ),
     "misspelt key of a stage": (
         ("epochs: 1", "epoch: 1"),
         r"p\.yaml:8: stages\[0\] \(train\)\.epoch: unknown key; did you mean 'epochs'\?",
