@@ -24,7 +24,7 @@ def _environment() -> Environment:
     from pipelines.report import readable_bytes, readable_count
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 HEADER = struct.Struct("<4s5H3I2H")
 """Signature, version, flags, method, time, date, CRC, both sizes, lengths of name and extra."""
-END = struct.Struct("<4s4H2IH")
+END_RECORD = struct.Struct("<4s4H2IH")
 """Of the whole archive; last comes the length of a comment."""
 DESCRIBED_LATER = 8
 """Flag: CRC and sizes follow the content."""
@@ -97,6 +97,6 @@ def _length_of_descriptor(stream: BinaryIO, expected: tuple[int, int, int]) -> i
 
 def _ends_with_its_end(stream: BinaryIO) -> bool:
     """Whether nothing follows the archive's last record, in which another one could be found."""
-    stream.seek(-END.size, 2)
-    mark, *_, comment_length = END.unpack(stream.read())
+    stream.seek(-END_RECORD.size, 2)
+    mark, *_, comment_length = END_RECORD.unpack(stream.read())
     return bool(mark == b"PK\5\6" and comment_length == 0)
