@@ -24,17 +24,22 @@ class Finetune(Training):
     """How the model learns from the answers of the model before the cut; without it from labels
     alone. Data without labels needs it."""
 
-    def objective(self, teacher: EagerModel) -> Objective:
-        """Return what the training makes small.
+    @property
+    def uses_targets(self) -> bool:
+        """Whether the loss on the targets is part of what is minimized."""
+        return self.teaching is None or self.teaching.labels_weight > 0
+
+    def objective(self, teacher: EagerModel, context: Context) -> Objective:
+        """Return what the training minimizes.
 
         Args:
             teacher: the model before the cut.
+            context: the task's loss, and the data.
         """
-        if self.teaching is not None:
-            return self.teaching.objective(teacher, self)
-        from compress.training.objective import CrossEntropy
+        from compress.training.objective import TargetLoss
 
-        return CrossEntropy(self.label_smoothing, self.class_weights)
+        targets = TargetLoss.for_training(self, context)
+        return targets if self.teaching is None else self.teaching.objective(teacher, targets)
 
 
 def _any_training(given: Any) -> Any:
@@ -71,7 +76,7 @@ def finetune(
     return fit(
         start,
         training,
-        training.objective(unpruned),
+        training.objective(unpruned, context),
         context,
         task,
         accept_start=accept_start,

@@ -66,6 +66,11 @@ class PruneLayers(Stage[EagerModel, EagerModel]):
         return self.finetune is not None or self.judged_by == "metric"
 
     @property
+    def uses_loss(self) -> bool:
+        """Whether fine-tuning minimizes the loss on targets."""
+        return self.finetune is not None and self.finetune.uses_targets
+
+    @property
     def uses_data(self) -> bool:
         """Always: removals are judged on it."""
         return True

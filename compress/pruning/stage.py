@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from compress.core.eager import EagerModel
 from compress.core.settings import Count, Ratio
 from compress.core.stage import Stage
-from compress.pruning.criteria import FROM_DATA, Criterion
+from compress.pruning.criteria import FROM_DATA, OF_GRADIENTS, Criterion
 from compress.pruning.finetuning import Finetune
 from compress.pruning.targets import Target
 from compress.training.settings import Training
@@ -105,6 +105,12 @@ class PruneChannels(Stage[EagerModel, EagerModel]):
     def needs_data(self) -> bool:
         """Whether there is something to judge, repair or train on data."""
         return bool(self._needing_data)
+
+    @property
+    def uses_loss(self) -> bool:
+        """Whether channels are ranked by derivatives of the loss, or fine-tuning minimizes it."""
+        tuned = self.finetune is not None and self.finetune.uses_targets
+        return tuned or self.importance in OF_GRADIENTS
 
     @property
     def _needing_data(self) -> list[str]:

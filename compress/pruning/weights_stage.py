@@ -150,6 +150,11 @@ class PruneWeights(Stage[EagerModel, EagerModel]):
         """Whether there is fine-tuning or calibration to do."""
         return self.finetune is not None or self.calibrates
 
+    @property
+    def uses_loss(self) -> bool:
+        """Whether fine-tuning minimizes the loss on targets."""
+        return self.finetune is not None and self.finetune.uses_targets
+
     def run(self, model: EagerModel, context: Context) -> EagerModel:
         """Set zeros, fine-tune, and measure what they bring.
 

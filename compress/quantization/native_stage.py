@@ -93,6 +93,11 @@ class QuantizeNative(Stage[EagerModel, NativeModel]):
         return True
 
     @property
+    def uses_loss(self) -> bool:
+        """Whether the model is trained while it rounds."""
+        return self.finetune is not None
+
+    @property
     def activation_formats(self) -> frozenset[str]:
         """Unsigned integers of 8 bits."""
         return frozenset({"uint8"})
@@ -115,7 +120,7 @@ class QuantizeNative(Stage[EagerModel, NativeModel]):
         facts = {"float_modules": float_modules(model, module), "engine": self.engine, **facts}
         facts = told(self.title, quantized_operators(module), facts, fidelity)
         log.info("%s: %s", self.title, DEPRECATED)
-        facts["warnings"] = [DEPRECATED]
+        facts["warnings"] = [DEPRECATED, *facts.get("warnings", ())]
         lineage = self.lineage(model)
         return NativeModel.create(context.root, model, module, native, lineage=lineage, facts=facts)
 

@@ -21,7 +21,7 @@ from compress.quantization.native import integers_of, observe_
 from compress.quantization.qat_stage import finer_rate
 from compress.quantization.trained import compare_with_trained
 from compress.training.fit import fit
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -86,7 +86,7 @@ def train(
     module.apply(ao.enable_fake_quant)
     start = _sealed(module.eval(), model, native, context.work / "start")
     training = training.model_copy(update={"learning_rate": finer_rate(training)})
-    objective = CrossEntropy(training.label_smoothing, training.class_weights)
+    objective = TargetLoss.for_training(training, context)
     trained = fit(start, training, objective, context, title, accept_start=True, constraint=NEVER)
     load_state_(module, trained.weights, "the training")
     return _converted(module, model, native, context, title, trained.facts())

@@ -113,6 +113,11 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
         return True
 
     @property
+    def uses_loss(self) -> bool:
+        """Whether the loss on targets is part of what is minimized."""
+        return self.teaching is None or self.teaching.labels_weight > 0
+
+    @property
     def activation_formats(self) -> frozenset[str]:
         """The target's integers."""
         return formats_of(self.target)
@@ -174,12 +179,13 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
     def _trained(self, start: EagerModel, model: EagerModel, context: Context) -> Fit:
         from compress.core.views import with_unlabelled
         from compress.training.fit import fit
-        from compress.training.objective import CrossEntropy
+        from compress.training.objective import TargetLoss
 
         teaching = self._lessons(context)
-        objective: Objective = CrossEntropy(self.label_smoothing, self.class_weights)
+        targets = TargetLoss.for_training(self, context)
+        objective: Objective = targets
         if teaching is not None:
-            objective = teaching.objective(model, self)
+            objective = teaching.objective(model, targets)
             context = replace(context, data=with_unlabelled(context.need_data(self.title)))
         return fit(
             start,

@@ -29,7 +29,7 @@ from compress.training.randomness import (
     steps_per_epoch,
 )
 from compress.training.resume import NO_LOSSES, Epoch, Progress, checkpoints, name_of
-from compress.training.tally import Tally
+from compress.training.tally import Losses, Tally, is_constant
 from compress.training.validation import score
 from compress.training.watch import watching
 
@@ -135,11 +135,10 @@ def _epoch(
         if checkpointer.due(done + 1) and done + 1 < steps:
             within = {"steps": done + 1, "losses": tally.over_all(strategy)}
             checkpointer.save(step + 1, _saved(progress, learner, **within), learner)
-    total, count = tally.over_all(strategy)
-    if not count:
+    losses = tally.over_all(strategy)
+    if not losses[1]:
         raise StageFailed(f"the loss was not finite in any step of epoch {number}")
-    mean = float(Fraction(total) / count)
-    return _close(job, progress, learner, mean, rate, taken=steps - progress.steps)
+    return _close(job, progress, learner, losses, rate, taken=steps - progress.steps)
 
 
 @contextmanager
@@ -211,7 +210,7 @@ def _begun(job: Job, learner: Learner) -> Progress:
 
 
 def _close(
-    job: Job, progress: Progress, learner: Learner, loss: float, rate: float, taken: int
+    job: Job, progress: Progress, learner: Learner, losses: Losses, rate: float, taken: int
 ) -> Progress:
     """Evaluate an epoch, of which so many steps were taken here, and enter it into the progress."""
     number = progress.trained_epochs + 1
@@ -222,7 +221,8 @@ def _close(
         raise StageFailed(f"after epoch {number}, at learning rate {rate:.3g}: {error}") from error
     epoch = Epoch(
         epoch=number,
-        loss=loss,
+        loss=float(Fraction(losses[0]) / losses[1]),
+        constant_loss=is_constant(losses),
         metric=metric,
         learning_rate=rate,
         sent_bytes=learner.strategy.sent_bytes(taken),

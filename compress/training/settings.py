@@ -108,10 +108,11 @@ class Training(Settings):
     """What `step` and `plateau` multiply the learning rate by."""
     ema_decay: Ratio | None = None
     """Decay of an exponential moving average of the weights, which is then evaluated and kept."""
-    label_smoothing: Fraction = 0.1
-    """Share of the target that is spread over all classes."""
+    label_smoothing: Fraction | None = None
+    """Share of the target that is spread over all classes, for the loss `cross_entropy`; by default
+    0.1."""
     class_weights: tuple[Positive, ...] | None = None
-    """Weight of each class in the cross-entropy; 1 is neutral."""
+    """Weight of each class, for the losses `cross_entropy` and `nll`; 1 is neutral."""
     clip_norm: Positive | None = None
     """Largest norm of the whole gradient; no limit by default."""
     on_nan: Literal["stop", "skip"] = "stop"

@@ -11,7 +11,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.progress import is_better
 from compress.training.resume import Epoch, Progress, begin, checkpoints, commit, name_of, rotate
 from compress.training.settings import Training
@@ -44,7 +44,7 @@ def context(root, factory="blobs", metric="accuracy", **arguments):
 def run(source, where, epochs=4, objective=None, accept_start=False, **settings):
     training = Training(epochs=epochs, batch_size=16, **settings)
     return fit(
-        source, training, objective or CrossEntropy(), where, "train", accept_start=accept_start
+        source, training, objective or TargetLoss(), where, "train", accept_start=accept_start
     )
 
 
@@ -96,7 +96,7 @@ def test_an_interrupted_training_ends_bit_identical(tmp_path, source):
 
 
 @pytest.mark.parametrize(
-    "change", [{"learning_rate": 0.01}, {"objective": CrossEntropy(label_smoothing=0.2)}]
+    "change", [{"learning_rate": 0.01}, {"objective": TargetLoss(label_smoothing=0.2)}]
 )
 def test_the_state_of_another_training_is_not_resumed(tmp_path, source, change):
     fresh = run(source, context(tmp_path / "fresh"), **change)
