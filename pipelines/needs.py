@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import PipelineInvalid, Unavailable
 from compress.core.gates import MaxDrop, MaxMemory, MinMetric
+from compress.core.loss import refuse_settings
+from compress.core.metrics import FALLING
+from compress.training.settings import Training
 from pipelines.opponents import refuse_missing_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from compress.core.gate import Gate
     from pipelines.pipeline import Pipeline
     from pipelines.plan import PlannedStage
 
@@ -64,11 +68,41 @@ def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
             raise PipelineInvalid(
                 f"{where} ({gate.gate}): needs data, and the file has no `data:` section"
             )
-        if isinstance(gate, MinMetric) and pipeline.metric.name == "loss":
-            raise PipelineInvalid(f"{where}: metric loss falls with quality; use max_drop")
+        if pipeline.metric is not None:
+            refuse_falling_metric(gate, pipeline.metric.name, where)
         if isinstance(gate, MaxMemory) and (elsewhere := planned.stage.writes().memory_elsewhere):
             raise PipelineInvalid(f"{where} (max_memory): cannot be measured: {elsewhere}")
         refuse_missing_runtime(pipeline, gate, where)
+
+
+def refuse_falling_metric(gate: Gate, metric: str, where: str) -> None:
+    """Refuse a gate that wants a metric to reach a value where that falls with quality.
+
+    Raises:
+        PipelineInvalid: it does.
+    """
+    if isinstance(gate, MinMetric) and metric in FALLING:
+        raise PipelineInvalid(f"{where}: metric {metric} falls with quality; use max_drop")
+
+
+def refuse_settings_of_classes(
+    pipeline: Pipeline, planned: Iterable[PlannedStage], loss: str
+) -> None:
+    """Refuse class weights and label smoothing in trainings whose loss takes none.
+
+    Raises:
+        PipelineInvalid: a stage sets them.
+    """
+    for p in planned:
+        training: Any = p.stage if isinstance(p.stage, Training) else None
+        training = training or getattr(p.stage, "finetune", None)
+        if training is None or not p.stage.uses_loss:
+            continue
+        try:
+            refuse_settings(loss, training.class_weights, training.label_smoothing)
+        except PipelineInvalid as error:
+            where = pipeline.place("stages", p.index)
+            raise PipelineInvalid(f"{where} ({p.name}): {error}") from None
 
 
 def _check_device(pipeline: Pipeline) -> None:

@@ -167,6 +167,11 @@ class Metric:
             ) from error
 
 
+def usual_metric(loss: Loss) -> Metric:
+    """Return the metric of a task that names none: accuracy, or the loss where it is of numbers."""
+    return Metric("loss" if loss.is_of_numbers else "accuracy", loss=loss)
+
+
 def labels_of(outputs: torch.Tensor) -> torch.Tensor:
     """Return the class with the largest output for each sample.
 
