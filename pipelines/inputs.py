@@ -19,6 +19,7 @@ from compress.core.stage import Context
 from pipelines.machine import version_of
 from pipelines.model import FactoryModel, HuggingFaceModel, ModelFile, TimmModel
 from pipelines.plan import SOURCE, make_plan
+from pipelines.task import fitting_loss, settled
 from pipelines.temporary import temporary_files
 
 if TYPE_CHECKING:
@@ -148,8 +149,6 @@ def check_model(pipeline: Pipeline) -> tuple[Signature, str]:
         CompressError: the factory, the checkpoint, the data or the declared inputs are wrong, or
             outputs and targets do not fit the loss.
     """
-    from pipelines.task import fitting_loss, settled
-
     plan = make_plan(pipeline)
     pipeline, data, told = settle(pipeline)
     plan, pipeline = settled(plan, pipeline, data)

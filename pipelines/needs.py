@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from compress.core.errors import PipelineInvalid, Unavailable
+from compress.core.errors import CompressError, PipelineInvalid, Unavailable
 from compress.core.gates import MaxDrop, MaxMemory, MinMetric
-from compress.core.loss import refuse_settings
 from compress.core.metrics import FALLING
-from compress.training.settings import Training
 from pipelines.opponents import refuse_missing_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from compress.core.gate import Gate
+    from compress.core.loss import Loss
     from pipelines.pipeline import Pipeline
     from pipelines.plan import PlannedStage
 
@@ -85,24 +84,18 @@ def refuse_falling_metric(gate: Gate, metric: str, where: str) -> None:
         raise PipelineInvalid(f"{where}: metric {metric} falls with quality; use max_drop")
 
 
-def refuse_settings_of_classes(
-    pipeline: Pipeline, planned: Iterable[PlannedStage], loss: str
-) -> None:
-    """Refuse class weights and label smoothing in trainings whose loss takes none.
+def check_loss(pipeline: Pipeline, planned: Iterable[PlannedStage], loss: Loss) -> None:
+    """Refuse stages whose settings do not go with the task's loss.
 
     Raises:
-        PipelineInvalid: a stage sets them.
+        PipelineInvalid: one does not.
     """
     for p in planned:
-        training: Any = p.stage if isinstance(p.stage, Training) else None
-        training = training or getattr(p.stage, "finetune", None)
-        if training is None or not p.stage.uses_loss:
-            continue
         try:
-            refuse_settings(loss, training.class_weights, training.label_smoothing)
-        except PipelineInvalid as error:
-            where = pipeline.place("stages", p.index)
-            raise PipelineInvalid(f"{where} ({p.name}): {error}") from None
+            p.stage.check_loss(loss)
+        except CompressError as error:
+            where = f"{pipeline.place('stages', p.index)} ({p.name})"
+            raise PipelineInvalid(f"{where}: {error}") from error
 
 
 def _check_device(pipeline: Pipeline) -> None:

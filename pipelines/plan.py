@@ -13,7 +13,7 @@ from compress.core.metrics import Metric, usual_metric
 from export.onnx import OnnxModel
 from export.torchscript import TorchScriptModel
 from pipelines.catalog import stages
-from pipelines.needs import check_needs, missing_programs, refuse_settings_of_classes
+from pipelines.needs import check_loss, check_needs, missing_programs
 from pipelines.opponents import check_runtime
 from pipelines.problems import did_you_mean
 from pipelines.selection import made_of, meant, needed_for
@@ -138,7 +138,7 @@ def make_plan(
     check_needs(pipeline, planned)
     loss, metric = _task(pipeline)
     if loss.name is not None:
-        refuse_settings_of_classes(pipeline, planned, loss.name)
+        check_loss(pipeline, planned, loss)
     return Plan(
         stages=planned,
         loss=loss,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from compress.core.errors import CompressError, PipelineInvalid
 from compress.core.loss import fitted, form_of, sampled_targets
 from compress.core.metrics import OF_TARGETS, usual_metric
-from pipelines.needs import refuse_falling_metric, refuse_settings_of_classes
+from pipelines.needs import check_loss, refuse_falling_metric
 
 if TYPE_CHECKING:
     import torch
@@ -62,15 +62,18 @@ def fitting_loss(plan: Plan, pipeline: Pipeline, source: Artifact, context: Cont
         return ""
     with context.opened(source) as predict:
         outputs = predict(*batch.inputs)[0].cpu()
+    key = "loss" if pipeline.loss else "data"
     try:
         found = plan.loss.name_for(outputs, batch.target)
         plan.loss.summed(outputs, batch.target)
         if not plan.loss.is_own:
             _refuse_others(found, outputs, batch.target, sampled_targets(data))
+        key = "metric"
+        if plan.metric.is_mean and plan.metric.name != "fidelity":
+            plan.metric.summed(outputs, batch.target)
     except CompressError as error:
-        where = pipeline.place("loss" if pipeline.loss else "data")
-        raise PipelineInvalid(f"{where}: {error}") from error
-    refuse_settings_of_classes(pipeline, plan.stages, found)
+        raise PipelineInvalid(f"{pipeline.place(key)}: {error}") from error
+    check_loss(pipeline, plan.stages, replace(plan.loss, name=found))
     if pipeline.loss:
         return ""
     forms = f"targets are {form_of(batch.target)} and outputs {form_of(outputs)}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias
 
 from pydantic import AfterValidator, WithJsonSchema
 
-from compress.core.errors import PipelineInvalid, StageFailed
+from compress.core.errors import CompressError, PipelineInvalid, StageFailed, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -76,8 +76,8 @@ def _known(name: str) -> str:
     if name in BUILT_IN or REFERENCE.match(name):
         return name
     near = difflib.get_close_matches(name, BUILT_IN, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"expected {', '.join(BUILT_IN)}"
-    raise ValueError(f"unknown loss {name!r}; {hint} or module:callable")
+    known = f"expected {', '.join(BUILT_IN)} or module:callable"
+    raise ValueError(f"unknown loss {name!r}; {f'did you mean {near[0]!r}?' if near else known}")
 
 
 LossName = Annotated[
@@ -283,6 +283,18 @@ def refuse_settings(name: str, class_weights: object | None, label_smoothing: fl
             )
 
 
+def refuse_straight(loss: Loss) -> None:
+    """Refuse a loss without a second derivative.
+
+    Raises:
+        StageFailed: it has none.
+    """
+    if loss.name == "l1":
+        raise StageFailed(
+            "importance: hessian needs a loss that is curved, and l1 is not; use importance: taylor"
+        )
+
+
 def form_of(tensor: torch.Tensor) -> str:
     """Return a tensor's element type and shape in words, its first axis as ``n``."""
     shape = ", ".join(["n", *map(str, tensor.shape[1:])] if tensor.dim() else [])
@@ -422,7 +434,15 @@ def _own_mean(
             return outputs.sum() * 0
         share = float(known.sum()) / len(known)
         outputs, targets = outputs[known], targets[known]
-    value = function(outputs, targets)
+    try:
+        value = function(outputs, targets)
+    except CompressError:
+        raise
+    except Exception as error:
+        raise StageFailed(
+            f"loss {name!r} fails for outputs {form_of(outputs)} and targets {form_of(targets)}: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         found = form_of(value) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
         raise StageFailed(f"loss {name!r} returned {found}, expected a tensor with one number")

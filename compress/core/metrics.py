@@ -202,11 +202,23 @@ def _right_labels(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> t
         )
     if kind == "probabilities" and targets.shape == outputs.shape:
         return _share_of_right_labels("accuracy", labels_of(outputs), targets.argmax(1))
-    is_binary = same_elements(outputs, targets) and not are_classes(outputs, targets)
-    if is_binary and loss.name_for(outputs, targets) == "binary_cross_entropy":
+    if _are_yes_or_no(outputs, targets, loss):
         outputs, targets = fitted("binary_cross_entropy", outputs, targets)
         return _share_of_right_labels("accuracy", outputs > 0, targets > 0.5)
     return _share_of_right_labels("accuracy", labels_of(outputs), targets)
+
+
+def _are_yes_or_no(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> bool:
+    """Whether each output is a logit of its own, and its target 0 or 1 or left out."""
+    from compress.core.batch import IGNORED_LABEL
+
+    if are_classes(outputs, targets) or not same_elements(outputs, targets):
+        return False
+    known = (targets == 0) | (targets == 1) | (targets == IGNORED_LABEL)
+    is_soft = targets.is_floating_point()
+    return bool(known.all() or is_soft) and (
+        loss.name_for(outputs, targets) == "binary_cross_entropy"
+    )
 
 
 def _share_of_right_labels(

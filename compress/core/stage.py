@@ -246,6 +246,13 @@ class Stage(Settings, Generic[Reads, Writes]):
         """Whether the loss on the data's targets decides the result."""
         return False
 
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse settings that do not go with the task's loss, which has a name.
+
+        Raises:
+            CompressError: a setting does not.
+        """
+
     @property
     def machine_parts(self) -> dict[str, Any]:
         """What of the machine decides the result; most artifacts are the same everywhere."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from compress.core.data import Splits
+    from compress.core.loss import Loss
     from compress.core.stage import Context
     from compress.distillation.features import Pairs
     from compress.distillation.objective import Lessons
@@ -98,6 +99,16 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
     def uses_loss(self) -> bool:
         """Whether a term compares with targets."""
         return any(isinstance(term, Labels) for term in self.terms)
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse settings that do not go with the task's loss."""
+        from compress.training.teaching import need_task_of_classes
+
+        if self.uses_loss:
+            self.check_targets_loss(loss)
+        for term in self.terms:
+            if isinstance(term, Term) and term.compares_classes:
+                need_task_of_classes(term.loss, loss)
 
     @property
     def also_reads(self) -> tuple[str, ...]:
@@ -199,12 +210,9 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         from compress.distillation.features import pairs_of
         from compress.distillation.objective import Lessons
         from compress.training.objective import TargetLoss
-        from compress.training.teaching import need_task_of_classes
 
         terms, targets = self.terms, TargetLoss.for_training(self, context)
-        for term in terms:
-            if isinstance(term, Term) and term.compares_classes:
-                need_task_of_classes(term.loss, targets.loss)
+        self.check_loss(targets.loss)
         pairs: tuple[Pairs, ...] = ((("", ""),),) * len(terms)
         if self._names_modules:
             pairs = pairs_of(terms, student.load(), teacher.module)

@@ -11,6 +11,7 @@ from compress.training.teaching import Teaching  # noqa: TC001 - a field's type
 
 if TYPE_CHECKING:
     from compress.core.eager import EagerModel
+    from compress.core.loss import Loss
     from compress.core.stage import Context
     from compress.training.constraint import Constraint
     from compress.training.objective import Objective
@@ -28,6 +29,13 @@ class Finetune(Training):
     def uses_targets(self) -> bool:
         """Whether the loss on the targets is part of what is minimized."""
         return self.teaching is None or self.teaching.labels_weight > 0
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse settings that do not go with the task's loss."""
+        if self.uses_targets:
+            self.check_targets_loss(loss)
+        if self.teaching is not None:
+            self.teaching.check_loss(loss)
 
     def objective(self, teacher: EagerModel, context: Context) -> Objective:
         """Return what the training minimizes.

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compress.core.batch import Batch
 from compress.core.eager import flatten_outputs
-from compress.core.errors import CompressError, StageFailed
-from compress.core.loss import INFERRED, with_target
+from compress.core.errors import CompressError
+from compress.core.loss import INFERRED, refuse_straight, with_target
 from compress.pruning.calls import refused
 from compress.pruning.importance import sums_by_channel
 
@@ -82,10 +82,7 @@ def hessian(
     Raises:
         StageFailed: the loss has no second derivative.
     """
-    if loss.name == "l1":
-        raise StageFailed(
-            "importance: hessian needs a loss that is curved, and l1 is not; use importance: taylor"
-        )
+    refuse_straight(loss)
     twin, weights = _prepared(module, families, device)
     on_targets = loss.function()
     generator = torch.Generator().manual_seed(seed)

@@ -18,6 +18,8 @@ from compress.training.settings import Training
 if TYPE_CHECKING:
     from torch import nn
 
+    from compress.core.loss import Loss
+
 log = logging.getLogger(__name__)
 
 DEPRECATED = (
@@ -96,6 +98,11 @@ class QuantizeNative(Stage[EagerModel, NativeModel]):
     def uses_loss(self) -> bool:
         """Whether the model is trained while it rounds."""
         return self.finetune is not None
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse settings that do not go with the task's loss."""
+        if self.finetune is not None:
+            self.finetune.check_targets_loss(loss)
 
     @property
     def activation_formats(self) -> frozenset[str]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
     from torch.export import ExportedProgram
 
+    from compress.core.loss import Loss
     from compress.core.stage import Context
     from compress.quantization.fake_model import FakeQuantized
     from compress.quantization.freezing import Freezing
@@ -116,6 +117,13 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
     def uses_loss(self) -> bool:
         """Whether the loss on targets is part of what is minimized."""
         return self.teaching is None or self.teaching.labels_weight > 0
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse settings that do not go with the task's loss."""
+        if self.uses_loss:
+            self.check_targets_loss(loss)
+        if self.teaching is not None:
+            self.teaching.check_loss(loss)
 
     @property
     def activation_formats(self) -> frozenset[str]:

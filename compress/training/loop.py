@@ -34,7 +34,7 @@ from compress.training.validation import score
 from compress.training.watch import watching
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from compress.core.data import Batch, Splits
@@ -131,7 +131,7 @@ def _epoch(
         tally.add(value)
         if not math.isfinite(value) and training.on_nan == "stop":
             checkpointer.let_finish()
-            raise StageFailed(_not_finite(job, value, number, done + 1, rate))
+            raise StageFailed(_not_finite(job, value, number, done + 1, rate, batches))
         if checkpointer.due(done + 1) and done + 1 < steps:
             within = {"steps": done + 1, "losses": tally.over_all(strategy)}
             checkpointer.save(step + 1, _saved(progress, learner, **within), learner)
@@ -191,11 +191,20 @@ def _steps_per_epoch(job: Job) -> int:
     return steps_per_epoch(samples, job.training.batch_size)
 
 
-def _not_finite(job: Job, value: float, number: int, step: int, rate: float) -> str:
+def _not_finite(
+    job: Job, value: float, number: int, step: int, rate: float, batches: Sequence[Batch]
+) -> str:
+    where = f"the loss is {value} in epoch {number}, step {step}"
+    targets = [batch.target for batch in batches if batch.target is not None]
+    if not all(bool(target.isfinite().all()) for target in targets):
+        return (
+            f"{where}: targets are NaN or infinite, or a sample has none; give each one, or "
+            "distill from a teacher, which takes samples without"
+        )
     good = checkpoints(job.folder)
     state = f"; the last good checkpoint is {good[-1]}" if good else ""
     return (
-        f"the loss is {value} in epoch {number}, step {step}, at learning rate {rate:.3g}; "
+        f"{where}, at learning rate {rate:.3g}; "
         f"lower learning_rate, set clip_norm or on_nan: skip{state}"
     )
 

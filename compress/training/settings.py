@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from compress.core.loss import Loss, refuse_settings
 from compress.core.settings import Count, Fraction, Positive, Ratio, Settings
 from compress.training.checkpoints import Checkpoints
 from compress.training.parallel import Parallel
@@ -262,6 +263,14 @@ class Training(Settings):
             "early_stopping": self.early_stopping is not None,
         }
         return next((name for name, needed in needs.items() if needed), None)
+
+    def check_targets_loss(self, loss: Loss) -> None:
+        """Refuse class weights and label smoothing where the loss has none.
+
+        Raises:
+            PipelineInvalid: they are set.
+        """
+        refuse_settings(str(loss.name), self.class_weights, self.label_smoothing)
 
     def hyper_parameters(self) -> Training:
         """Return these settings alone, without what a stage adds to them."""

@@ -9,6 +9,7 @@ from compress.core.stage import Stage
 from compress.training.settings import Training
 
 if TYPE_CHECKING:
+    from compress.core.loss import Loss
     from compress.core.stage import Context
 
 
@@ -26,6 +27,10 @@ class Train(Stage[EagerModel, EagerModel], Training):
     def uses_loss(self) -> bool:
         """Always."""
         return True
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse settings that the loss does not have."""
+        self.check_targets_loss(loss)
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
         """Train with the task's loss and seal the kept weights.

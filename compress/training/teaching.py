@@ -42,18 +42,23 @@ class Teaching(Settings):
             return 0.1 if self.loss == "kl" else 0.0
         return self.hard_weight
 
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse to compare classes where the task has none.
+
+        Raises:
+            StageFailed: `kl` would.
+        """
+        if self.loss == "kl":
+            need_task_of_classes(self.loss, loss)
+
     def objective(self, teacher: EagerModel, targets: TargetLoss) -> FromTeacher:
         """Return what a training on a teacher's answers minimizes.
 
         Args:
             teacher: the model learnt from.
             targets: the loss on the targets.
-
-        Raises:
-            StageFailed: `kl` compares classes, and the task has none.
         """
-        if self.loss == "kl":
-            need_task_of_classes(self.loss, targets.loss)
+        self.check_loss(targets.loss)
         return FromTeacher(teacher.path.absolute(), teacher.digest, self, targets)
 
 

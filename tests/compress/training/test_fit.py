@@ -231,7 +231,7 @@ def test_a_loss_that_is_not_finite_names_epoch_step_and_rate(tmp_path, source):
 def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, source):
     with pytest.raises(StageFailed, match="train needs data"):
         run(source, Context(root=tmp_path / "a"))
-    with pytest.raises(StageFailed, match="cross-entropy needs targets"):
+    with pytest.raises(StageFailed, match="a loss needs targets"):
         run(source, context(tmp_path / "b", labelled=False))
     with pytest.raises(StageFailed, match="has 1 samples for 2 processes"):
         run(source, context(tmp_path / "c", train=1), parallel={"processes": 2})
