@@ -125,7 +125,7 @@ class Metric:
         if not bool(outputs.isfinite().all()):
             raise StageFailed(f"metric {self.name}: the model's outputs are not all finite")
         if self.name == "fidelity":
-            return _share_of_right_labels(self.name, labels_of(outputs), targets)
+            return _share_of_right_labels(self.name, decisions_of(outputs), targets)
         if self.name == "accuracy":
             return _right_labels(outputs, targets, self.loss)
         if self.name == "loss":
@@ -186,6 +186,19 @@ def labels_of(outputs: torch.Tensor) -> torch.Tensor:
     if not bool(outputs.isfinite().all()):
         raise StageFailed("the model's outputs are not all finite")
     return outputs.argmax(1)
+
+
+def decisions_of(outputs: torch.Tensor) -> torch.Tensor:
+    """Return what each sample is taken for: its class, or of one output whether it is above 0.
+
+    Raises:
+        StageFailed: the outputs are not finite.
+    """
+    if outputs.dim() > 1 and outputs.shape[1] > 1:
+        return labels_of(outputs)
+    if not bool(outputs.isfinite().all()):
+        raise StageFailed("the model's outputs are not all finite")
+    return outputs > 0
 
 
 def _right_labels(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> tuple[float, int]:
@@ -300,7 +313,7 @@ def evaluate(
     if metric.name == "fidelity":
         if reference is None:
             raise StageFailed("metric fidelity needs a reference model")
-        targets = labels_of(predict_split(reference, splits, split)[0])
+        targets = decisions_of(predict_split(reference, splits, split)[0])
     if targets is None:
         raise StageFailed(f"metric {metric.name} needs targets and split {split!r} has none")
     value = metric.score(outputs, targets)

@@ -11,7 +11,7 @@ import torch
 from compress.core.artifact import Artifact
 from compress.core.eager import flatten_outputs
 from compress.core.errors import StageFailed
-from compress.core.metrics import labels_of, predict_batches
+from compress.core.metrics import decisions_of, predict_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,7 +92,7 @@ def _share(
         with opened or nullcontext() as reference:
             if reference is None:
                 raise StageFailed("metric fidelity needs a reference model")
-            targets = labels_of(predict_batches(reference, batches())[0])
+            targets = decisions_of(predict_batches(reference, batches())[0])
     if targets is None:
         raise StageFailed(f"metric {job.metric.name} needs targets and split 'val' has none")
     return outputs[: len(own)], targets[: len(own)]

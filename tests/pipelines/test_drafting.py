@@ -75,7 +75,13 @@ def test_every_file_that_can_be_written_is_valid(
     for i, (goal, samples, trained) in enumerate(others):
         wish = Wish("nets:mlp", ["hidden=4"], "x.pt", ["x=batch,4"], "nets:blobs", target, goal)
         wish = wish if DATA[samples] else replace(wish, data=None, checkpoint=None)
-        found = Found(family, (100, 10**7)[i % 2], trained, DATA[samples], labelled=i % 7 != 1)
+        found = Found(
+            family,
+            (100, 10**7)[i % 2],
+            trained,
+            DATA[samples],
+            targets="labels" if i % 7 != 1 else None,
+        )
         # This reads the text again, and refuses what `compress check` does.
         text, plan = composed(file, beginning(file, wish), wish, found, inferred=False)
         seen.add(plan.road)
