@@ -95,8 +95,8 @@ def _targets(split: Any) -> Targets | None:
     from compress.core.batch import adapt
     from compress.core.loss import kind_of
 
-    step = -(-len(split) // LOOKED_AT)
-    found = [adapt(split[i])[1] for i in range(0, len(split), step)]
+    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))
+    found = [adapt(split[i])[1] for i in order[:LOOKED_AT].tolist()]
     known = [target for target in found if target is not None]
     if not known or any(target.shape != known[0].shape for target in known):
         return None

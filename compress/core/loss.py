@@ -36,7 +36,7 @@ DEFAULT_SMOOTHING = 0.1
 REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 
 SAMPLES = 512
-"""Samples whose targets decide what kind they are, evenly spaced."""
+"""Samples whose targets decide what kind they are."""
 SUM_TOLERANCE = 1e-2
 """How far probabilities of a sample may sum to other than 1: half precision has three digits."""
 POSITIVE_LOG = 1e-3
@@ -76,8 +76,9 @@ def _known(name: str) -> str:
     if name in BUILT_IN or REFERENCE.match(name):
         return name
     near = difflib.get_close_matches(name, BUILT_IN, n=1)
-    known = f"expected {', '.join(BUILT_IN)} or module:callable"
-    raise ValueError(f"unknown loss {name!r}; {f'did you mean {near[0]!r}?' if near else known}")
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    known = ", ".join(BUILT_IN)
+    raise ValueError(f"unknown loss {name!r}; {hint}expected {known} or module:callable")
 
 
 LossName = Annotated[
@@ -218,7 +219,9 @@ def sampled_targets(data: Splits) -> torch.Tensor | None:
 
     name = next((n for n in ("train", "val") if n in data.datasets), next(iter(data.datasets)))
     count = len(data.stored(name))  # type: ignore[arg-type]  # Splits admits sized datasets only
-    indices = range(0, count, -(-count // SAMPLES))
+    # At random, as what is evenly spaced may fall in with the order of the classes.
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    indices = sorted(order[:SAMPLES].tolist())
     found = [b.target for b in data.read(name, indices, data.batch_size) if b.target is not None]
     # Padded batches differ in length: what kind targets are does not depend on their shapes.
     same = [target for target in found if target.shape[1:] == found[0].shape[1:]]
