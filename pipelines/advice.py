@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.core.data import Splits
-    from compress.core.loss import Targets
+    from compress.core.targets import Targets
 
 Target = Literal["onnx", "torchscript", "aot"]
 Goal = Literal["smaller", "faster", "both"]
@@ -93,7 +93,7 @@ def _targets(split: Any) -> Targets | None:
     import torch
 
     from compress.core.batch import adapt
-    from compress.core.loss import kind_of
+    from compress.core.targets import kind_of
 
     order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))
     found = [adapt(split[i])[1] for i in order[:LOOKED_AT].tolist()]

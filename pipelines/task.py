@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compress.core.errors import CompressError, PipelineInvalid
-from compress.core.loss import fitted, form_of, sampled_targets
 from compress.core.metrics import OF_TARGETS, usual_metric
+from compress.core.targets import fitted, form_of, sampled_targets
 from pipelines.needs import check_loss, refuse_falling_metric
 
 if TYPE_CHECKING:

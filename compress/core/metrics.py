@@ -8,7 +8,8 @@ from pathlib import Path  # noqa: TC003 - a dataclass field
 from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import PipelineInvalid, StageFailed, Unavailable
-from compress.core.loss import INFERRED, Loss, are_classes, fitted, form_of, kind_of, same_elements
+from compress.core.loss import INFERRED, Loss
+from compress.core.targets import are_classes, fitted, form_of, kind_of, same_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

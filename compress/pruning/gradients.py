@@ -16,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from compress.core.batch import Batch
 from compress.core.eager import flatten_outputs
 from compress.core.errors import CompressError
-from compress.core.loss import INFERRED, refuse_straight, with_target
+from compress.core.loss import INFERRED, refuse_straight
+from compress.core.targets import with_target
 from compress.pruning.calls import refused
 from compress.pruning.importance import sums_by_channel
 
