@@ -157,10 +157,14 @@ def squared_error(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 
 def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Return one minus the cosine of vectors on the last axis, as a mean."""
+    """Return one minus the cosine of vectors, as a mean.
+
+    They lie on axis 1 of maps, [N, C, H, W], and on the last axis of everything else.
+    """
     import torch.nn.functional as F
 
-    return 1 - F.cosine_similarity(student, teacher, dim=-1).mean()
+    axis = 1 if student.dim() == 4 else -1
+    return 1 - F.cosine_similarity(student, teacher, dim=axis).mean()
 
 
 def _distance(student: torch.Tensor, teacher: torch.Tensor, teaching: Teaching) -> torch.Tensor:

@@ -158,6 +158,7 @@ def test_every_stage_that_trains_follows_the_loss(tmp_path, loss) -> None:
     assert pruned > 0.8
 
 
+@pytest.mark.slow
 def test_quantization_aware_training_and_distillation_follow_it_too(tmp_path) -> None:
     more = "epochs: 2, batch_size: 32, optimizer: adamw"
     stages = (
