@@ -11,12 +11,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.core.data import Splits
+    from compress.core.targets import Targets
 
 Target = Literal["onnx", "torchscript", "aot"]
 Goal = Literal["smaller", "faster", "both"]
 Family = Literal["convolutional", "linear", "other"]
 
 FEWEST_CALIBRATED, USUALLY_CALIBRATED = 16, 512
+LOOKED_AT = 64
+"""Samples whose targets are looked at, at most."""
 SMALL_BYTES = 2**18
 """Weights of fewer bytes weigh little beside what a format says of the graph."""
 EXPORTS: dict[Target, str] = {
@@ -38,13 +41,13 @@ class Found:
     """Whether there is a checkpoint."""
     samples: dict[str, int]
     """Samples of each split; none without data."""
-    labelled: bool
-    """Whether a sample of `train` has a class to be told."""
+    targets: Targets | None
+    """What the model is to predict; None where samples do not tell, or hold many labels each."""
 
     @property
     def trainable(self) -> bool:
         """Whether there is something to train on."""
-        return "train" in self.samples and self.labelled
+        return "train" in self.samples and self.targets is not None
 
     @property
     def calibrated(self) -> int:
@@ -69,7 +72,7 @@ def look_at(module: nn.Module, data: Splits | None, trained: bool) -> Found:
         weight_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
         trained=trained,
         samples={name: len(split) for name, split in samples.items()},
-        labelled=bool(samples) and _has_class(samples.get("train", next(iter(samples.values())))),
+        targets=_targets(samples.get("train", next(iter(samples.values())))) if samples else None,
     )
 
 
@@ -86,13 +89,19 @@ def family_of(module: nn.Module) -> Family:
     return "linear" if multiplying else "other"
 
 
-def _has_class(split: Any) -> bool:
+def _targets(split: Any) -> Targets | None:
     import torch
 
     from compress.core.batch import adapt
+    from compress.core.targets import kind_of
 
-    label = adapt(split[0])[1]
-    return label is not None and label.dim() == 0 and label.dtype in (torch.int32, torch.int64)
+    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))
+    found = [adapt(split[i])[1] for i in order[:LOOKED_AT].tolist()]
+    known = [target for target in found if target is not None]
+    if not known or any(target.shape != known[0].shape for target in known):
+        return None
+    kind = kind_of(torch.stack(known))
+    return None if kind == "labels" and known[0].dim() else kind
 
 
 def advise(found: Found, target: Target, goal: Goal) -> list[Advised]:
@@ -104,7 +113,7 @@ def advise(found: Found, target: Target, goal: Goal) -> list[Advised]:
             drop = {"gate": "max_drop", "points": 1.0, "against": base}
             stage.settings["gates"] = [drop]
     quantized = bool(stages) and stages[-1].settings["stage"].startswith("quantize")
-    gates = [_same(found, quantized), *_promised(found, goal, base)]
+    gates = [_same(found, quantized, base), *_promised(found, goal, base)]
     made: dict[str, Any] = {"stage": EXPORTS[target], "gates": gates}
     return [*stages, Advised("The file to deploy, compared with what it was made from.", made)]
 
@@ -137,10 +146,12 @@ def _quantized(found: Found, target: Target, goal: Goal) -> Iterator[Advised]:
         yield Advised(why, {"stage": "quantize_dynamic", **integers})
 
 
-def _same(found: Found, quantized: bool) -> dict[str, Any]:
+def _same(found: Found, quantized: bool, base: str) -> dict[str, Any]:
     """Return the gate on an export's answers; integers may round a near-tie the other way."""
     if not quantized:
         return {"gate": "parity", "atol": 0.001}
+    if found.targets == "numbers" and "val" in found.samples:
+        return {"gate": "max_drop", "points": 1.0, "against": base}
     return {"gate": "label_agreement", "minimum": 0.99 if "val" in found.samples else 0.9}
 
 

@@ -44,4 +44,4 @@ def checked(file: Path, models: bool) -> Checked:
     content = {"valid": True, **plan.described(), "signature": signature}
     how = "" if models else "; the model and the data were left out"
     line = f"{file}: valid ({plan.road}){how}"
-    return Checked(content, [*filter(None, [told]), line], plan.warnings)
+    return Checked(content, [*told.splitlines(), line], plan.warnings)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Event: TypeAlias = Literal[
     "run_started",
+    "task_known",
     "stage_started",
     "stage_finished",
     "stage_cached",
@@ -61,6 +62,11 @@ def run_started(walk: Walk) -> Happening:
     }
     line = f"{pipeline.name}: started"
     return Happening("run_started", None, line, fields, is_announced=False)
+
+
+def task_known(line: str) -> Happening:
+    """Build the event that the loss and the metric follow from the data."""
+    return Happening("task_known", None, line)
 
 
 def run_finished(report: Report, seconds: float) -> Happening:

@@ -15,9 +15,11 @@ from compress.core.errors import CompressError, PipelineInvalid
 from compress.core.factory import local_sources, sources_digest
 from compress.core.recipe import Recipe
 from compress.core.signature import Signature
+from compress.core.stage import Context
 from pipelines.machine import version_of
 from pipelines.model import FactoryModel, HuggingFaceModel, ModelFile, TimmModel
-from pipelines.plan import SOURCE
+from pipelines.plan import SOURCE, make_plan
+from pipelines.task import fitting_loss, settled
 from pipelines.temporary import temporary_files
 
 if TYPE_CHECKING:
@@ -141,14 +143,22 @@ def check_model(pipeline: Pipeline) -> tuple[Signature, str]:
     """Build the model and read its weights and the data, keeping nothing.
 
     Returns:
-        The model's interface, and what of it was found out, in words.
+        The model's interface, and what of it and of the loss was found out, in lines.
 
     Raises:
-        CompressError: the factory, the checkpoint, the data or the declared inputs are wrong.
+        CompressError: the factory, the checkpoint, the data or the declared inputs are wrong, or
+            outputs and targets do not fit the loss.
     """
-    pipeline, _, told = settle(pipeline)
+    plan = make_plan(pipeline)
+    pipeline, data, told = settle(pipeline)
+    plan, pipeline = settled(plan, pipeline, data)
     with temporary_files(), tempfile.TemporaryDirectory() as folder:
-        return import_source(pipeline, Path(folder) / SOURCE).signature, told
+        source = import_source(pipeline, Path(folder) / SOURCE)
+        context = Context(
+            root=Path(folder), data=data, device=pipeline.device, threads=pipeline.threads
+        )
+        task = fitting_loss(plan, pipeline, source, context)
+        return source.signature, "\n".join(filter(None, [told, task]))
 
 
 def import_source(pipeline: Pipeline, path: Path) -> Artifact:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compress.core.errors import PipelineInvalid, Unavailable
+from compress.core.errors import CompressError, PipelineInvalid, Unavailable
 from compress.core.gates import MaxDrop, MaxMemory, MinMetric
+from compress.core.metrics import FALLING
 from pipelines.opponents import refuse_missing_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from compress.core.gate import Gate
+    from compress.core.loss import Loss
     from pipelines.pipeline import Pipeline
     from pipelines.plan import PlannedStage
 
@@ -64,11 +67,35 @@ def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
             raise PipelineInvalid(
                 f"{where} ({gate.gate}): needs data, and the file has no `data:` section"
             )
-        if isinstance(gate, MinMetric) and pipeline.metric.name == "loss":
-            raise PipelineInvalid(f"{where}: metric loss falls with quality; use max_drop")
+        if pipeline.metric is not None:
+            refuse_falling_metric(gate, pipeline.metric.name, where)
         if isinstance(gate, MaxMemory) and (elsewhere := planned.stage.writes().memory_elsewhere):
             raise PipelineInvalid(f"{where} (max_memory): cannot be measured: {elsewhere}")
         refuse_missing_runtime(pipeline, gate, where)
+
+
+def refuse_falling_metric(gate: Gate, metric: str, where: str) -> None:
+    """Refuse a gate that wants a metric to reach a value where that falls with quality.
+
+    Raises:
+        PipelineInvalid: it does.
+    """
+    if isinstance(gate, MinMetric) and metric in FALLING:
+        raise PipelineInvalid(f"{where}: metric {metric} falls with quality; use max_drop")
+
+
+def check_loss(pipeline: Pipeline, planned: Iterable[PlannedStage], loss: Loss) -> None:
+    """Refuse stages whose settings do not go with the task's loss.
+
+    Raises:
+        PipelineInvalid: one does not.
+    """
+    for p in planned:
+        try:
+            p.stage.check_loss(loss)
+        except CompressError as error:
+            where = f"{pipeline.place('stages', p.index)} ({p.name})"
+            raise PipelineInvalid(f"{where}: {error}") from error
 
 
 def _check_device(pipeline: Pipeline) -> None:

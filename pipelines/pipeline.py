@@ -12,6 +12,7 @@ from pydantic import Field, JsonValue, PrivateAttr, ValidationError, field_valid
 from compress.core.errors import PipelineInvalid
 from compress.core.factory import Reference
 from compress.core.loading import Loading
+from compress.core.loss import LossName
 from compress.core.settings import Count, Settings
 from pipelines.catalog import stages
 from pipelines.matrix import allow_matrix_, expanded, refuse_twins
@@ -49,7 +50,7 @@ class MetricSpec(Settings):
     """A metric with arguments."""
 
     name: str
-    """accuracy, loss, fidelity, torchmetrics.… or module:callable."""
+    """accuracy, loss, fidelity; for numbers mse, mae, r2; torchmetrics.… or module:callable."""
     arguments: dict[str, JsonValue] = {}
     """Keyword arguments of a torchmetrics class, or of the callable."""
     higher_is_better: bool | None = None
@@ -75,8 +76,13 @@ class Pipeline(Settings):
     """The model as it comes in."""
     data: DataSpec | None = None
     """The data; stages that train, calibrate or measure accuracy need it."""
-    metric: MetricSpec = MetricSpec(name="accuracy")
-    """How good a model is: a name, or a name with arguments."""
+    loss: LossName | None = None
+    """What training minimizes, and the metric `loss` measures: `cross_entropy`,
+    `binary_cross_entropy` (of logits), `nll` (of log-probabilities), `mse`, `l1`, `smooth_l1`, or
+    `module:callable` (outputs, targets → scalar). By default it follows from the targets."""
+    metric: MetricSpec | None = None
+    """How good a model is: a name, or a name with arguments. By default `accuracy`, and `loss`
+    where the model predicts numbers."""
     tracker: Tracker | None = None
     """Where settings, figures and the report of each run are written too."""
     stages: Annotated[tuple[AnyStage, ...], Field(min_length=1)]
@@ -152,6 +158,12 @@ class Pipeline(Settings):
         """The folder of the user's modules."""
         return (self.folder / self.code).resolve()
 
+    def with_metric(self, name: str) -> Self:
+        """Return the same pipeline; where it names no metric, with this one."""
+        if self.metric is not None:
+            return self
+        return self.model_copy(update={"metric": MetricSpec(name=name)})
+
     def name_in_file(self, index: int) -> str:
         """Return the name that the file gives a stage; branches of one stage have the same."""
         return self._source.name_of(index) if self._source else self.stages[index].title
@@ -173,9 +185,7 @@ def _dotted(location: Location) -> str:
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of pipeline.yaml, for editors."""
     schema = Pipeline.model_json_schema()
-    metric = schema["properties"]["metric"]
-    reference = {key: metric.pop(key) for key in ("$ref", "allOf") if key in metric}
-    metric["anyOf"] = [{"type": "string"}, reference]
+    schema["properties"]["metric"]["anyOf"].insert(0, {"type": "string"})
     for stage in stages().values():
         allow_matrix_(schema["$defs"][stage.__name__], stage.__name__)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

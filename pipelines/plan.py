@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, get_args
 from compress.core.eager import EagerModel
 from compress.core.errors import CompressError, PipelineInvalid
 from compress.core.graph import GraphModel
-from compress.core.metrics import Metric
+from compress.core.loss import Loss
+from compress.core.metrics import Metric, usual_metric
 from export.onnx import OnnxModel
 from export.torchscript import TorchScriptModel
 from pipelines.catalog import stages
-from pipelines.needs import check_needs, missing_programs
+from pipelines.needs import check_loss, check_needs, missing_programs
 from pipelines.opponents import check_runtime
 from pipelines.problems import did_you_mean
 from pipelines.selection import made_of, meant, needed_for
@@ -54,6 +55,7 @@ class Plan:
     """A road that can be walked."""
 
     stages: tuple[PlannedStage, ...]
+    loss: Loss
     metric: Metric
     warnings: tuple[str, ...]
     """What will stop a later stage, while those before it can run."""
@@ -134,9 +136,13 @@ def make_plan(
             f"--until {until!r} needs nothing of --from {start!r}; nothing would run again"
         )
     check_needs(pipeline, planned)
+    loss, metric = _task(pipeline)
+    if loss.name is not None:
+        check_loss(pipeline, planned, loss)
     return Plan(
         stages=planned,
-        metric=_metric(pipeline),
+        loss=loss,
+        metric=metric,
         warnings=missing_programs(planned),
         baseline=baseline,
         again=again | {SOURCE, *(p.name for p in planned)} if force else again,
@@ -242,16 +248,17 @@ def _kind_of_source(pipeline: Pipeline) -> type[Artifact]:
     return kinds[pipeline.model.kind]
 
 
-def _metric(pipeline: Pipeline) -> Metric:
-    spec = pipeline.metric
-    metric = Metric(
-        spec.name,
-        tuple(sorted(spec.arguments.items())),
-        spec.higher_is_better,
-        pipeline.code_folder,
-    )
+def _task(pipeline: Pipeline) -> tuple[Loss, Metric]:
+    """Return the loss and the metric, as far as the file alone tells."""
+    key, spec = "loss", pipeline.metric
     try:
+        loss = Loss(pipeline.loss, folder=pipeline.code_folder)
+        loss.check()
+        if spec is None:
+            return loss, usual_metric(loss)
+        key, arguments = "metric", tuple(sorted(spec.arguments.items()))
+        metric = Metric(spec.name, arguments, spec.higher_is_better, pipeline.code_folder, loss)
         metric.check()
     except CompressError as error:
-        raise type(error)(f"{pipeline.place('metric')}: {error}") from error
-    return metric
+        raise type(error)(f"{pipeline.place(key)}: {error}") from error
+    return loss, metric

@@ -12,6 +12,7 @@ from pydantic import Field, JsonValue, ValidationError
 from compress.core.errors import ArtifactInvalid
 from compress.core.files import write_atomically
 from compress.core.gate import Verdict
+from compress.core.metrics import FALLING
 from compress.core.settings import Settings
 from pipelines.interruption import INTERRUPTED
 from pipelines.measurements import Measurements
@@ -201,8 +202,8 @@ def rule_in_words(verdict: Verdict, metric: str) -> str:
         "max_size": f"the file has at most {100 * limit:.4g} % of the bytes",
         "max_parameters": f"at most {100 * limit:g} % of the weights are left",
     }
-    if verdict.gate == "max_drop" and metric == "loss":
-        return f"loss rises by at most {limit / 100:g}"
+    if verdict.gate == "max_drop" and metric in FALLING:
+        return f"{metric} rises by at most {limit / 100:g}"
     return words.get(verdict.gate, verdict.rule)
 
 

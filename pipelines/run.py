@@ -23,6 +23,7 @@ from pipelines.plan import SOURCE, make_plan
 from pipelines.recording import heard, recorded
 from pipelines.samples import note_samples
 from pipelines.store import Store
+from pipelines.task import settled
 from pipelines.temporary import temporary_files
 from pipelines.walk import ASKED, Walk
 
@@ -84,6 +85,7 @@ def run(
     for warning in plan.warnings:
         announce(f"warning: {warning}")
     pipeline, data, told = settle(pipeline)
+    plan, pipeline = settled(plan, pipeline, data)
     if told:
         announce(told)
     root = out / ".store"
@@ -175,6 +177,7 @@ def look_ahead(
     remote = _shared(store, lambda line: None)
     plan = make_plan(pipeline, start, until, force=force)
     pipeline, data, _ = settle(pipeline)
+    plan, pipeline = settled(plan, pipeline, data)
     kept = Store(out / ".store", remote)
     kept.refuse_another_format()
     if remote:

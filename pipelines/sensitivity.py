@@ -15,6 +15,7 @@ from pipelines.inputs import import_source, settle
 from pipelines.page import rendered
 from pipelines.plan import SOURCE, make_plan
 from pipelines.run import look_ahead
+from pipelines.task import settled
 from pipelines.temporary import temporary_files
 
 if TYPE_CHECKING:
@@ -65,11 +66,13 @@ def measure(
         raise PipelineInvalid(f"--ratio {wrong[0]:g}: expected a fraction between 0 and 1")
     plan = make_plan(pipeline)
     pipeline, data, _ = settle(pipeline)
+    plan, pipeline = settled(plan, pipeline, data)
     planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
     with temporary_files(), _model(pipeline, planned, out) as model:
         context = Context(
             root=model.path.with_name("sensitivity"),
             data=data,
+            loss=plan.loss,
             metric=plan.metric,
             device=pipeline.device,
             threads=pipeline.threads,

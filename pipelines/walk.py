@@ -19,6 +19,7 @@ from pipelines.outcome import Outcome
 from pipelines.plan import SOURCE, Plan, PlannedStage
 from pipelines.report import Report, TestReport, how_to_run
 from pipelines.store import WORK, Entry, Record, Store, publish, unpublish
+from pipelines.task import fitting_loss
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,6 +86,7 @@ class Walk:
         if self.plan.baseline == SOURCE:
             self.baseline, seconds = measured(self, SOURCE)
         self.tell(happenings.finished(sought, self.artifacts[SOURCE], seconds, self.baseline))
+        self._announce_loss()
 
     def step(self, planned: PlannedStage) -> None:
         """Reuse or make one stage, then measure and judge it.
@@ -164,6 +166,7 @@ class Walk:
             "others": {n: self.artifacts[n].digest for n in planned.stage.also_reads},
             "library": version_of(type(planned.stage).__module__),
             **planned.stage.machine_parts,
+            **({"loss": self.plan.loss.identity()} if planned.stage.uses_loss else {}),
             **history_parts(planned, self),
             **self._surroundings(planned.stage.uses_data),
         }
@@ -215,6 +218,7 @@ class Walk:
         return Context(
             root=root or self.entries[name].artifact_path,
             data=self.data,
+            loss=self.plan.loss,
             metric=self.plan.metric,
             device=self.pipeline.device,
             threads=self.pipeline.threads,
@@ -237,6 +241,24 @@ class Walk:
             "seed": self.pipeline.seed,
             "machine": machine(),
         }
+
+    def _announce_loss(self) -> None:
+        """Say which loss the targets ask for.
+
+        Raises:
+            PipelineInvalid: outputs and targets do not fit the loss.
+        """
+        question: dict[str, Any] = {
+            "loss": self.plan.loss.identity(),
+            "metric": self.plan.metric.name,
+            "data": self.fingerprint,
+            "stages": [planned.stage.own_settings() for planned in self.plan.stages],
+        }
+        context, source = self.context(SOURCE), self.artifacts[SOURCE]
+        fitting = functools.partial(fitting_loss, self.plan, self.pipeline, source, context)
+        line = str(self.entries[SOURCE].answer(question, fitting))
+        if line:
+            self.tell(happenings.task_known(line))
 
     def _hold(self, name: str, artifact: Artifact, entry: Entry, parts: dict[str, Any]) -> None:
         self.artifacts[name], self.entries[name] = artifact, entry

@@ -19,7 +19,7 @@ from torch import nn
 
 from compress.core.data import Batch
 from compress.training.learner import Learner
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.prefetch import on_device
 from compress.training.replicated import Alone
 from compress.training.settings import Training
@@ -142,7 +142,7 @@ def measure(size: Size, settings: dict) -> tuple[float, float]:
     training = Training(epochs=1, batch_size=size.batch, optimizer="adamw", **settings)
     strategy = strategy_of(training.parallel) if "parallel" in settings else Alone()
     module = Language(size).to(size.device)
-    loss = CrossEntropy().prepare(size.device)
+    loss = TargetLoss().prepare(size.device)
     learner = Learner.of(module, loss, training, strategy, size.device, lambda: batch)
     learner.wrapped.train()
     tokens = torch.randint(size.words, (size.batch, size.length + 1), device=size.device)

@@ -11,7 +11,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.settings import Training
 
 HERE = Path(__file__).parent
@@ -71,7 +71,7 @@ def weights(source, root: Path, optimizer: str, settings: dict) -> dict[str, tor
     training = Training(
         epochs=1, batch_size=BATCH, keep="last", optimizer=optimizer, learning_rate=rate, **settings
     )
-    result = fit(source, training, CrossEntropy(), Context(root=root, data=data), "train")
+    result = fit(source, training, TargetLoss(), Context(root=root, data=data), "train")
     return result.module.state_dict()
 
 

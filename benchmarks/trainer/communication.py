@@ -10,7 +10,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.settings import Training
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"
@@ -45,7 +45,7 @@ def train(root: Path, epochs: int, parallel: dict):
     data = DataReference("data:digits", {}, DIGITS, 128).load()
     training = Training(epochs=epochs, keep="last", parallel={"processes": 2, **parallel})
     where = Context(root=root / "train", data=data)
-    return fit(source, training, CrossEntropy(), where, "train").history[-1]
+    return fit(source, training, TargetLoss(), where, "train").history[-1]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from torch import nn
 
 from compress.core.data import Batch
 from compress.training.learner import Learner
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.replicated import Alone
 from compress.training.settings import Training
 from compress.training.strategy import strategy_of
@@ -53,7 +53,7 @@ def learner(module: nn.Module, **settings) -> Learner:
     """Return what trains a module, in the process group where there is one."""
     training = Training(epochs=1, learning_rate=1e-3, **settings)
     strategy = Alone() if training.parallel.ranks == 1 else strategy_of(training.parallel)
-    loss = CrossEntropy().prepare("cpu")
+    loss = TargetLoss().prepare("cpu")
     made = Learner.of(module, loss, training, strategy, "cpu", lambda: batch(1, 1, 1))
     made.wrapped.train()
     return made

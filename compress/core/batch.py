@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -125,13 +126,28 @@ def adapt(
         )
     columns = inputs if isinstance(inputs, tuple | list) else (inputs,)
     return (
-        tuple(torch.as_tensor(x) for x in columns),
-        None if target is None else torch.as_tensor(target),
+        tuple(_tensor(x, "input") for x in columns),
+        None if target is None else _tensor(target, "target"),
     )
 
 
+def _tensor(value: Any, role: str) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PipelineInvalid(
+            f"a sample's {role} is {describe(value)}, expected one tensor, array or number; "
+            "several targets can be one tensor, such as torch.stack([y1, y2])"
+            if role == "target"
+            else f"a sample's {role} is {describe(value)}, expected a tensor, array or number"
+        ) from error
+
+
 def describe(value: Any) -> str:
-    """Return a value's type in words."""
+    """Return a value's type in words, with the entries of a mapping."""
+    if isinstance(value, Mapping):
+        entries = ", ".join(repr(key) for key in value)
+        return f"a {type(value).__name__} with the entries {entries or 'none'}"
     return "nothing (None)" if value is None else f"a {type(value).__name__}"
 
 
@@ -143,16 +159,15 @@ def _input_names(sample: Any, wanted: Sequence[str]) -> list[str] | None:
 
 
 def _targets(given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return a batch's targets, -100 for a sample without one; none where no sample has one."""
+    """Return a batch's targets; none where no sample has one.
+
+    A sample without one gets -100 among labels, and NaN among floats.
+    """
     known = [y for y in given if y is not None]
-    if len(known) < len(given) and known and known[0].is_floating_point():
-        raise PipelineInvalid(
-            "a batch has samples with a target and samples without, and targets are no integers; "
-            "give every sample one, or put those without into a split 'unlabelled'"
-        )
     if not known:
         return []
-    return [torch.full_like(known[0], IGNORED_LABEL) if y is None else y for y in given]
+    missing = math.nan if known[0].is_floating_point() else IGNORED_LABEL
+    return [torch.full_like(known[0], missing) if y is None else y for y in given]
 
 
 def _stack(

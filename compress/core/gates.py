@@ -51,7 +51,10 @@ class Parity(Gate):
 
 
 class LabelAgreement(Gate):
-    """The largest output is the same one for at least this fraction of samples."""
+    """The largest output is the same one for at least this fraction of samples.
+
+    Of a model with one output: whether that is above 0.
+    """
 
     gate: Literal["label_agreement"] = "label_agreement"
     minimum: Fraction = 1.0
@@ -63,12 +66,12 @@ class LabelAgreement(Gate):
 
     def value(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the fraction of equal labels."""
-        from compress.core.metrics import labels_of
+        from compress.core.metrics import decisions_of
 
         equal = total = 0
         for expected, got in _paired_outputs(before, after, context):
-            labels = labels_of(expected[0])
-            equal += int((labels == labels_of(got[0])).sum())
+            labels = decisions_of(expected[0])
+            equal += int((labels == decisions_of(got[0])).sum())
             total += labels.numel()
         return equal / total
 

@@ -39,7 +39,10 @@ def inputs_of(splits: Splits, parameters: Callable[[], Sequence[str]]) -> tuple[
     names: list[str] = []
     found: list[tuple[torch.Tensor, ...]] = []
     for place, sample in _samples(splits):
-        tensors = adapt(sample, names if isinstance(sample, Mapping) else ())[0]
+        try:
+            tensors = adapt(sample, names if isinstance(sample, Mapping) else ())[0]
+        except PipelineInvalid as error:
+            raise PipelineInvalid(f"{place}: {error}") from error
         if not found:
             names = _names(sample, len(tensors), parameters)
         kinds = [[(x.dim(), x.dtype) for x in each] for each in (tensors, *found[:1])]

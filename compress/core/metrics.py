@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path  # noqa: TC003 - a dataclass field
 from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import PipelineInvalid, StageFailed, Unavailable
+from compress.core.loss import INFERRED, Loss
+from compress.core.targets import are_classes, fitted, form_of, kind_of, same_elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -19,16 +21,23 @@ if TYPE_CHECKING:
     from compress.core.data import Batch, Splits
     from compress.core.stage import Progress
 
-BUILT_IN = ("accuracy", "loss", "fidelity")
+OF_NUMBERS = ("mse", "mae", "r2")
+"""Metrics of models that predict numbers."""
+BUILT_IN = ("accuracy", "loss", "fidelity", *OF_NUMBERS)
+OF_TARGETS = ("accuracy", "loss")
+"""Metrics that look at the kind of the targets."""
+FALLING = ("loss", "mse", "mae")
+"""Built-in metrics that are lower when better."""
 
 
 @dataclass(frozen=True)
 class Metric:
     """A metric by name, resolved where it is needed.
 
-    ``accuracy`` is the fraction of right labels, ``loss`` the mean cross-entropy, ``fidelity`` the
-    fraction of labels equal to the reference model's. ``torchmetrics.classification.BinaryF1Score``
-    and the like, and ``module:callable`` (outputs, targets → float) are taken as named.
+    ``accuracy`` is the fraction of right labels, ``loss`` the mean of the task's loss, ``fidelity``
+    the fraction of labels equal to the reference model's. For numbers there are ``mse``, ``mae``
+    and ``r2``, the coefficient of determination. ``torchmetrics.classification.BinaryF1Score`` and
+    the like, and ``module:callable`` (outputs, targets → float) are taken as named.
     """
 
     name: str = "accuracy"
@@ -38,6 +47,8 @@ class Metric:
     """Whether higher is better, where the metric itself does not tell."""
     folder: Path | None = None
     """Where the module of ``module:callable`` lies."""
+    loss: Loss = INFERRED
+    """The task's loss; a :class:`~compress.core.stage.Context` gives its own."""
 
     @property
     def higher_is_better(self) -> bool:
@@ -48,7 +59,7 @@ class Metric:
         """
         known = self.direction
         if self.name in BUILT_IN:
-            known = self.name != "loss"
+            known = self.name not in FALLING
         elif known is None and self.name.startswith("torchmetrics."):
             known = self._torchmetric().higher_is_better
         if known is None:
@@ -58,6 +69,11 @@ class Metric:
             )
         return bool(known)
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether the metric is a mean over samples, so that parts of a split add up."""
+        return self.name in BUILT_IN and self.name != "r2"
+
     def identity(self) -> list[JsonValue]:
         """Return what decides a measured value, the user's own code included."""
         code = ""
@@ -65,7 +81,14 @@ class Metric:
             from compress.core.factory import local_sources, sources_digest
 
             code = sources_digest(local_sources(self.name, self.folder))
-        return [self.name, dict(self.arguments), self.direction, code]
+        loss = self.loss.identity() if self.name in OF_TARGETS else None
+        return [self.name, dict(self.arguments), self.direction, code, loss]
+
+    def settled(self, data: Splits | None) -> Metric:
+        """Return the same metric, its loss settled on the targets of the data where it matters."""
+        if self.name not in OF_TARGETS:
+            return self
+        return replace(self, loss=self.loss.settled(data))
 
     def drop_points(self, before: float, after: float) -> float:
         """Return how much worse ``after`` is, in hundredths; negative when it is better."""
@@ -78,14 +101,12 @@ class Metric:
             StageFailed: the outputs are not finite or of another shape than the metric needs.
         """
         import torch
-        import torch.nn.functional as F
 
-        if not bool(torch.isfinite(outputs).all()):
-            raise StageFailed(f"metric {self.name}: the model's outputs are not all finite")
-        if self.name in ("accuracy", "fidelity"):
-            return _share_of_right_labels(self.name, labels_of(outputs), targets)
-        if self.name == "loss":
-            return float(F.cross_entropy(outputs.float(), targets))
+        summed = self.summed(outputs, targets)
+        if summed is not None:
+            return summed[0] / summed[1] if summed[1] else math.nan
+        if self.name == "r2":
+            return _determination(outputs, targets)
         if self.name.startswith("torchmetrics."):
             metric = self._torchmetric()
             metric.update(outputs, targets)
@@ -95,6 +116,24 @@ class Metric:
         function: Callable[..., Any] = resolve(self.name, self.folder)
         with torch.inference_mode():
             return float(function(outputs, targets, **dict(self.arguments)))
+
+    def summed(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, int] | None:
+        """Return a metric that is a mean as sum and count; None for any other.
+
+        Raises:
+            StageFailed: the outputs are not finite, or do not fit the metric.
+        """
+        if not bool(outputs.isfinite().all()):
+            raise StageFailed(f"metric {self.name}: the model's outputs are not all finite")
+        if self.name == "fidelity":
+            return _share_of_right_labels(self.name, decisions_of(outputs), targets)
+        if self.name == "accuracy":
+            return _right_labels(outputs, targets, self.loss)
+        if self.name == "loss":
+            return self.loss.summed(outputs, targets)
+        if self.name in ("mse", "mae"):
+            return Loss("mse" if self.name == "mse" else "l1").summed(outputs, targets)
+        return None
 
     def check(self) -> None:
         """Refuse a name, arguments or a direction that mean nothing, without evaluating.
@@ -129,6 +168,11 @@ class Metric:
             ) from error
 
 
+def usual_metric(loss: Loss) -> Metric:
+    """Return the metric of a task that names none: accuracy, or the loss where it is of numbers."""
+    return Metric("loss" if loss.is_of_numbers else "accuracy", loss=loss)
+
+
 def labels_of(outputs: torch.Tensor) -> torch.Tensor:
     """Return the class with the largest output for each sample.
 
@@ -145,13 +189,74 @@ def labels_of(outputs: torch.Tensor) -> torch.Tensor:
     return outputs.argmax(1)
 
 
-def _share_of_right_labels(name: str, labels: torch.Tensor, targets: torch.Tensor) -> float:
+def decisions_of(outputs: torch.Tensor) -> torch.Tensor:
+    """Return what each sample is taken for: its class, or of one output whether it is above 0.
+
+    Raises:
+        StageFailed: the outputs are not finite.
+    """
+    if outputs.dim() > 1 and outputs.shape[1] > 1:
+        return labels_of(outputs)
+    if not bool(outputs.isfinite().all()):
+        raise StageFailed("the model's outputs are not all finite")
+    return outputs > 0
+
+
+def _right_labels(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> tuple[float, int]:
+    """Return how many labels are right, and of how many.
+
+    Of several classes the label is the largest output. Of one output for each target it is whether
+    the output, a logit, is above 0.
+    """
+    kind = loss.targets or kind_of(targets)
+    if kind == "numbers":
+        raise StageFailed(
+            f"metric accuracy needs labels, and targets are numbers, {form_of(targets)}; use "
+            f"metric: loss, {', '.join(OF_NUMBERS)}"
+        )
+    if kind == "probabilities" and targets.shape == outputs.shape:
+        return _share_of_right_labels("accuracy", labels_of(outputs), targets.argmax(1))
+    if _are_yes_or_no(outputs, targets, loss):
+        outputs, targets = fitted("binary_cross_entropy", outputs, targets)
+        return _share_of_right_labels("accuracy", outputs > 0, targets > 0.5)
+    return _share_of_right_labels("accuracy", labels_of(outputs), targets)
+
+
+def _are_yes_or_no(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> bool:
+    """Whether each output is a logit of its own, and its target 0 or 1 or left out."""
+    from compress.core.batch import IGNORED_LABEL
+
+    if are_classes(outputs, targets) or not same_elements(outputs, targets):
+        return False
+    known = (targets == 0) | (targets == 1) | (targets == IGNORED_LABEL)
+    is_soft = targets.is_floating_point()
+    return bool(known.all() or is_soft) and (
+        loss.name_for(outputs, targets) == "binary_cross_entropy"
+    )
+
+
+def _share_of_right_labels(
+    name: str, labels: torch.Tensor, targets: torch.Tensor
+) -> tuple[float, int]:
+    from compress.core.batch import IGNORED_LABEL
+
     if labels.shape != targets.shape:
         raise StageFailed(
             f"metric {name}: labels have shape {tuple(labels.shape)} and targets "
             f"{tuple(targets.shape)}"
         )
-    return float((labels == targets).sum()) / targets.numel()
+    return float((labels == targets).sum()), int((targets != IGNORED_LABEL).sum())
+
+
+def _determination(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    """Return R², one minus the residuals' share of the targets' variance, averaged over outputs."""
+    fitting = fitted("mse", outputs, targets)
+    outputs, targets = (x.double().reshape(len(x), -1) for x in fitting)
+    residual = (outputs - targets).square().sum(0)
+    total = (targets - targets.mean(0)).square().sum(0)
+    if not bool((total > 0).all()):
+        raise StageFailed("metric r2: the targets of an output are all equal; use mse or mae")
+    return float((1 - residual / total).mean())
 
 
 def predict_split(
@@ -209,7 +314,7 @@ def evaluate(
     if metric.name == "fidelity":
         if reference is None:
             raise StageFailed("metric fidelity needs a reference model")
-        targets = labels_of(predict_split(reference, splits, split)[0])
+        targets = decisions_of(predict_split(reference, splits, split)[0])
     if targets is None:
         raise StageFailed(f"metric {metric.name} needs targets and split {split!r} has none")
     value = metric.score(outputs, targets)

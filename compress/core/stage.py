@@ -12,6 +12,7 @@ from compress.core.errors import GateRefused, StageFailed
 from compress.core.files import remove
 from compress.core.gate import Verdict, explain
 from compress.core.gates import AnyGate
+from compress.core.loss import INFERRED, Loss
 from compress.core.metrics import Metric
 from compress.core.requirement import Requirement, requirements_of
 from compress.core.runtimes import opponent_of
@@ -55,6 +56,9 @@ class Context:
     root: Path
     """Directory of the artifact to be written."""
     data: Splits | None = None
+    loss: Loss = INFERRED
+    """What training minimizes and the metric `loss` measures; by default it follows from the
+    targets."""
     metric: Metric = field(default_factory=Metric)
     device: str = "cpu"
     threads: int = 1
@@ -71,6 +75,10 @@ class Context:
     """Metrics measured so far, so that none is evaluated twice."""
     history: History | None = None
     """The road to the stage's input, for a stage that records it; None where no run tells it."""
+
+    def __post_init__(self) -> None:
+        # One definition of the loss, whatever the metric was made with.
+        object.__setattr__(self, "metric", replace(self.metric, loss=self.loss))
 
     @property
     def work(self) -> Path:
@@ -123,7 +131,8 @@ class Context:
             reference = None
             if self.metric.name == "fidelity":
                 reference = stack.enter_context(self.opened(self.named("source")))
-            return evaluate(predict, data, split, self.metric, reference, self.progress)
+            metric = self.metric.settled(data)
+            return evaluate(predict, data, split, metric, reference, self.progress)
 
     @contextmanager
     def opened(self, artifact: Artifact) -> Iterator[Predictor]:
@@ -231,6 +240,18 @@ class Stage(Settings, Generic[Reads, Writes]):
     def uses_data(self) -> bool:
         """Whether the result depends on the data, where there is any."""
         return self.needs_data
+
+    @property
+    def uses_loss(self) -> bool:
+        """Whether the loss on the data's targets decides the result."""
+        return False
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse settings that do not go with the task's loss, which has a name.
+
+        Raises:
+            CompressError: a setting does not.
+        """
 
     @property
     def machine_parts(self) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """The mathematics of learning from a teacher, beyond its plain answers.
 
-Shapes: N samples, C classes, D features; whatever lies behind the first axis is flattened where the
-relations between samples are compared. Every function returns a scalar that is 0 between equals.
+Shapes: N samples, C classes, D features. Logits are [N, C, …], classes on axis 1 as for
+``cross_entropy``: each place of the axes behind it, such as a pixel, is a sample. Features are
+flattened behind the first axis where the relations between samples are compared. Every function
+returns a scalar that is 0 between equals.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ TINY = 1e-12
 
 
 def decoupled_divergence(
-    student_NC: torch.Tensor,
-    teacher_NC: torch.Tensor,
-    target_N: torch.Tensor,
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    target: torch.Tensor,
     *,
     temperature: float,
     target_weight: float,
@@ -28,14 +30,15 @@ def decoupled_divergence(
     which is nearly nothing where the teacher is sure.
 
     Args:
-        student_NC: logits of the model that learns.
-        teacher_NC: logits of the model learnt from.
-        target_N: the class that is split off for each sample.
+        student: logits of the model that learns, [N, C, …].
+        teacher: logits of the model learnt from, [N, C, …].
+        target: the class that is split off, [N, …].
         temperature: how far both distributions are softened.
         target_weight: the paper's alpha.
         other_weight: the paper's beta.
     """
-    is_target = F.one_hot(target_N, student_NC.shape[1]).bool()
+    student_NC, teacher_NC = class_rows(student), class_rows(teacher)
+    is_target = F.one_hot(target.flatten().long(), student_NC.shape[1]).bool()
 
     def parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         log_p = F.log_softmax(logits / temperature, dim=1)
@@ -50,8 +53,8 @@ def decoupled_divergence(
 
 
 def correlation_distance(
-    student_NC: torch.Tensor,
-    teacher_NC: torch.Tensor,
+    student: torch.Tensor,
+    teacher: torch.Tensor,
     *,
     temperature: float,
     between_weight: float,
@@ -63,17 +66,22 @@ def correlation_distance(
     how classes rank for a sample (inter-class), and how samples rank within a class (intra-class).
 
     Args:
-        student_NC: logits of the model that learns.
-        teacher_NC: logits of the model learnt from.
+        student: logits of the model that learns, [N, C, …].
+        teacher: logits of the model learnt from, [N, C, …].
         temperature: how far both distributions are softened.
         between_weight: weight of the relation between classes.
         within_weight: weight of the relation within a class.
     """
-    student = (student_NC / temperature).softmax(1)
-    teacher = (teacher_NC / temperature).softmax(1)
-    between = _pearson_distance(student, teacher)
-    within = _pearson_distance(student.T, teacher.T)
+    student_NC = (class_rows(student) / temperature).softmax(1)
+    teacher_NC = (class_rows(teacher) / temperature).softmax(1)
+    between = _pearson_distance(student_NC, teacher_NC)
+    within = _pearson_distance(student_NC.T, teacher_NC.T)
     return (between_weight * between + within_weight * within) * temperature**2
+
+
+def class_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits [N, C, …] as rows of classes, one for each place of the other axes."""
+    return logits.movedim(1, -1).flatten(0, -2)
 
 
 def _pearson_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

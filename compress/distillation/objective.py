@@ -16,7 +16,7 @@ from compress.distillation.feature_terms import FeatureTerm
 from compress.distillation.features import Pairs, Recorder, channel_axis, projected
 from compress.distillation.output_terms import Said
 from compress.distillation.terms import AnyTerm  # noqa: TC001 - a dataclass field
-from compress.training.objective import BESIDE
+from compress.training.objective import BESIDE, TargetLoss
 from compress.training.teaching import cosine_distance, need_equal_shapes
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class Lessons:
     terms: tuple[AnyTerm, ...]
     pairs: tuple[Pairs, ...]
     """The modules that each term compares, as many as terms."""
-    label_smoothing: float
-    class_weights: tuple[float, ...] | None = None
+    targets: TargetLoss
+    """The loss on the targets."""
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -90,8 +90,7 @@ class Lesson:
     def __init__(self, lessons: Lessons, device: str) -> None:
         self.lessons = lessons
         self.device = device
-        weights = lessons.class_weights
-        self.class_weights = torch.tensor(weights, device=device) if weights else None
+        self.targets_loss = lessons.targets.mean(device, over_all=True)
         self.slots = lessons.slots()
         self.teacher: Answering | None = None
 
@@ -102,8 +101,7 @@ class Lesson:
             student=outputs[0].float(),
             teacher=taught[""].float(),
             target=batch.target,
-            class_weights=self.class_weights,
-            label_smoothing=self.lessons.label_smoothing,
+            targets_loss=self.targets_loss,
         )
         count = sum(slot.heard for slots in self.slots for slot in slots)
         handed = iter(outputs[len(outputs) - count :])

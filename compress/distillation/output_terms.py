@@ -12,6 +12,8 @@ from compress.core.settings import Positive, Settings
 if TYPE_CHECKING:
     import torch
 
+    from compress.training.objective import TargetMean
+
     Pair = tuple[torch.Tensor, torch.Tensor]
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -27,9 +29,9 @@ class Said:
     teacher: torch.Tensor
     """The teacher's first output."""
     target: torch.Tensor | None
-    """Labels, -100 where there is none."""
-    class_weights: torch.Tensor | None = None
-    label_smoothing: float = 0.0
+    """Labels, -100 where there is none, or floats, NaN where there are none."""
+    targets_loss: TargetMean | None = None
+    """The mean over all samples of the task's loss."""
 
 
 class Term(Settings):
@@ -39,6 +41,8 @@ class Term(Settings):
     """What the term is multiplied by."""
 
     needs_equal_outputs: ClassVar[bool] = True
+    compares_classes: ClassVar[bool] = False
+    """Whether outputs are taken for the logits of classes, on axis 1."""
 
     def of(self, said: Said, pairs: list[Pair]) -> torch.Tensor:
         """Return the term before it is weighted.
@@ -62,19 +66,17 @@ class Term(Settings):
 
 
 class Labels(Term):
-    """Cross-entropy with the labels; samples without one add nothing to it."""
+    """The pipeline's loss on the targets; samples without one add nothing to it."""
 
     loss: Literal["labels"]
     """Which term this is."""
     needs_equal_outputs: ClassVar[bool] = False
 
     def of(self, said: Said, pairs: list[Pair]) -> torch.Tensor:
-        """Return the cross-entropy, 0 where no sample has a label."""
-        from compress.training.teaching import labels_term
-
-        if said.target is None:
+        """Return the loss, 0 where no sample has a target."""
+        if said.target is None or said.targets_loss is None:
             return said.student.new_zeros(())
-        return labels_term(said.student, said.target, said.class_weights, said.label_smoothing)
+        return said.targets_loss(said.student, said.target)
 
 
 class Kl(Term):
@@ -82,6 +84,7 @@ class Kl(Term):
 
     loss: Literal["kl"]
     """Which term this is."""
+    compares_classes: ClassVar[bool] = True
     temperature: Positive = 4.0
     """How far both distributions are softened before they are compared."""
 
@@ -100,6 +103,7 @@ class Dkd(Term):
 
     loss: Literal["dkd"]
     """Which term this is."""
+    compares_classes: ClassVar[bool] = True
     temperature: Positive = 4.0
     """How far both distributions are softened before they are compared."""
     target_weight: Weight = 1.0
@@ -110,9 +114,13 @@ class Dkd(Term):
     def of(self, said: Said, pairs: list[Pair]) -> torch.Tensor:
         """Return the weighted divergence."""
         from compress.distillation.losses import decoupled_divergence
+        from compress.training.teaching import need_classes
 
+        need_classes(self.loss, said.teacher)
         target = said.teacher.argmax(1)
-        if said.target is not None:
+        if said.target is not None and said.target.shape == said.teacher.shape:
+            target = said.target.nan_to_num(-1).argmax(1).where(~said.target.isnan().any(1), target)
+        elif said.target is not None:
             target = target.where(said.target < 0, said.target)
         return decoupled_divergence(
             said.student,
@@ -132,6 +140,7 @@ class Dist(Term):
 
     loss: Literal["dist"]
     """Which term this is."""
+    compares_classes: ClassVar[bool] = True
     temperature: Positive = 1.0
     """How far both distributions are softened before they are compared."""
     between_weight: Weight = 1.0
@@ -142,7 +151,9 @@ class Dist(Term):
     def of(self, said: Said, pairs: list[Pair]) -> torch.Tensor:
         """Return the weighted distance."""
         from compress.distillation.losses import correlation_distance
+        from compress.training.teaching import need_classes
 
+        need_classes(self.loss, said.teacher)
         return correlation_distance(
             said.student,
             said.teacher,

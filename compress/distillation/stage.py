@@ -16,7 +16,7 @@ from compress.core.errors import CompressError, StageFailed
 from compress.core.origin import Origin
 from compress.core.signature import Signature
 from compress.core.stage import Stage
-from compress.distillation.output_terms import Cosine, Kl, Labels, Mse
+from compress.distillation.output_terms import Cosine, Kl, Labels, Mse, Term
 from compress.distillation.student import SomeBlocks
 from compress.distillation.teacher import OnnxFile, Teacher
 from compress.distillation.terms import AnyTerm
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from compress.core.data import Splits
+    from compress.core.loss import Loss
     from compress.core.stage import Context
     from compress.distillation.features import Pairs
     from compress.distillation.objective import Lessons
@@ -95,6 +96,21 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         return True
 
     @property
+    def uses_loss(self) -> bool:
+        """Whether a term compares with targets."""
+        return any(isinstance(term, Labels) for term in self.terms)
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse settings that do not go with the task's loss."""
+        from compress.training.teaching import need_task_of_classes
+
+        if self.uses_loss:
+            self.check_targets_loss(loss)
+        for term in self.terms:
+            if isinstance(term, Term) and term.compares_classes:
+                need_task_of_classes(term.loss, loss)
+
+    @property
     def also_reads(self) -> tuple[str, ...]:
         """The teacher's name, where it is an earlier stage."""
         return (self.teacher,) if isinstance(self.teacher, str) else ()
@@ -154,7 +170,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         with told_by(self.title):
             teacher = self._teacher(model, context)
             student, facts = self._student(model, teacher, context)
-            lessons = self._lessons(student, teacher)
+            lessons = self._lessons(student, teacher, context)
             context = replace(context, data=self._with_answers(lessons, context))
         learnt = fit(student, self, lessons, context, self.title, accept_start=True)
         inputs = {"input": model.digest, "teacher": teacher.digest}
@@ -190,15 +206,17 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         distance = partial(distance_to, teacher, self.terms, context)
         return self.student.cut(model, where, distance)
 
-    def _lessons(self, student: EagerModel, teacher: Teacher) -> Lessons:
+    def _lessons(self, student: EagerModel, teacher: Teacher, context: Context) -> Lessons:
         from compress.distillation.features import pairs_of
         from compress.distillation.objective import Lessons
+        from compress.training.objective import TargetLoss
 
-        terms = self.terms
+        terms, targets = self.terms, TargetLoss.for_training(self, context)
+        self.check_loss(targets.loss)
         pairs: tuple[Pairs, ...] = ((("", ""),),) * len(terms)
         if self._names_modules:
             pairs = pairs_of(terms, student.load(), teacher.module)
-        return Lessons(teacher, terms, pairs, self.label_smoothing, self.class_weights)
+        return Lessons(teacher, terms, pairs, targets)
 
     def _with_answers(self, lessons: Lessons, context: Context) -> Splits:
         """Return the data with the teacher's answers, where they can and shall be kept."""

@@ -11,5 +11,8 @@ Criterion: TypeAlias = Literal[
 FROM_DATA: tuple[Criterion, ...] = ("taylor", "hessian", "wanda", "obs")
 """Those that look at activations or gradients."""
 
+OF_GRADIENTS: tuple[Criterion, ...] = ("taylor", "hessian")
+"""Those that look at derivatives of the loss."""
+
 COMPARABLE: tuple[Criterion, ...] = ("taylor", "hessian", "lamp", "obs")
 """Those whose scores mean the same in every family; others are compared relative to their mean."""

@@ -11,6 +11,7 @@ from compress.training.teaching import Teaching  # noqa: TC001 - a field's type
 
 if TYPE_CHECKING:
     from compress.core.eager import EagerModel
+    from compress.core.loss import Loss
     from compress.core.stage import Context
     from compress.training.constraint import Constraint
     from compress.training.objective import Objective
@@ -24,17 +25,29 @@ class Finetune(Training):
     """How the model learns from the answers of the model before the cut; without it from labels
     alone. Data without labels needs it."""
 
-    def objective(self, teacher: EagerModel) -> Objective:
-        """Return what the training makes small.
+    @property
+    def uses_targets(self) -> bool:
+        """Whether the loss on the targets is part of what is minimized."""
+        return self.teaching is None or self.teaching.labels_weight > 0
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse settings that do not go with the task's loss."""
+        if self.uses_targets:
+            self.check_targets_loss(loss)
+        if self.teaching is not None:
+            self.teaching.check_loss(loss)
+
+    def objective(self, teacher: EagerModel, context: Context) -> Objective:
+        """Return what the training minimizes.
 
         Args:
             teacher: the model before the cut.
+            context: the task's loss, and the data.
         """
-        if self.teaching is not None:
-            return self.teaching.objective(teacher, self)
-        from compress.training.objective import CrossEntropy
+        from compress.training.objective import TargetLoss
 
-        return CrossEntropy(self.label_smoothing, self.class_weights)
+        targets = TargetLoss.for_training(self, context)
+        return targets if self.teaching is None else self.teaching.objective(teacher, targets)
 
 
 def _any_training(given: Any) -> Any:
@@ -71,7 +84,7 @@ def finetune(
     return fit(
         start,
         training,
-        training.objective(unpruned),
+        training.objective(unpruned, context),
         context,
         task,
         accept_start=accept_start,

@@ -1,8 +1,8 @@
 """How much each channel matters, by derivatives of a loss on calibration samples.
 
-With labels the loss is their cross-entropy. Without, it is the nearness of the outputs to what they
-are now. Channels are silenced where the next layers read them: the derivative by those weights,
-times the weights, is that by a gate on the channel itself (Molchanov et al., 2019, section 3.2).
+With targets it is the task's loss. Without, it is the nearness of the outputs to what they are now.
+Channels are silenced where the next layers read them: the derivative by those weights, times the
+weights, is that by a gate on the channel itself (Molchanov et al., 2019, section 3.2).
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import copy
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from compress.core.batch import IGNORED_LABEL, Batch
+from compress.core.batch import Batch
 from compress.core.eager import flatten_outputs
+from compress.core.errors import CompressError
+from compress.core.loss import INFERRED, refuse_straight
+from compress.core.targets import with_target
 from compress.pruning.calls import refused
 from compress.pruning.importance import sums_by_channel
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from compress.core.loss import Loss, Mean
     from compress.pruning.families import AxisGraph, Family
     from compress.pruning.labels import Slot
 
@@ -38,6 +41,7 @@ def taylor(
     batches: Sequence[Batch],
     device: str = "cpu",
     seed: int = 0,
+    loss: Loss = INFERRED,
 ) -> list[torch.Tensor]:
     """Return the change of the loss, to first order, when each channel is silenced.
 
@@ -46,12 +50,13 @@ def taylor(
     random directions, whose mean square is that of the outputs' change itself.
     """
     twin, weights = _prepared(module, families, device)
+    on_targets = loss.function()
     generator = torch.Generator().manual_seed(seed)
     totals = [torch.zeros(len(family.channels), dtype=torch.float64) for family in families]
     count = 0
     for part in parts(labelled_or_all(batches)):
-        loss = _loss(twin, part.to(device), generator)
-        gradients = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+        value = _loss(twin, part.to(device), on_targets, generator)
+        gradients = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
         products = {n: g * w for (n, w), g in zip(weights.items(), gradients, strict=True)}
         for family, total in zip(families, totals, strict=True):
             changes = sums_by_channel(family, graph, gates(family), products)
@@ -67,14 +72,20 @@ def hessian(
     batches: Sequence[Batch],
     device: str = "cpu",
     seed: int = 0,
+    loss: Loss = INFERRED,
 ) -> list[torch.Tensor]:
     """Return the change of the loss, to second order, when each channel is silenced at a minimum.
 
     LeCun, Denker and Solla, "Optimal Brain Damage" (1990), with a channel's whole block of the
     Hessian instead of the diagonal: half of w'Hw, estimated for all channels at once by random
     signs (Hutchinson, 1989). Without labels, the loss is half the squared change of the outputs.
+
+    Raises:
+        StageFailed: the loss has no second derivative.
     """
+    refuse_straight(loss)
     twin, weights = _prepared(module, families, device)
+    on_targets = loss.function()
     generator = torch.Generator().manual_seed(seed)
     totals = [torch.zeros(len(family.channels), dtype=torch.float64) for family in families]
     count = 0
@@ -83,9 +94,9 @@ def hessian(
         probe = _signed(weights, families, graph, signs)
         # Fused attention has no second derivative.
         with sdpa_kernel(SDPBackend.MATH):
-            loss = _loss(twin, part.to(device), None)
+            value = _loss(twin, part.to(device), on_targets, None)
             slopes = torch.autograd.grad(
-                loss, list(weights.values()), create_graph=True, materialize_grads=True
+                value, list(weights.values()), create_graph=True, materialize_grads=True
             )
         curved = torch.autograd.grad(
             slopes, list(weights.values()), list(probe.values()), materialize_grads=True
@@ -104,11 +115,11 @@ def gates(family: Family) -> tuple[Slot, ...]:
 
 
 def labelled_or_all(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the samples that have a label, or else all of them, without targets."""
+    """Return the samples that have a target, or else all of them, without targets."""
     labelled = []
     for batch in batches:
-        if batch.target is not None and not batch.target.is_floating_point():
-            known = (batch.target != IGNORED_LABEL).reshape(len(batch), -1).any(1)
+        if batch.target is not None:
+            known = with_target(batch.target)
             if known.any():
                 inputs = tuple(x[known] for x in batch.inputs)
                 labelled.append(Batch(inputs, batch.target[known]))
@@ -153,13 +164,17 @@ def _signed(
     return probe
 
 
-def _loss(module: nn.Module, batch: Batch, generator: torch.Generator | None) -> torch.Tensor:
+def _loss(
+    module: nn.Module, batch: Batch, on_targets: Mean, generator: torch.Generator | None
+) -> torch.Tensor:
     """Return what is differentiated: see the functions above."""
     try:
         with torch.backends.cudnn.flags(enabled=False):  # its recurrent layers: in training only
             outputs = flatten_outputs(module(*batch.inputs))
         if batch.target is not None:
-            return F.cross_entropy(outputs[0], batch.target)
+            return on_targets(outputs[0], batch.target, label_smoothing=0.0)
+    except CompressError:
+        raise
     except Exception as error:
         raise refused(batch, error) from error
     floating = [x for x in outputs if x.is_floating_point()]

@@ -11,7 +11,7 @@ from compress.core.batch import Batch
 from compress.core.batching import any_batch
 from compress.core.eager import predicting
 from compress.core.errors import StageFailed
-from compress.core.metrics import labels_of, predict_batches
+from compress.core.metrics import decisions_of, predict_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,7 +71,7 @@ class Judge:
         self.batches = list(_batches(signature, context, samples))
         self.expected, self.targets = self._ask(module.to(context.device))
         if context.metric.name == "fidelity" and judged_by != "outputs":
-            self.targets = labels_of(self.expected)
+            self.targets = decisions_of(self.expected)
         if judged_by == "metric" and self.targets is None:
             raise StageFailed(
                 f"judged_by: metric needs a split 'val' with targets for {context.metric.name}; "

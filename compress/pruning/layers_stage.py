@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from pydantic import JsonValue
 
+    from compress.core.loss import Loss
     from compress.core.stage import Context
     from compress.core.weights import Weights
     from compress.pruning.depth import Block, Removal
@@ -64,6 +65,16 @@ class PruneLayers(Stage[EagerModel, EagerModel]):
     def needs_data(self) -> bool:
         """Whether there is fine-tuning to do, or a metric to measure."""
         return self.finetune is not None or self.judged_by == "metric"
+
+    @property
+    def uses_loss(self) -> bool:
+        """Whether fine-tuning minimizes the loss on targets."""
+        return self.finetune is not None and self.finetune.uses_targets
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse settings that do not go with the task's loss."""
+        if self.finetune is not None:
+            self.finetune.check_loss(loss)
 
     @property
     def uses_data(self) -> bool:

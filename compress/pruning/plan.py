@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from compress.core.errors import PipelineInvalid, StageFailed
+from compress.core.loss import INFERRED
 from compress.pruning.allocation import Limits, Ranked, allocate
 from compress.pruning.axis_graph import trace
 from compress.pruning.criteria import COMPARABLE, Criterion
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.core.batch import Batch
+    from compress.core.loss import Loss
     from compress.pruning.cuts import ChannelCut
     from compress.pruning.families import AxisGraph, Family
     from compress.pruning.labels import Slot
@@ -100,6 +102,7 @@ def rank(
     batches: Sequence[Batch] = (),
     device: str = "cpu",
     seed: int = 0,
+    loss: Loss = INFERRED,
 ) -> Ranking:
     """Return a module's families with a score for each channel; the module is not changed.
 
@@ -115,6 +118,7 @@ def rank(
         batches: calibration samples, for the criteria that look at activations or gradients.
         device: where those are run.
         seed: of what is drawn at random.
+        loss: for the criteria that look at gradients.
 
     Raises:
         PipelineInvalid: a pattern matches no module.
@@ -131,7 +135,7 @@ def rank(
         else:
             chosen.append(family)
     scores = score_families(
-        module, chosen, graph, importance, batches=batches, device=device, seed=seed
+        module, chosen, graph, importance, batches=batches, device=device, seed=seed, loss=loss
     )
     ranked = []
     for family, found in zip(chosen, scores, strict=True):

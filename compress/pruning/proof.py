@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compress.core.eager import run_in_eval
+from compress.core.eager import flatten_outputs, run_in_eval
 from compress.core.errors import StageFailed, first_line
 from compress.core.surgery import keep_indices_
 from compress.pruning.axis_graph import exported
@@ -66,6 +66,8 @@ class Proof:
         """
         self.must_trace = False
         """Whether a smaller model that torch.export cannot trace is refuted, too."""
+        self.must_train = False
+        """Whether a smaller model that cannot run in training mode is refuted, too."""
         self._expected: tuple[Kept | None, list[Outputs]] | None = None
         try:
             self._prepare(module, inputs, torch.float64)
@@ -82,6 +84,8 @@ class Proof:
             attributes: dotted attribute → value that goes with the cut.
         """
         reason = self._compare(lambda part: keep_indices_(part, kept, attributes), kept)
+        if reason is None and self.must_train:
+            reason = self.untrainable(kept, attributes)
         return reason or (self.untraced(kept, attributes) if self.must_trace else None)
 
     def untraced(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
@@ -93,6 +97,34 @@ class Proof:
         except StageFailed as error:
             return str(error)
         return None
+
+    def untrainable(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
+        """Return why the smaller model cannot run in training mode, or None when it can.
+
+        Modules that run in training alone, such as auxiliary heads, are in no graph of evaluation:
+        what they read must keep its size. Of a model that does not run so as it is, nothing is
+        known, and None is returned.
+        """
+        smaller = shallow_copy(self._module)
+        keep_indices_(smaller, kept, attributes)
+        expected = self._in_training
+        try:
+            found = expected and _shapes_in_training(smaller, self._inputs)
+        except Exception as error:  # noqa: BLE001 - a forward may fail in any way
+            return (
+                f"the smaller model fails in training: {type(error).__name__}: {first_line(error)}"
+            )
+        if found != expected:
+            return "the smaller model's outputs have another shape in training"
+        return None
+
+    @cached_property
+    def _in_training(self) -> list[torch.Size] | None:
+        """Shapes of the whole model's outputs in training mode, where it runs so."""
+        try:
+            return _shapes_in_training(self._module, self._inputs)
+        except Exception:  # noqa: BLE001 - a forward may fail in any way
+            return None
 
     def is_read(self, attribute: str) -> bool:
         """Return whether the module's forward reads an attribute, given its dotted name."""
@@ -242,6 +274,12 @@ def _answers(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Outputs:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         return run_in_eval(module, inputs)
+
+
+def _shapes_in_training(module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Size]:
+    """Run a copy of a module in training mode, which changes buffers, and return output shapes."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        return [x.shape for x in flatten_outputs(copy.deepcopy(module).train()(*inputs))]
 
 
 def _relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:

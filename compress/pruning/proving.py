@@ -46,6 +46,10 @@ def prove(
         proof: what compares cuts with their masked twins.
     """
     found = _proven(module, wanted, pinned, graph, proof)
+    # Both are slow to find out, and seldom so: asked of the whole cut first.
+    if found.families and proof.untrainable(found.kept, found.attributes) is not None:
+        proof.must_train = True
+        found = _proven(module, wanted, pinned, graph, proof)
     # An attribute may matter to tracing alone, which takes other paths through a model's code.
     if found.families and proof.untraced(found.kept, found.attributes) is not None:
         proof.must_trace = True

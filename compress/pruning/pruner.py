@@ -52,6 +52,7 @@ class Pruner:
         """Take the settings, the model, and where and on which samples to work."""
         self._stage, self._source, self._context = stage, model, context
         self._batches = samples(stage, context)
+        self._loss = context.loss.settled(context.data if stage.uses_loss else None)
         self._inputs = model.signature.example(seed=context.seed)
         self._others = other_sizes(model.signature, context.seed)
         self._one = model.signature.example(batch=1, seed=context.seed)
@@ -155,6 +156,7 @@ class Pruner:
             batches=self._batches,
             device=context.device,
             seed=context.seed,
+            loss=self._loss,
         )
         for one in ranking.ranked:
             self._before.setdefault(one.family.slots, one.original)
@@ -238,7 +240,7 @@ class Pruner:
             return
         number = len(self.edits) - len(self._rewriting)
         start = self._source.derive(context.work / f"cut{number}", self.module, edits=self.edits)
-        objective = training.objective(self._source)
+        objective = training.objective(self._source, context)
         fitted = fit(start, training, objective, context, title, accept_start=True)
         self.weights = fitted.weights
         self._facts |= fitted.facts()

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from compress.core.loss import INFERRED
 from compress.pruning import contributions, gradients, importance
-from compress.pruning.criteria import FROM_DATA, Criterion
+from compress.pruning.criteria import FROM_DATA, OF_GRADIENTS, Criterion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.core.batch import Batch
+    from compress.core.loss import Loss
     from compress.pruning.families import AxisGraph, Family
 
 Scores = list[torch.Tensor | str]
@@ -30,6 +32,7 @@ def score_families(
     batches: Sequence[Batch] = (),
     device: str = "cpu",
     seed: int = 0,
+    loss: Loss = INFERRED,
 ) -> Scores:
     """Return how much each channel matters, or why a criterion cannot tell; nothing is changed.
 
@@ -41,6 +44,7 @@ def score_families(
         batches: calibration samples, for the criteria that need them.
         device: where samples are run.
         seed: of what is drawn at random.
+        loss: whose derivatives `taylor` and `hessian` take, where samples have targets.
 
     Raises:
         ValueError: the criterion needs samples and there are none.
@@ -48,9 +52,9 @@ def score_families(
     """
     if criterion in FROM_DATA and not batches:
         raise ValueError(f"importance {criterion!r} needs calibration samples")
-    if criterion in ("taylor", "hessian"):
+    if criterion in OF_GRADIENTS:
         judge = gradients.taylor if criterion == "taylor" else gradients.hessian
-        return list(judge(module, families, graph, batches, device, seed))
+        return list(judge(module, families, graph, batches, device, seed, loss))
     if criterion in ("wanda", "obs"):
         return _by_readers(module, families, graph, criterion, batches, device)
     generator = torch.Generator().manual_seed(seed)

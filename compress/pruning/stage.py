@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from compress.core.eager import EagerModel
+from compress.core.loss import refuse_straight
 from compress.core.settings import Count, Ratio
 from compress.core.stage import Stage
-from compress.pruning.criteria import FROM_DATA, Criterion
+from compress.pruning.criteria import FROM_DATA, OF_GRADIENTS, Criterion
 from compress.pruning.finetuning import Finetune
 from compress.pruning.targets import Target
 from compress.training.settings import Training
 
 if TYPE_CHECKING:
+    from compress.core.loss import Loss
     from compress.core.stage import Context
 
 
@@ -105,6 +107,19 @@ class PruneChannels(Stage[EagerModel, EagerModel]):
     def needs_data(self) -> bool:
         """Whether there is something to judge, repair or train on data."""
         return bool(self._needing_data)
+
+    @property
+    def uses_loss(self) -> bool:
+        """Whether channels are ranked by derivatives of the loss, or fine-tuning minimizes it."""
+        tuned = self.finetune is not None and self.finetune.uses_targets
+        return tuned or self.importance in OF_GRADIENTS
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse settings that do not go with the task's loss."""
+        if self.importance == "hessian":
+            refuse_straight(loss)
+        if self.finetune is not None:
+            self.finetune.check_loss(loss)
 
     @property
     def _needing_data(self) -> list[str]:

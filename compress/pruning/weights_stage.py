@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from pydantic import JsonValue
 
+    from compress.core.loss import Loss
     from compress.core.stage import Context
     from compress.core.weights import Weights
     from compress.pruning.finetuning import Finetune
@@ -149,6 +150,16 @@ class PruneWeights(Stage[EagerModel, EagerModel]):
     def needs_data(self) -> bool:
         """Whether there is fine-tuning or calibration to do."""
         return self.finetune is not None or self.calibrates
+
+    @property
+    def uses_loss(self) -> bool:
+        """Whether fine-tuning minimizes the loss on targets."""
+        return self.finetune is not None and self.finetune.uses_targets
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse settings that do not go with the task's loss."""
+        if self.finetune is not None:
+            self.finetune.check_loss(loss)
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
         """Set zeros, fine-tune, and measure what they bring.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
     from torch.export import ExportedProgram
 
+    from compress.core.loss import Loss
     from compress.core.stage import Context
     from compress.quantization.fake_model import FakeQuantized
     from compress.quantization.freezing import Freezing
@@ -113,6 +114,18 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
         return True
 
     @property
+    def uses_loss(self) -> bool:
+        """Whether the loss on targets is part of what is minimized."""
+        return self.teaching is None or self.teaching.labels_weight > 0
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse settings that do not go with the task's loss."""
+        if self.uses_loss:
+            self.check_targets_loss(loss)
+        if self.teaching is not None:
+            self.teaching.check_loss(loss)
+
+    @property
     def activation_formats(self) -> frozenset[str]:
         """The target's integers."""
         return formats_of(self.target)
@@ -174,12 +187,13 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
     def _trained(self, start: EagerModel, model: EagerModel, context: Context) -> Fit:
         from compress.core.views import with_unlabelled
         from compress.training.fit import fit
-        from compress.training.objective import CrossEntropy
+        from compress.training.objective import TargetLoss
 
         teaching = self._lessons(context)
-        objective: Objective = CrossEntropy(self.label_smoothing, self.class_weights)
+        targets = TargetLoss.for_training(self, context)
+        objective: Objective = targets
         if teaching is not None:
-            objective = teaching.objective(model, self)
+            objective = teaching.objective(model, targets)
             context = replace(context, data=with_unlabelled(context.need_data(self.title)))
         return fit(
             start,

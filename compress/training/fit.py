@@ -92,6 +92,8 @@ def fit(
                 _run(job, _teller(job, context, task, track))
         result = outcome(start, job)
     log.info("%s: %d epochs, kept epoch %d", task, len(result.history), result.kept.epoch)
+    if result.warning:
+        log.warning("%s: %s", task, result.warning)
     return result
 
 
@@ -144,9 +146,10 @@ def _job(
         # However it is spread, it is the same training, and goes on as such.
         "training": training.model_dump(mode="json", exclude={"parallel"}),
         "objective": repr(objective),
+        "loss": context.loss.identity(),
         "start": start.digest,
         "data": data.fingerprint(),
-        "metric": repr(context.metric),
+        "metric": context.metric.identity(),
         "reference": reference.digest if reference else None,
         "seed": context.seed,
         "accept_start": accept_start,
@@ -160,7 +163,7 @@ def _job(
         training=training,
         objective=objective,
         data=data,
-        metric=context.metric,
+        metric=context.metric.settled(data),
         reference=reference.path.absolute() if reference else None,
         device=context.device,
         threads=max(1, threads_to_use() // training.parallel.ranks_per_node),

@@ -29,12 +29,12 @@ from compress.training.randomness import (
     steps_per_epoch,
 )
 from compress.training.resume import NO_LOSSES, Epoch, Progress, checkpoints, name_of
-from compress.training.tally import Tally
+from compress.training.tally import Losses, Tally, is_constant
 from compress.training.validation import score
 from compress.training.watch import watching
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from compress.core.data import Batch, Splits
@@ -131,15 +131,14 @@ def _epoch(
         tally.add(value)
         if not math.isfinite(value) and training.on_nan == "stop":
             checkpointer.let_finish()
-            raise StageFailed(_not_finite(job, value, number, done + 1, rate))
+            raise StageFailed(_not_finite(job, value, number, done + 1, rate, batches))
         if checkpointer.due(done + 1) and done + 1 < steps:
             within = {"steps": done + 1, "losses": tally.over_all(strategy)}
             checkpointer.save(step + 1, _saved(progress, learner, **within), learner)
-    total, count = tally.over_all(strategy)
-    if not count:
+    losses = tally.over_all(strategy)
+    if not losses[1]:
         raise StageFailed(f"the loss was not finite in any step of epoch {number}")
-    mean = float(Fraction(total) / count)
-    return _close(job, progress, learner, mean, rate, taken=steps - progress.steps)
+    return _close(job, progress, learner, losses, rate, taken=steps - progress.steps)
 
 
 @contextmanager
@@ -192,11 +191,20 @@ def _steps_per_epoch(job: Job) -> int:
     return steps_per_epoch(samples, job.training.batch_size)
 
 
-def _not_finite(job: Job, value: float, number: int, step: int, rate: float) -> str:
+def _not_finite(
+    job: Job, value: float, number: int, step: int, rate: float, batches: Sequence[Batch]
+) -> str:
+    where = f"the loss is {value} in epoch {number}, step {step}"
+    targets = [batch.target for batch in batches if batch.target is not None]
+    if not all(bool(target.isfinite().all()) for target in targets):
+        return (
+            f"{where}: targets are NaN or infinite, or a sample has none; give each one, or "
+            "distill from a teacher, which takes samples without"
+        )
     good = checkpoints(job.folder)
     state = f"; the last good checkpoint is {good[-1]}" if good else ""
     return (
-        f"the loss is {value} in epoch {number}, step {step}, at learning rate {rate:.3g}; "
+        f"{where}, at learning rate {rate:.3g}; "
         f"lower learning_rate, set clip_norm or on_nan: skip{state}"
     )
 
@@ -211,7 +219,7 @@ def _begun(job: Job, learner: Learner) -> Progress:
 
 
 def _close(
-    job: Job, progress: Progress, learner: Learner, loss: float, rate: float, taken: int
+    job: Job, progress: Progress, learner: Learner, losses: Losses, rate: float, taken: int
 ) -> Progress:
     """Evaluate an epoch, of which so many steps were taken here, and enter it into the progress."""
     number = progress.trained_epochs + 1
@@ -222,7 +230,8 @@ def _close(
         raise StageFailed(f"after epoch {number}, at learning rate {rate:.3g}: {error}") from error
     epoch = Epoch(
         epoch=number,
-        loss=loss,
+        loss=float(Fraction(losses[0]) / losses[1]),
+        constant_loss=is_constant(losses),
         metric=metric,
         learning_rate=rate,
         sent_bytes=learner.strategy.sent_bytes(taken),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from compress.core.errors import StageFailed
+from compress.core.loss import INFERRED, Loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,6 +15,10 @@ if TYPE_CHECKING:
     import torch
 
     from compress.core.data import Batch
+    from compress.core.stage import Context
+    from compress.training.settings import Training
+
+    TargetMean = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 LossFunction: TypeAlias = "Callable[[tuple[torch.Tensor, ...], Batch], torch.Tensor]"
 """The model's flattened outputs and the batch → a scalar."""
@@ -56,57 +62,47 @@ def attach_(loss: object, module: torch.nn.Module, example: Callable[[], Batch])
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
-    """Cross-entropy of the first output with the targets."""
+class TargetLoss:
+    """The task's loss of the first output against the targets."""
 
-    label_smoothing: float = 0.0
+    label_smoothing: float | None = 0.0
+    """None is the default of the loss."""
     class_weights: tuple[float, ...] | None = None
+    loss: Loss = INFERRED
+
+    @classmethod
+    def for_training(cls, training: Training, context: Context) -> TargetLoss:
+        """Return the loss that a training's settings and the task make."""
+        loss = context.loss.settled(context.data)
+        return cls(training.label_smoothing, training.class_weights, loss)
 
     def prepare(self, device: str) -> LossFunction:
         """Return the loss function."""
-        import torch
-
-        weights = torch.tensor(self.class_weights, device=device) if self.class_weights else None
+        mean = self.mean(device)
 
         def loss(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
             if batch.target is None:
                 raise StageFailed(
-                    "cross-entropy needs targets and split 'train' has none; "
-                    "return (x, y) samples from the data factory, or distill from a teacher"
+                    "a loss needs targets and split 'train' has none; return (x, y) samples from "
+                    "the data factory, or distill from a teacher"
                 )
-            return cross_entropy(outputs[0], batch.target, weights, self.label_smoothing)
+            return mean(outputs[0], batch.target)
 
         return loss
 
+    def mean(self, device: str, *, over_all: bool = False) -> TargetMean:
+        """Return the mean loss of outputs and targets.
 
-def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    class_weights: torch.Tensor | None,
-    label_smoothing: float,
-) -> torch.Tensor:
-    """Return the mean over samples of the cross-entropy, each weighted by its class.
+        Args:
+            device: where outputs and targets are.
+            over_all: divide by the number of all targets, instead of those that have a label.
+        """
+        import torch
 
-    Not torch's weighted mean, which divides by the weights met in a batch: a step's loss would
-    depend on how the step is shared out.
-
-    Raises:
-        StageFailed: there is not one weight for each class.
-    """
-    import torch.nn.functional as F
-
-    if class_weights is None:
-        return F.cross_entropy(logits, target, label_smoothing=label_smoothing)
-    if len(class_weights) != logits.shape[1]:
-        raise StageFailed(
-            f"class_weights has {len(class_weights)} numbers and the model {logits.shape[1]} "
-            "classes; give one for each"
+        weights = self.class_weights
+        return partial(
+            self.loss.function(),
+            class_weights=None if weights is None else torch.tensor(weights, device=device),
+            label_smoothing=self.label_smoothing,
+            over_all=over_all,
         )
-    total = F.cross_entropy(
-        logits,
-        target,
-        weight=class_weights.to(logits.dtype),
-        label_smoothing=label_smoothing,
-        reduction="sum",
-    )
-    return total / target.numel()

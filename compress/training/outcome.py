@@ -49,7 +49,25 @@ class Fit:
             "history": [epoch.model_dump() for epoch in self.history],
             "kept_epoch": self.kept.epoch,
         }
-        return facts | ({"resumed_across": list(self.layouts)} if len(self.layouts) > 1 else {})
+        warnings: list[JsonValue] = [self.warning] if self.warning else []
+        return (
+            facts
+            | ({"resumed_across": list(self.layouts)} if len(self.layouts) > 1 else {})
+            | ({"warnings": warnings} if warnings else {})
+        )
+
+    @property
+    def warning(self) -> str:
+        """What is wrong with a loss that did not vary; empty where it did."""
+        found = [epoch for epoch in self.history if epoch.constant_loss]
+        if not found:
+            return ""
+        numbers, value = ", ".join(str(epoch.epoch) for epoch in found), abs(found[0].loss or 0.0)
+        return (
+            f"the training loss was {value:g} in every step of epoch {numbers}: "
+            "it does not depend on the model's outputs, so that nothing was learnt; see whether "
+            "`loss`, targets and outputs fit"
+        )
 
 
 def outcome(start: EagerModel, job: Job) -> Fit:

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from compress.core.errors import StageFailed
 from compress.core.files import sha256_of, sync, write_atomically
 from compress.core.settings import Settings
+from compress.training.tally import Losses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,7 +33,7 @@ FILES = "files.json"
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
 
-NO_LOSSES = ("0", 0)
+NO_LOSSES: Losses = ("0", 0, ())
 
 Tensors = dict[str, "torch.Tensor"]
 
@@ -44,6 +45,8 @@ class Epoch(Settings):
     """Counted from 1; 0 is the model as it came in."""
     loss: float | None
     """Mean of the objective over the epoch's steps; None for epoch 0."""
+    constant_loss: bool = False
+    """Whether the loss was the same in every step, or 0: nothing can be learnt from it."""
     metric: float | None
     """The metric on `val` after the epoch; None without a `val` split."""
     learning_rate: float | None
@@ -61,8 +64,8 @@ class Progress(Settings):
     """The finished epochs, epoch 0 among them where the model as it came in competes."""
     steps: int = 0
     """Steps taken in the epoch that is not finished."""
-    losses: tuple[str, int] = NO_LOSSES
-    """The exact sum, a fraction, and the count of the losses of these steps over all processes."""
+    losses: Losses = NO_LOSSES
+    """The losses of these steps over all processes."""
     kept: Epoch | None = None
     """The epoch whose weights are kept so far."""
     kept_in: str | None = None

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from compress.core.loss import Loss, refuse_settings
 from compress.core.settings import Count, Fraction, Positive, Ratio, Settings
 from compress.training.checkpoints import Checkpoints
 from compress.training.parallel import Parallel
@@ -108,10 +109,11 @@ class Training(Settings):
     """What `step` and `plateau` multiply the learning rate by."""
     ema_decay: Ratio | None = None
     """Decay of an exponential moving average of the weights, which is then evaluated and kept."""
-    label_smoothing: Fraction = 0.1
-    """Share of the target that is spread over all classes."""
+    label_smoothing: Fraction | None = None
+    """Share of the target that is spread over all classes, for the loss `cross_entropy`; by default
+    0.1."""
     class_weights: tuple[Positive, ...] | None = None
-    """Weight of each class in the cross-entropy; 1 is neutral."""
+    """Weight of each class, for the losses `cross_entropy` and `nll`; 1 is neutral."""
     clip_norm: Positive | None = None
     """Largest norm of the whole gradient; no limit by default."""
     on_nan: Literal["stop", "skip"] = "stop"
@@ -261,6 +263,14 @@ class Training(Settings):
             "early_stopping": self.early_stopping is not None,
         }
         return next((name for name, needed in needs.items() if needed), None)
+
+    def check_targets_loss(self, loss: Loss) -> None:
+        """Refuse class weights and label smoothing where the loss has none.
+
+        Raises:
+            PipelineInvalid: they are set.
+        """
+        refuse_settings(str(loss.name), self.class_weights, self.label_smoothing)
 
     def hyper_parameters(self) -> Training:
         """Return these settings alone, without what a stage adds to them."""

@@ -9,6 +9,7 @@ from compress.core.stage import Stage
 from compress.training.settings import Training
 
 if TYPE_CHECKING:
+    from compress.core.loss import Loss
     from compress.core.stage import Context
 
 
@@ -22,16 +23,26 @@ class Train(Stage[EagerModel, EagerModel], Training):
         """Always."""
         return True
 
+    @property
+    def uses_loss(self) -> bool:
+        """Always."""
+        return True
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse settings that the loss does not have."""
+        self.check_targets_loss(loss)
+
     def run(self, model: EagerModel, context: Context) -> EagerModel:
-        """Train with cross-entropy and seal the kept weights.
+        """Train with the task's loss and seal the kept weights.
 
         Raises:
-            StageFailed: the data has no targets, the loss is not finite, or a process failed.
+            StageFailed: the data has no targets or others than the loss takes, the loss is not
+                finite, or a process failed.
         """
         from compress.training.fit import fit
-        from compress.training.objective import CrossEntropy
+        from compress.training.objective import TargetLoss
 
-        objective = CrossEntropy(self.label_smoothing, self.class_weights)
+        objective = TargetLoss.for_training(self, context)
         trained = fit(model, self, objective, context, self.title)
         return model.derive(
             context.root, trained.weights, lineage=self.lineage(model), facts=trained.facts()

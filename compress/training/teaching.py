@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from compress.core.batch import Batch
     from compress.core.eager import EagerModel
-    from compress.training.objective import LossFunction
-    from compress.training.settings import Training
+    from compress.core.loss import Loss
+    from compress.training.objective import LossFunction, TargetLoss
 
 
 class Teaching(Settings):
@@ -31,8 +31,9 @@ class Teaching(Settings):
     soft_weight: Positive = 0.9
     """Weight of the teacher's answers."""
     hard_weight: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the labels' cross-entropy; 0 leaves them out, and samples without a label add
-    nothing. By default 0.1 beside `kl`, and 0 beside the others, whose outputs are no logits."""
+    """Weight of the pipeline's loss on the targets; 0 leaves them out, and samples without a label
+    add nothing. By default 0.1 beside `kl`, and 0 beside the others, whose outputs are no
+    logits."""
 
     @property
     def labels_weight(self) -> float:
@@ -41,20 +42,24 @@ class Teaching(Settings):
             return 0.1 if self.loss == "kl" else 0.0
         return self.hard_weight
 
-    def objective(self, teacher: EagerModel, training: Training) -> FromTeacher:
-        """Return what a training on a teacher's answers makes small.
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse to compare classes where the task has none.
+
+        Raises:
+            StageFailed: `kl` would.
+        """
+        if self.loss == "kl":
+            need_task_of_classes(self.loss, loss)
+
+    def objective(self, teacher: EagerModel, targets: TargetLoss) -> FromTeacher:
+        """Return what a training on a teacher's answers minimizes.
 
         Args:
             teacher: the model learnt from.
-            training: says how labels are smoothed and classes weighted.
+            targets: the loss on the targets.
         """
-        return FromTeacher(
-            teacher=teacher.path.absolute(),
-            teacher_digest=teacher.digest,
-            teaching=self,
-            label_smoothing=training.label_smoothing,
-            class_weights=training.class_weights,
-        )
+        self.check_loss(targets.loss)
+        return FromTeacher(teacher.path.absolute(), teacher.digest, self, targets)
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,8 @@ class FromTeacher:
     """Directory of the teacher; each process loads it there."""
     teacher_digest: str
     teaching: Teaching
-    label_smoothing: float
-    class_weights: tuple[float, ...] | None = None
+    targets: TargetLoss
+    """The loss on the targets."""
 
     def prepare(self, device: str) -> LossFunction:
         """Load the teacher and return the loss function."""
@@ -75,8 +80,7 @@ class FromTeacher:
         from compress.core.eager import EagerModel, flatten_outputs
 
         teacher = EagerModel.at(self.teacher).load(device).requires_grad_(False)
-        weights = torch.tensor(self.class_weights, device=device) if self.class_weights else None
-        teaching = self.teaching
+        labels_term, teaching = self.targets.mean(device, over_all=True), self.teaching
 
         def loss(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
             with torch.no_grad():
@@ -85,8 +89,7 @@ class FromTeacher:
             total = teaching.soft_weight * _distance(outputs[0], taught, teaching)
             if batch.target is None or not teaching.labels_weight:
                 return total
-            hard = labels_term(outputs[0], batch.target, weights, self.label_smoothing)
-            return total + teaching.labels_weight * hard
+            return total + teaching.labels_weight * labels_term(outputs[0], batch.target)
 
         return loss
 
@@ -104,6 +107,32 @@ def need_equal_shapes(student: torch.Tensor, teacher: torch.Tensor) -> None:
         )
 
 
+def need_task_of_classes(term: str, loss: Loss) -> None:
+    """Refuse a comparison of classes in a task whose model predicts numbers.
+
+    Raises:
+        StageFailed: it does.
+    """
+    if loss.is_of_numbers:
+        raise StageFailed(
+            f"loss: {term} compares probabilities of classes, and this model predicts numbers "
+            f"(the pipeline's loss: {loss.name or 'mse'}); use loss: mse"
+        )
+
+
+def need_classes(term: str, logits: torch.Tensor) -> None:
+    """Refuse outputs without an axis of classes, whose softmax is always 1.
+
+    Raises:
+        StageFailed: there are fewer than two classes on axis 1.
+    """
+    if logits.dim() < 2 or logits.shape[1] < 2:
+        raise StageFailed(
+            f"loss: {term} compares probabilities of classes on axis 1, and the outputs have shape "
+            f"{tuple(logits.shape)}; use loss: mse"
+        )
+
+
 def soft_cross_entropy(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float
 ) -> torch.Tensor:
@@ -115,6 +144,7 @@ def soft_cross_entropy(
     """
     import torch.nn.functional as F
 
+    need_classes("kl", student_logits)
     student = F.log_softmax(student_logits / temperature, dim=1)
     teacher = F.log_softmax(teacher_logits / temperature, dim=1)
     divergence = F.kl_div(student, teacher, reduction="none", log_target=True).sum(1)
@@ -127,38 +157,14 @@ def squared_error(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 
 def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Return one minus the cosine of vectors on the last axis, as a mean."""
-    import torch.nn.functional as F
+    """Return one minus the cosine of vectors, as a mean.
 
-    return 1 - F.cosine_similarity(student, teacher, dim=-1).mean()
-
-
-def labels_term(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    class_weights: torch.Tensor | None = None,
-    label_smoothing: float = 0.0,
-) -> torch.Tensor:
-    """Return the cross-entropy of the labelled samples, summed and divided by the number of all.
-
-    A sample without a label, whose target is -100, adds nothing; dividing by all keeps a step's
-    loss the same however its samples are shared out.
+    They lie on axis 1 of maps, [N, C, H, W], and on the last axis of everything else.
     """
     import torch.nn.functional as F
 
-    from compress.core.batch import IGNORED_LABEL
-    from compress.training.objective import cross_entropy
-
-    if class_weights is not None:
-        return cross_entropy(logits, target, class_weights, label_smoothing)
-    total = F.cross_entropy(
-        logits,
-        target,
-        ignore_index=IGNORED_LABEL,
-        label_smoothing=label_smoothing,
-        reduction="sum",
-    )
-    return total / target.numel()
+    axis = 1 if student.dim() == 4 else -1
+    return 1 - F.cosine_similarity(student, teacher, dim=axis).mean()
 
 
 def _distance(student: torch.Tensor, teacher: torch.Tensor, teaching: Teaching) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from compress.core.artifact import Artifact
 from compress.core.eager import flatten_outputs
 from compress.core.errors import StageFailed
-from compress.core.metrics import BUILT_IN, labels_of, predict_batches
+from compress.core.metrics import decisions_of, predict_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,12 +49,10 @@ def reduce_metric(
     """
     if strategy.ranks == 1:
         return metric.score(outputs, targets)
-    if metric.name in BUILT_IN:
-        count = targets.numel()
-        mean = metric.score(outputs, targets) if count else 0.0
-        summed = round(mean * count) if metric.name != "loss" else mean * count
-        total, samples = strategy.total([summed, count])
-        return total / samples
+    if metric.is_mean:
+        own = metric.summed(outputs, targets) if len(targets) else None
+        total, samples = strategy.total(own or (0.0, 0))
+        return total / samples if samples else math.nan
     shares = strategy.gather((outputs, targets))
     value = 0.0
     if shares is not None:
@@ -94,7 +92,7 @@ def _share(
         with opened or nullcontext() as reference:
             if reference is None:
                 raise StageFailed("metric fidelity needs a reference model")
-            targets = labels_of(predict_batches(reference, batches())[0])
+            targets = decisions_of(predict_batches(reference, batches())[0])
     if targets is None:
         raise StageFailed(f"metric {job.metric.name} needs targets and split 'val' has none")
     return outputs[: len(own)], targets[: len(own)]

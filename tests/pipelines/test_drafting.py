@@ -75,7 +75,8 @@ def test_every_file_that_can_be_written_is_valid(
     for i, (goal, samples, trained) in enumerate(others):
         wish = Wish("nets:mlp", ["hidden=4"], "x.pt", ["x=batch,4"], "nets:blobs", target, goal)
         wish = wish if DATA[samples] else replace(wish, data=None, checkpoint=None)
-        found = Found(family, (100, 10**7)[i % 2], trained, DATA[samples], labelled=i % 7 != 1)
+        targets = (None, "labels", "numbers")[i % 3]
+        found = Found(family, (100, 10**7)[i % 2], trained, DATA[samples], targets)
         # This reads the text again, and refuses what `compress check` does.
         text, plan = composed(file, beginning(file, wish), wish, found, inferred=False)
         seen.add(plan.road)
@@ -228,3 +229,16 @@ def test_a_file_that_was_written_runs_and_its_gates_pass(tmp_path: Path) -> None
     report = Pipeline.from_yaml(file).run(tmp_path / "out")
     assert [stage.name for stage in report.stages] == ["train", "quantize_weights", "export_onnx"]
     assert report.status == "passed"
+
+
+def test_a_model_of_numbers_gets_a_loss_and_a_metric_that_it_can_have(user: Path) -> None:
+    (user / "numbers.py").write_text(
+        "import torch\nfrom torch.utils.data import TensorDataset\n"
+        "def data():\n    x = torch.randn(60, 4)\n"
+        "    return {n: TensorDataset(x, x[:, :3] * 2) for n in ('train', 'val')}\n"
+    )
+    found = draft(user / "p.yaml", Wish("nets:mlp", data="numbers:data"))
+    content = yaml.safe_load(found.text)
+    assert (content["loss"], content["metric"]) == ("mse", "r2")
+    assert found.stages[0] == "train"
+    assert "label_agreement" not in found.text

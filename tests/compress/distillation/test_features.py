@@ -56,9 +56,10 @@ def test_a_projection_is_trained_beside_the_student():
             return lambda inputs: (student(*inputs).detach(), teacher(*inputs).detach())
 
     from compress.core.batch import Batch
+    from compress.training.objective import TargetLoss
 
     term = Hint(loss="hint", student="0", teacher="x")
-    lessons = Lessons(Fixed(), (term,), ((("0", "x"),),), 0.0)  # type: ignore[arg-type]
+    lessons = Lessons(Fixed(), (term,), ((("0", "x"),),), TargetLoss())  # type: ignore[arg-type]
     module = torch.nn.Sequential(student)
     loss, batch = lessons.prepare("cpu"), Batch((torch.randn(32, 3),), None)
     loss.attach_(module, batch)

@@ -6,7 +6,10 @@ import math
 import pytest
 import torch
 
+from compress.core.errors import StageFailed
 from compress.distillation import losses
+from compress.distillation.output_terms import Cosine, Dist, Dkd, Kl, Labels, Said
+from compress.training.objective import TargetLoss
 from compress.training.teaching import soft_cross_entropy
 
 
@@ -148,3 +151,55 @@ def test_hints_compare_channels():
     teacher = torch.tensor([[[[4.0]], [[3.0]]]])
     assert float(losses.hint_distance(student, teacher, "mse")) == pytest.approx(1)
     assert float(losses.hint_distance(student, teacher, "cosine")) == pytest.approx(0.04)
+
+
+def maps():
+    generator = torch.Generator().manual_seed(1)
+    student, teacher = (torch.randn(2, 5, 3, 4, generator=generator) for _ in range(2))
+    return student, teacher, torch.randint(0, 5, (2, 3, 4), generator=generator)
+
+
+def rows(x):
+    """Return what is on axis 1 for each pixel, gathered one by one."""
+    return torch.stack([x[n, :, i, j] for n in range(2) for i in range(3) for j in range(4)])
+
+
+TERMS = {
+    "dkd": Dkd(loss="dkd", temperature=2.0),
+    "dist": Dist(loss="dist"),
+    "kl": Kl(loss="kl"),
+    "cosine": Cosine(loss="cosine"),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_each_pixel_of_a_map_is_a_sample(name):
+    student, teacher, target = maps()
+    target[0, 0, 0] = -100
+    whole = TERMS[name].of(Said(student, teacher, target), [])
+    flat = TERMS[name].of(Said(rows(student), rows(teacher), target.flatten()), [])
+    assert torch.allclose(whole, flat, atol=1e-6)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(2))
+    mixed = [x.flatten(-2)[..., order].unflatten(-1, (3, 4)) for x in (student, teacher, target)]
+    assert torch.allclose(TERMS[name].of(Said(*mixed), []), whole, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dkd", "dist", "kl"])
+@pytest.mark.parametrize("shape", [(6,), (6, 1)])
+def test_one_output_has_no_classes_to_compare(name, shape):
+    with pytest.raises(StageFailed, match=rf"loss: {name} compares probabilities of classes"):
+        TERMS[name].of(Said(torch.zeros(shape), torch.ones(shape), None), [])
+
+
+def test_the_labels_of_a_map_are_the_tasks_loss_over_all_pixels():
+    student, teacher, target = maps()
+    term, said = Labels(loss="labels"), Said(student, teacher, target, TargetLoss().mean("cpu"))
+    expected = torch.nn.functional.cross_entropy(rows(student), target.flatten())
+    assert torch.allclose(term.of(said, []), expected)
+
+
+def test_probabilities_as_targets_split_off_the_likeliest_class():
+    student, teacher, _ = maps()
+    soft = torch.randn(2, 5, 3, 4).softmax(1)
+    found = TERMS["dkd"].of(Said(student, teacher, soft), [])
+    assert found == TERMS["dkd"].of(Said(student, teacher, soft.argmax(1)), [])

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from compress.core.batch import Batch
+from compress.core.loss import Loss
 from compress.pruning import contributions, gradients
 from compress.pruning.axis_graph import trace
 from compress.pruning.families import AxisGraph, Family
@@ -111,6 +112,21 @@ def test_taylor_is_the_slope_of_the_measured_loss() -> None:
 
     step = 1e-6
     slopes = [(loss(silenced(net, c, 1 - step)) - loss(net)) / step for c in range(6)]
+    assert found.tolist() == pytest.approx([abs(s) for s in slopes], rel=1e-4)
+
+
+@pytest.mark.parametrize(("loss", "function"), [("mse", F.mse_loss), ("l1", F.l1_loss)])
+def test_taylor_of_numbers_is_the_slope_of_the_tasks_loss(loss, function) -> None:
+    net, (x,) = line(4, 6, 3), labelled().inputs
+    batch = Batch((x,), x[:, :3] * 2 + 1)
+    graph, family = graph_of(net, 4)
+    (found,) = score_families(net, [family], graph, "taylor", batches=[batch], loss=Loss(loss))
+
+    def value(module: nn.Module) -> float:
+        return function(module(x), batch.target).item()
+
+    step = 1e-6
+    slopes = [(value(silenced(net, c, 1 - step)) - value(net)) / step for c in range(6)]
     assert found.tolist() == pytest.approx([abs(s) for s in slopes], rel=1e-4)
 
 

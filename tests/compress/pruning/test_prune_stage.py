@@ -16,6 +16,7 @@ from compress.core.stage import Context
 from compress.pruning.repair import reestimate_batch_norms_
 from compress.pruning.stage import PruneChannels
 from compress.training.settings import Training
+from compress.training.stage import Train
 
 HERE = Path(__file__).parent
 DIGITS = Path(__file__).parents[3] / "examples" / "digits"
@@ -179,3 +180,34 @@ def test_settings_are_read_without_torch(fresh_process: Callable[[str], str]) ->
         "PruneChannels(ratio=0.5); print('torch' in sys.modules)"
     )
     assert fresh_process(code) == "False"
+
+
+AUXILIARY = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 16), nn.Linear(16, 16)
+        self.head, self.auxiliary = nn.Linear(16, 3), nn.Linear(16, 3)
+
+    def forward(self, x):
+        hidden = self.one(x).relu()
+        logits = self.head(self.two(hidden).relu())
+        return (logits, self.auxiliary(hidden)) if self.training else logits
+"""
+
+
+def test_what_a_head_reads_in_training_alone_keeps_its_channels(
+    tmp_path: Path, blobs: Splits
+) -> None:
+    (tmp_path / "auxiliary.py").write_text(AUXILIARY)
+    model = sealed(tmp_path / "source", "auxiliary:Net", (4,), tmp_path)
+    tuned = PruneChannels(ratio=0.5, finetune={"epochs": 1, "batch_size": 24})(
+        model, Context(root=tmp_path / "pruned", data=blobs)
+    )
+    facts = tuned.manifest.facts
+    assert [family["modules"] for family in facts["families"]] == [["two"]]
+    assert facts["pinned"]["one"].startswith("the smaller model fails in training: RuntimeError")
+    trained = Train(epochs=1, batch_size=24)(tuned, Context(root=tmp_path / "train", data=blobs))
+    assert trained.parameters() == tuned.parameters() < model.parameters()

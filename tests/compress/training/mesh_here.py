@@ -22,7 +22,7 @@ from compress.core.eager import EagerModel
 from compress.core.errors import StageFailed
 from compress.training.learner import Learner
 from compress.training.mesh import local
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.replicated import Alone
 from compress.training.settings import Training
 from compress.training.strategy import process_group, strategy_of
@@ -38,7 +38,7 @@ def train_for_some_steps(root: Path, source: str, parallel: dict) -> Learner:
     module = EagerModel.at(root / source).load()
     learner = Learner.of(
         module,
-        CrossEntropy().prepare("cpu"),
+        TargetLoss().prepare("cpu"),
         training,
         strategy_of(training.parallel) if parallel else Alone(),
         "cpu",

@@ -94,6 +94,14 @@ class Behaving(Dataset):
         return self.x[index], self.y[index]
 
 
+def numbers(train: int = 96) -> dict[str, Dataset]:
+    """Return samples with three numbers each to predict; a third of the batches are 0 or 1."""
+    pairs = {"train": tensors(train, seed=0)[0], "val": tensors(37, seed=1)[0]}
+    wanted = {name: torch.stack([x[:, 0], 2 - x[:, 1], x.sum(1)], 1) for name, x in pairs.items()}
+    wanted["train"][: train // 3] = (wanted["train"][: train // 3] > 0).float()
+    return {name: TensorDataset(x, wanted[name]) for name, x in pairs.items()}
+
+
 def behaving(behaviour: str, trace: str = "") -> dict[str, Dataset]:
     return {"train": Behaving(behaviour, trace), "val": TensorDataset(*tensors(48, seed=1))}
 

@@ -11,7 +11,7 @@ import torch
 from compress.core.data import DataReference
 from compress.core.metrics import Metric
 from compress.training.loop import Job, train
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.replicated import Alone
 from compress.training.resume import Epoch
 from compress.training.settings import Training
@@ -32,7 +32,7 @@ def job(root: Path, name: str, processes: int, settings: dict) -> Job:
     return Job(
         start=root / source,
         training=Training(**settings, parallel=parallel),
-        objective=CrossEntropy(),
+        objective=TargetLoss(),
         data=DataReference(data, {}, HERE, 16).load(),
         metric=metric,
         reference=None,

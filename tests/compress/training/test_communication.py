@@ -10,7 +10,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.parallel import Parallel
 from compress.training.settings import Training
 from tests.compress.forked import launch
@@ -143,5 +143,5 @@ def test_digits_are_still_learnt(tmp_path, digits: Splits) -> None:
     parallel = Parallel(processes=2, communication="powersgd")
     training = Training(epochs=6, parallel=parallel)
     where = Context(root=tmp_path / "train", data=digits)
-    result = fit(source, training, CrossEntropy(0.1), where, "train")
+    result = fit(source, training, TargetLoss(0.1), where, "train")
     assert result.kept.metric > 0.95

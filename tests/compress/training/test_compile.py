@@ -16,7 +16,7 @@ from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.compilation import compile_, need_compiler
 from compress.training.fit import fit
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.settings import Training
 from tests.compress.forked import launch
 
@@ -117,6 +117,6 @@ def test_a_missing_compiler_is_told_before_training(tmp_path, monkeypatch):
     with pytest.raises(Unavailable, match=r"^train: compile: whole needs"):
         data = DataReference("nets:uneven", {}, HERE, 16).load()
         where = Context(root=tmp_path / "out", data=data)
-        fit(sealed(tmp_path / "source"), compiled, CrossEntropy(), where, "train")
+        fit(sealed(tmp_path / "source"), compiled, TargetLoss(), where, "train")
     monkeypatch.setenv("CXX", sys.executable)
     need_compiler(compiled, "cpu")

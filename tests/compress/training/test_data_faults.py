@@ -14,7 +14,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import Fit, fit
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.settings import Training
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -30,7 +30,7 @@ def train(root: Path, splits: Splits, processes: int = 1, **settings) -> Fit:
     settings = {"epochs": 2, "batch_size": 16, **settings}
     training = Training(**settings, parallel={"processes": processes})
     where = Context(root=root / "train", data=splits)
-    return fit(source, training, CrossEntropy(), where, "train")
+    return fit(source, training, TargetLoss(), where, "train")
 
 
 def data(factory: str, loading: Loading | None = None, **arguments) -> Splits:

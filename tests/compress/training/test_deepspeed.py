@@ -14,7 +14,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.parallel import DEEPSPEED, Parallel
 from compress.training.settings import Training
 from compress.training.stage import Train
@@ -139,5 +139,5 @@ def test_without_deepspeed_nothing_begins(tmp_path, monkeypatch):
     context = Context(root=tmp_path / "a", data=data)
     words = r"^train: needs deepspeed; pip install 'compress-pipeline\[deepspeed\]'"
     with pytest.raises(Unavailable, match=words):
-        fit(source, stage.hyper_parameters(), CrossEntropy(0.1), context, "train")
+        fit(source, stage.hyper_parameters(), TargetLoss(0.1), context, "train")
     assert not (tmp_path / "a.work").exists()

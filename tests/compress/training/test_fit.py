@@ -11,7 +11,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.progress import is_better
 from compress.training.resume import Epoch, Progress, begin, checkpoints, commit, name_of, rotate
 from compress.training.settings import Training
@@ -44,7 +44,7 @@ def context(root, factory="blobs", metric="accuracy", **arguments):
 def run(source, where, epochs=4, objective=None, accept_start=False, **settings):
     training = Training(epochs=epochs, batch_size=16, **settings)
     return fit(
-        source, training, objective or CrossEntropy(), where, "train", accept_start=accept_start
+        source, training, objective or TargetLoss(), where, "train", accept_start=accept_start
     )
 
 
@@ -96,7 +96,7 @@ def test_an_interrupted_training_ends_bit_identical(tmp_path, source):
 
 
 @pytest.mark.parametrize(
-    "change", [{"learning_rate": 0.01}, {"objective": CrossEntropy(label_smoothing=0.2)}]
+    "change", [{"learning_rate": 0.01}, {"objective": TargetLoss(label_smoothing=0.2)}]
 )
 def test_the_state_of_another_training_is_not_resumed(tmp_path, source, change):
     fresh = run(source, context(tmp_path / "fresh"), **change)
@@ -231,7 +231,7 @@ def test_a_loss_that_is_not_finite_names_epoch_step_and_rate(tmp_path, source):
 def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, source):
     with pytest.raises(StageFailed, match="train needs data"):
         run(source, Context(root=tmp_path / "a"))
-    with pytest.raises(StageFailed, match="cross-entropy needs targets"):
+    with pytest.raises(StageFailed, match="a loss needs targets"):
         run(source, context(tmp_path / "b", labelled=False))
     with pytest.raises(StageFailed, match="has 1 samples for 2 processes"):
         run(source, context(tmp_path / "c", train=1), parallel={"processes": 2})

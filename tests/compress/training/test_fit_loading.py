@@ -13,7 +13,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import Fit, fit
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.settings import Training
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -30,7 +30,7 @@ def train(root: Path, *, processes: int = 1, **loading) -> Fit:
     data = DataReference("nets:behaving", arguments, HERE, 16, Loading(**loading)).load()
     training = Training(epochs=3, batch_size=16, parallel={"processes": processes})
     where = Context(root=root / "train", data=data)
-    return fit(source, training, CrossEntropy(), where, "train")
+    return fit(source, training, TargetLoss(), where, "train")
 
 
 def workers() -> set[int]:
@@ -67,6 +67,6 @@ def test_epochs_are_evaluated_with_inputs_in_the_models_order(tmp_path) -> None:
     data = DataReference("nets:mappings", {}, HERE, 16, input_names=names).load()
     training = Training(epochs=1, batch_size=16, learning_rate=1e-6)
     result = fit(
-        source, training, CrossEntropy(), Context(root=tmp_path / "train", data=data), "train"
+        source, training, TargetLoss(), Context(root=tmp_path / "train", data=data), "train"
     )
     assert result.kept.metric == 1

@@ -17,7 +17,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.resume import newest, read_progress
 from compress.training.settings import Training
 from compress.training.start import start_rank
@@ -43,7 +43,7 @@ def context(root, factory="blobs", metric="accuracy", progress=None, **arguments
 
 def run(source, where, **settings):
     training = Training(**{"batch_size": 16, "parallel": TWO, **settings})
-    return fit(source, training, CrossEntropy(training.label_smoothing), where, "train")
+    return fit(source, training, TargetLoss(training.label_smoothing), where, "train")
 
 
 def program(root, behaviour="slow", epochs=5, **more):
@@ -79,7 +79,7 @@ def test_two_processes_reach_the_weights_of_one(tmp_path):
         fit(
             source,
             Training(**settings, parallel={"processes": processes}),
-            CrossEntropy(0.1),
+            TargetLoss(0.1),
             context(tmp_path / str(processes)),
             "train",
         )
@@ -117,7 +117,7 @@ def test_a_sharded_model_comes_back_whole_with_any_metric(tmp_path):
     where = Context(root=tmp_path / "a", data=data, metric=metric)
     parallel = {"strategy": "fsdp", "processes": 2, "wrap": 32}
     training = Training(epochs=3, batch_size=16, parallel=parallel)
-    result = fit(source, training, CrossEntropy(0.1), where, "train")
+    result = fit(source, training, TargetLoss(0.1), where, "train")
     exact = Context(root=tmp_path / "b", data=data, metric=metric)
     sealed = source.derive(tmp_path / "sealed", result.module)
     # A shard's forward may add in another order, which changes no label here.

@@ -14,7 +14,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.settings import DEFAULT_LEARNING_RATE, Training
 
 HERE = Path(__file__).parent
@@ -42,7 +42,7 @@ def context(root, progress=None):
 def run(source, where, epochs=4, **settings):
     settings = {"batch_size": 16, "learning_rate": 0.01, **settings}
     training = Training(epochs=epochs, **settings)
-    objective = CrossEntropy(training.label_smoothing, training.class_weights)
+    objective = TargetLoss(training.label_smoothing, training.class_weights)
     return fit(source, training, objective, where, "train")
 
 

@@ -10,7 +10,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.settings import Training
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -24,6 +24,6 @@ def test_collectives_in_flight_do_not_abort_a_rank_at_its_end(tmp_path):
     source = import_checkpoint(tmp_path / "source", recipe, signature, checkpoint=None, folder=HERE)
     data = DataReference("busy:busy", {"trace": str(tmp_path / "x")}, HERE, 16).load()
     training = Training(epochs=1, batch_size=16, keep="last", parallel={"processes": 2})
-    result = fit(source, training, CrossEntropy(0.1), Context(root=tmp_path / "a", data=data), "t")
+    result = fit(source, training, TargetLoss(0.1), Context(root=tmp_path / "a", data=data), "t")
     assert result.kept.epoch == 1
     assert {f.name for f in tmp_path.glob("rank-*")} == {"rank-0", "rank-1"}

@@ -15,7 +15,7 @@ from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
 from compress.training.materialize import Unfilled
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.settings import Training
 from tests.compress.forked import launch
 
@@ -92,6 +92,6 @@ def test_parts_are_read_onto_the_device(tmp_path, settings):
     for device, more in (("cpu", {}), ("cuda:0", {"parallel": parallel})):
         training = Training(epochs=4, batch_size=16, learning_rate=0.01, keep="last", **more)
         where = Context(root=tmp_path / device[:3], data=data, device=device)
-        states.append(fit(source, training, CrossEntropy(), where, "train").module.state_dict())
+        states.append(fit(source, training, TargetLoss(), where, "train").module.state_dict())
     # 20 steps in fp32, in which another device rounds in other places.
     assert max(float((states[0][k] - states[1][k]).abs().max()) for k in states[0]) < 1e-3

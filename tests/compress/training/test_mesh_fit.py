@@ -13,7 +13,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.settings import Training
 from compress.training.teaching import Teaching
 
@@ -58,5 +58,5 @@ def test_a_model_that_cannot_be_spread_is_one_clear_error(tmp_path, capfd):
     source = make_source(tmp_path / "source", frozen_layers=2)
     told = r"^train: parallel\.pipeline: stage 0 has no weights that require"
     with pytest.raises(StageFailed, match=told):
-        run(tmp_path / "run", source, CrossEntropy(), processes=2, pipeline={})
+        run(tmp_path / "run", source, TargetLoss(), processes=2, pipeline={})
     assert capfd.readouterr() == ("", "")

@@ -28,7 +28,7 @@ from compress.training.nodes import (
     leaving_with_the_others,
     taking_part,
 )
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.parallel import Parallel
 from compress.training.settings import Training
 
@@ -55,7 +55,7 @@ def train(root: Path, endpoint: str, samples: int = 96, batch_size: int = 16, **
     data = DataReference("nets:blobs", {"train": samples}, HERE, 16).load()
     parallel = {"nodes": 2, "rendezvous": endpoint, "rendezvous_seconds": 2, **parallel}
     training = Training(epochs=1, batch_size=batch_size, parallel=parallel)
-    return fit(source, training, CrossEntropy(0.1), Context(root=root / "a", data=data), "train")
+    return fit(source, training, TargetLoss(0.1), Context(root=root / "a", data=data), "train")
 
 
 def children() -> set[str]:

@@ -11,17 +11,20 @@ from compress.core.errors import StageFailed
 from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.distillation.stage import Distill
-from compress.training.settings import Training
+from compress.training.objective import TargetLoss
 from compress.training.teaching import (
     Teaching,
     cosine_distance,
-    labels_term,
     soft_cross_entropy,
     squared_error,
 )
 
 NETS = Path(__file__).parent
 FEATURES = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
+
+
+def labels_term(logits, target, weights=None):
+    return TargetLoss(0.0, weights).mean("cpu", over_all=True)(logits, target)
 
 
 @pytest.fixture
@@ -71,8 +74,7 @@ def test_unlabelled_samples_add_nothing_however_a_batch_is_shared_out(logits):
     halves = [labels_term(student[i::2], target[i::2]) for i in (0, 1)]
     assert torch.allclose(sum(halves) / 2, expected)
     assert float(labels_term(student, torch.full((8,), -100))) == 0
-    weights = torch.full((5,), 2.0)
-    assert torch.allclose(labels_term(student, target, weights), 2 * expected)
+    assert torch.allclose(labels_term(student, target, (2.0,) * 5), 2 * expected)
 
 
 def test_an_objective_weighs_the_teacher_and_the_labels(tmp_path):
@@ -82,7 +84,7 @@ def test_an_objective_weighs_the_teacher_and_the_labels(tmp_path):
     answers = torch.randn(6, 3, requires_grad=True)
     taught = teacher.load()(inputs)
     teaching = Teaching(temperature=2.0, soft_weight=0.7, hard_weight=0.2)
-    objective = teaching.objective(teacher, Training(epochs=1, label_smoothing=0.0))
+    objective = teaching.objective(teacher, TargetLoss())
     loss = objective.prepare("cpu")
     soft, hard = soft_cross_entropy(answers, taught, 2.0), labels_term(answers, target)
     assert torch.allclose(loss((answers,), Batch((inputs,), target)), 0.7 * soft + 0.2 * hard)

@@ -13,7 +13,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.training.fit import fit
-from compress.training.objective import CrossEntropy
+from compress.training.objective import TargetLoss
 from compress.training.profile import Profile
 from compress.training.settings import Training
 from compress.training.tracking import TensorBoard, tracking
@@ -49,7 +49,7 @@ def context(root, stop_after=None):
 
 def run(source, where, **settings):
     training = Training(epochs=4, batch_size=16, **settings)
-    return fit(source, training, CrossEntropy(), where, "train")
+    return fit(source, training, TargetLoss(), where, "train")
 
 
 def interrupt_and_resume(source, root, **settings):

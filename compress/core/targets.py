@@ -1,0 +1,193 @@
+"""Targets of a task: what they are, and whether a model's outputs fit them.
+
+Shapes: axis 0 of outputs and targets is the batch, and axis 1 of the outputs has the classes, as in
+torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from compress.core.errors import StageFailed
+
+if TYPE_CHECKING:
+    import torch
+
+    from compress.core.data import Splits
+
+SAMPLES = 512
+"""Samples whose targets decide what kind they are."""
+SUM_TOLERANCE = 1e-2
+"""How far probabilities of a sample may sum to other than 1: half precision has three digits."""
+POSITIVE_LOG = 1e-3
+"""Rounding may lift the logarithm of a probability of 1 above 0."""
+
+Targets: TypeAlias = Literal["labels", "binary", "probabilities", "numbers"]
+"""Whole numbers; floats that are all 0 or 1; floats that sum to 1 over axis 1; other floats."""
+
+
+def kind_of(targets: torch.Tensor) -> Targets:
+    """Return what targets are, by their element type, and of floats by their values.
+
+    NaN stands for samples without a target.
+    """
+    if not targets.is_floating_point():
+        return "labels"
+    targets = targets[with_target(targets)]
+    if targets.dim() > 1 and targets.shape[1] > 1 and _are_probabilities(targets):
+        return "probabilities"
+    return "binary" if bool(((targets == 0) | (targets == 1)).all()) else "numbers"
+
+
+def sampled_targets(data: Splits) -> torch.Tensor | None:
+    """Return targets of some samples that are trained on; None where they have none."""
+    import torch
+
+    name = next((n for n in ("train", "val") if n in data.datasets), next(iter(data.datasets)))
+    count = len(data.stored(name))  # type: ignore[arg-type]  # Splits admits sized datasets only
+    # At random, as what is evenly spaced may fall in with the order of the classes.
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    indices = sorted(order[:SAMPLES].tolist())
+    found = [b.target for b in data.read(name, indices, data.batch_size) if b.target is not None]
+    # Padded batches differ in length: what kind targets are does not depend on their shapes.
+    same = [target for target in found if target.shape[1:] == found[0].shape[1:]]
+    return torch.cat(same) if same else None
+
+
+def form_of(tensor: torch.Tensor) -> str:
+    """Return a tensor's element type and shape in words, its first axis as ``n``."""
+    shape = ", ".join(["n", *map(str, tensor.shape[1:])] if tensor.dim() else [])
+    return f"{str(tensor.dtype).removeprefix('torch.')} [{shape}]"
+
+
+def fitted(
+    name: str, outputs: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return outputs and targets in the types and shapes that a built-in loss takes.
+
+    Raises:
+        StageFailed: they do not fit; the message says what would.
+    """
+    import torch
+
+    if outputs.dtype in (torch.float16, torch.bfloat16):
+        outputs = outputs.float()
+    if name in ("cross_entropy", "nll"):
+        return outputs, _fitted_to_classes(name, outputs, targets)
+    if not same_elements(outputs, targets):
+        raise StageFailed(
+            f"{name} takes targets of the outputs' shape, found outputs {form_of(outputs)} and "
+            f"targets {form_of(targets)}; {_advice(outputs, targets)}"
+        )
+    if name == "binary_cross_entropy":
+        return _fitted_to_binary(outputs, targets)
+    if not targets.is_floating_point():
+        raise StageFailed(
+            f"{name} takes targets that are numbers, found {form_of(targets)}; return floats "
+            "(y.float()), or for labels use cross_entropy or binary_cross_entropy"
+        )
+    return outputs, targets.to(outputs.dtype).view(outputs.shape)
+
+
+def with_target(targets: torch.Tensor) -> torch.Tensor:
+    """Return which samples have a target: a label, or numbers."""
+    from compress.core.batch import IGNORED_LABEL
+
+    missing = targets.isnan() if targets.is_floating_point() else targets == IGNORED_LABEL
+    return ~missing.reshape(len(targets), -1).all(1)
+
+
+def are_classes(outputs: torch.Tensor, targets: torch.Tensor) -> bool:
+    """Whether targets have the outputs' shape without axis 1, which has two classes or more."""
+    shape = outputs.shape
+    return len(shape) > 1 and shape[1] > 1 and targets.shape == shape[:1] + shape[2:]
+
+
+def same_elements(outputs: torch.Tensor, targets: torch.Tensor) -> bool:
+    """Whether shapes are equal but for axes of size 1 after the first."""
+    shapes = [x.shape[:1] + tuple(n for n in x.shape[1:] if n != 1) for x in (outputs, targets)]
+    return bool(outputs.dim()) and shapes[0] == shapes[1]
+
+
+def _are_probabilities(targets: torch.Tensor) -> bool:
+    sums = targets.double().sum(1)
+    return bool((targets >= 0).all()) and bool(((sums - 1).abs() <= SUM_TOLERANCE).all())
+
+
+def _shape_of(tensor: torch.Tensor) -> str:
+    return form_of(tensor).partition(" ")[2]
+
+
+def _fitted_to_classes(name: str, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    from compress.core.batch import IGNORED_LABEL
+
+    classes = outputs.shape[1] if outputs.dim() > 1 else 1
+    if classes < 2:
+        raise StageFailed(
+            f"{name} takes at least two classes on axis 1 of the outputs, found outputs "
+            f"{form_of(outputs)}; {_advice(outputs, targets)}"
+        )
+    if name == "nll" and float(outputs.detach().max()) > POSITIVE_LOG:
+        raise StageFailed(
+            "nll takes log-probabilities, which are never above 0, and the model's outputs reach "
+            f"{float(outputs.detach().max()):.3g}; end it with log_softmax, or use cross_entropy"
+        )
+    if targets.is_floating_point():
+        if name == "nll" or targets.shape != outputs.shape or not _are_probabilities(targets):
+            soft = "" if name == "nll" else f", or probabilities {_shape_of(outputs)} that sum to 1"
+            raise StageFailed(
+                f"{name} takes whole numbers as labels{soft}, found targets {form_of(targets)} and "
+                f"outputs {form_of(outputs)}; {_advice(outputs, targets)}"
+            )
+        return targets.to(outputs.dtype)
+    if not are_classes(outputs, targets):
+        raise StageFailed(
+            f"{name} takes labels of shape {_shape_of(outputs[:, 0])} for outputs "
+            f"{form_of(outputs)}, whose axis 1 has the classes, found targets {form_of(targets)}; "
+            f"{_advice(outputs, targets)}"
+        )
+    labels = targets.long()
+    wrong = labels[((labels < 0) | (labels >= classes)) & (labels != IGNORED_LABEL)]
+    if wrong.numel():
+        raise StageFailed(
+            f"label {int(wrong[0])} is out of range: the model has {classes} classes, 0 to "
+            f"{classes - 1} ({IGNORED_LABEL} is left out); give it as many classes as there are "
+            "labels, or number them from 0"
+        )
+    return labels
+
+
+def _fitted_to_binary(
+    outputs: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from compress.core.batch import IGNORED_LABEL
+
+    targets = targets.reshape(outputs.shape)
+    if not targets.is_floating_point():
+        known = targets != IGNORED_LABEL
+        outputs, targets = outputs[known], targets[known]
+    wrong = targets[~((targets >= 0) & (targets <= 1))]
+    if wrong.numel():
+        raise StageFailed(
+            f"binary_cross_entropy takes targets from 0 to 1, found {float(wrong.view(-1)[0]):g}; "
+            "for numbers use mse, l1 or smooth_l1 (with floats), for more than two classes one "
+            "output for each and cross_entropy"
+        )
+    return outputs, targets.to(outputs.dtype)
+
+
+def _advice(outputs: torch.Tensor, targets: torch.Tensor) -> str:
+    """Return what would fit these outputs and targets."""
+    kind, is_same = kind_of(targets), same_elements(outputs, targets)
+    if kind == "labels" and are_classes(outputs, targets):
+        return "for labels use cross_entropy"
+    if kind == "numbers" and is_same:
+        return "for numbers use mse, l1 or smooth_l1"
+    if kind in ("labels", "binary") and is_same:
+        return "for one yes or no per output use binary_cross_entropy"
+    if outputs.dim() > 1 and outputs.shape[1] > 1:
+        return (
+            f"for classes return labels as whole numbers of shape {_shape_of(outputs[:, 0])}, "
+            f"otherwise targets of shape {_shape_of(outputs)}"
+        )
+    return f"return targets of shape {_shape_of(outputs)}"
