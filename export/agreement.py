@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.core.batching import any_batch
+from compress.core.difference import relative_error
 from compress.core.errors import StageFailed
 from compress.core.graph import GraphModel
 from export import samples
-from export.difference import relative_error
 from export.hostile import check_on_hostile, hostile_inputs
 from export.samples import ELSEWHERE, NOTHING_FINITE, check_on_samples, val_inputs
 from export.truth import Truth
@@ -59,7 +59,8 @@ BAKED_IN = (
 class Disagreement(StageFailed):
     """Two models answer otherwise to an input that is known."""
 
-    def __init__(self, message: str, kind: str, inputs: Outputs) -> None:
+    def __init__(self, message: str, kind: str = "", inputs: Outputs = ()) -> None:
+        # Made of the message alone too, as errors are when a stage's name is put before them.
         super().__init__(message)
         self.kind = kind
         """What sort of input it is."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.core.batching import any_batch
-from export.difference import relative_error
+from compress.core.difference import relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -19,6 +19,7 @@ from torch.ao.quantization import quantize_fx
 from torch.ao.quantization.fx.tracer import QuantizationTracer
 from torch.ao.quantization.observer import MovingAverageMinMaxObserver
 
+from compress.core.difference import identical
 from compress.core.eager import run_in_eval
 from compress.core.errors import StageFailed, Unavailable, first_line
 
@@ -167,7 +168,7 @@ def refuse_other_answers(
     inputs = signature.example()
     with computing_with(engine), quiet():
         pairs = zip(run_in_eval(module, inputs), run_in_eval(again, inputs), strict=True)
-        if not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs):
+        if not all(identical(a, b) for a, b in pairs):
             raise StageFailed(
                 "the quantized model answers otherwise when it is built anew from its recipe and "
                 "integers; its factory must build the same layers each time"

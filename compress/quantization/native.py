@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.ao.quantization import ObserverBase
 from torch.ao.quantization.fake_quantize import FakeQuantizeBase
 
+from compress.core.difference import relative_error
 from compress.core.eager import flatten_outputs, run_in_eval
 from compress.core.errors import StageFailed, first_line
 from compress.core.torch_ao import computing_with, converted, prepared, quiet
@@ -189,7 +190,7 @@ def _refuse_another(observed: nn.Module, model: EagerModel, inputs: Sequence[tor
     with torch.no_grad():
         found = flatten_outputs(observed(*inputs))
     for a, b in zip(expected, found, strict=False):
-        error = float((a.double() - b.double()).norm() / a.double().norm().clamp_min(1e-12))
+        error = relative_error(a, b)
         if not error <= LARGEST_ERROR:
             raise StageFailed(
                 f"torch.ao reads the model as another one: before any rounding its answers differ "
