@@ -41,9 +41,6 @@ FLOAT_ERROR = 1e-3
 ROUNDED_ERROR = 0.1
 """The same with integer activations, where one unit in the last place of a float flips a rounding;
 a gate states what accuracy is needed, this only tells a right graph from a wrong one."""
-COARSE_NEAR_ZERO = ("Elu", "Selu", "Celu")
-"""ONNX operators that onnxruntime (1.31) computes as exp(x) - 1, in steps of 6e-8. Written with
-expm1 they would be exact, and eight kernels instead of one."""
 ASSERTED = re.compile(
     r"Runtime assertion failed for expression|Expected .+ to be True but received"
 )
@@ -75,8 +72,7 @@ def prove_equal(
     got: Predictor,
     context: Context,
     limits: Limits | None = None,
-    *,
-    tiny: bool = True,
+    operators: Container[str] = (),
 ) -> None:
     """Compare an exported model with its source: at several sizes, on `val`, on hostile inputs.
 
@@ -85,13 +81,13 @@ def prove_equal(
         got: the exported model.
         context: with the data and threads of this run.
         limits: the largest size of each named axis that has one.
-        tiny: whether tiny inputs are asked.
+        operators: the ONNX operators that the exported model is made of.
 
     Raises:
         StageFailed: they answer otherwise; the message says where.
     """
     with source.open(threads=context.threads) as expected:
-        compare(source, expected, got, list(val_inputs(context)), limits, tiny=tiny)
+        compare(source, expected, got, list(val_inputs(context)), limits, operators)
 
 
 def compare(
@@ -100,8 +96,7 @@ def compare(
     got: Predictor,
     seen: Sequence[Outputs],
     limits: Limits | None = None,
-    *,
-    tiny: bool = True,
+    operators: Container[str] = (),
 ) -> None:
     """Compare two models: at several sizes, on real inputs, on hostile ones.
 
@@ -111,7 +106,7 @@ def compare(
         got: the exported model.
         seen: batches of real inputs.
         limits: the largest size of each named axis that has one.
-        tiny: whether tiny inputs are asked.
+        operators: the ONNX operators that the exported model is made of.
 
     Raises:
         StageFailed: they answer otherwise; the message says where.
@@ -124,7 +119,7 @@ def compare(
         any_batch(expected, signature), any_batch(got, signature), seen, rounded=rounded
     )
     limit = samples.ROUNDED_ERROR if rounded else FLOAT_ERROR
-    kinds = hostile_inputs(signature, seen, tiny=tiny)
+    kinds = hostile_inputs(signature, seen, operators)
     hostile = check_on_hostile(expected, got, signature, kinds, limit, truth)
     if hostile:
         kind, inputs, error = hostile
@@ -162,16 +157,7 @@ def prove_again(source: Artifact, artifact: Artifact, context: Context) -> None:
     with artifact.open(threads=context.threads) as got:
         limits: Any = artifact.manifest.facts.get("axis_limits")
         operators: Any = artifact.manifest.facts.get("operators", ())
-        prove_equal(source, got, context, limits, tiny=keeps_tiny(operators))
-
-
-def keeps_tiny(operators: Container[str]) -> bool:
-    """Whether a file's operators answer to tiny inputs as exactly as torch's do.
-
-    Args:
-        operators: the ONNX operators in it; none where it is of another format.
-    """
-    return not any(name in operators for name in COARSE_NEAR_ZERO)
+        prove_equal(source, got, context, limits, operators)
 
 
 def cases(

@@ -103,8 +103,7 @@ def prove_equal(
     """
     try:
         limits = translation.limits.get("axis_limits")
-        tiny = agreement.keeps_tiny(operators)
-        agreement.compare(source, expected, got, seen, limits, tiny=tiny)
+        agreement.compare(source, expected, got, seen, limits, operators)
     except StageFailed as error:
         if not translation.problem:
             raise
