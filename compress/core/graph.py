@@ -84,7 +84,9 @@ class GraphModel(Artifact):
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Give the graph, run by PyTorch, as a predictor."""
-        with predicting(self.program().module().to(device), device, threads) as predict:
+        module = self.program().module()
+        find_ranges_of_nothing_(module)
+        with predicting(module.to(device), device, threads) as predict:
             yield predict
 
     def parameters(self) -> int:
@@ -115,6 +117,24 @@ def program_of(model: Artifact) -> torch.export.ExportedProgram:
     if isinstance(model, EagerModel):
         return export_program(model.load(), model.signature)
     raise StageFailed(f"{model.kind} artifacts have no graph")
+
+
+def find_ranges_of_nothing_(module: Any) -> None:
+    """Let ranges that are found at run time be those of a zero where a batch has no rows, in place.
+
+    torch's own operator (2.13) raises there; onnxruntime and torch's integer kernels answer.
+    """
+    import torch
+    import torch.ao.quantization.fx._decomposed  # registers choose_qparams
+
+    choose = torch.ops.quantized_decomposed.choose_qparams.tensor
+
+    def choose_range(x: torch.Tensor, *limits: Any) -> Any:
+        return choose(x if x.numel() else x.new_zeros(1), *limits)
+
+    for node in module.graph.find_nodes(op="call_function", target=choose):
+        node.target = choose_range
+    module.recompile()
 
 
 def reshape_views_(module: Any) -> None:
