@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.core.batching import any_batch
+from compress.core.difference import relative_error
 from compress.core.errors import StageFailed
 from compress.core.graph import GraphModel
 from export import samples
-from export.difference import relative_error
 from export.hostile import check_on_hostile, hostile_inputs
 from export.samples import ELSEWHERE, NOTHING_FINITE, check_on_samples, val_inputs
 from export.truth import Truth
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     from compress.core.artifact import Artifact, Predictor
     from compress.core.signature import Signature
@@ -59,7 +59,8 @@ BAKED_IN = (
 class Disagreement(StageFailed):
     """Two models answer otherwise to an input that is known."""
 
-    def __init__(self, message: str, kind: str, inputs: Outputs) -> None:
+    def __init__(self, message: str, kind: str = "", inputs: Outputs = ()) -> None:
+        # Made of the message alone too, as errors are when a stage's name is put before them.
         super().__init__(message)
         self.kind = kind
         """What sort of input it is."""
@@ -67,7 +68,11 @@ class Disagreement(StageFailed):
 
 
 def prove_equal(
-    source: Artifact, got: Predictor, context: Context, limits: Limits | None = None
+    source: Artifact,
+    got: Predictor,
+    context: Context,
+    limits: Limits | None = None,
+    operators: Container[str] = (),
 ) -> None:
     """Compare an exported model with its source: at several sizes, on `val`, on hostile inputs.
 
@@ -76,12 +81,13 @@ def prove_equal(
         got: the exported model.
         context: with the data and threads of this run.
         limits: the largest size of each named axis that has one.
+        operators: the ONNX operators that the exported model is made of.
 
     Raises:
         StageFailed: they answer otherwise; the message says where.
     """
     with source.open(threads=context.threads) as expected:
-        compare(source, expected, got, list(val_inputs(context)), limits)
+        compare(source, expected, got, list(val_inputs(context)), limits, operators)
 
 
 def compare(
@@ -90,6 +96,7 @@ def compare(
     got: Predictor,
     seen: Sequence[Outputs],
     limits: Limits | None = None,
+    operators: Container[str] = (),
 ) -> None:
     """Compare two models: at several sizes, on real inputs, on hostile ones.
 
@@ -99,6 +106,7 @@ def compare(
         got: the exported model.
         seen: batches of real inputs.
         limits: the largest size of each named axis that has one.
+        operators: the ONNX operators that the exported model is made of.
 
     Raises:
         StageFailed: they answer otherwise; the message says where.
@@ -111,7 +119,7 @@ def compare(
         any_batch(expected, signature), any_batch(got, signature), seen, rounded=rounded
     )
     limit = samples.ROUNDED_ERROR if rounded else FLOAT_ERROR
-    kinds = hostile_inputs(signature, seen)
+    kinds = hostile_inputs(signature, seen, operators)
     hostile = check_on_hostile(expected, got, signature, kinds, limit, truth)
     if hostile:
         kind, inputs, error = hostile
@@ -148,7 +156,8 @@ def prove_again(source: Artifact, artifact: Artifact, context: Context) -> None:
     """
     with artifact.open(threads=context.threads) as got:
         limits: Any = artifact.manifest.facts.get("axis_limits")
-        prove_equal(source, got, context, limits)
+        operators: Any = artifact.manifest.facts.get("operators", ())
+        prove_equal(source, got, context, limits, operators)
 
 
 def cases(

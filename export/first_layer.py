@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from pydantic import ValidationError
 
+from compress.core.difference import largest, relative_error
 from compress.core.errors import CompressError, StageFailed
 from compress.core.signature import OutputSpec, Signature
-from export.difference import relative_error
 from export.graph_cut import (
     alone,
     leading_to,
@@ -175,14 +175,14 @@ class Search:
             with torch.no_grad():
                 inputs = tuple(t.clone() for t in prefix(self.module, taken)(*self.inputs))
             signature = Signature.of(inputs, batch_axis=None)
-            error = max(errors_of(part, signature, inputs, self.exporting, file))
+            error = largest(errors_of(part, signature, inputs, self.exporting, file))
             if error > self.limit:
                 return part, signature, inputs, error
         except (CompressError, ValidationError):
             pass  # it needs sizes that are not its own, or types that no signature has
         part, signature = prefix(self.module, [node]), self.named(1)
         errors = errors_of(part, signature, self.inputs, self.exporting, file)
-        return part, signature, self.inputs, max(errors)
+        return part, signature, self.inputs, largest(errors)
 
 
 def errors_of(

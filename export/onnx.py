@@ -120,7 +120,7 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
                     self.title, model, got, file, None, self._export_again, ONNX, context
                 )
                 with accounting(account):
-                    prove_equal(model, expected, got, seen, translation)
+                    prove_equal(model, expected, got, seen, translation, facts["operators"])
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
         self._tell_of_floats(model, facts["float_kernels"].keys(), half=translation.half)
         return OnnxModel.at(context.root)

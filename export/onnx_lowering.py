@@ -14,7 +14,8 @@ from compress.core.bounds import dynamic_shapes
 from compress.core.errors import StageFailed, first_line
 from compress.core.library import composites_listed_once
 from compress.core.recurrence import any_length
-from export.onnx_dynamic import TRANSLATIONS, multiply_integers_
+from export.onnx_dynamic import TRANSLATIONS as DYNAMIC
+from export.onnx_dynamic import multiply_integers_
 from export.onnx_few_bits import with_packed_products
 from export.onnx_floats import keep_floats_
 from export.onnx_half import holds, part_transposes_
@@ -22,6 +23,7 @@ from export.onnx_names import INPUT, OUTPUT, rename_
 from export.onnx_proto import proto_of
 from export.onnx_recurrent import compute_recurrences_
 from export.onnx_registry import operators_read_once
+from export.onnx_stable import TRANSLATIONS as STABLE
 from export.targets import SIXTEEN_BITS_SINCE, no_sixteen_bits
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ LOGGERS = (
     "torch.onnx._internal.exporter._registration",
     "onnxscript.optimizer._constant_folding",  # it leaves alone what it cannot fold
 )
+TRANSLATIONS = {**DYNAMIC, **STABLE}
+"""Forms of operators that torch's exporter has none for, or loses digits with."""
 TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 

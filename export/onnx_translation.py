@@ -22,7 +22,7 @@ from export.onnx_half import holds, refuse_bfloat16
 from export.onnx_lowering import innermost_reason, lower
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
     from compress.core.artifact import Artifact, Predictor
     from compress.core.eager import EagerModel
@@ -85,6 +85,7 @@ def prove_equal(
     got: Predictor,
     seen: Sequence[tuple[torch.Tensor, ...]],
     translation: Translation,
+    operators: Container[str],
 ) -> None:
     """Compare a translation with its source.
 
@@ -94,13 +95,15 @@ def prove_equal(
         got: the translation's.
         seen: batches of real inputs.
         translation: how it was made.
+        operators: those that it is made of.
 
     Raises:
         StageFailed: they answer otherwise; where the older exporter was tried, the usual one's
             failure is told first.
     """
     try:
-        agreement.compare(source, expected, got, seen, translation.limits.get("axis_limits"))
+        limits = translation.limits.get("axis_limits")
+        agreement.compare(source, expected, got, seen, limits, operators)
     except StageFailed as error:
         if not translation.problem:
             raise

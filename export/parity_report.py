@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.core.batching import any_batch
+from compress.core.difference import largest, largest_difference, relative_error
 from compress.core.errors import CompressError, StageFailed, first_line
 from compress.core.files import partial_of, sweep
 from compress.core.graph import GraphModel, program_of
 from compress.core.metrics import evaluate, labels_of
 from export import reproduction
 from export.agreement import FLOAT_ERROR, ROUNDED_ERROR, Disagreement, cases
-from export.difference import relative_error
 from export.first_layer import Layer, Search
 from export.samples import val_inputs
 
@@ -164,27 +164,28 @@ def _row(
         theirs = got(*inputs)
     except Exception as error:  # noqa: BLE001 - each runtime raises its own
         return row | {"note": f"the exported model fails: {first_line(error)}"}, math.inf
-    relative = max(relative_error(a, b) for a, b in zip(answers, theirs, strict=True))
-    absolute = max(
-        (
-            float((a.cpu().double() - b.cpu().double()).abs().max())
-            if a.shape == b.shape
-            else math.inf
-        )
-        for a, b in zip(answers, theirs, strict=True)
-        if a.numel()
-    )
+    pairs = list(zip(answers, theirs, strict=True))
+    relative = largest(relative_error(a, b) for a, b in pairs)
+    absolute = largest(largest_difference(a, b) for a, b in pairs)
     row |= {"absolute": _number(absolute), "relative": _number(relative)}
     if answers[0].dim() == 2 and answers[0].shape == theirs[0].shape and answers[0].shape[1] > 1:
-        same = labels_of(answers[0].cpu()) == labels_of(theirs[0].cpu())
-        row["equal_labels"] = float(same.double().mean())
+        row |= _equal_labels(answers[0].cpu(), theirs[0].cpu())
     return row, relative
+
+
+def _equal_labels(expected: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
+    """Return the share of equal labels; a note where one side has none."""
+    try:
+        same = labels_of(expected) == labels_of(got)
+    except StageFailed as error:
+        return {"note": f"no labels: {error}"}
+    return {"equal_labels": float(same.double().mean())} if len(same) else {}
 
 
 def _error(expected: Predictor, got: Predictor, inputs: Outputs) -> float:
     try:
         pairs = zip(expected(*inputs), got(*inputs), strict=True)
-        return max(relative_error(a, b) for a, b in pairs)
+        return largest(relative_error(a, b) for a, b in pairs)
     except Exception:  # noqa: BLE001 - each runtime raises its own
         return math.inf
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from compress.core.difference import largest, relative_error
 from compress.core.errors import StageFailed
 from compress.core.program import save_program
-from export.difference import relative_error
 from export.graph_cut import retrace
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _error(part: fx.GraphModule, got: Predictor, inputs: Sequence[torch.Tensor])
     with torch.no_grad():
         outputs = part(*inputs)
     expected = outputs if isinstance(outputs, tuple | list) else (outputs,)
-    return max(relative_error(a, b) for a, b in zip(expected, got(*inputs), strict=True))
+    return largest(relative_error(a, b) for a, b in zip(expected, got(*inputs), strict=True))
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:

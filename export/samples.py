@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from compress.core.difference import columns, equally_not_finite, largest, measured
 from compress.core.errors import StageFailed
-from export.difference import columns, equally_not_finite, measured
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -115,7 +115,7 @@ class SampleErrors:
     @property
     def relative_error(self) -> float:
         """That of the worst output; NaN where one side alone is not finite."""
-        return float(torch.tensor([sums.relative_error for sums in self.outputs]).max())
+        return largest(sums.relative_error for sums in self.outputs)
 
 
 def check_on_samples(

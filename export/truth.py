@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
+from compress.core.difference import largest
 from compress.core.eager import EagerModel, run_in_eval
 
 if TYPE_CHECKING:
@@ -41,24 +43,25 @@ class Truth:
         answers = self._expected(*inputs)
         if [t.shape for t in answers] != [t.shape for t in got]:
             return False
-        theirs = _errors(answers, got)
-        exact = self._exact(inputs)
+        known = tuple(a.isfinite() for a in answers)
+        exact = self.exact(inputs)
         if exact is not None:
-            mine, others = _errors(exact, answers), _errors(exact, got)
-            norms = [float(torch.linalg.vector_norm(t.double())) for t in exact]
+            both = tuple(k & e.isfinite() for k, e in zip(known, exact, strict=True))
+            mine, others = _errors(exact, answers, both), _errors(exact, got, both)
             if all(
                 e <= TIMES_TORCH * m + limit * n
-                for e, m, n in zip(others, mine, norms, strict=True)
+                for e, m, n in zip(others, mine, _norms(exact, both), strict=True)
             ):
                 return True
-        beside = [_errors(answers, self._expected(*_nudged(inputs, s))) for s in (1, -1)]
-        jumps = [max(pair) for pair in zip(*beside, strict=True)]
+        theirs = _errors(answers, got, known)
+        beside = [_errors(answers, self._expected(*_nudged(inputs, s)), known) for s in (1, -1)]
+        jumps = [largest(pair) for pair in zip(*beside, strict=True)]
         return all(
-            e <= TIMES_TORCH * j or e <= limit * float(torch.linalg.vector_norm(a.double()))
-            for e, j, a in zip(theirs, jumps, answers, strict=True)
+            (math.isfinite(j) and e <= TIMES_TORCH * j) or e <= limit * n
+            for e, j, n in zip(theirs, jumps, _norms(answers, known), strict=True)
         )
 
-    def _exact(self, inputs: Outputs) -> Outputs | None:
+    def exact(self, inputs: Outputs) -> Outputs | None:
         """Return the answers in float64; None where the source cannot be run so."""
         if self._source is None:
             return None
@@ -66,17 +69,22 @@ class Truth:
             if self._double is None:
                 self._double = self._source.load().double()
             wide = (x.double() if x.is_floating_point() else x for x in inputs)
-            answers = run_in_eval(self._double, tuple(wide))
+            return run_in_eval(self._double, tuple(wide))
         except Exception:  # noqa: BLE001 - code that names float32 cannot run in float64
             return None
-        return answers if all(t.isfinite().all() for t in answers) else None
 
 
-def _errors(expected: Outputs, got: Outputs) -> list[float]:
-    """Return the norm of the difference of each pair."""
+def _errors(expected: Outputs, got: Outputs, known: Outputs) -> list[float]:
+    """Return the norm of the difference of each pair, of the elements that are known."""
+    differences = [b.cpu().double() - a.cpu().double() for a, b in zip(expected, got, strict=True)]
+    return _norms(tuple(differences), known)
+
+
+def _norms(tensors: Outputs, known: Outputs) -> list[float]:
+    """Return the norm of each tensor, of the elements that are known."""
     return [
-        float(torch.linalg.vector_norm(b.cpu().double() - a.cpu().double()))
-        for a, b in zip(expected, got, strict=True)
+        float(torch.linalg.vector_norm(t.cpu().double().where(k.cpu(), 0)))
+        for t, k in zip(tensors, known, strict=True)
     ]
 
 

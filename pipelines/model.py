@@ -10,7 +10,13 @@ from compress.core.factory import Reference
 from compress.core.hugging_face import Task
 from compress.core.requirement import Requirement
 from compress.core.settings import Settings
-from compress.core.signature import AxisBounds, OutputSpec, TensorSpec, refuse_other_axes
+from compress.core.signature import (
+    AxisBounds,
+    OutputSpec,
+    TensorSpec,
+    refuse_double_names,
+    refuse_other_axes,
+)
 from pipelines.problems import closest
 
 
@@ -34,6 +40,11 @@ class ModelInterface(Settings):
     def _bounds_are_of_axes(self) -> Self:
         if self.inputs is not None:
             refuse_other_axes(self.inputs, self.axes)
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        refuse_double_names(self.inputs or (), self.outputs or ())
         return self
 
     @property

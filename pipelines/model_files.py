@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from compress.core.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.core.files import stays_inside
-from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.signature import OutputSpec, Signature, TensorSpec, refuse_double_names
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -169,6 +169,13 @@ def _of_onnx(file: Path) -> Signature:
     if not inputs:
         raise ArtifactInvalid(f"{file}: takes no inputs")
     outputs = tuple(OutputSpec(name=output.name) for output in graph.output)
+    try:
+        refuse_double_names(inputs, outputs)
+    except ValueError as error:
+        raise ArtifactInvalid(
+            f"{file}: {error}; give each tensor a name of its own, an input that is also an output "
+            "by an Identity operator"
+        ) from error
     return Signature(inputs=inputs, outputs=outputs)
 
 

@@ -110,12 +110,10 @@ def _check_that_it_loads_again(
     model: EagerModel, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]
 ) -> None:
     """Refuse a model whose answers depend on more than its code and its state dict."""
-    import torch
+    from compress.core.difference import identical
 
     again = run_in_eval(model.load(), inputs)
-    if not all(
-        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(outputs, again, strict=True)
-    ):
+    if not all(identical(a, b) for a, b in zip(outputs, again, strict=True)):
         raise ArtifactInvalid(
             f"factory {model.recipe.factory!r}: loaded again with the same weights, the model "
             "answers differently; it draws random numbers, or keeps state outside its state_dict"

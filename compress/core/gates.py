@@ -6,6 +6,7 @@ tightening a limit judges again without computing anything.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -35,18 +36,22 @@ class Parity(Gate):
 
     def value(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the largest absolute difference."""
-        worst = 0.0
+        from compress.core.difference import largest, largest_difference
+
+        differences, elements = [], 0
         for expected, got in _paired_outputs(before, after, context):
             if len(expected) != len(got):
                 raise StageFailed(f"{len(expected)} outputs against {len(got)}")
             for a, b in zip(expected, got, strict=True):
                 if a.shape != b.shape:
                     raise StageFailed(f"outputs have shapes {tuple(a.shape)} and {tuple(b.shape)}")
-                # Equal infinities, as of masked scores, differ by NaN.
-                difference = (a.double() - b.double()).abs().masked_fill(a == b, 0)
-                if difference.isnan().any():
-                    raise StageFailed("an output is NaN")
-                worst = max(worst, float(difference.max()))
+                elements += a.numel()
+                differences.append(largest_difference(a, b))
+        if not elements:
+            raise StageFailed("the outputs have no elements, so that there is nothing to compare")
+        worst = largest(differences)
+        if math.isnan(worst):
+            raise StageFailed("an output is NaN")
         return worst
 
 
@@ -73,6 +78,8 @@ class LabelAgreement(Gate):
             labels = decisions_of(expected[0])
             equal += int((labels == decisions_of(got[0])).sum())
             total += labels.numel()
+        if not total:
+            raise StageFailed("the outputs have no samples, so that there are no labels to compare")
         return equal / total
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,39 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+
+def _product_flops(left: Sequence[int], right: Sequence[int], **_: Any) -> int:
+    """Count the operations of a matrix, or a vector, with a vector: two for each product."""
+    return 2 * prod(left)
+
+
+def _added_product_flops(
+    _added: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any
+) -> int:
+    """Count the operations of a product that is added to something: all of its batches' rows."""
+    return 2 * prod(left) * (right[-1] if len(right) > 1 else 1)
+
+
+def _bilinear_flops(
+    _left: Sequence[int], weight: Sequence[int], right: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """Count the operations of nn.Bilinear: weights by one input, then by the other.
+
+    Shapes are (rows, in), (out, in, in₂) and (rows, in₂).
+    """
+    rows, outputs, width = prod(right[:-1]), weight[0], right[-1]
+    return 2 * rows * (prod(weight) + outputs * width)
+
+
+aten = torch.ops.aten
+UNCOUNTED: dict[Any, Callable[..., int]] = {
+    **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _product_flops),
+    **dict.fromkeys((aten.addmv, aten.addbmm), _added_product_flops),
+    aten._trilinear: _bilinear_flops,
+}
+"""Products that torch's counter (2.13) leaves out → how many operations they are."""
 
 
 def count_macs(module: Any, inputs: Sequence[torch.Tensor]) -> int:
@@ -26,7 +59,7 @@ def count_macs(module: Any, inputs: Sequence[torch.Tensor]) -> int:
             parameter.requires_grad_(False)
         with (
             _uncompiled(),
-            FlopCounterMode(display=False) as counter,
+            FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter,
             torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),
             sdpa_kernel(SDPBackend.MATH),
             torch.no_grad(),

@@ -98,7 +98,8 @@ class Metric:
         """Return the value for a whole split's first outputs and its targets.
 
         Raises:
-            StageFailed: the outputs are not finite or of another shape than the metric needs.
+            StageFailed: the outputs are NaN or infinite, masked classes (-inf) left out, or of
+                another shape than the metric needs.
         """
         import torch
 
@@ -123,8 +124,9 @@ class Metric:
         Raises:
             StageFailed: the outputs are not finite, or do not fit the metric.
         """
-        if not bool(outputs.isfinite().all()):
-            raise StageFailed(f"metric {self.name}: the model's outputs are not all finite")
+        problem = _not_measurable(outputs)
+        if problem:
+            raise StageFailed(f"metric {self.name}: {problem}")
         if self.name == "fidelity":
             return _share_of_right_labels(self.name, decisions_of(outputs), targets)
         if self.name == "accuracy":
@@ -174,18 +176,20 @@ def usual_metric(loss: Loss) -> Metric:
 
 
 def labels_of(outputs: torch.Tensor) -> torch.Tensor:
-    """Return the class with the largest output for each sample.
+    """Return the class with the largest output for each sample; -inf is a class that is masked.
 
     Raises:
-        StageFailed: the outputs have no axis of at least two classes, or are not finite.
+        StageFailed: the outputs have no axis of at least two classes, or are NaN, +inf, or -inf for
+            all classes of a sample.
     """
     if outputs.dim() < 2 or outputs.shape[1] < 2:
         raise StageFailed(
             f"outputs of shape {tuple(outputs.shape)} hold no classes to choose from; labels need "
             "at least two outputs a sample"
         )
-    if not bool(outputs.isfinite().all()):
-        raise StageFailed("the model's outputs are not all finite")
+    problem = _not_measurable(outputs)
+    if problem:
+        raise StageFailed(problem)
     return outputs.argmax(1)
 
 
@@ -233,6 +237,24 @@ def _are_yes_or_no(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> 
     return bool(known.all() or is_soft) and (
         loss.name_for(outputs, targets) == "binary_cross_entropy"
     )
+
+
+def _not_measurable(outputs: torch.Tensor) -> str:
+    """Return why outputs cannot be measured, or nothing.
+
+    A class whose score is -inf is masked: the largest output and the softmax are defined, as long
+    as another class is left.
+    """
+    finite = outputs.isfinite()
+    if bool(finite.all()):
+        return ""
+    if bool(outputs.isnan().any()):
+        return "the model's outputs are not all finite: some are NaN"
+    if bool(outputs.isposinf().any()) or outputs.dim() < 2 or outputs.shape[1] < 2:
+        return "the model's outputs are not all finite: some are infinite"
+    if not bool(finite.any(1).all()):
+        return "all classes of a sample are masked (-inf), so that it has no label"
+    return ""
 
 
 def _share_of_right_labels(

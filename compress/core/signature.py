@@ -117,10 +117,7 @@ class Signature(Settings):
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
-        names = [*(t.name for t in self.inputs), *(t.name for t in self.outputs)]
-        doubles = sorted({n for n in names if names.count(n) > 1})
-        if doubles:
-            raise ValueError(f"input and output names must differ; found twice: {doubles}")
+        refuse_double_names(self.inputs, self.outputs)
         return self
 
     @property
@@ -207,6 +204,18 @@ class Signature(Settings):
                 TensorSpec.model_validate({"name": name, "shape": (*head, *rest), "dtype": dtype})
             )
         return cls(inputs=tuple(specs))
+
+
+def refuse_double_names(inputs: Sequence[TensorSpec], outputs: Sequence[OutputSpec]) -> None:
+    """Refuse tensors of one name.
+
+    Raises:
+        ValueError: the message lists the names.
+    """
+    names = [*(spec.name for spec in inputs), *(spec.name for spec in outputs)]
+    doubles = sorted({n for n in names if names.count(n) > 1})
+    if doubles:
+        raise ValueError(f"input and output names must differ; found twice: {doubles}")
 
 
 def refuse_other_axes(inputs: Sequence[TensorSpec], bounded: Mapping[str, AxisBounds]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -9,6 +10,7 @@ import torch
 
 from compress.core.batch import Batch
 from compress.core.batching import any_batch
+from compress.core.difference import relative_error
 from compress.core.eager import predicting
 from compress.core.errors import StageFailed
 from compress.core.metrics import decisions_of, predict_batches
@@ -89,7 +91,7 @@ class Judge:
         """Return the harm that a change did.
 
         Raises:
-            StageFailed: the outputs have another shape, or are not finite.
+            StageFailed: the outputs have another shape, or are NaN or infinite where they were not.
         """
         found = self._ask(changed)[0]
         if found.shape != self.expected.shape:
@@ -97,10 +99,9 @@ class Judge:
                 f"the outputs' shape becomes {tuple(found.shape)}, from "
                 f"{tuple(self.expected.shape)}"
             )
-        if not bool(found.isfinite().all()):
-            raise StageFailed("the outputs are not all finite")
-        difference = (found.double() - self.expected.double()).norm()
-        distance = float(difference / self.expected.double().norm().clamp_min(1e-12))
+        distance = relative_error(self.expected, found)
+        if not math.isfinite(distance):
+            raise StageFailed("the outputs are NaN or infinite where they were not")
         if self.base is None:
             return Harm(distance)
         return Harm(distance, self.context.metric.drop_points(self.base, self._score(found)))
@@ -111,7 +112,10 @@ class Judge:
 
     def _score(self, outputs: torch.Tensor) -> float:
         assert self.targets is not None
-        return self.context.metric.score(outputs, self.targets)
+        value = self.context.metric.score(outputs, self.targets)
+        if not math.isfinite(value):
+            raise StageFailed(f"metric {self.context.metric.name} is {value}")
+        return value
 
 
 def _batches(signature: Signature, context: Context, samples: int) -> Iterator[Batch]:

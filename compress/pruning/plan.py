@@ -96,6 +96,7 @@ def rank(
     importance: Criterion = "l2",
     *,
     others: Sequence[Sequence[torch.Tensor]] = (),
+    real: Sequence[torch.Tensor] | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     originals: Originals | None = None,
@@ -111,6 +112,7 @@ def rank(
         inputs: what its forward takes.
         importance: how channels are ranked.
         others: inputs of other sizes, at which cuts are proven too.
+        real: a batch of real samples, on which cuts are proven first.
         include: patterns of module names; where there are any, only their channels may leave.
         exclude: patterns of module names whose channels stay: those that a layer makes, and those
             that a normalisation or scale is applied to.
@@ -145,7 +147,7 @@ def rank(
             original = (originals or {}).get(family.slots, len(found))
             kind = structure_of(module, family, graph)
             ranked.append(Ranked(family, found, entries_of(family, graph), original, kind))
-    comparable, proof = importance in COMPARABLE, Proof(module, inputs, others)
+    comparable, proof = importance in COMPARABLE, Proof(module, inputs, others, real)
     return Ranking(module, graph, tuple(ranked), pinned, comparable, proof)
 
 

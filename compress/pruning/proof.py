@@ -2,8 +2,10 @@
 
 Tracing can miss what Python did outside the graph: a width written into a ``view``, a mean over
 channels computed from a shape, an index into channels. So no cut is trusted: it is made on a copy
-and compared, on seeded inputs, with its masked twin, in which every entry that would go is zero.
-A zero row is silent whatever comes between it and its readers, because their columns are zero too.
+and compared, on real samples where there are any and on seeded inputs, with its masked twin, in
+which every entry that would go is zero. A zero row is silent whatever comes between it and its
+readers, because their columns are zero too. Real samples count because a model's code may take a
+branch that numbers of size 1 never reach: pixels go to 255.
 
 Whether a cut is right depends on no value of the weights, so it is compared several times, with
 other signs of them: a channel that lands on the wrong side of a border shows only where a ReLU
@@ -13,6 +15,7 @@ behind the border meets a negative number.
 from __future__ import annotations
 
 import copy
+import logging
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,10 +24,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compress.core.batch import Batch
+from compress.core.difference import largest, largest_difference
 from compress.core.eager import flatten_outputs, run_in_eval
 from compress.core.errors import StageFailed, first_line
 from compress.core.surgery import keep_indices_
 from compress.pruning.axis_graph import exported
+from compress.pruning.calls import refused
 from compress.pruning.reading import AttributesRead, place_of
 
 if TYPE_CHECKING:
@@ -32,6 +38,8 @@ if TYPE_CHECKING:
 
     from compress.pruning.cuts import Value
     from compress.pruning.families import Kept
+
+log = logging.getLogger(__name__)
 
 Outputs: TypeAlias = tuple[torch.Tensor, ...]
 
@@ -54,15 +62,17 @@ class Proof:
         module: nn.Module,
         inputs: Sequence[torch.Tensor],
         others: Iterable[Sequence[torch.Tensor]] = (),
+        real: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Take what is asked.
 
         Args:
             module: a module, which is not changed.
-            inputs: what its forward takes.
+            inputs: seeded inputs that its forward takes.
             others: inputs of other sizes, at which a cut must be right as well: entries that are
                 read at some sizes only, like late positions, do not show at others. Those that
-                the module refuses are left out.
+                the module refuses, or answers with NaN, are left out.
+            real: a batch of real samples, where there are any; asked first.
         """
         self.must_trace = False
         """Whether a smaller model that torch.export cannot trace is refuted, too."""
@@ -73,7 +83,10 @@ class Proof:
             self._prepare(module, inputs, torch.float64)
         except Exception:  # noqa: BLE001 - whatever a forward does when it insists on float32
             self._prepare(module, inputs, torch.float32)
-        self._questions = [(variant, self._inputs) for variant in range(self._variants)]
+        asked = [] if real is None else self._real_inputs(real)
+        if not _any_nan(_answers(self._module, self._inputs)):
+            asked.append(self._inputs)
+        self._questions = [(variant, x) for x in asked for variant in range(self._variants)]
         self._questions += [(0, other) for other in map(self._cast, others) if self._takes(other)]
 
     def refute(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
@@ -142,6 +155,8 @@ class Proof:
         return self._compare(change_, None)
 
     def _compare(self, change_: Callable[[nn.Module], None], kept: Kept | None) -> str | None:
+        if not self._questions:
+            return "the model itself answers NaN to all inputs: nothing can be proven"
         for variant, inputs, expected in self._expected_answers(kept):
             smaller = self._variant(variant)
             try:
@@ -151,8 +166,8 @@ class Proof:
                 return f"the smaller model fails: {type(error).__name__}: {first_line(error)}"
             if [x.shape for x in found] != [x.shape for x in expected]:
                 return "the smaller model's outputs have another shape"
-            worst = max(map(_relative_difference, found, expected))
-            if not worst <= self._tolerance:  # so that NaN is refused too
+            worst = largest(map(_relative_difference, found, expected))
+            if not worst <= self._tolerance:  # NaN is refused too
                 return f"the smaller model answers otherwise than its masked twin (by {worst:.1e})"
         return None
 
@@ -169,8 +184,8 @@ class Proof:
                 masked = module if kept is None else silenced(module, kept)
                 known.append(_answers(masked, inputs))
             # Other signs may take a model where it was never meant to be, like a root of less
-            # than nothing.
-            if variant == 0 or all(bool(x.isfinite().all()) for x in known[place]):
+            # than nothing. Infinities may be masked scores, which are compared.
+            if variant == 0 or not _any_nan(known[place]):
                 yield variant, inputs, known[place]
 
     def _variant(self, variant: int) -> nn.Module:
@@ -203,11 +218,29 @@ class Proof:
         return [x.to(self._dtype) if x.is_floating_point() else x for x in inputs]
 
     def _takes(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether the module takes inputs, and does not answer NaN, which equals nothing."""
         try:
-            _answers(self._module, inputs)
+            return not _any_nan(_answers(self._module, inputs))
         except Exception:  # noqa: BLE001 - a forward refuses sizes in any way
             return False
-        return True
+
+    def _real_inputs(self, real: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return a batch of real samples as the only one to ask; none where answers are NaN.
+
+        Raises:
+            StageFailed: the module does not take the samples.
+        """
+        inputs = self._cast(real)
+        try:
+            answers = _answers(self._module, inputs)
+        except Exception as error:
+            raise refused(Batch(tuple(real), None), error) from error
+        if _any_nan(answers):
+            log.warning(
+                "the model answers NaN to real samples: cuts are proven on seeded inputs alone"
+            )
+            return []
+        return [inputs]
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -282,6 +315,12 @@ def _shapes_in_training(module: nn.Module, inputs: Sequence[torch.Tensor]) -> li
         return [x.shape for x in flatten_outputs(copy.deepcopy(module).train()(*inputs))]
 
 
+def _any_nan(answers: Outputs) -> bool:
+    return any(bool(x.isnan().any()) for x in answers)
+
+
 def _relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    difference = (found.double() - expected.double()).abs().max()
-    return float(difference / expected.double().abs().max().clamp_min(1e-12))
+    """Return the largest difference over the largest finite number that is expected."""
+    finite = expected[expected.isfinite()].double().abs()
+    size = float(finite.max()) if finite.numel() else 0.0
+    return largest_difference(expected, found) / max(size, 1e-12)

@@ -15,6 +15,7 @@ from compress.pruning.allocation import Limits
 from compress.pruning.costs import mac_estimate, macs_of, parameter_estimate, parameters_of
 from compress.pruning.plan import rank
 from compress.pruning.proof import shallow_copy
+from compress.pruning.proof_inputs import other_sizes, real_inputs
 from compress.pruning.repair import repair_
 from compress.pruning.rewriting import edits_needed, rewrite_
 from compress.pruning.search import cut_to_cost, cut_to_latency
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from compress.core.batch import Batch
     from compress.core.eager import EagerModel
     from compress.core.recipe import AnyEdit
-    from compress.core.signature import Signature
     from compress.core.stage import Context
     from compress.core.weights import Weights
     from compress.pruning.cuts import ChannelCut
@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 REASONS_SHOWN = 3
 DEFAULT_SAMPLES = 512
 """Calibration samples, where there are as many and no other number is set."""
-LARGER = 12
-"""Size of a named axis at which a cut is proven once more; examples have 8."""
 MEASURED_SECONDS = 0.2
 """For which each model is measured, to see whether it became faster."""
 
@@ -55,6 +53,7 @@ class Pruner:
         self._loss = context.loss.settled(context.data if stage.uses_loss else None)
         self._inputs = model.signature.example(seed=context.seed)
         self._others = other_sizes(model.signature, context.seed)
+        self._real = real_inputs(model.signature, context, self._batches)
         self._one = model.signature.example(batch=1, seed=context.seed)
         self._original = model.load()
         self._before: dict[tuple[Slot, ...], int] = {}
@@ -129,7 +128,7 @@ class Pruner:
 
     def _rewrite_(self) -> tuple[AnyEdit, ...]:
         """Put parts that can be cut in the place of those that will be and cannot; return how."""
-        edits = rewrite_(self.module, self._inputs)
+        edits = rewrite_(self.module, self._inputs, self._real)
         if not edits:
             return ()
         cut = self._plan(1)
@@ -150,6 +149,7 @@ class Pruner:
             self._inputs,
             stage.importance,
             others=self._others,
+            real=self._real,
             include=stage.include,
             exclude=stage.exclude,
             originals=self._before,
@@ -249,13 +249,6 @@ class Pruner:
             self.module = self._source.derive(tuned, fitted.weights, edits=self.edits).load()
             # Trained layers answer otherwise than the original's, and better.
             self._reference, self._kept = copy.deepcopy(self.module), {}
-
-
-def other_sizes(signature: Signature, seed: int) -> list[tuple[torch.Tensor, ...]]:
-    """Return inputs that are larger along one named axis each, the batch left out."""
-    axes = [axis for axis in signature.dynamic_axes if axis != signature.batch_axis]
-    larger = {axis: signature.bounds(axis).nearest(LARGER) for axis in axes}
-    return [signature.example(seed=seed, sizes={axis: larger[axis]}) for axis in axes]
 
 
 def samples(stage: PruneChannels, context: Context) -> list[Batch]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from compress.core.difference import measured
 from compress.core.eager import flatten_outputs
 from compress.pruning.calls import refused
 from compress.pruning.refit import refit_
@@ -72,6 +73,8 @@ def output_error(
 ) -> float:
     """Return the squared error of the outputs, relative to the size of the reference's.
 
+    Equal infinities, as of masked scores, are left out.
+
     Raises:
         StageFailed: the modules do not take the batches.
     """
@@ -82,8 +85,9 @@ def output_error(
         moved = batch.to(device)
         found, right = (_run(part, moved) for part in (module, reference))
         for x, y in zip(found, right, strict=True):
-            error += float((x.double() - y.double()).square().sum())
-            size += float(y.double().square().sum())
+            right_part, found_part = measured(y, x)
+            error += float((found_part - right_part).square().sum())
+            size += float(right_part.square().sum())
     module.cpu()
     reference.cpu()
     return error / max(size, 1e-30)

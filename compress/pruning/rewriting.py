@@ -22,16 +22,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def rewrite_(module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[AnyEdit, ...]:
+def rewrite_(
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    real: Sequence[torch.Tensor] | None = None,
+) -> tuple[AnyEdit, ...]:
     """Make more of a module's channels cuttable, in place, and return the edits that did.
 
     Each ``nn.MultiheadAttention`` gives way to a
     :class:`~compress.core.attention.SplitMultiheadAttention` where the module answers as before.
+
+    Args:
+        module: a module in eval mode.
+        inputs: seeded inputs that its forward takes.
+        real: a batch of real samples, where there are any.
     """
     names = _attention(module)
     if not names:
         return ()
-    proof = Proof(module, inputs)
+    proof = Proof(module, inputs, real=real)
     if _refuted(proof, names):
         reasons = {name: _refuted(proof, [name]) for name in names}
         for name, reason in reasons.items():

@@ -16,6 +16,7 @@ from compress.pruning.cuts import joined
 from compress.pruning.harm import Judge
 from compress.pruning.plan import rank
 from compress.pruning.proof import shallow_copy
+from compress.pruning.proof_inputs import real_inputs
 from compress.pruning.rewriting import rewrite_
 
 if TYPE_CHECKING:
@@ -144,11 +145,13 @@ def measure_sensitivity(
         StageFailed: the model cannot be traced or asked.
     """
     module, inputs = model.load(), model.signature.example(seed=context.seed)
-    rewrite_(module, inputs)
+    real = real_inputs(model.signature, context)
+    rewrite_(module, inputs, real)
     ranking = rank(
         module,
         inputs,
         importance,
+        real=real,
         include=include,
         exclude=exclude,
         batches=_samples(importance, samples, context),

@@ -61,7 +61,8 @@ class PruneChannels(Stage[EagerModel, EagerModel]):
     no training and no labels. Without data there is none."""
     calibration_samples: Annotated[int, Field(ge=0)] | None = None
     """Samples on which importance is judged, layers are refitted and BatchNorm statistics averaged
-    anew. By default 512, or all there are; 0 does nothing of it."""
+    anew. By default 512, or all there are; 0 does nothing of it, and cuts are still proven on a few
+    samples."""
     finetune: Finetune | None = None
     """How the smaller model is trained; it stays as it was cut unless an epoch is better."""
 
@@ -134,8 +135,8 @@ class PruneChannels(Stage[EagerModel, EagerModel]):
 
     @property
     def uses_data(self) -> bool:
-        """Whether data, where there is any, changes the result."""
-        return self.needs_data or self.calibration_samples != 0
+        """Whether data, where there is any, changes the result: cuts are proven on it."""
+        return True
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
         """Cut, refit, average BatchNorm statistics anew, and fine-tune.

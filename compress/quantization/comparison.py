@@ -7,6 +7,7 @@ more, and each layer is given what the float model has there; what is then lost,
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -145,6 +146,8 @@ class Scored:
                 metric.score(torch.cat(side), target) for side in zip(*self.answers, strict=True)
             )
         except Exception:  # noqa: BLE001 - a metric of the user's may raise any
+            return None
+        if not (math.isfinite(before) and math.isfinite(after)):
             return None
         return MetricPair(name=metric.name, before=round(before, 6), after=round(after, 6))
 

@@ -23,11 +23,14 @@ class Deviation:
     def add(self, expected: torch.Tensor, found: torch.Tensor) -> None:
         """Take in a batch of what is right, and of what is there.
 
-        Where the expected tensor is itself infinite or NaN, such as in a mask, nothing is compared.
+        Where the expected tensor is itself infinite or NaN, such as in a mask, nothing is compared,
+        but that a NaN is there only where one is expected.
         """
         right_NF, there_NF = _rows(expected), _rows(found)
         known = right_NF.isfinite()
         if not bool(known.all()):
+            if bool((there_NF.isnan() & ~right_NF.isnan()).any()):
+                self.noise = math.inf
             right_NF, there_NF = right_NF.where(known, 0), there_NF.where(known, 0)
         self.signal += float(right_NF.square().sum())
         noise = float((right_NF - there_NF).square().sum())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
+from compress.core.difference import largest_difference
 from compress.core.eager import flatten_outputs
+from compress.core.errors import StageFailed
 from compress.core.metrics import labels_of
 from compress.quantization.fake import FakeQuantize, WeightGrid
 from compress.quantization.quantizer import LINEAR
@@ -32,7 +35,16 @@ def sameness(trained: torch.Tensor, integer: torch.Tensor, step: float | None) -
         trained: the trained model's outputs for some samples.
         integer: those of another form of it.
         step: the last step of rounding as the outputs see it.
+
+    Raises:
+        StageFailed: one is NaN, or infinite where the other is not.
     """
+    largest = largest_difference(trained, integer)
+    if not math.isfinite(largest):
+        raise StageFailed(
+            "the integer graph's outputs are NaN or infinite at other places than the trained "
+            "model's; leave the part that makes them in float with `exclude`"
+        )
     differs = labels_of(trained) != labels_of(integer)
     top = trained.topk(2, dim=1).values
     margins = (top[:, 0] - top[:, 1])[differs]
@@ -41,7 +53,7 @@ def sameness(trained: torch.Tensor, integer: torch.Tensor, step: float | None) -
         differing=int(differs.sum()),
         near_ties=None if step is None else int((margins <= step).sum()),
         last_step=step,
-        largest_difference=float((trained - integer).abs().max()),
+        largest_difference=largest,
     )
 
 

@@ -61,8 +61,26 @@ def load_graph(payload: Path, settings: Named, threads: int) -> Run:
     content = payload.read_bytes()
     for danger in code_in(PT2ArchiveReader(io.BytesIO(content))):
         raise RuntimeError(f"{payload.name} {danger}; it was not read")
-    program = load_pt2(io.BytesIO(content)).exported_programs["model"]
-    return in_torch(program.module(), threads)
+    module = load_pt2(io.BytesIO(content)).exported_programs["model"].module()
+    find_ranges_of_nothing_(module)
+    return in_torch(module, threads)
+
+
+def find_ranges_of_nothing_(module: Any) -> None:
+    """Let ranges that are found at run time be those of a zero where a request has no rows.
+
+    torch's own operator (2.13) raises there. As in ``compress.core.graph``, which is not here.
+    """
+    import torch
+
+    choose = torch.ops.quantized_decomposed.choose_qparams.tensor
+
+    def choose_range(x: torch.Tensor, *limits: Any) -> Any:
+        return choose(x if x.numel() else x.new_zeros(1), *limits)
+
+    for node in module.graph.find_nodes(op="call_function", target=choose):
+        node.target = choose_range
+    module.recompile()
 
 
 def load_aot(payload: Path, settings: Named, threads: int) -> Run:

@@ -11,14 +11,15 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+from compress.core import difference
 from compress.core.artifact import Predictor
+from compress.core.difference import relative_error
 from compress.core.eager import EagerModel
 from compress.core.program import export_program
 from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
-from export import answers, difference
+from export import answers
 from export.answers import recorded
-from export.difference import relative_error
 from export.onnx_file import is_plain, size_of, write
 from export.onnx_lowering import lower
 from export.onnx_mapped import mapped, write_mapped

@@ -19,7 +19,7 @@ from compress.core.gates import (
     Parity,
 )
 from compress.core.metrics import Metric
-from compress.core.recipe import KeepIndices
+from compress.core.recipe import KeepIndices, Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context, Stage
 
@@ -220,3 +220,50 @@ def test_a_fixed_batch_is_judged_on_every_sample(trained, shifted, context, tmp_
     ]
     assert context.score(pair[0]) == context.score(trained)
     assert Parity(atol=1).judge(*pair, context).value == pytest.approx(0.5)
+
+
+@pytest.fixture
+def answering(tmp_path: Path):
+    """Return a function that seals a model of 4 numbers by the expression that it answers."""
+
+    def make(name: str, expression: str) -> EagerModel:
+        (tmp_path / f"{name}.py").write_text(
+            "import torch\n\nclass Net(torch.nn.Module):\n"
+            f"    def forward(self, x):\n        return {expression}\n"
+        )
+        signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+        recipe = Recipe(factory=f"{name}:Net")
+        return EagerModel.create(tmp_path / name, recipe, {}, signature, folder=tmp_path)
+
+    return make
+
+
+def test_nan_in_a_later_output_or_batch_fails_parity(answering, context) -> None:
+    whole = answering("whole", "(x, x)")
+    later = answering("later", "(x, x / (x[:1] == 0))")
+    for other in (later, answering("rows", "(x, x.where(x.abs() < 2, torch.nan))")):
+        verdict = Parity(atol=1e9).judge(whole, other, context)
+        assert (verdict.value, verdict.passed) == (None, False)
+    assert "NaN" in verdict.reason
+
+
+def test_parity_takes_empty_outputs_beside_others_and_not_alone(answering, context) -> None:
+    some = answering("some", "(x, x[:, :0])")
+    assert Parity(atol=0).judge(some, some, context).value == 0
+    nothing = answering("nothing", "x[:, :0]")
+    verdict = Parity(atol=1).judge(nothing, nothing, context)
+    assert not verdict.passed
+    assert verdict.reason == "the outputs have no elements, so that there is nothing to compare"
+
+
+def test_labels_agree_beside_a_masked_class(answering, context) -> None:
+    plain, masked = (
+        answering("plain", "x[:, :3]"),
+        answering("masked", "x.masked_fill(torch.arange(4) == 3, -torch.inf)"),
+    )
+    assert LabelAgreement().judge(plain, masked, context).value == 1.0
+    another = answering("another", "x.masked_fill(torch.arange(4) == 0, -torch.inf)")
+    assert LabelAgreement().judge(plain, another, context).value < 0.9
+    everything = answering("everything", "x.masked_fill(x < 9, -torch.inf)")
+    verdict = LabelAgreement().judge(plain, everything, context)
+    assert "all classes of a sample are masked" in verdict.reason

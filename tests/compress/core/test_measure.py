@@ -54,3 +54,37 @@ for _ in range(2):
 def test_what_compiles_itself_answers_after_it_was_counted(fresh_process) -> None:
     """Whether Dynamo was imported before or not."""
     assert fresh_process(BRANCHES).split() == ["False", "True"]
+
+
+@pytest.mark.parametrize(
+    ("product", "macs"),
+    [
+        (lambda x, v, w: x @ v, 16),
+        (lambda x, v, w: x[:, None].expand(-1, 3, -1) @ v, 3 * 16),
+        (lambda x, v, w: torch.addmv(torch.zeros(2), x, v), 16),
+        (lambda x, v, w: torch.stack([w @ row for row in x]), 5 * 16),
+        (lambda x, v, w: torch.stack([torch.dot(row, v) for row in x]), 16),
+        (lambda x, v, w: torch.addbmm(torch.zeros(16, 16), x[:, :, None], x[:, None]), 16 * 16),
+        (lambda x, v, w: x @ w.mT, 5 * 16),
+    ],
+)
+def test_products_with_vectors_are_counted(product, macs: int) -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vector, self.matrix = (nn.Parameter(torch.randn(*s)) for s in ((16,), (5, 16)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return product(x, self.vector, self.matrix)
+
+    assert count_macs(Product(), (torch.randn(2, 16),)) == macs
+
+
+def test_a_bilinear_layer_is_counted_as_its_two_products() -> None:
+    class Bilinear(nn.Bilinear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, x[..., :3])
+
+    layer = Bilinear(4, 3, 5)
+    assert count_macs(layer, (torch.randn(2, 4),)) == 5 * 4 * 3 + 5 * 3
+    assert count_macs(layer, (torch.randn(2, 7, 4),)) == 7 * (5 * 4 * 3 + 5 * 3)

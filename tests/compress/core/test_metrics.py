@@ -112,3 +112,46 @@ def test_the_code_of_the_users_metric_is_part_of_its_identity(tmp_path) -> None:
 def test_one_logit_has_no_labels(blobs: Splits) -> None:
     with pytest.raises(StageFailed, match="no classes to choose from"):
         evaluate(lambda x: (x[:, :1],), blobs, "val", Metric("accuracy"))
+
+
+def _masked(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Answer scores of which a class that no sample has is masked."""
+    return (torch.cat([x[:, :3], torch.full((len(x), 1), -torch.inf)], 1),)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "loss", "fidelity"])
+def test_a_masked_class_is_no_label_and_nothing_else(name: str, blobs: Splits) -> None:
+    metric, reference = Metric(name), _first_features
+    masked = evaluate(_masked, blobs, "val", metric, reference)
+    assert masked == evaluate(_first_features, blobs, "val", metric, reference)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(torch.nan, "some are NaN"), (torch.inf, "some are infinite"), (-torch.inf, "all classes")],
+)
+@pytest.mark.parametrize("name", ["accuracy", "loss", "fidelity"])
+def test_nan_and_samples_without_a_label_are_refused(
+    name: str, value: float, reason: str, blobs: Splits
+) -> None:
+    def broken(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores = _masked(x)[0]
+        scores[-1] = value
+        return (scores,)
+
+    with pytest.raises(StageFailed, match=reason):
+        evaluate(broken, blobs, "val", Metric(name), _first_features)
+
+
+def test_the_loss_of_a_label_that_is_masked_is_no_number(blobs: Splits) -> None:
+    def masks_labels(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (_masked(x)[0].roll(1, 1),)
+
+    with pytest.raises(StageFailed, match="metric loss on 'val' is inf"):
+        evaluate(masks_labels, blobs, "val", Metric("loss"))
+
+
+def test_an_infinite_number_that_is_no_score_is_refused(blobs: Splits) -> None:
+    metric = Metric("torchmetrics.MeanSquaredError")
+    with pytest.raises(StageFailed, match="some are infinite"):
+        metric.score(torch.tensor([1.0, -torch.inf]), torch.zeros(2))

@@ -1,18 +1,25 @@
 """The proof stands between every rule and the user: whatever a rule gets wrong is refused."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.core.eager import run_in_eval
+from compress.core.data import Splits
+from compress.core.eager import EagerModel, run_in_eval
+from compress.core.errors import StageFailed
+from compress.core.recipe import Recipe
+from compress.core.signature import Signature, TensorSpec
+from compress.core.stage import Context
 from compress.core.surgery import keep_indices_
 from compress.pruning import axis_graph
 from compress.pruning.cuts import ChannelCut
 from compress.pruning.plan import plan_cut
 from compress.pruning.proof import Proof
+from compress.pruning.stage import PruneChannels
 from tests.compress.pruning.zoo.registry import CASES
 
 
@@ -226,3 +233,103 @@ def test_what_is_written_into_the_code_is_named() -> None:
         cut = plan_cut(case.build(), case.inputs(2), ratio=0.5)
         assert "the smaller model fails" in cut.pinned[layer]
         assert constant in cut.pinned[layer]
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 32), nn.Linear(32, 3)
+
+
+def test_nan_in_a_later_output_refutes() -> None:
+    class NanWhereNarrow(TwoLayers):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = self.first(x).relu()
+            return self.second(y), x / (32 if y.shape[-1] == 32 else torch.nan)
+
+    torch.manual_seed(0)
+    cut = plan_cut(NanWhereNarrow().eval(), (torch.randn(2, 4),), ratio=0.5)
+    assert not cut.families
+    assert "answers otherwise than its masked twin (by nan)" in cut.pinned["first"]
+
+
+def test_a_model_that_answers_nan_proves_nothing() -> None:
+    class Undefined(TwoLayers):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.second(self.first(x).relu()), x * torch.nan
+
+    cut = plan_cut(Undefined().eval(), (torch.randn(2, 4),), ratio=0.5)
+    assert "the model itself answers NaN to all inputs" in cut.pinned["first"]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_masked_scores_are_equal_and_the_others_are_compared(right: bool) -> None:
+    class Masked(TwoLayers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x).relu()
+            scores = self.second(y if right else y / y.shape[-1])
+            return scores.masked_fill(torch.arange(3) == 1, -torch.inf)
+
+    torch.manual_seed(0)
+    cut = plan_cut(Masked().eval(), (torch.randn(2, 4),), ratio=0.5)
+    assert bool(cut.families) == right
+
+
+def test_signs_of_weights_are_tried_of_models_with_masked_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An infinity must not leave out what else is asked than the weights as they are."""
+    tried = []
+    variant_of = Proof._variant
+
+    def counted(self, variant):
+        tried.append(variant)
+        return variant_of(self, variant)
+
+    monkeypatch.setattr(Proof, "_variant", counted)
+
+    class Masked(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).masked_fill(torch.arange(3) == 1, -torch.inf)
+
+    torch.manual_seed(0)
+    module = Masked(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3)).eval()
+    assert plan_cut(module, (torch.randn(2, 4),), ratio=0.5).families
+    smaller, twins = tried[1::2], tried[::2]
+    assert smaller == twins == list(range(8))
+
+
+PIXELS = """
+import torch
+from torch import nn
+
+class Pixels(nn.Module):
+    '''Computes otherwise where pixels are bright, with a width that was read from a shape.'''
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 3)
+
+    def forward(self, x):
+        y = self.first(x).relu()
+        bright = (x.amax(-1, keepdim=True) > 100).to(x.dtype)
+        return self.second(y * (1 + bright * 32 / y.shape[-1]))
+"""
+
+
+def test_a_branch_that_real_samples_alone_reach_is_proven_on_them(tmp_path: Path) -> None:
+    (tmp_path / "pixels.py").write_text(PIXELS)
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 16)),))
+    recipe = Recipe(factory="pixels:Pixels")
+    torch.manual_seed(0)
+    state = recipe.build(tmp_path).state_dict()
+    model = EagerModel.create(tmp_path / "source", recipe, state, signature, folder=tmp_path)
+    assert plan_cut(model.load(), signature.example(), ratio=0.5).families, "noise is not bright"
+    generator = torch.Generator().manual_seed(0)
+    dark = torch.randint(0, 50, (40, 16), generator=generator).float()
+    dark[31, 5] = 255  # one of 40 samples takes the branch
+    data = Splits({"train": [(x, torch.tensor(0)) for x in dark]}, batch_size=16)
+    for samples in (None, 0):
+        stage = PruneChannels(ratio=0.5, calibration_samples=samples)
+        with pytest.raises(StageFailed, match="answers otherwise than its masked twin"):
+            stage(model, Context(root=tmp_path / f"slim{samples}", data=data))

@@ -132,7 +132,7 @@ def test_data_that_do_not_fit_are_refused_in_one_line(
     resnet20: EagerModel, blobs: Splits, tmp_path: Path
 ) -> None:
     stage = PruneChannels(ratio=0.5, calibration_samples=32)
-    refused = r"does not take the calibration samples, a batch of shape \(32, 4\): RuntimeError: .*"
+    refused = r"does not take the calibration samples, a batch of shape \(4, 4\): RuntimeError: .*"
     with pytest.raises(StageFailed, match=refused) as caught:
         stage(resnet20, Context(root=tmp_path / "slim", data=blobs))
     assert "\n" not in str(caught.value)

@@ -18,7 +18,7 @@ from compress.core.stage import Context
 from compress.pruning.allocation import Limits
 from compress.pruning.finetuning import Finetune
 from compress.pruning.plan import rank
-from compress.pruning.pruner import other_sizes
+from compress.pruning.proof_inputs import other_sizes
 from compress.pruning.stage import PruneChannels
 from compress.pruning.targets import Target
 from compress.training.stage import Train

@@ -12,6 +12,7 @@ from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from compress.quantization.dynamic_stage import QuantizeDynamic
 from export.onnx import ExportOnnx, OnnxModel
+from serve.worker.loaders import load_graph
 
 HERE = Path(__file__).parent
 TOKENS = Signature(
@@ -48,6 +49,20 @@ def test_each_batch_has_its_own_range(tmp_path: Path) -> None:
     for size in (1e-3, 1.0, 1e3):
         expected, got = answer(model, image * size), answer(quantized, image * size)
         assert (got - expected).norm() / expected.norm() < 0.02
+
+
+def test_a_batch_without_rows_is_answered(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+    (image,) = IMAGE.example(3)
+    quantized, exported = both(model, tmp_path)
+    served = load_graph(quantized.payload_path, {}, 1)
+    rows = len(answer(model, image)[0])
+    for got in (answer(quantized, image[:0]), answer(exported, image[:0])):
+        assert got.shape == (0, rows)
+    assert served([image[:0].numpy()])[0].shape == (0, rows)
+    torch.testing.assert_close(
+        answer(quantized, image), torch.from_numpy(served([image.numpy()])[0])
+    )
 
 
 @pytest.mark.parametrize(
