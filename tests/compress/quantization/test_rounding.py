@@ -88,6 +88,24 @@ def test_inputs_that_are_always_silent_do_no_harm(
     assert (rounded - weight).abs().max() < 2 * weight.abs().max()
 
 
+def test_weights_of_silent_inputs_set_no_range(weight: torch.Tensor, inputs: torch.Tensor) -> None:
+    inputs[:, 10:20] = 0
+    inputs[:, 32:] = 0
+    moment = inputs.T @ inputs / len(inputs)
+    plain = optimal_brain(weight, 4, 32, moment)
+    large = weight.clone()
+    large[:, 10:20] *= 100
+    rounded = optimal_brain(large, 4, 32, moment)
+    assert torch.equal(rounded.scale_OG, plain.scale_OG)
+    assert torch.equal(inputs @ rounded.floats().T, inputs @ plain.floats().T)
+    signs = (rounded.floats() * large)[:, 10:20]
+    assert (signs >= 0).all() and (signs > 0).float().mean() > 0.9, "clamped to the range, not lost"
+    # Where nothing of a group is reached, its own numbers set the range.
+    assert torch.equal(
+        rounded.integers_OI[:, 32:], round_to_nearest(weight, 4, 32).integers_OI[:, 32:]
+    )
+
+
 def test_two_integers_share_a_byte_the_first_in_the_lower_half() -> None:
     integers = torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8)
     assert packed(integers, 4).tolist() == [[0x21, 0x0F]]
