@@ -20,7 +20,7 @@ from compress.quantization.calibrate import functional
 from compress.quantization.dynamic_stage import QuantizeDynamic
 from compress.quantization.families import families
 from compress.quantization.scheme import scheme_of
-from compress.quantization.smoothing import smooth_
+from compress.quantization.smoothing import scales, smooth_
 from compress.quantization.static_stage import QuantizeStatic
 from export.onnx import ExportOnnx, OnnxModel
 
@@ -65,6 +65,23 @@ def traced(activation: str = "gelu") -> torch.fx.GraphModule:
 def answers(model: EagerModel | GraphModel | OnnxModel, data: Splits) -> torch.Tensor:
     with model.open() as predict:
         return torch.cat([predict(*batch.inputs)[0] for batch in data.batches("val")])
+
+
+@pytest.mark.parametrize("strength", [0.3, 0.5, 0.8])
+def test_scales_are_the_papers(strength: float) -> None:
+    """Equation 4: max|X_j| ** strength / max|W_j| ** (1 - strength)."""
+    weight = torch.tensor([[0.5, -4.0, 0.0, 2.0, 1e-9], [-1.0, 3.0, 0.0, 1.0, 1e-9]])
+    largest = torch.tensor([8.0, 0.25, 5.0, 0.0, 2.0])
+    expected = [
+        8**strength / 1 ** (1 - strength),
+        0.25**strength / 4 ** (1 - strength),
+        1.0,  # never used
+        1.0,  # always 0
+        2**strength / 1e-5 ** (1 - strength),
+    ]
+    assert scales(weight, largest, strength).tolist() == pytest.approx(expected, rel=1e-5)
+    tiny = scales(torch.full((1, 1), 1e9), torch.tensor([1e-9]), strength)
+    assert float(tiny) == pytest.approx(1e-5)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
