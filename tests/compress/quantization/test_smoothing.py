@@ -3,6 +3,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -20,7 +21,7 @@ from compress.quantization.calibrate import functional
 from compress.quantization.dynamic_stage import QuantizeDynamic
 from compress.quantization.families import families
 from compress.quantization.scheme import scheme_of
-from compress.quantization.smoothing import scales, smooth_
+from compress.quantization.smoothing import STRENGTHS, Seen, best_strength, scales, smooth_
 from compress.quantization.static_stage import QuantizeStatic
 from export.onnx import ExportOnnx, OnnxModel
 
@@ -82,6 +83,45 @@ def test_scales_are_the_papers(strength: float) -> None:
     assert scales(weight, largest, strength).tolist() == pytest.approx(expected, rel=1e-5)
     tiny = scales(torch.full((1, 1), 1e9), torch.tensor([1e-9]), strength)
     assert float(tiny) == pytest.approx(1e-5)
+
+
+def grid(values: np.ndarray, low: float, high: float, least: int, most: int) -> np.ndarray:
+    scale = max((high - low) / (most - least), 1e-5)
+    zero = np.round(least - low / scale)
+    return (np.clip(np.round(values / scale + zero), least, most) - zero) * scale
+
+
+@pytest.mark.parametrize("target", ["onnxruntime-cpu", "tensorrt"])
+@pytest.mark.parametrize("outlier", [1, 4, 30, 200])
+@pytest.mark.parametrize("offset", [0.0, 3.0, -3.0])
+def test_the_strength_is_the_least_that_is_about_the_best(
+    target: str, outlier: float, offset: float
+) -> None:
+    drawn = np.random.default_rng(0)
+    rows, weight = drawn.standard_normal((64, 24)) + offset, drawn.standard_normal((12, 24))
+    rows[:, ::8] *= outlier
+    low, high = rows.min(0) * 1.5, rows.max(0) * 1.5  # other samples went further
+    scheme = scheme_of(target)
+    ends = scheme.activations.low, scheme.activations.high
+    tensors = [torch.from_numpy(a) for a in (weight, rows, low, high)]
+    seen = Seen(low_I=tensors[2], high_I=tensors[3], rows=[tensors[1][:40], tensors[1][40:]])
+
+    def error(scale: np.ndarray) -> float:
+        below, above = min(0, (low / scale).min()), max(0, (high / scale).max())
+        held = [grid(row, -abs(row).max(), abs(row).max(), -127, 127) for row in weight * scale]
+        answers = grid(rows / scale, below, above, *ends) @ np.stack(held).T
+        return ((answers - rows @ weight.T) ** 2).mean()
+
+    largest = torch.from_numpy(np.maximum(abs(low), abs(high)))
+    plain = error(np.ones(24))
+    gains = {
+        strength: 10 * np.log10(plain / error(scales(tensors[0], largest, strength).numpy()))
+        for strength in STRENGTHS
+    }
+    best = max(gains.values())
+    least = min(strength for strength, gain in gains.items() if gain >= best - 1)
+    assert best_strength(tensors[0], seen, scheme, best - 0.01) == least
+    assert best_strength(tensors[0], seen, scheme, best + 0.01) == 0
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
