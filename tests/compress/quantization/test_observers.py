@@ -6,6 +6,7 @@ import pytest
 import torch
 from torchao.quantization.pt2e.fake_quantize import FakeQuantize
 
+from compress.quantization import histogram as histogram_module
 from compress.quantization.histogram import HALF, Histogram
 from compress.quantization.observers import (
     OBSERVERS,
@@ -102,6 +103,42 @@ def test_shares_below_are_those_of_the_values(kind: str) -> None:
     expected = torch.tensor([int((x < value).sum()) for value in at])
     found = histogram.below(at)
     assert (found - expected).abs().max() < 0.005 * len(x)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Histogram:
+    """Return a histogram of eight bins that are 0.5 wide, with 11 values."""
+    monkeypatch.setattr(histogram_module, "HALF", 4)
+    values = torch.tensor([-1.9, -1.8, -1.75, -0.1, 0, 0, 0, 0.2, 0.6, 0.7, 1.3])
+    histogram = Histogram()
+    histogram.add_(values)
+    assert histogram.counts.tolist() == [3, 0, 0, 1, 1, 2, 1, 0]
+    return histogram
+
+
+def test_values_lie_evenly_spread_within_their_bins(few: Histogram) -> None:
+    at = torch.tensor([-9, -2, -1.8, -1.2, -0.25, -1e-9, 0, 1e-9, 0.1, 0.8, 1.4, 1.5, 1.8, 2, 9])
+    at = at.double()
+    upto = np.concatenate([[0], few.counts.cumsum(0)])
+    expected = np.interp(at, np.linspace(-2, 2, 9), upto) + 3 * (at.numpy() > 0)
+    assert few.below(at).tolist() == pytest.approx(expected.tolist(), rel=1e-12)
+
+
+@pytest.mark.parametrize("low", [0.0, 1e-9, 0.1, 3 / 11, 0.3, 0.4])
+@pytest.mark.parametrize("high", [0.5, 0.7, 10 / 11, 0.95, 1 - 1e-9, 1.0])
+def test_quantiles_are_as_far_inside_as_they_may_be(
+    few: Histogram, low: float, high: float
+) -> None:
+    """As many values as asked for lie beyond; of a gap between values the inner end is taken."""
+    counts = [3, 0, 0, 1, 4, 2, 1, 0]  # zeros go with what lies above them
+    edges, upto = np.linspace(-2, 2, 9), np.concatenate([[0], np.cumsum(counts)])
+    last = max(b for b in range(8) if upto[b] <= low * 11 and counts[b])
+    first = min(b for b in range(8) if upto[b + 1] >= high * 11 and counts[b])
+    expected = [
+        edges[b] + 0.5 * (s * 11 - upto[b]) / counts[b] for b, s in ((last, low), (first, high))
+    ]
+    found = [float(value) for value in few.quantiles(low, high)]
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "relu", "shifted"])
