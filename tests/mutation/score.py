@@ -53,8 +53,10 @@ def main() -> int:
     """Print the table, what lives, and what is listed in vain."""
     listed = tomllib.loads((HERE / "equivalent.toml").read_text())["mutant"]
     total: Counter[str] = Counter()
-    for meta in sorted(MUTANTS.rglob("*.meta")):
-        source = str(meta.relative_to(MUTANTS)).removesuffix(".meta")
+    for source in tomllib.loads(Path("pyproject.toml").read_text())["tool"]["mutmut"][
+        "only_mutate"
+    ]:
+        meta = MUTANTS / f"{source}.meta"
         counts: Counter[str] = Counter()
         alive = []
         for key, code in json.loads(meta.read_text())["exit_code_by_key"].items():

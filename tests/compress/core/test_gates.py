@@ -90,7 +90,11 @@ def test_parity_works_without_data(trained, shifted, context) -> None:
 
 def test_label_agreement(trained, slim, mlp, context) -> None:
     assert LabelAgreement().judge(trained, slim, context).value == 1.0
-    assert not LabelAgreement().judge(trained, mlp, context).passed
+    verdict = LabelAgreement().judge(trained, mlp, context)
+    assert not verdict.passed
+    x = torch.cat([batch.inputs[0] for batch in context.data.batches("val")])
+    equal = trained.load()(x).argmax(1) == mlp.load()(x).argmax(1)
+    assert 0 < verdict.value == int(equal.sum()) / len(x) < 1
 
 
 def test_drop_and_metric(trained, mlp, slim, context) -> None:
@@ -131,6 +135,17 @@ def test_what_has_no_weights_to_count_fails(context) -> None:
     for before, after in ((None, 2), (0, 2), (8, None), (None, None)):
         verdict = gate.judge(counted(before), counted(after), context)
         assert not verdict.passed and "of thing or thing cannot be counted" in verdict.reason
+
+
+def test_latency_is_that_of_both_at_the_gates_batch(slim, trained) -> None:
+    asked = []
+    found = SimpleNamespace(
+        interval=SimpleNamespace(low=1.5, high=9), after=SimpleNamespace(p50=2, p95=7.0)
+    )
+    timing = SimpleNamespace(compare_latency=lambda *given: asked.append(given) or found)
+    assert MinSpeedup(ratio=1, batch=3).value(trained, slim, timing) == 1.5
+    assert MaxLatency(p95_ms=1, batch=3).value(trained, slim, timing) == 7.0
+    assert asked == [(trained, slim, 3)] * 2
 
 
 def test_memory_is_that_of_the_result_at_the_gates_batch(slim, trained) -> None:
