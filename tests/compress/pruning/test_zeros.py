@@ -14,7 +14,13 @@ from compress.pruning import zeros as zeros_module
 from compress.pruning.calibrated import set_calibrated_zeros_
 from compress.pruning.sparsity import AddZeros, KeepZeros
 from compress.pruning.weights import in_groups, places
-from compress.pruning.zeros import smallest_of_neighbours, sparsegpt, unstructured, wanda
+from compress.pruning.zeros import (
+    neighbours,
+    smallest_of_neighbours,
+    sparsegpt,
+    unstructured,
+    wanda,
+)
 from compress.training.constraint import held
 from tests.compress.pruning.pruning_weight_nets import Many, Text, Transposed, Wide
 
@@ -48,6 +54,24 @@ def test_of_neighbours_the_highest_stay() -> None:
     assert zeros.tolist() == [[False, True, False, True, True, True, False, False]]
     of_groups = smallest_of_neighbours(score.reshape(2, 2, 2), (1, 2))
     assert of_groups.tolist() == [[[False, True], [False, True]], [[True, False], [True, False]]]
+
+
+@pytest.mark.parametrize("method", ["l1", "random"])
+def test_neighbours_are_channels_at_one_place_of_the_window(method: str) -> None:
+    net = Many().eval()
+    layouts = dict(places(net, [torch.randn(2, 1, 8, 8)]).readable((2, 4)).layouts)
+    layouts["attention.out_proj.weight"] = None
+    weights = {name: net.get_parameter(name) for name in layouts}
+    zeros = neighbours(weights, layouts, (2, 4), method)
+    assert set(zeros) == set(layouts) - {"attention.out_proj.weight"}
+    for name, where in zeros.items():
+        weight = weights[name].detach()
+        channels = weight.movedim(1, -1) if weight.dim() == 4 else weight
+        leaving = where.movedim(1, -1) if weight.dim() == 4 else where
+        order = channels.abs().reshape(-1, 4).argsort(1)
+        smallest = torch.zeros(order.shape, dtype=torch.bool).scatter_(1, order[:, :2], True)
+        assert (leaving.reshape(-1, 4).sum(1) == 2).all()
+        assert torch.equal(leaving.reshape(-1, 4), smallest) == (method == "l1")
 
 
 def test_wanda_weighs_with_what_is_read() -> None:

@@ -37,6 +37,10 @@ def test_equal_inputs_need_no_scale() -> None:
     assert best_power(weight, inputs.T @ inputs / len(inputs), rounded, 0.9) == 0
 
 
+def test_what_is_held_exactly_needs_no_scale() -> None:
+    assert best_power(torch.zeros(48, 64), torch.eye(64), rounded, 1.0) == 0
+
+
 def test_a_channel_that_is_always_silent_is_divided_by_a_finite_number() -> None:
     _, inputs = drawn(large=20)
     inputs[:, 5] = 0
