@@ -132,7 +132,7 @@ def _range(in_groups_OGS: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.
     low = in_groups_OGS.amin(-1).clamp(max=0)
     high = in_groups_OGS.amax(-1).clamp(min=0)
     scale = ((high - low) / (2**bits - 1)).clamp(min=SMALLEST_SCALE)
-    return scale, (-low / scale).round().clamp(0, 2**bits - 1)
+    return scale, (-low / scale).round()
 
 
 def _integers(

@@ -17,6 +17,7 @@ from compress.core.program import export_program
 from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
+from compress.quantization import smoothing
 from compress.quantization.calibrate import functional
 from compress.quantization.dynamic_stage import QuantizeDynamic
 from compress.quantization.families import families
@@ -122,6 +123,21 @@ def test_the_strength_is_the_least_that_is_about_the_best(
     least = min(strength for strength, gain in gains.items() if gain >= best - 1)
     assert best_strength(tensors[0], seen, scheme, best - 0.01) == least
     assert best_strength(tensors[0], seen, scheme, best + 0.01) == 0
+
+
+def test_what_is_held_exactly_is_not_smoothed() -> None:
+    rows = torch.tensor([[3.0, -1.0], [0.0, 2.0]])
+    seen = Seen(low_I=rows.amin(0), high_I=rows.amax(0), rows=[rows])
+    assert best_strength(torch.zeros(4, 2), seen, scheme_of("onnxruntime-cpu"), 0.0) == 0
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 3.0), (0.5, 3.0), (-3.0, -0.5), (0.0, 1e-9)])
+def test_activations_are_compared_as_integers_hold_them(low: float, high: float) -> None:
+    values = torch.linspace(-4, 4, 50, dtype=torch.float64)  # beyond both ends, too
+    for numbers in (scheme_of("onnxruntime-cpu").activations, scheme_of("tensorrt").activations):
+        found = smoothing._rounded_tensor(values, low, high, numbers)
+        expected = grid(values.numpy(), min(low, 0), max(high, 0), numbers.low, numbers.high)
+        assert found.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
