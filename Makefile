@@ -1,14 +1,16 @@
 # make demo   set up .venv and run pipelines/quickstart.yaml
 # make test   set up .venv and run every check and test
 # make docs   set up .venv and build the site of docs/ in build/site
+# make mutation   count the mutants of the mathematics that the tests kill (MUTANTS=compress.core.gate* for some)
 PYTHON ?= python3
 BIN := .venv/bin
 # One more than the cores that CI has: many tests wait for processes, servers and deadlines. The order
 # is that of tests/conftest.py: long tests first.
 WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
+CHILDREN ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test lint docs mutation clean
 
 demo: .venv/demo
 	$(BIN)/compress run pipelines/quickstart.yaml
@@ -28,6 +30,12 @@ lint: .venv/dev
 docs: .venv/dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# Forked after torch is imported, so one thread each; results are kept in mutants/, and a second run
+# looks at what changed.
+mutation: .venv/mutation
+	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children $(CHILDREN) $(MUTANTS)
+	$(BIN)/python tests/mutation/score.py
+
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv
 
@@ -39,5 +47,9 @@ docs: .venv/dev
 	$(BIN)/pip install -q -e '.[dev]'
 	touch $@ .venv/demo
 
+.venv/mutation: .venv/dev
+	$(BIN)/pip install -q -e '.[mutation]'
+	touch $@ .venv/dev .venv/demo
+
 clean:
-	rm -rf .venv runs build
+	rm -rf .venv runs build mutants

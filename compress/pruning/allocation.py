@@ -71,8 +71,8 @@ def allocate(
     return wanted
 
 
-def channels_kept(count: int, entries: int, ratio: float, round_to: int) -> int:
-    """Return how many channels stay: the nearest multiple, never none.
+def unit_of(count: int, entries: int, round_to: int) -> int:
+    """Return the number of channels of which a family keeps a multiple.
 
     Runtimes compute in blocks of channels: ONNX Runtime's convolutions on CPU in 16. A family that
     is narrower than two multiples is rounded to a half, a quarter … of it, so that it is still cut.
@@ -80,16 +80,8 @@ def channels_kept(count: int, entries: int, ratio: float, round_to: int) -> int:
     Args:
         count: channels in the family.
         entries: places that one channel takes along an axis, like a head's width.
-        ratio: fraction to remove.
         round_to: multiple that the axis should have.
     """
-    unit = unit_of(count, entries, round_to)
-    nearest = floor((1 - ratio) * count / unit + 0.5) * unit
-    return min(count, max(unit, nearest))
-
-
-def unit_of(count: int, entries: int, round_to: int) -> int:
-    """Return the number of channels of which a family keeps a multiple."""
     unit = round_to // gcd(round_to, entries)
     while unit > 1 and count < 2 * unit:
         unit //= 2

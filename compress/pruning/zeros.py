@@ -72,9 +72,9 @@ def neighbours(
 def smallest_of_neighbours(score: torch.Tensor, n_of_m: NofM) -> torch.Tensor:
     """Return where the last axis becomes zero so that of each m neighbours n stay: the highest."""
     n, m = n_of_m
-    groups = score.reshape(*score.shape[:-1], -1, m)
-    leaving = groups.topk(m - n, dim=-1, largest=False).indices
-    zeros = torch.zeros_like(groups, dtype=torch.bool).scatter_(-1, leaving, True)
+    groups = score.reshape(-1, m)
+    leaving = groups.topk(m - n, largest=False).indices
+    zeros = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, leaving, True)
     return zeros.reshape(score.shape)
 
 
@@ -97,7 +97,7 @@ def wanda(
     score = weight_goi.abs() * norm_gi.unsqueeze(-2)
     if n_of_m:
         return smallest_of_neighbours(score, n_of_m)
-    leaving = score.topk(round(amount * score.shape[-1]), dim=-1, largest=False).indices
+    leaving = score.topk(round(amount * score.shape[-1]), largest=False).indices
     return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, leaving, True)
 
 

@@ -68,15 +68,21 @@ class Histogram(torch.nn.Module):
         return upto[first] + (place - first) * counts[first] + self.zeros * (values > 0)
 
     def quantiles(self, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the values that these shares of all lie below, as far inside as they may be."""
+        """Return the values that these shares of all lie below, as far inside as they may be.
+
+        Args:
+            low: a share from 0, and less than 1.
+            high: a share above 0, and up to 1.
+        """
         counts = self.counts.double()
         counts[HALF] += self.zeros
         upto = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         wanted = torch.tensor([low, high], dtype=torch.float64, device=upto.device) * upto[-1]
-        left = torch.searchsorted(upto, wanted[0], right=True).clamp(1, 2 * HALF) - 1
-        right = torch.searchsorted(upto, wanted[1]).clamp(1, 2 * HALF) - 1
+        # Neither bin is empty: the one ends above its share, the other begins below.
+        left = torch.searchsorted(upto, wanted[0], right=True) - 1
+        right = torch.searchsorted(upto, wanted[1]) - 1
         bins = torch.stack([left, right])
-        part = (wanted - upto[bins]) / counts[bins].clamp(min=1)
+        part = (wanted - upto[bins]) / counts[bins]
         found = (bins - HALF + part) * self.width
         return found[0], found[1]
 

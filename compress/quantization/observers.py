@@ -95,7 +95,7 @@ class EntropyObserver(RangeObserver):
         """Return the range of least Kullback-Leibler divergence."""
         width = self.seen.width
         lowest = int(torch.floor(self.min_val.double() / width).clamp(max=0))
-        highest = int(torch.floor(self.max_val.double() / width).clamp(min=-1)) + 1
+        highest = int(torch.floor(self.max_val.double() / width)) + 1 if self.max_val > 0 else 0
         if "symmetric" in str(self.qscheme):
             highest = max(highest, -lowest)
             lowest = -highest

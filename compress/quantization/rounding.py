@@ -90,7 +90,8 @@ def optimal_brain(
     """Round input after input, and let the inputs to come make up for each one's error.
 
     After Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-    Transformers" (2023).
+    Transformers" (2023). Inputs that are 0 in every sample set no group's range: their weights are
+    clamped to the range of the others, where the paper's code sets them to 0.
 
     Args:
         weight_OI: a float32 weight; the inputs are a multiple of ``group_size``.
@@ -100,10 +101,14 @@ def optimal_brain(
     """
     left_OI = weight_OI.double().clone()
     update_II = inverse_factor(second_moment_II.double())
+    dead_I = second_moment_II.diagonal() == 0
     scales, zeros, columns = [], [], []
     for i in range(left_OI.shape[1]):
         if i % group_size == 0:
-            scale_O1, zero_O1 = _range(left_OI[:, None, i : i + group_size], bits)
+            group_OS, dead_S = left_OI[:, i : i + group_size], dead_I[i : i + group_size]
+            # A group without any live input costs nothing on the samples: it keeps its own range.
+            ranged_OS = group_OS if dead_S.all() else group_OS[:, ~dead_S]
+            scale_O1, zero_O1 = _range(ranged_OS[:, None], bits)
             scales.append(scale_O1)
             zeros.append(zero_O1)
         scale_O, zero_O = scales[-1][:, 0], zeros[-1][:, 0]
@@ -127,7 +132,7 @@ def _range(in_groups_OGS: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.
     low = in_groups_OGS.amin(-1).clamp(max=0)
     high = in_groups_OGS.amax(-1).clamp(min=0)
     scale = ((high - low) / (2**bits - 1)).clamp(min=SMALLEST_SCALE)
-    return scale, (-low / scale).round().clamp(0, 2**bits - 1)
+    return scale, (-low / scale).round()
 
 
 def _integers(

@@ -174,4 +174,4 @@ def _rounded_tensor(
 
 def _rounded_channels(weight_OI: torch.Tensor, numbers: IntegerFormat) -> torch.Tensor:
     scale_O1 = (weight_OI.abs().amax(1, keepdim=True) / numbers.high).clamp(min=SMALLEST)
-    return (weight_OI / scale_O1).round().clamp(numbers.low, numbers.high) * scale_O1
+    return (weight_OI / scale_O1).round() * scale_O1

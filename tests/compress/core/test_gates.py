@@ -1,5 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,11 +8,12 @@ import torch
 from compress.core.data import Splits
 from compress.core.eager import EagerModel
 from compress.core.errors import GateRefused
-from compress.core.gate import Gate
+from compress.core.gate import Gate, explain
 from compress.core.gates import (
     LabelAgreement,
     MaxDrop,
     MaxLatency,
+    MaxMemory,
     MaxParameters,
     MaxSize,
     MinMetric,
@@ -88,7 +90,11 @@ def test_parity_works_without_data(trained, shifted, context) -> None:
 
 def test_label_agreement(trained, slim, mlp, context) -> None:
     assert LabelAgreement().judge(trained, slim, context).value == 1.0
-    assert not LabelAgreement().judge(trained, mlp, context).passed
+    verdict = LabelAgreement().judge(trained, mlp, context)
+    assert not verdict.passed
+    x = torch.cat([batch.inputs[0] for batch in context.data.batches("val")])
+    equal = trained.load()(x).argmax(1) == mlp.load()(x).argmax(1)
+    assert 0 < verdict.value == int(equal.sum()) / len(x) < 1
 
 
 def test_drop_and_metric(trained, mlp, slim, context) -> None:
@@ -104,6 +110,83 @@ def test_drop_and_metric(trained, mlp, slim, context) -> None:
 
 def test_a_drop_of_exactly_the_limit_passes(context) -> None:
     assert MaxDrop(points=1.0).verdict(round(100 * (0.98 - 0.97), 9)).passed
+
+
+@pytest.mark.parametrize(
+    ("metric", "before", "after", "points"),
+    [
+        ("accuracy", 0.98, 0.97, 1),
+        ("accuracy", 0.98765, 0.97654, 1.111),
+        ("accuracy", 0.5, 0.75, -25),
+        ("loss", 0.1, 0.35, 25),
+    ],
+)
+def test_a_drop_is_in_hundredths_and_free_of_float_errors(metric, before, after, points) -> None:
+    scored = SimpleNamespace(metric=Metric(metric), score=lambda value: value)
+    assert MaxDrop(points=0).value(before, after, scored) == points
+
+
+def test_what_has_no_weights_to_count_fails(context) -> None:
+    def counted(number: int | None) -> SimpleNamespace:
+        return SimpleNamespace(parameters=lambda: number, kind="thing")
+
+    gate = MaxParameters(ratio=1)
+    assert gate.judge(counted(8), counted(2), context).value == 0.25
+    for before, after in ((None, 2), (0, 2), (8, None), (None, None)):
+        verdict = gate.judge(counted(before), counted(after), context)
+        assert not verdict.passed and "of thing or thing cannot be counted" in verdict.reason
+
+
+def test_latency_is_that_of_both_at_the_gates_batch(slim, trained) -> None:
+    asked = []
+    found = SimpleNamespace(
+        interval=SimpleNamespace(low=1.5, high=9), after=SimpleNamespace(p50=2, p95=7.0)
+    )
+    timing = SimpleNamespace(compare_latency=lambda *given: asked.append(given) or found)
+    assert MinSpeedup(ratio=1, batch=3).value(trained, slim, timing) == 1.5
+    assert MaxLatency(p95_ms=1, batch=3).value(trained, slim, timing) == 7.0
+    assert asked == [(trained, slim, 3)] * 2
+
+
+def test_memory_is_that_of_the_result_at_the_gates_batch(slim, trained) -> None:
+    asked = []
+    counting = SimpleNamespace(peak_memory=lambda *given: asked.append(given) or 12.5)
+    assert MaxMemory(mebibytes=12.5, batch=3).judge(trained, slim, counting).passed
+    assert not MaxMemory(mebibytes=12.4, batch=3).judge(trained, slim, counting).passed
+    assert asked == [(slim, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("gate", "passing", "failing"),
+    [
+        (Parity(atol=0.5, against="x"), 0.5, 0.5000001),
+        (MinMetric(at=0.9), 0.9, 0.8999999),
+        (MinSpeedup(ratio=2, batch=8), 2.0, 1.9999999),
+        (MaxSize(ratio=0.25), -1.0, 0.2500001),
+    ],
+)
+def test_a_verdict_holds_the_value_against_the_limit(gate: Gate, passing, failing) -> None:
+    verdict = gate.verdict(passing)
+    assert verdict.passed and verdict.value == passing and verdict.reason == ""
+    assert verdict.gate == gate.gate and verdict.limit == gate.limit
+    assert verdict.against == {"parity": "x", "min_metric": None}.get(gate.gate, "input")
+    assert not gate.verdict(failing).passed
+    for value in (None, float("inf"), -float("inf"), float("nan")):
+        refused = gate.verdict(value)
+        assert not refused.passed and refused.value is None
+        assert refused.reason == "the measured value is not finite"
+    assert gate.verdict(None, "no data").reason == "no data"
+
+
+def test_a_verdict_is_explained_in_one_line() -> None:
+    gate = MinSpeedup(ratio=2, batch=8)
+    rule = "speedup at batch 8 >= 2 with 95 % confidence"
+    assert explain(gate.verdict(1.23456)) == f"min_speedup: {rule}, found 1.235"
+    assert explain(gate.verdict(None, "no data")) == f"min_speedup: {rule}, no data"
+    against = Parity(atol=0.5, against="train").verdict(0.25)
+    assert explain(against) == "parity against train: max |difference| <= 0.5, found 0.25"
+    alone = MinMetric(at=0.9).verdict(0.95)
+    assert explain(alone) == "min_metric: metric >= 0.9, found 0.95"
 
 
 def test_size_and_parameters(trained, slim, context) -> None:

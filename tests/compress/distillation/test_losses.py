@@ -116,6 +116,18 @@ def test_angles_are_those_of_every_three_samples(logits):
     assert float(losses.relational_angles(student, teacher)) == pytest.approx(total / 64, rel=1e-4)
 
 
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+def test_relations_do_not_depend_on_the_size_of_features(logits, size):
+    student, teacher = logits
+    for distance in (losses.relational_distances, losses.relational_angles):
+        expected = float(distance(student, teacher))
+        assert float(distance(size * student, teacher)) == pytest.approx(expected, rel=1e-3)
+        assert float(distance(student, size * teacher)) == pytest.approx(expected, rel=1e-3)
+    images = [x.reshape(8, 5, 1, 1) for x in logits]
+    assert losses.relational_distances(*images) == losses.relational_distances(*logits)
+    assert losses.relational_distances(student[:1], teacher[:1]) == 0  # nothing to be apart from
+
+
 def test_attention_is_where_channels_are_large_and_maps_of_two_sizes_meet():
     student = torch.zeros(1, 2, 2, 2)
     student[0, :, 0, 0] = torch.tensor([3.0, 4.0])  # the map is 25 at one place
@@ -125,6 +137,14 @@ def test_attention_is_where_channels_are_large_and_maps_of_two_sizes_meet():
     assert found == pytest.approx((1 - math.sqrt(0.5)) ** 2 + 0.5)
     larger = teacher.repeat_interleave(2, 2).repeat_interleave(2, 3)
     assert float(losses.attention_distance(student, larger)) == pytest.approx(found)
+    tall, wide = torch.rand(3, 2, 4, 2), torch.rand(3, 5, 2, 6)
+    maps = [
+        tall.square().sum(1).reshape(3, 2, 2, 2).mean(2),  # rows by twos
+        wide.square().sum(1).reshape(3, 2, 2, 3).mean(3),  # columns by threes
+    ]
+    unit = [m.flatten(1) / m.flatten(1).norm(dim=1, keepdim=True) for m in maps]
+    expected = float((unit[0] - unit[1]).square().sum()) / 3
+    assert float(losses.attention_distance(tall, wide)) == pytest.approx(expected, rel=1e-5)
     tokens = torch.tensor([[[3.0, 4.0], [0, 0]]])
     other = torch.tensor([[[0.0], [1.0]]])
     assert float(losses.attention_distance(tokens, other)) == pytest.approx(2)
@@ -136,6 +156,7 @@ def test_similarity_compares_inner_products_of_a_batch():
     r = math.sqrt(0.5)
     expected = 2 * ((1 - r) ** 2 + r**2) / 4
     assert float(losses.similarity_distance(student, teacher)) == pytest.approx(expected)
+    assert float(losses.similarity_distance(student[..., None], teacher)) == pytest.approx(expected)
 
 
 def test_contrast_is_the_log_chance_of_the_right_one_less_the_teachers_own():
@@ -151,6 +172,17 @@ def test_hints_compare_channels():
     teacher = torch.tensor([[[[4.0]], [[3.0]]]])
     assert float(losses.hint_distance(student, teacher, "mse")) == pytest.approx(1)
     assert float(losses.hint_distance(student, teacher, "cosine")) == pytest.approx(0.04)
+    images = torch.rand(2, 3, 4, 5), torch.rand(2, 3, 4, 5)
+    tokens = [x.movedim(1, -1).flatten(1, 2) for x in images]
+    cosines = [
+        float(a @ b / (a.norm() * b.norm()))
+        for a, b in zip(*(x.flatten(0, 1) for x in tokens), strict=True)
+    ]
+    expected = 1 - sum(cosines) / len(cosines)
+    for pair in (images, tokens):
+        assert float(losses.hint_distance(*pair, "cosine")) == pytest.approx(expected, rel=1e-4)
+        mean = float((pair[0] - pair[1]).square().mean())
+        assert float(losses.hint_distance(*pair, "mse")) == pytest.approx(mean)
 
 
 def maps():

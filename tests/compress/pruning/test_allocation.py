@@ -1,6 +1,7 @@
 """How many channels stay: shares, caps, rounding, and targets."""
 
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,56 @@ def test_uniform_removes_the_same_share_of_each() -> None:
     limits = Limits(round_to=1)
     assert allocate(ranked(STRONG, WEAK), 0.5, limits) == [2, 2]
     assert allocate(ranked(STRONG, WEAK), 0.9, Limits(round_to=1, min_channels=3)) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("count", "entries", "ratio", "round_to", "kept"),
+    [
+        (64, 1, 0.5, 16, 32),
+        (64, 1, 0.4, 16, 32),  # 38.4 is nearer to 32 than to 48
+        (64, 1, 0.35, 16, 48),
+        (64, 1, 0.99, 16, 16),
+        (64, 1, 0.05, 16, 64),
+        (24, 1, 0.5, 16, 16),  # too narrow for two sixteens: eights
+        (8, 1, 0.5, 16, 4),
+        (3, 1, 0.9, 16, 1),
+        (12, 64, 0.5, 16, 6),  # heads 64 wide are multiples of 16 already
+        (8, 8, 0.4, 16, 4),
+        (10, 4, 0.75, 6, 3),  # 6 and 4 have 2 in common: threes
+        (32, 1, 0.5, 16, 16),  # two sixteens are wide enough
+        (6, 1, 0.25, 1, 5),  # 4.5 is rounded up
+    ],
+)
+def test_the_nearest_multiple_stays(
+    count: int, entries: int, ratio: float, round_to: int, kept: int
+) -> None:
+    family = Ranked(SimpleNamespace(), torch.arange(count), entries, count)
+    assert allocate([family], ratio, Limits(round_to=round_to)) == [kept]
+
+
+@pytest.mark.parametrize("comparable", [True, False])
+@pytest.mark.parametrize("ratio", [0.2, 0.45, 0.7, 0.95])
+def test_of_all_channels_the_best_stay(ratio: float, comparable: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    families = [
+        Ranked(SimpleNamespace(), torch.rand(n, generator=generator) * size, 1, original)
+        for n, size, original in ((12, 3.0, 12), (7, 1.0, 10), (9, 2.0, 9), (2, 0.0, 10))
+    ]
+    limits = Limits("global", 1, 2, max_ratio=0.7)
+    kept = [min(len(f.scores), max(2, math.ceil(0.3 * f.original - 1e-9))) for f in families]
+    left = [
+        sorted(
+            (s / (1.0 if comparable else f.scores.mean().item() or 1.0) for s in f.scores),
+            reverse=True,
+        )[k:]
+        for f, k in zip(families, kept, strict=True)
+    ]
+    # One by one, the best that is left of any family. Earlier cuts left the last one two channels.
+    while sum(kept) < round((1 - ratio) * 41) and any(left):
+        best = max((i for i in range(4) if left[i]), key=lambda i: left[i][0])
+        left[best].pop(0)
+        kept[best] += 1
+    assert allocate(families, ratio, limits, comparable=comparable) == kept
 
 
 def test_global_compares_all_channels_up_to_a_cap() -> None:

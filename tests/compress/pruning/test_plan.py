@@ -8,7 +8,6 @@ from torch import nn
 
 from compress.core.errors import PipelineInvalid, StageFailed
 from compress.core.surgery import keep_indices_
-from compress.pruning.allocation import channels_kept
 from compress.pruning.cuts import ChannelCut
 from compress.pruning.plan import modules_excluded, plan_cut
 from tests.compress.pruning import pruning_linear_nets as linear_nets
@@ -262,25 +261,6 @@ def test_a_pattern_reaches_what_lies_inside() -> None:
     assert modules_excluded(module, ["attention"])["attention.query"] == "attention"
     with pytest.raises(PipelineInvalid, match=r"no module matches 'atention'.*'attention'"):
         modules_excluded(module, ["atention"])
-
-
-@pytest.mark.parametrize(
-    ("count", "entries", "ratio", "round_to", "kept"),
-    [
-        (64, 1, 0.5, 16, 32),
-        (64, 1, 0.4, 16, 32),  # 38.4 is nearer to 32 than to 48
-        (64, 1, 0.35, 16, 48),
-        (64, 1, 0.99, 16, 16),
-        (64, 1, 0.05, 16, 64),
-        (24, 1, 0.5, 16, 16),  # too narrow for two sixteens: eights
-        (8, 1, 0.5, 16, 4),
-        (3, 1, 0.9, 16, 1),
-        (12, 64, 0.5, 16, 6),  # heads 64 wide are multiples of 16 already
-        (8, 8, 0.4, 16, 4),
-    ],
-)
-def test_channels_kept(count: int, entries: int, ratio: float, round_to: int, kept: int) -> None:
-    assert channels_kept(count, entries, ratio, round_to) == kept
 
 
 def test_a_model_that_cannot_be_traced_says_so() -> None:

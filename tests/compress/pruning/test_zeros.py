@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,10 +10,17 @@ from torch import nn
 from compress.core.batch import Batch
 from compress.core.errors import PipelineInvalid
 from compress.core.stage import silent
+from compress.pruning import zeros as zeros_module
 from compress.pruning.calibrated import set_calibrated_zeros_
 from compress.pruning.sparsity import AddZeros, KeepZeros
 from compress.pruning.weights import in_groups, places
-from compress.pruning.zeros import smallest_of_neighbours, sparsegpt, unstructured, wanda
+from compress.pruning.zeros import (
+    neighbours,
+    smallest_of_neighbours,
+    sparsegpt,
+    unstructured,
+    wanda,
+)
 from compress.training.constraint import held
 from tests.compress.pruning.pruning_weight_nets import Many, Text, Transposed, Wide
 
@@ -44,6 +52,26 @@ def test_of_neighbours_the_highest_stay() -> None:
     score = torch.tensor([[4.0, 1.0, 3.0, 2.0, 0.0, 0.0, 5.0, 6.0]])
     zeros = smallest_of_neighbours(score, (2, 4))
     assert zeros.tolist() == [[False, True, False, True, True, True, False, False]]
+    of_groups = smallest_of_neighbours(score.reshape(2, 2, 2), (1, 2))
+    assert of_groups.tolist() == [[[False, True], [False, True]], [[True, False], [True, False]]]
+
+
+@pytest.mark.parametrize("method", ["l1", "random"])
+def test_neighbours_are_channels_at_one_place_of_the_window(method: str) -> None:
+    net = Many().eval()
+    layouts = dict(places(net, [torch.randn(2, 1, 8, 8)]).readable((2, 4)).layouts)
+    layouts["attention.out_proj.weight"] = None
+    weights = {name: net.get_parameter(name) for name in layouts}
+    zeros = neighbours(weights, layouts, (2, 4), method)
+    assert set(zeros) == set(layouts) - {"attention.out_proj.weight"}
+    for name, where in zeros.items():
+        weight = weights[name].detach()
+        channels = weight.movedim(1, -1) if weight.dim() == 4 else weight
+        leaving = where.movedim(1, -1) if weight.dim() == 4 else where
+        order = channels.abs().reshape(-1, 4).argsort(1)
+        smallest = torch.zeros(order.shape, dtype=torch.bool).scatter_(1, order[:, :2], True)
+        assert (leaving.reshape(-1, 4).sum(1) == 2).all()
+        assert torch.equal(leaving.reshape(-1, 4), smallest) == (method == "l1")
 
 
 def test_wanda_weighs_with_what_is_read() -> None:
@@ -51,6 +79,13 @@ def test_wanda_weighs_with_what_is_read() -> None:
     gram = torch.diag(torch.tensor([100.0, 1.0, 1.0, 0.01]))[None]
     assert wanda(weight, gram, 0.5, None).tolist() == [[[False, True, False, True]]]
     assert wanda(weight, gram, 0.0, (1, 2)).tolist() == [[[False, True, False, True]]]
+    groups = torch.tensor([[[1.0, 2, 3], [3, 2, 1]], [[-9.0, 8, -7], [4, -6, 9]]])
+    diagonals = torch.tensor([[1.0, 1, 1], [1.0, 0.25, -1e-9]])  # rounding may leave less than 0
+    grams = torch.diag_embed(diagonals) + 7 - 7 * torch.eye(3)
+    assert wanda(groups, grams, 1 / 3, None).tolist() == [
+        [[True, False, False], [False, False, True]],
+        [[False, False, True], [False, False, True]],
+    ]
 
 
 @pytest.mark.parametrize(("n_of_m", "amount"), [(None, 0.5), ((2, 4), 0.0)])
@@ -79,6 +114,43 @@ def test_sparsegpt_with_one_zero_is_optimal_brain_surgeon() -> None:
     expected = weight[0, 0] - weight[0, 0, 0] / inverse[0, 0] * inverse[0]
     assert found[0, 0, 0] == 0
     torch.testing.assert_close(found[0, 0, 1:], expected[1:])
+
+
+@pytest.mark.parametrize(
+    ("n_of_m", "amount", "block"), [(None, 0.4, 8), ((2, 4), 0.0, 8), ((1, 3), 0.0, 6)]
+)
+def test_sparsegpt_is_the_papers_algorithm(monkeypatch, n_of_m, amount, block) -> None:
+    """Algorithm 1, the Hessian of the columns to come inverted anew at each."""
+    monkeypatch.setattr(zeros_module, "BLOCK", 8)
+    x = torch.stack([activations(width=12, seed=seed) for seed in (0, 1)])
+    x[0, :, 4] = 0
+    gram = x.mT @ x
+    weight = torch.randn(2, 5, 12, dtype=torch.float64, generator=torch.manual_seed(2))
+    before = weight.clone()
+    found = sparsegpt(weight, gram, amount, n_of_m)
+    assert torch.equal(weight, before)
+    for g in range(2):
+        left, moment = weight[g].numpy().copy(), gram[g].numpy()
+        dead = np.diag(moment) == 0
+        hessian = moment + 0.01 * np.diag(moment).mean() * np.eye(12)
+        hessian[dead, dead] = 1
+        left[:, dead] = 0
+        inverses = [np.linalg.inv(hessian[i:, i:]) for i in range(12)]
+        denominator = np.array([inverse[0, 0] for inverse in inverses])
+        zeros = np.zeros_like(left, dtype=bool)
+        for i in range(12):
+            if n_of_m is None and i % block == 0:
+                score = (left**2 / denominator)[:, i : i + block]
+                least = np.argsort(score, axis=None)[: round(amount * score.size)]
+                zeros[:, i : i + block].flat[least] = True  # of all rows together
+            if n_of_m and i % n_of_m[1] == 0:
+                score = (left**2 / denominator)[:, i : i + n_of_m[1]]
+                for row, order in enumerate(np.argsort(score, axis=1)):
+                    zeros[row, i + order[: n_of_m[1] - n_of_m[0]]] = True
+            removed = np.where(zeros[:, i], left[:, i], 0)
+            left[:, i:] -= removed[:, None] / inverses[i][0, 0] * inverses[i][0]
+            left[zeros[:, i], i] = 0
+        np.testing.assert_allclose(found[g].numpy(), left, rtol=1e-8, atol=1e-12)
 
 
 def test_what_is_always_zero_needs_no_weight() -> None:

@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from compress.quantization.awq import best_power, scales
+from compress.quantization.awq import POWERS, best_power, scales
 from compress.quantization.rounding import round_to_nearest
 
 BITS, GROUP = 4, 16
@@ -36,9 +37,40 @@ def test_equal_inputs_need_no_scale() -> None:
     assert best_power(weight, inputs.T @ inputs / len(inputs), rounded, 0.9) == 0
 
 
+def test_what_is_held_exactly_needs_no_scale() -> None:
+    assert best_power(torch.zeros(48, 64), torch.eye(64), rounded, 1.0) == 0
+
+
 def test_a_channel_that_is_always_silent_is_divided_by_a_finite_number() -> None:
     _, inputs = drawn(large=20)
     inputs[:, 5] = 0
     scale = scales(inputs.T @ inputs / len(inputs), 1.0)
     assert torch.isfinite(scale).all()
     assert (scale > 0).all()
+
+
+@pytest.mark.parametrize("power", [0.3, 1.0])
+def test_scales_are_powers_of_the_root_mean_square(power: float) -> None:
+    moment = torch.diag(torch.tensor([4.0, 1.0, 0.0, 1e-12])) + 0.5 - 0.5 * torch.eye(4)
+    sizes = torch.tensor([2.0, 1.0, 0.0, 1e-6]) / 2
+    expected = sizes.clamp(min=1e-4) ** power
+    expected /= (1e-4**power) ** 0.5  # the largest is 1, and the mean of the ends' logarithms 0
+    torch.testing.assert_close(scales(moment, power), expected)
+    torch.testing.assert_close(scales(100 * moment, power), scales(moment, power))
+    assert torch.equal(scales(torch.zeros(3, 3), power), torch.ones(3))
+
+
+@pytest.mark.parametrize("large", [3, 20, 100])
+def test_the_power_is_that_of_the_least_error_on_the_samples(large: float) -> None:
+    weight, inputs = drawn(large)
+    moment = inputs.T @ inputs / len(inputs)
+
+    def error(scale: torch.Tensor) -> float:
+        answers = (inputs / scale).double() @ rounded(weight * scale).T.double()
+        return float((answers - inputs.double() @ weight.T.double()).square().sum())
+
+    errors = [error(scales(moment, power)) for power in POWERS]
+    best = POWERS[errors.index(min(errors))]
+    left = min(errors) / error(torch.ones(64))
+    assert best_power(weight, moment, rounded, left * 1.001) == best
+    assert best_power(weight, moment, rounded, left * 0.999) == 0

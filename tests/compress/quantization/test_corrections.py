@@ -15,6 +15,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.quantization import adaround
+from compress.quantization.bias import correct_bias_
 from compress.quantization.calibrate import fit_ranges_, functional, observe_
 from compress.quantization.corrections import Corrections
 from compress.quantization.equalization import equalize_
@@ -23,7 +24,14 @@ from compress.quantization.pt2e import convert_pt2e, prepare_pt2e
 from compress.quantization.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.scheme import scheme_of
 from compress.quantization.static_stage import QuantizeStatic
-from compress.quantization.weighted import behind, layers_of, weight_observer_of, weight_of
+from compress.quantization.weighted import (
+    behind,
+    bias_of,
+    layers_of,
+    put_weight_,
+    weight_observer_of,
+    weight_of,
+)
 
 HERE = Path(__file__).parent
 IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
@@ -110,6 +118,46 @@ def test_equalized_channels_share_a_range_and_answers_stay(digits: Splits) -> No
     made_O, read_O = first.flatten(1).abs().amax(1), depthwise.flatten(1).abs().amax(1)
     torch.testing.assert_close(made_O, read_O, rtol=1e-3, atol=0)
     torch.testing.assert_close(read_O, pointwise.abs().amax((0, 2, 3)), rtol=1e-3, atol=0)
+
+
+def test_channels_that_are_never_made_or_never_read_keep_their_weights(digits: Splits) -> None:
+    graph = prepared("depthwise")
+    first, depthwise, *_ = layers_of(graph)
+    made, read = weight_of(graph, first).clone(), weight_of(graph, depthwise).clone()
+    made[0], read[1], made[2], read[2] = 0, 0, 0, 0
+    put_weight_(graph, first, made)
+    put_weight_(graph, depthwise, read)
+    images = sample(digits)[0].inputs[0]
+    with torch.no_grad():
+        expected = graph(images)
+        equalize_(graph)
+        torch.testing.assert_close(graph(images), expected, rtol=1e-4, atol=1e-5)
+    for layer, before in ((first, made), (depthwise, read)):
+        after = weight_of(graph, layer)
+        assert after.isfinite().all()
+        assert torch.equal(after[:3] == 0, before[:3] == 0)
+    assert torch.equal(weight_of(graph, first)[1], made[1])
+
+
+def test_a_corrected_bias_takes_back_the_mean_shift(digits: Splits) -> None:
+    graph, batches = prepared("depthwise"), sample(digits)
+    observe_(graph, IMAGE, batches, lambda seen: None)
+    fit_ranges_(graph)
+    floats = [torch.randn(n, 1, 8, 8, generator=torch.Generator().manual_seed(n)) for n in (3, 5)]
+    layer = layers_of(graph)[0]
+    weight, before = weight_of(graph, layer), bias_of(graph, layer)
+    scale = weight_observer_of(graph, layer).calculate_qparams()[0].view(-1, 1, 1, 1)
+    held = (weight / scale).round().clamp(-3, 3) * scale
+    pairs = [(x, (4 * x).round() / 4) for x in floats]
+    options = layer.args[3:]
+    exact, found = (
+        torch.cat([layer.target(p[i], w, None, *options).double() for p in pairs])
+        for i, w in ((0, weight), (1, held))
+    )
+    correct_bias_(graph, layer, weight, pairs)
+    expected = before.double() + (exact - found).mean((0, 2, 3))
+    torch.testing.assert_close(bias_of(graph, layer).double(), expected, rtol=1e-5, atol=1e-7)
+    assert (expected - before).abs().max() > 1e-3
 
 
 def test_what_cuts_at_a_number_is_not_equalized() -> None:

@@ -135,12 +135,28 @@ def test_a_learned_step_has_the_papers_gradient(axis: int | None) -> None:
     torch.testing.assert_close(log_scale.grad, step.grad / scale)
 
 
-def test_no_gradient_moves_a_learned_step_by_more_than_its_own_size() -> None:
+@pytest.mark.parametrize("size", [1e6, -1e6])
+def test_no_gradient_moves_a_learned_step_by_more_than_its_own_size(size: float) -> None:
     log_scale = torch.tensor([0.2]).log().requires_grad_()
     grid = torch.tensor([3], dtype=torch.int32), None, 0, 15
     rounded = LearnedStep.rounded(torch.linspace(-2, 2, 9), log_scale.exp(), *grid)
-    (1e6 * rounded.sum()).backward()
-    assert log_scale.grad.abs().tolist() == pytest.approx([1.0])
+    (size * rounded.sum()).backward()
+    # Three values lie beyond the lower end, at -3 steps, so that smaller steps make the sum larger.
+    assert log_scale.grad.tolist() == pytest.approx([-1.0 if size > 0 else 1.0])
+
+
+@pytest.mark.parametrize(
+    ("axis", "shape", "sharing"), [(None, (7,), 1), (None, (2, 3, 4), 12), (1, (2, 3, 4), 8)]
+)
+def test_a_steps_gradient_is_divided_by_the_root_of_what_shares_it(axis, shape, sharing) -> None:
+    """Esser et al., section 2.2: N is the number of features of a sample, or of a channel."""
+    count = 1 if axis is None else shape[axis]
+    log_scale = torch.full((count,), 0.1).log().requires_grad_()
+    zero_point = torch.full((count,), 2, dtype=torch.int32)
+    values = torch.full(shape, 9.0)  # beyond the range, whose end lies 13 steps above 0
+    (1e-3 * LearnedStep.rounded(values, log_scale.exp(), zero_point, axis, 0, 15)).sum().backward()
+    each = 1e-3 * 13 * values.numel() / count / (sharing * 15) ** 0.5
+    assert log_scale.grad.tolist() == pytest.approx([each / 0.1] * count)
 
 
 def test_a_checkpoint_knows_what_is_frozen() -> None:

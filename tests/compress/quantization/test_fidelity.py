@@ -18,7 +18,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from compress.quantization.comparison import compare
-from compress.quantization.deviation import LARGEST_DB, Deviation
+from compress.quantization.deviation import LARGEST_DB
 from compress.quantization.dynamic_stage import QuantizeDynamic
 from compress.quantization.fidelity import Fidelity
 from compress.quantization.static_stage import QuantizeStatic
@@ -190,14 +190,3 @@ def test_labels_are_compared_where_the_metric_is_about_labels(tmp_path: Path) ->
     model = source(tmp_path / "source", "networks:mlp")
     context = Context(tmp_path / "int8", data, metric=Metric("fidelity"))
     assert fidelity(QuantizeDynamic()(model, context)).label_agreement is not None
-
-
-def test_deviations_add_up() -> None:
-    deviation, other = Deviation(), Deviation()
-    a, b = torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([[3.0, 4.0], [0.0, 1.0]])
-    for row in range(2):
-        deviation.add(a[row : row + 1], b[row : row + 1])
-    other.add(a, b)
-    assert deviation == other
-    assert deviation.cosine == pytest.approx(0.5)
-    assert deviation.sqnr_db == pytest.approx(10 * torch.log10(torch.tensor(26 / 2)).item())

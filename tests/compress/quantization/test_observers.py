@@ -6,6 +6,8 @@ import pytest
 import torch
 from torchao.quantization.pt2e.fake_quantize import FakeQuantize
 
+from compress.quantization import histogram as histogram_module
+from compress.quantization import observers as observers_module
 from compress.quantization.histogram import HALF, Histogram
 from compress.quantization.observers import (
     OBSERVERS,
@@ -104,6 +106,42 @@ def test_shares_below_are_those_of_the_values(kind: str) -> None:
     assert (found - expected).abs().max() < 0.005 * len(x)
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Histogram:
+    """Return a histogram of eight bins that are 0.5 wide, with 11 values."""
+    monkeypatch.setattr(histogram_module, "HALF", 4)
+    values = torch.tensor([-1.9, -1.8, -1.75, -0.1, 0, 0, 0, 0.2, 0.6, 0.7, 1.6])
+    histogram = Histogram()
+    histogram.add_(values)
+    assert histogram.counts.tolist() == [3, 0, 0, 1, 1, 2, 0, 1]
+    return histogram
+
+
+def test_values_lie_evenly_spread_within_their_bins(few: Histogram) -> None:
+    at = torch.tensor([-9, -2, -1.8, -1.2, -0.25, -1e-9, 0, 1e-9, 0.1, 0.8, 1.4, 1.5, 1.8, 2, 9])
+    at = at.double()
+    upto = np.concatenate([[0], few.counts.cumsum(0)])
+    expected = np.interp(at, np.linspace(-2, 2, 9), upto) + 3 * (at.numpy() > 0)
+    assert few.below(at).tolist() == pytest.approx(expected.tolist(), rel=1e-12)
+
+
+@pytest.mark.parametrize("low", [0.0, 1e-9, 0.1, 3 / 11, 0.3, 0.4])
+@pytest.mark.parametrize("high", [0.5, 0.7, 10 / 11, 0.95, 1 - 1e-9, 1.0])
+def test_quantiles_are_as_far_inside_as_they_may_be(
+    few: Histogram, low: float, high: float
+) -> None:
+    """As many values as asked for lie beyond; of a gap between values the inner end is taken."""
+    counts = [3, 0, 0, 1, 4, 2, 0, 1]  # zeros go with what lies above them
+    edges, upto = np.linspace(-2, 2, 9), np.concatenate([[0], np.cumsum(counts)])
+    last = max(b for b in range(8) if upto[b] <= low * 11 and counts[b])
+    first = min(b for b in range(8) if upto[b + 1] >= high * 11 and counts[b])
+    expected = [
+        edges[b] + 0.5 * (s * 11 - upto[b]) / counts[b] for b, s in ((last, low), (first, high))
+    ]
+    found = [float(value) for value in few.quantiles(low, high)]
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["normal", "heavy", "relu", "shifted"])
 @pytest.mark.parametrize("percentile", [90, 99.9])
 def test_a_percentile_is_that_of_the_values(kind: str, percentile: float) -> None:
@@ -150,6 +188,30 @@ def test_the_modelled_error_is_that_of_the_values() -> None:
     assert modelled.tolist() == pytest.approx(found, rel=0.01)
 
 
+@pytest.mark.parametrize("options", [ASYMMETRIC, SYMMETRIC, ASYMMETRIC | {"quant_max": 15}])
+def test_the_modelled_error_is_the_integral_over_bins(options: dict) -> None:
+    """Midpoints of 400 parts of each bin, in which values lie evenly spread."""
+    observer = made("mse", **options)
+    observer(torch.tensor([-0.8, -0.3, -0.3, 0.0, 0.1, 0.45, 0.9, 0.95]))
+    low, high = torch.tensor([-0.8, -0.5, 0.0]).double(), torch.tensor([0.95, 0.3, 0.9]).double()
+    expected = []
+    for a, b in zip(low, high, strict=True):
+        scale, zero = observer._calculate_qparams(a.float(), b.float())
+        ends = (
+            (observer.quant_min - zero) * scale.double(),
+            (observer.quant_max - zero) * scale.double(),
+        )
+        total = 0.0
+        for bin_, count in enumerate(observer.seen.counts.tolist()):
+            if count:
+                edge, width = float(observer.seen.edges()[bin_]), observer.seen.width
+                x = edge + width * (torch.arange(400).double() + 0.5) / 400
+                nearest = ((x / scale).round() * scale).clamp(*ends)
+                total += count * float((x - nearest).square().mean())
+        expected.append(total)
+    assert observer.error(low, high).tolist() == pytest.approx(expected, rel=1e-3)
+
+
 def test_symmetric_ranges_are_searched_too() -> None:
     x = sample("heavy", 10_000)
     observer = made("mse", **SYMMETRIC)
@@ -191,6 +253,51 @@ def test_entropy_is_that_of_the_written_out_algorithm() -> None:
     assert float(low) == 0
     assert float(high) == naive_entropy(x.double().numpy(), 256, observer.seen.width)
     assert float(high) < 0.2 * float(x.max())
+
+
+def written_out(x: np.ndarray, observer: RangeObserver, symmetric: bool) -> list[float]:
+    """Return the range of least divergence, its ends equally far from zero, within the values'."""
+    width, levels = observer.seen.width, observer.quant_max - observer.quant_min + 1
+    bins = np.floor(x[x != 0] / width).astype(int)
+    lowest, highest = min(bins.min(), 0), max(bins.max(), -1) + 1
+    if symmetric:
+        lowest, highest = min(lowest, -highest), max(highest, -lowest)
+    reach = max(-lowest, highest)
+    start = min(reach, levels if 0 in (lowest, highest) else levels // 2)
+    found = []
+    for r in [*range(start, reach, 32), reach]:
+        a, b = max(lowest, -r), min(highest, r)
+        p = np.array([(bins == i).sum() for i in range(a, b)], dtype=float)
+        level = np.arange(b - a) * levels // (b - a)
+        cells = [p[(level == own) & (p > 0)] for own in level]
+        q = np.array([cell.mean() if n else 0 for cell, n in zip(cells, p, strict=True)])
+        p[0] += (bins < a).sum()
+        p[-1] += (bins >= b).sum()
+        p, q = p / p.sum(), q / max(q.sum(), 1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            kl = np.where(p > 0, p * np.log(p / q), 0).sum()
+        found.append((kl, a, b))
+    _, a, b = min(found)
+    return [a * width, b * width]
+
+
+@pytest.mark.parametrize("kind", ["normal", "shifted", "below", "narrow"])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_entropy_is_written_out_on_both_sides_of_zero(
+    monkeypatch: pytest.MonkeyPatch, kind: str, symmetric: bool
+) -> None:
+    for module in (histogram_module, observers_module):
+        monkeypatch.setattr(module, "HALF", 256)
+    drawn = {"below": lambda: -sample("relu", 500), "narrow": lambda: sample("normal", 500) / 9 + 1}
+    x = drawn.get(kind, lambda: sample(kind, 500))()
+    low, high = (0, 15) if kind == "narrow" else (0, 7)
+    options = {"quant_min": low, "quant_max": high} | (
+        {"qscheme": torch.per_tensor_symmetric} if symmetric else {}
+    )
+    observer = EntropyObserver(**{**ASYMMETRIC, **options})
+    observer(x)
+    found = [float(end) for end in observer.choose()]
+    assert found == written_out(x.double().numpy(), observer, symmetric)
 
 
 def test_entropy_reaches_equally_far_to_both_sides() -> None:

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,90 @@ def inputs() -> torch.Tensor:
     return torch.randn(512, 16, generator=generator) @ mixing + 0.1 * torch.randn(
         512, 64, generator=generator
     )
+
+
+def affine(group: np.ndarray, bits: int) -> tuple[float, float, np.ndarray]:
+    """Return scale, zero point and integers of one group, as ONNX's DynamicQuantizeLinear."""
+    top = 2**bits - 1
+    low, high = min(0.0, group.min()), max(0.0, group.max())
+    scale = max((high - low) / top, 2.0**-60)
+    zero = np.clip(np.round(-low / scale), 0, top)
+    return scale, zero, np.clip(np.round(group / scale + zero), 0, top)
+
+
+def unlike_groups() -> torch.Tensor:
+    """Return a float64 weight with groups of 8 that lie about 0, above it, below it, and at it."""
+    drawn = torch.from_numpy(np.random.default_rng(0).standard_normal((4, 32)))
+    return drawn * torch.tensor([1.0, 1.0, 1.0, 0.0]).repeat_interleave(8) + torch.tensor(
+        [0.3, 6.0, -6.0, 0.0]
+    ).repeat_interleave(8)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_to_nearest_is_the_affine_grid_whose_range_holds_zero(bits: int) -> None:
+    weight = unlike_groups()
+    found = round_to_nearest(weight, bits, 8)
+    for o, g in np.ndindex(4, 4):
+        scale, zero, integers = affine(weight[o, 8 * g : 8 * g + 8].numpy(), bits)
+        assert float(found.scale_OG[o, g]) == scale
+        assert float(found.zero_OG[o, g]) == zero
+        assert found.integers_OI[o, 8 * g : 8 * g + 8].tolist() == integers.tolist()
+        floats = found.floats()[o, 8 * g : 8 * g + 8]
+        assert floats.tolist() == ((integers - zero) * scale).tolist()
+    assert found.integers_OI.dtype == found.zero_OG.dtype == torch.uint8
+    assert found.bits == bits
+
+
+def test_half_quadratic_is_the_papers_proximal_iteration() -> None:
+    """Each step shrinks the error (the paper's equation 4) and fits the zero point to the rest."""
+    weight = unlike_groups() * (1 + 4 * (torch.arange(32) % 8 == 5))
+    found = half_quadratic(weight, 4, 8)
+    moved = 0
+    for o, g in np.ndindex(4, 4):
+        group = weight[o, 8 * g : 8 * g + 8].numpy()
+        scale, start, _ = affine(group, 4)
+
+        def integers(zero: float) -> np.ndarray:
+            return np.clip(np.round(group / scale + zero), 0, 15)  # noqa: B023 - used at once
+
+        def error(zero: float) -> float:
+            return (np.abs(group - (integers(zero) - zero) * scale) ** 0.7).mean()  # noqa: B023
+
+        zero = best = start
+        for step in range(20):
+            beta, near = 10 * 1.01**step, integers(zero)
+            off = group - (near - zero) * scale
+            least = np.maximum(np.abs(off), 1e-8)
+            shrunk = np.sign(off) * np.maximum(np.abs(off) - least**-0.3 / beta, 0)
+            zero = (near - (group - shrunk) / scale).mean()
+            best = zero if error(zero) < error(best) else best
+        assert float(found.zero_OG[o, g]) == pytest.approx(best, rel=1e-9)
+        assert float(found.scale_OG[o, g]) == scale
+        assert found.integers_OI[o, 8 * g : 8 * g + 8].tolist() == integers(best).tolist()
+        moved += best != start
+    assert moved > 8 and found.bits == 4
+
+
+def test_optimal_brain_is_the_update_with_the_inverse_of_what_is_left(
+    weight: torch.Tensor, inputs: torch.Tensor
+) -> None:
+    """GPTQ's equations 2 and 3, the Hessian of the inputs to come inverted anew at each."""
+    moment = (inputs.T @ inputs / len(inputs)).double()
+    dead = [7, 40, 41]
+    moment[dead], moment[:, dead] = 0, 0
+    hessian = moment.numpy() + 0.01 * moment.diagonal().mean().item() * np.eye(64)
+    hessian[dead, dead] = 1
+    left, expected = weight.double().numpy().copy(), np.zeros((24, 64))
+    for i in range(64):
+        if i % 32 == 0:
+            others = [j for j in range(i, i + 32) if j not in dead]
+            grids = [affine(row[others], 4)[:2] for row in left]
+        inverse = np.linalg.inv(hessian[i:, i:])
+        for row, into, (scale, zero) in zip(left, expected, grids, strict=True):
+            into[i] = np.clip(np.round(row[i] / scale + zero), 0, 15)
+            off = (row[i] - (into[i] - zero) * scale) / inverse[0, 0]
+            row[i:] -= off * inverse[0]
+    assert optimal_brain(weight, 4, 32, moment).integers_OI.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -86,6 +171,24 @@ def test_inputs_that_are_always_silent_do_no_harm(
     rounded = optimal_brain(weight, 4, 32, moment).floats()
     assert torch.isfinite(rounded).all()
     assert (rounded - weight).abs().max() < 2 * weight.abs().max()
+
+
+def test_weights_of_silent_inputs_set_no_range(weight: torch.Tensor, inputs: torch.Tensor) -> None:
+    inputs[:, 10:20] = 0
+    inputs[:, 32:] = 0
+    moment = inputs.T @ inputs / len(inputs)
+    plain = optimal_brain(weight, 4, 32, moment)
+    large = weight.clone()
+    large[:, 10:20] *= 100
+    rounded = optimal_brain(large, 4, 32, moment)
+    assert torch.equal(rounded.scale_OG, plain.scale_OG)
+    assert torch.equal(inputs @ rounded.floats().T, inputs @ plain.floats().T)
+    signs = (rounded.floats() * large)[:, 10:20]
+    assert (signs >= 0).all() and (signs > 0).float().mean() > 0.9, "clamped to the range, not lost"
+    # Where nothing of a group is reached, its own numbers set the range.
+    assert torch.equal(
+        rounded.integers_OI[:, 32:], round_to_nearest(weight, 4, 32).integers_OI[:, 32:]
+    )
 
 
 def test_two_integers_share_a_byte_the_first_in_the_lower_half() -> None:

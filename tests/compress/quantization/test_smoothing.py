@@ -3,6 +3,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -16,11 +17,12 @@ from compress.core.program import export_program
 from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
+from compress.quantization import smoothing
 from compress.quantization.calibrate import functional
 from compress.quantization.dynamic_stage import QuantizeDynamic
 from compress.quantization.families import families
 from compress.quantization.scheme import scheme_of
-from compress.quantization.smoothing import smooth_
+from compress.quantization.smoothing import STRENGTHS, Seen, best_strength, scales, smooth_
 from compress.quantization.static_stage import QuantizeStatic
 from export.onnx import ExportOnnx, OnnxModel
 
@@ -65,6 +67,77 @@ def traced(activation: str = "gelu") -> torch.fx.GraphModule:
 def answers(model: EagerModel | GraphModel | OnnxModel, data: Splits) -> torch.Tensor:
     with model.open() as predict:
         return torch.cat([predict(*batch.inputs)[0] for batch in data.batches("val")])
+
+
+@pytest.mark.parametrize("strength", [0.3, 0.5, 0.8])
+def test_scales_are_the_papers(strength: float) -> None:
+    """Equation 4: max|X_j| ** strength / max|W_j| ** (1 - strength)."""
+    weight = torch.tensor([[0.5, -4.0, 0.0, 2.0, 1e-9], [-1.0, 3.0, 0.0, 1.0, 1e-9]])
+    largest = torch.tensor([8.0, 0.25, 5.0, 0.0, 2.0])
+    expected = [
+        8**strength / 1 ** (1 - strength),
+        0.25**strength / 4 ** (1 - strength),
+        1.0,  # never used
+        1.0,  # always 0
+        2**strength / 1e-5 ** (1 - strength),
+    ]
+    assert scales(weight, largest, strength).tolist() == pytest.approx(expected, rel=1e-5)
+    tiny = scales(torch.full((1, 1), 1e9), torch.tensor([1e-9]), strength)
+    assert float(tiny) == pytest.approx(1e-5)
+
+
+def grid(values: np.ndarray, low: float, high: float, least: int, most: int) -> np.ndarray:
+    scale = max((high - low) / (most - least), 1e-5)
+    zero = np.round(least - low / scale)
+    return (np.clip(np.round(values / scale + zero), least, most) - zero) * scale
+
+
+@pytest.mark.parametrize("target", ["onnxruntime-cpu", "tensorrt"])
+@pytest.mark.parametrize("outlier", [1, 4, 30, 200])
+@pytest.mark.parametrize("offset", [0.0, 3.0, -3.0])
+def test_the_strength_is_the_least_that_is_about_the_best(
+    target: str, outlier: float, offset: float
+) -> None:
+    drawn = np.random.default_rng(0)
+    rows, weight = drawn.standard_normal((64, 24)) + offset, drawn.standard_normal((12, 24))
+    rows[:, ::8] *= outlier
+    low, high = rows.min(0) * 1.5, rows.max(0) * 1.5  # other samples went further
+    scheme = scheme_of(target)
+    ends = scheme.activations.low, scheme.activations.high
+    tensors = [torch.from_numpy(a) for a in (weight, rows, low, high)]
+    seen = Seen(low_I=tensors[2], high_I=tensors[3], rows=[tensors[1][:40], tensors[1][40:]])
+
+    def error(scale: np.ndarray) -> float:
+        below, above = min(0, (low / scale).min()), max(0, (high / scale).max())
+        held = [grid(row, -abs(row).max(), abs(row).max(), -127, 127) for row in weight * scale]
+        answers = grid(rows / scale, below, above, *ends) @ np.stack(held).T
+        return ((answers - rows @ weight.T) ** 2).mean()
+
+    largest = torch.from_numpy(np.maximum(abs(low), abs(high)))
+    plain = error(np.ones(24))
+    gains = {
+        strength: 10 * np.log10(plain / error(scales(tensors[0], largest, strength).numpy()))
+        for strength in STRENGTHS
+    }
+    best = max(gains.values())
+    least = min(strength for strength, gain in gains.items() if gain >= best - 1)
+    assert best_strength(tensors[0], seen, scheme, best - 0.01) == least
+    assert best_strength(tensors[0], seen, scheme, best + 0.01) == 0
+
+
+def test_what_is_held_exactly_is_not_smoothed() -> None:
+    rows = torch.tensor([[3.0, -1.0], [0.0, 2.0]])
+    seen = Seen(low_I=rows.amin(0), high_I=rows.amax(0), rows=[rows])
+    assert best_strength(torch.zeros(4, 2), seen, scheme_of("onnxruntime-cpu"), 0.0) == 0
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 3.0), (0.5, 3.0), (-3.0, -0.5), (0.0, 1e-9)])
+def test_activations_are_compared_as_integers_hold_them(low: float, high: float) -> None:
+    values = torch.linspace(-4, 4, 50, dtype=torch.float64)  # beyond both ends, too
+    for numbers in (scheme_of("onnxruntime-cpu").activations, scheme_of("tensorrt").activations):
+        found = smoothing._rounded_tensor(values, low, high, numbers)
+        expected = grid(values.numpy(), min(low, 0), max(high, 0), numbers.low, numbers.high)
+        assert found.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
