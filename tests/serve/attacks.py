@@ -105,7 +105,7 @@ ATTACKS = {
     "JSON of 4 million numbers": lambda: Attack(16, then=post(data(b"0," * 4_100_000 + b"0"))),
     "JSON of 2.7 million lists": lambda: Attack(16, then=post(data(b"[]," * 2_700_000 + b"[]"))),
     "JSON of a long and many short texts": lambda: Attack(
-        4, then=post(data(b'"%s"' % (b"x" * 4 * MIB) + b",1" * 3000)), reads=True
+        4, then=post(data(b'"%s"' % (b"x" * 4 * MIB) + b",1" * 100)), reads=True
     ),
     "JSON of 100,000 tensors": lambda: Attack(8, then=post(tensors(100_000)), reads=True),
     "heads of 12,000 headers": lambda: Attack(
