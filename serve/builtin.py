@@ -31,7 +31,7 @@ REQUIREMENTS = tuple(
 TOKEN_VARIABLE = "COMPRESS_SERVE_TOKEN"
 TOKEN_CHARACTERS = 16
 KEEP_ALIVE_SECONDS = 75
-BACKLOG = 1024
+BACKLOG = 4096
 """New connections that the kernel keeps until they are accepted."""
 
 
@@ -146,6 +146,7 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         telling.cancel()
+        application.close()
         batcher.close()
 
 

@@ -13,8 +13,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from serve.transport import LingeringTransport, ReadingFlow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,9 +30,9 @@ HEAD_BYTES = 64 * 1024
 """Size of a head; also of what lies between two parts of a chunked body, and behind its last."""
 HEADERS = 128
 """Headers of one request."""
-READ_BYTES = 16 * 1024
+READ_BYTES = 4 * 1024
 """Read at once, but for a body of known length: that is parsed in no time."""
-BODY_READ_BYTES = 256 * 1024
+BODY_READ_BYTES = 64 * 1024
 CHUNKED_STEP_BYTES = 1024
 """Parsed at once of a chunked body. Its end is not known before it is parsed, and small requests
 that follow it in the same step are all parsed: 1024 bytes hold 56 of them at most."""
@@ -58,67 +59,6 @@ class Refusal(Exception):
         self.status = status
 
 
-class ReadingFlow(FlowControl):
-    """uvicorn pauses reading while a body's bytes wait for the application; and we, on top."""
-
-    _waits_for_application = False
-    _held = False
-
-    def pause_reading(self) -> None:
-        """Pause on behalf of uvicorn."""
-        self._waits_for_application = True
-        super().pause_reading()
-
-    def resume_reading(self) -> None:
-        """Resume on behalf of uvicorn."""
-        self._waits_for_application = False
-        if not self._held:
-            super().resume_reading()
-
-    def hold(self) -> None:
-        """Pause on behalf of the connection."""
-        self._held = True
-        super().pause_reading()
-
-    def release(self) -> None:
-        """Resume on behalf of the connection."""
-        self._held = False
-        if not self._waits_for_application:
-            super().resume_reading()
-
-
-class LingeringTransport:
-    """A transport that is closed as RFC 9112, section 9.6 says: half, then read on for a while.
-
-    Where the client sent bytes that are unread when a socket is closed, the kernel resets the
-    connection, and the client may lose an answer that it has not read yet.
-    """
-
-    def __init__(self, transport: asyncio.Transport, linger: Callable[[], None]) -> None:
-        """Wrap a transport.
-
-        Args:
-            transport: the transport.
-            linger: called once the sending half is closed.
-        """
-        self.write = transport.write
-        self.get_extra_info = transport.get_extra_info
-        self._transport = transport
-        self._linger = linger
-        self._half_closed = False
-
-    def is_closing(self) -> bool:
-        """Return whether nothing can be sent any more."""
-        return self._half_closed or self._transport.is_closing()
-
-    def close(self) -> None:
-        """Send what was written, and that it was the last."""
-        if not self.is_closing():
-            self._half_closed = True
-            self._transport.write_eof()
-            self._linger()
-
-
 class BoundedConnection(HttpToolsProtocol):
     """Reads one request at a time, each part of it with a deadline and a size."""
 
@@ -129,7 +69,7 @@ class BoundedConnection(HttpToolsProtocol):
     _running: RequestResponseCycle | None = None
     """The request under way, and what answers it."""
     _unparsed = b""
-    """What was read behind the request under way: less than READ_BYTES, or of a body's read."""
+    """What was read behind the request under way: READ_BYTES at most."""
     _in_head = False
     _in_body = False
     _chunked = False
@@ -178,8 +118,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def bytes_to_read(self) -> int:
         """Return how many bytes may be read at once."""
-        known = self._in_body and not self._chunked
-        return BODY_READ_BYTES if known and self._body_left > READ_BYTES else READ_BYTES
+        known = 0 if self._chunked or not self._in_body else self._body_left
+        return max(READ_BYTES, min(known, BODY_READ_BYTES))
 
     def data_received(self, data: bytes) -> None:
         """Parse what was read, then let other connections have their turn."""
@@ -189,7 +129,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self._in_body and self.cycle.response_complete:
             self._discard(len(data), DISCARDED_BYTES)
         self._parse(data)
-        if len(data) == READ_BYTES and not self._unparsed:
+        if len(data) == READ_BYTES and not self._unparsed and not self._body_left:
             # The loop would read up to 32 times in a row: cheap for bodies, not for many heads.
             self.flow.hold()
             self.loop.call_soon(self._read_on)
