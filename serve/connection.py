@@ -74,7 +74,7 @@ class BoundedConnection(HttpToolsProtocol):
     _in_body = False
     _chunked = False
     _body_left = 0
-    """Bytes of a body of known length that are not here yet."""
+    """Bytes of a body that are not here yet; 0 where it is chunked, and that is not known."""
     _idle_bytes = 0
     """Bytes parsed since the head began, or since the last of a body's bytes."""
     _discarded_bytes = 0
@@ -118,8 +118,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def bytes_to_read(self) -> int:
         """Return how many bytes may be read at once."""
-        known = 0 if self._chunked or not self._in_body else self._body_left
-        return max(READ_BYTES, min(known, BODY_READ_BYTES))
+        return (
+            max(READ_BYTES, min(self._body_left, BODY_READ_BYTES)) if self._in_body else READ_BYTES
+        )
 
     def data_received(self, data: bytes) -> None:
         """Parse what was read, then let other connections have their turn."""
@@ -194,7 +195,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Keep a part of the body, which has a limit of its own."""
         self._idle_bytes = 0
-        self._body_left -= len(body)
+        self._body_left = max(0, self._body_left - len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -275,6 +276,8 @@ class BoundedConnection(HttpToolsProtocol):
     def _end_of_step(self, data: bytes, at: int) -> int:
         """Return up to where bytes can be parsed without beginning a second request."""
         if not self._in_body:
+            if data[at] == 13 and not self._in_head:  # line breaks may stand before a head
+                at = len(data) - len(data[at:].lstrip(b"\r\n"))
             found = data.find(b"\r\n\r\n", at)
             return found + 4 if found >= 0 else len(data)
         step = CHUNKED_STEP_BYTES if self._chunked else self._body_left
