@@ -30,6 +30,7 @@ REQUIREMENTS = tuple(
 )
 TOKEN_VARIABLE = "COMPRESS_SERVE_TOKEN"
 TOKEN_CHARACTERS = 16
+SILENT_SECONDS = 10
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 4096
 """New connections that the kernel keeps until they are accepted."""
@@ -81,6 +82,8 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         raise PipelineInvalid(f"{host}:{port}: cannot listen there ({error})") from error
+    # Connections that send nothing stay in the kernel for so long, where they cost next to nothing.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_SECONDS)
     with listener:
         yield listener
 
