@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httptools
@@ -78,6 +79,7 @@ class BoundedConnection(HttpToolsProtocol):
     _idle_bytes = 0
     """Bytes parsed since the head began, or since the last of a body's bytes."""
     _discarded_bytes = 0
+    _offers_upgrade = False
     _lingers = False
     _drains = False
 
@@ -90,6 +92,7 @@ class BoundedConnection(HttpToolsProtocol):
             options: as uvicorn gives them.
         """
         super().__init__(*args, **options)
+        self._usual_parser = self.parser
         self._waiting = waiting
 
     # What the transport calls
@@ -110,6 +113,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._waiting.discard(self)
         self._unparsed = b""
+        self._usual_parser = None  # type: ignore[assignment]  # it refers to this connection
         self.pipeline.clear()
         super().connection_lost(exc)
         if self._task is not None and self._running is not None:
@@ -177,7 +181,9 @@ class BoundedConnection(HttpToolsProtocol):
         elif name == b"transfer-encoding":
             self._chunked = True
             if value.lower() != b"chunked":
-                raise Refusal(400, f"Transfer-Encoding is {value[:40]!r}, expected chunked")
+                raise Refusal(
+                    400, f"Transfer-Encoding is {value.decode('latin-1')[:40]!r}, expected chunked"
+                )
 
     def on_headers_complete(self) -> None:
         """Start the request, which has a deadline of its own."""
@@ -189,7 +195,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._in_head, self._in_body = False, True
         self._idle_bytes = self._discarded_bytes = 0
         super().on_headers_complete()
-        if self._drains or self._body_left > DISCARDED_BYTES:
+        self._offers_upgrade = self.parser.should_upgrade()
+        has_length = not (self._offers_upgrade and self._chunked)
+        if self._drains or self._body_left > DISCARDED_BYTES or not has_length:
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
@@ -200,6 +208,11 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Expect another request."""
+        if self._offers_upgrade:
+            self._offers_upgrade = False
+            if self._body_left or self._chunked:
+                return  # httptools takes the body for the other protocol
+        self.parser = self._usual_parser
         self._in_body = False
         super().on_message_complete()
         if self.cycle.response_complete:  # it was refused before its body was here
@@ -257,16 +270,32 @@ class BoundedConnection(HttpToolsProtocol):
                 if self._idle_bytes > HEAD_BYTES:
                     raise Refusal(431, f"the head has more than {HEAD_BYTES} bytes")
             except httptools.HttpParserUpgrade:
-                pass  # an upgrade is offered, and not taken: RFC 9110, section 7.8
+                # One is offered, and not taken: RFC 9110, section 7.8.
+                if self._in_body:
+                    self.parser = self._parser_of_body()
             except httptools.HttpParserError as error:
-                found = error.__context__
-                self._refuse(found if isinstance(found, Refusal) else no_http(error))
+                found = error.__context__ or error
+                self._refuse(found if isinstance(found, Refusal) else no_http(found))
             except Refusal as refusal:
                 self._refuse(refusal)
             at = end
         self._unparsed = data[at:] if not self.transport.is_closing() else b""
         if self._unparsed:
             self.flow.hold()
+
+    def _parser_of_body(self) -> httptools.HttpRequestParser:
+        """Return a parser for the body of a request that offers an upgrade, as Java's client does.
+
+        httptools ends such a request with its head.
+        """
+        events = SimpleNamespace(on_body=self.on_body, on_message_complete=self.on_message_complete)
+        parser = httptools.HttpRequestParser(events)
+        length = b"Content-Length: %d" % self._body_left
+        parser.feed_data(
+            b"POST / HTTP/1.1\r\n%s\r\n\r\n"
+            % (b"Transfer-Encoding: chunked" if self._chunked else length)
+        )
+        return parser
 
     def _may_parse(self) -> bool:
         if self.transport.is_closing() or self.pipeline or self.flow.write_paused:
@@ -391,6 +420,6 @@ class Reader(asyncio.BufferedProtocol):
         self._connection.data_received(bytes(self._buffer[:nbytes]))
 
 
-def no_http(error: Exception) -> Refusal:
+def no_http(error: BaseException) -> Refusal:
     """Return the answer to what the parser cannot read."""
     return Refusal(400, f"this is no HTTP/1.1 request: {str(error)[:120]}")

@@ -70,9 +70,6 @@ def from_protocol(
     if not is_protocol(value):
         form = '{"inputs": [{"name", "shape", "datatype", ...}, ...]}'
         raise ValueError(UNREADABLE, f"the body is not {form}")
-    if len(value["inputs"]) > len(specs):
-        found = f"inputs has {len(value['inputs'])} tensors"
-        raise ValueError(UNREADABLE, f"{found}, expected {[spec['name'] for spec in specs]}")
     tensors: dict[str, tuple[Named, memoryview | bytes]] = {}
     for tensor in value["inputs"]:
         size = parameters(tensor).get("binary_data_size")
