@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import PipelineInvalid, Unavailable
@@ -29,9 +30,10 @@ REQUIREMENTS = tuple(
 )
 TOKEN_VARIABLE = "COMPRESS_SERVE_TOKEN"
 TOKEN_CHARACTERS = 16
+SILENT_SECONDS = 10
 KEEP_ALIVE_SECONDS = 75
-CONNECTIONS = 1024
-"""Open connections above which new ones are refused."""
+BACKLOG = 4096
+"""New connections that the kernel keeps until they are accepted."""
 
 
 def refuse_missing() -> None:
@@ -77,9 +79,11 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=CONNECTIONS)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         raise PipelineInvalid(f"{host}:{port}: cannot listen there ({error})") from error
+    # Connections that send nothing stay in the kernel for so long, where they cost next to nothing.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_SECONDS)
     with listener:
         yield listener
 
@@ -114,7 +118,8 @@ async def _serve(
 
     from serve.application import Application
     from serve.batching import Batcher
-    from serve.connection import BoundedConnection
+    from serve.connection import Reader
+    from serve.connections import WaitingConnections
 
     batcher = Batcher(
         model.call,
@@ -124,9 +129,10 @@ async def _serve(
         delay_seconds=options.delay_seconds,
     )
     application: Any = Application(model, batcher, options.limits, options.token)
+    connection: Any = partial(Reader, waiting=WaitingConnections())
     config = uvicorn.Config(
         application,
-        http=BoundedConnection,
+        http=connection,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -134,7 +140,7 @@ async def _serve(
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=CONNECTIONS,
+        backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=max(1, round(options.stop_seconds)),
     )
@@ -144,6 +150,7 @@ async def _serve(
         await server.serve(sockets=[listener])
     finally:
         telling.cancel()
+        application.close()
         batcher.close()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.worker.refusals import NOT_ACCEPTABLE, UNREADABLE
+from serve.worker.refusals import NOT_ACCEPTABLE, UNREADABLE, shown
 from serve.worker.tensors import exact, in_order
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def from_protocol(
         size = parameters(tensor).get("binary_data_size")
         for key in ("name", "shape", "datatype", *(["data"] if size is None else [])):
             if key not in tensor:
-                message = f"inputs: a tensor has {sorted(tensor)}, expected a {key!r}"
+                message = f"inputs: a tensor has {shown([*tensor])}, expected a {key!r}"
                 raise ValueError(UNREADABLE, message)
         name = shown(tensor["name"])
         if size is not None and (type(size) is not int or not 0 <= size <= len(raw)):
@@ -99,7 +99,7 @@ def _texts(tensor: Named) -> list[str]:
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(UNREADABLE, f"{tensor['name']}: data is not a list of texts")
     if shape not in ([len(texts)], [len(texts), 1]) or not texts:
-        message = f"{tensor['name']} has shape {shape}, expected [{len(texts) or 1}]"
+        message = f"{tensor['name']} has shape {shown(shape)}, expected [{len(texts) or 1}]"
         raise ValueError(UNREADABLE, message)
     return texts
 
@@ -196,9 +196,3 @@ def parameters(owner: Named) -> Named:
     if not isinstance(found, dict):
         raise ValueError(UNREADABLE, f"parameters is {shown(found)}, expected an object")
     return found
-
-
-def shown(value: Any) -> str:
-    """Return a value as a message shows it."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

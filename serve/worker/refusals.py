@@ -5,7 +5,8 @@ A refusal is ``ValueError(status, message)``, as TorchServe wants exactly one cl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import reprlib
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +26,18 @@ UNANSWERABLE = 422
 """The model cannot compute with these values, or answers them with NaN."""
 BROKEN = 500
 """The model answers nothing any more."""
+
+SHOWN = 160
+"""Characters of a client's value that a message shows at most."""
+BRIEF = reprlib.Repr()
+BRIEF.maxlist = BRIEF.maxtuple = BRIEF.maxdict = 8
+BRIEF.maxstring = BRIEF.maxother = BRIEF.maxlong = 60
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: short, however large it is."""
+    text = BRIEF.repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 def told(error: Exception, status: int = UNREADABLE) -> tuple[int, str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.worker.refusals import TOO_LARGE, UNREADABLE
+from serve.worker.refusals import TOO_LARGE, UNREADABLE, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,17 +18,21 @@ if TYPE_CHECKING:
     Named = Mapping[str, Any]
     Specs = Sequence[Named]
 
+NUMBERS = {bool, int, float}
+
 
 def in_order(named: Named, specs: Specs) -> list[Any]:
     """Return what is given by name in the signature's order."""
     names = [spec["name"] for spec in specs]
     if sorted(named) != sorted(names):
-        raise ValueError(UNREADABLE, f"the inputs are {sorted(named)}, expected {names}")
+        raise ValueError(UNREADABLE, f"the inputs are {shown(sorted(named))}, expected {names}")
     return [named[name] for name in names]
 
 
 def exact(values: Any, spec: Named) -> Array:
     """Return nested lists of numbers as an array of the input's type, none of them changed."""
+    if not leaf_types(values) <= NUMBERS:
+        raise ValueError(UNREADABLE, f"{spec['name']} holds values that are not {spec['dtype']}")
     try:
         found = np.asarray(values)
     except (ValueError, OverflowError) as error:
@@ -38,6 +43,18 @@ def exact(values: Any, spec: Named) -> Array:
         if array.dtype.kind == "f" or (array == found).all():
             return array
     raise ValueError(UNREADABLE, f"{spec['name']} holds values that are not {spec['dtype']}")
+
+
+def leaf_types(values: Any) -> set[type]:
+    """Return the types of what nested lists hold; ``list`` too where some are nested deeper.
+
+    numpy is not asked: of a long text among numbers it makes an array of texts as long as that.
+    """
+    level, types = [values], {type(values)}
+    while types == {list}:
+        level = list(chain.from_iterable(level))
+        types = {*map(type, level)}
+    return types
 
 
 def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import struct
 import zipfile
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
     Readers = Mapping[str, Callable[[Any], list[Array]]]
 
 JSON, NPY, NPZ = "application/json", "application/x-npy", "application/x-npz"
+MEMBER_BYTES = 512
+"""Of a zip's directory for each array: 46 and its name, with what else zip programs may add."""
+END_OF_ZIP = struct.Struct("<4s4H2LH")
 RAW, TEXT, IMAGES = "application/octet-stream", "text/plain", ("image/png", "image/jpeg")
 
 
@@ -90,7 +94,7 @@ def decode(
             return from_protocol(value, specs, read_texts=readers.get(TEXT)), value
         return from_json(value, specs, readers), {}
     if content_type == NPZ:
-        return in_order(from_npz(bytes(body)), specs), {}
+        return in_order(from_npz(bytes(body), most=len(specs)), specs), {}
     if content_type == NPY:
         return [np.lib.format.read_array(io.BytesIO(bytes(body)), allow_pickle=False)], {}
     if content_type == RAW:
@@ -121,11 +125,11 @@ def from_raw(body: bytes, headers: Named, spec: Named) -> Array:
 
 
 def _sizes(text: str) -> list[int]:
-    try:
-        return [int(d) for d in text.split(",")]
-    except ValueError:
-        message = f"X-Shape is {text[:40]!r}, expected numbers with commas"
-        raise ValueError(UNREADABLE, message) from None
+    sizes = [size.strip() for size in text.split(",")]
+    if not all(size.isascii() and size.isdigit() and len(size) < 10 for size in sizes):
+        message = f"X-Shape is {text[:40]!r}, expected sizes with commas, such as 1,8"
+        raise ValueError(UNREADABLE, message)
+    return [int(size) for size in sizes]
 
 
 def parse(body: bytes | bytearray) -> Any:
@@ -206,8 +210,15 @@ def to_npz(arrays: Named) -> bytes:
     return stream.getvalue()
 
 
-def from_npz(data: bytes) -> dict[str, Array]:
-    """Return arrays by name; nothing is unpickled."""
+def from_npz(data: bytes, most: int | None = None) -> dict[str, Array]:
+    """Return arrays by name; nothing is unpickled.
+
+    Args:
+        data: an npz as ``numpy.savez`` writes it.
+        most: number of arrays that are taken; any, where left out.
+    """
+    if most is not None and directory_bytes(data) > most * MEMBER_BYTES:
+        raise ValueError(UNREADABLE, f"the npz holds more than the {most} arrays expected")
     arrays: dict[str, Array] = {}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
@@ -223,6 +234,17 @@ def from_npz(data: bytes) -> dict[str, Array]:
             with archive.open(member) as stream:
                 arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
     return arrays
+
+
+def directory_bytes(data: bytes) -> int:
+    """Return the size of a zip's directory, which Python reads entry by entry."""
+    end = data[-END_OF_ZIP.size :]
+    if len(end) < END_OF_ZIP.size or end[:4] != b"PK\5\6":
+        raise ValueError(UNREADABLE, "the body is no zip, as numpy.savez writes it")
+    if data[-END_OF_ZIP.size - 20 :][:4] == b"PK\6\7":  # another directory, of zip64, counts
+        raise ValueError(UNREADABLE, "the npz is a zip64: it holds more than 2 GiB, or many arrays")
+    size: int = END_OF_ZIP.unpack(end)[5]
+    return size
 
 
 def refusal(error: Exception, status: int = UNREADABLE) -> tuple[int, str]:

@@ -6,6 +6,7 @@ import json
 import numpy as np
 
 from serve.worker.wire import NPY, NPZ, RAW, to_npz
+from tests.serve.attacks import npz_of_members
 from tests.serve.served_here import as_json
 
 GOOD = [0.0, 3.0, 1.5, -2.0]
@@ -60,7 +61,19 @@ MISTAKES = {
     "another content type": (b"x", {"Content-Type": "text/csv"}, 415, ["text/csv", "json"]),
     "a compressed body": (b"x", {"Content-Encoding": "gzip"}, 415, ["gzip"]),
     "bytes that make no row": (b"abc", {"Content-Type": RAW}, 400, ["3 bytes", "float32", "4]"]),
-    "no content type": (b"abc", {"Content-Type": ""}, 400, ["3 bytes as application/octet-stream"]),
+    "a negative X-Shape": (
+        *[
+            bytes(320),
+            {"Content-Type": RAW, "X-Shape": "-5,4"},
+            400,
+            ["X-Shape", "'-5,4'", "sizes"],
+        ],
+    ),
+    "another X-Shape": (
+        *[bytes(16), {"Content-Type": RAW, "X-Shape": "1, +4"}, 400, ["X-Shape", "sizes", "1,8"]],
+    ),
+    "too many arrays": (npz_of_members(5000), {"Content-Type": NPZ}, 400, ["more than the 1"]),
+    "a text among numbers": (changed(data=["x" * 100_000, 1, 2, 3]), {}, 400, ["x", "float32"]),
     "not an npy": (b"abc", {"Content-Type": NPY}, 400, ["cannot be read"]),
     "not an npz": (b"abc", {"Content-Type": NPZ}, 400, ["zip"]),
     "a pickle in an npy": (npy(np.array([{}])), {"Content-Type": NPY}, 400, ["Object arrays"]),

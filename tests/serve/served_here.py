@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,10 +136,13 @@ def as_json(*rows: list[float]) -> bytes:
 
 
 @contextmanager
-def serving(artifact: Path, *options: str) -> Iterator[Served]:
-    """Start ``compress serve`` and wait until it says where the model is."""
+def serving(artifact: Path, *options: str, before: Sequence[str] = ()) -> Iterator[Served]:
+    """Start ``compress serve`` and wait until it says where the model is.
+
+    A command such as ``prlimit`` may stand before it.
+    """
     environment = os.environ | {"COMPRESS_SERVE_TOKEN": TOKEN}
-    command = [*COMPRESS, "serve", str(artifact), "--port", "0", *options]
+    command = [*before, *COMPRESS, "serve", str(artifact), "--port", "0", *options]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE
     ) as process:

@@ -19,7 +19,8 @@ from compress.core.errors import StageFailed
 from serve.client import Client
 from serve.forms import Form, Npz, OpenInference
 from serve.worker.wire import NPY, NPZ, RAW, from_npz
-from tests.serve.mistakes import GOOD, MISTAKES, NOT_THERE, ROW
+from tests.serve.attacks import tensors
+from tests.serve.mistakes import GOOD, MISTAKES, NOT_THERE, ROW, changed
 from tests.serve.served_here import SIGNATURE, TOKEN, Served, as_json, sealed, serving
 
 
@@ -130,6 +131,31 @@ def test_a_clients_mistake_is_named(server: Served, mistake: str) -> None:
     message = json.loads(answer)["error"]
     assert (status, [word for word in words if word not in message]) == (expected, []), message
     assert len(message) < 400
+
+
+@pytest.mark.parametrize("content_type", ["", "application/x-www-form-urlencoded"])
+def test_a_body_without_a_type_is_json(server: Served, content_type: str) -> None:
+    """NVIDIA's client sends none, curl's -d that of a form."""
+    for body, expected in ((as_json(GOOD), 200), (b"abc", 400)):
+        status, _, answer = server.ask(body, {"Content-Type": content_type})
+        assert status == expected
+    assert "not JSON" in json.loads(answer)["error"]
+
+
+@pytest.mark.parametrize(
+    "body", [tensors(10_000), changed(data=[0] * 300_000), b"[%s0]" % (b"[]," * 300_000)]
+)
+def test_json_of_more_values_than_the_inputs_have_is_not_parsed(
+    server: Served, body: bytes
+) -> None:
+    headers = {"Inference-Header-Content-Length": str(len(body))}
+    for more in ({}, headers):
+        status, _, answer = server.ask(body, more)
+        message = json.loads(answer)["error"]
+        assert (status, message) == (
+            413,
+            "the body holds more values than 16 rows of the inputs have",
+        )
 
 
 def test_a_body_over_the_limit_is_refused(server: Served) -> None:
