@@ -43,7 +43,7 @@ class TritonRepository(Artifact):
     @property
     def model_name(self) -> str:
         """Name under which Triton serves the model."""
-        return str(self.manifest.facts["model_name"])
+        return str(self.fact("model_name"))
 
     @property
     def payload_name(self) -> str:

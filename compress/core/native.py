@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import ValidationError
 
 from compress.core.artifact import Artifact, Predictor, Step
-from compress.core.eager import CODE, predicting, write_sources
+from compress.core.eager import predicting, sealed_code, write_sources
 from compress.core.errors import ArtifactInvalid
 from compress.core.factory import local_sources
 from compress.core.settings import Settings
@@ -132,10 +132,9 @@ class NativeModel(Artifact):
         """
         from safetensors.torch import load_file
 
-        folder = self.path / CODE
         return _rebuilt(
             self.recipe,
-            folder if folder.is_dir() else None,
+            sealed_code(self),
             self.native,
             self.signature,
             load_file(self.payload_path),
@@ -160,7 +159,7 @@ class NativeModel(Artifact):
 
     def counts(self) -> dict[str, int]:
         """Return what was counted when it was made; packed weights do not tell."""
-        return {name: int(str(self.manifest.facts[name])) for name in ("parameters", "macs")}
+        return {name: int(str(self.fact(name))) for name in ("parameters", "macs")}
 
 
 def _rebuilt(

@@ -173,6 +173,33 @@ def test_native_code_does_not_pass_for_another_kind(
             verify(tmp_path / "x.mar")
 
 
+@pytest.mark.usefixtures("never_started")
+def test_a_foreign_handler_under_a_forged_manifest_is_started_by_no_command(
+    archive: TorchServeArchive, tmp_path: Path
+) -> None:
+    members = read_mar(archive.payload_path)
+    record = Provenance.read(members["provenance.json"], "it")
+    handler = b"import os\n" + members["handler.py"]
+    digests = record.members | {"handler.py": digest_of(handler)}
+    sealed = record.model_copy(update={"members": digests}).sealed()
+    write_mar(tmp_path / "x.mar", members | {"handler.py": handler, "provenance.json": sealed})
+    folder = resealed(archive.path, tmp_path / "x.mar")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["facts"]["provenance"] = digest_of(sealed).sha256
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    forged = TorchServeArchive.at(folder)
+    forged.verify()  # every file is the one that the forged manifest names
+    starting: list[Any] = [
+        lambda: verify(folder),
+        lambda: serve_artifact(folder, Options(), None, print),
+        lambda: serve_artifact(folder / "model.mar", Options(), None, print),
+        lambda: forged.open().__enter__(),
+    ]
+    for start in starting:
+        with pytest.raises(ArtifactInvalid, match=r"handler\.py is not the one that this version"):
+            start()
+
+
 @pytest.mark.usefixtures("without_java")
 def test_without_java_the_handler_answers_alone_and_the_proof_says_so(
     archive: TorchServeArchive, tmp_path: Path
