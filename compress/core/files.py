@@ -144,19 +144,19 @@ def open_regular(path: Path, *, follow_link: bool = True) -> BufferedReader:
         follow_link: whether the last part of the path may be a symbolic link.
 
     Raises:
-        ArtifactInvalid: it is a pipe, a device or a directory, or a link that is not followed.
-        OSError: it is missing, or may not be read.
+        ArtifactInvalid: it is a pipe or a device, or a link that is not followed.
+        OSError: it is missing or a directory, or may not be read.
     """
     if not follow_link and path.is_symlink():
         raise ArtifactInvalid(f"{path}: is a symbolic link, expected a regular file")
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
+    more = os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
+    stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | more))
     try:
-        refuse_irregular(path, os.fstat(descriptor).st_mode)
+        refuse_irregular(path, os.fstat(stream.fileno()).st_mode)
     except ArtifactInvalid:
-        os.close(descriptor)
+        stream.close()
         raise
-    return os.fdopen(descriptor, "rb")
+    return stream
 
 
 def refuse_irregular(path: Path, mode: int | None = None) -> None:

@@ -130,14 +130,18 @@ class NativeModel(Artifact):
             ArtifactInvalid: the tensors do not fit the recipe.
             Unavailable: this torch lacks the engine.
         """
-        from safetensors.torch import load_file
+        from compress.core.files import open_regular
+        from compress.core.safetensors_file import tensors_in
+        from compress.core.weights import in_memory
 
+        with open_regular(self.payload_path) as stream:
+            state = {name: in_memory(tensor) for name, tensor in tensors_in(stream).items()}
         return _rebuilt(
             self.recipe,
             sealed_code(self),
             self.native,
             self.signature,
-            load_file(self.payload_path),
+            state,
             str(self.payload_path),
         )
 
