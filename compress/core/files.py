@@ -150,7 +150,9 @@ def open_regular(path: Path, *, follow_link: bool = True) -> BufferedReader:
     if not follow_link and path.is_symlink():
         raise ArtifactInvalid(f"{path}: is a symbolic link, expected a regular file")
     more = os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
-    stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | more))
+    stream = open(  # noqa: SIM115 - the caller closes it
+        path, "rb", opener=lambda name, flags: os.open(name, flags | more)
+    )
     try:
         refuse_irregular(path, os.fstat(stream.fileno()).st_mode)
     except ArtifactInvalid:
