@@ -40,8 +40,24 @@ def refuse_other(file: Path, sha256: str | None) -> None:
     Raises:
         ArtifactInvalid: it hashes to something else.
     """
-    if sha256 is not None and file.is_file() and sha256_of(file) != sha256.lower():
+    if sha256 is not None and sha256_of(file) != sha256.lower():
         raise ArtifactInvalid(f"{file}: sha256 is {sha256_of(file)}, expected {sha256}")
+
+
+def refuse_other_artifact(artifact: Artifact, sha256: str | None) -> None:
+    """Refuse an artifact whose digest and whose deployed file are both not what was told.
+
+    The file's hash is the manifest's here: hash the files before or after.
+
+    Raises:
+        ArtifactInvalid: neither is.
+    """
+    found = artifact.manifest.files[artifact.payload_name].sha256
+    if sha256 is not None and sha256.lower() not in (found, artifact.digest):
+        raise ArtifactInvalid(
+            f"{artifact.payload_path}: sha256 is {found}, expected {sha256}, which is not the "
+            f"artifact's digest {artifact.digest} either"
+        )
 
 
 class TorchServeArchive(Artifact):

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 from compress.core.artifact import MANIFEST, Artifact
 from compress.core.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from serve import builtin, curl, prefork
-from serve.archive import TorchServeArchive, check_bare, refuse_bare, refuse_other
+from serve.archive import (
+    TorchServeArchive,
+    check_bare,
+    refuse_bare,
+    refuse_other,
+    refuse_other_artifact,
+)
 
 if TYPE_CHECKING:
     import socket
@@ -90,7 +96,7 @@ def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: 
     artifact = Artifact.at(path.parent if path.is_file() else path)
     if path.is_file() and path.name != artifact.payload_name:
         raise ArtifactInvalid(f"{path}: expected the directory, or its {artifact.payload_name}")
-    refuse_other(artifact.payload_path, options.sha256)
+    refuse_other_artifact(artifact, options.sha256)
     if isinstance(artifact, TorchServeArchive):
         artifact.check()
         _by_torchserve(artifact.payload_path, artifact.signature, options, token_file, tell)

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 from compress.core.artifact import Artifact
 from compress.core.files import sha256_of
-from serve.archive import TorchServeArchive, check_bare, refuse_bare, refuse_other
+from serve.archive import (
+    TorchServeArchive,
+    check_bare,
+    refuse_bare,
+    refuse_other,
+    refuse_other_artifact,
+)
 from serve.proof import Evidence, Proof, prove_answers, prove_chain
 from serve.provenance import PROVENANCE, Provenance
 
@@ -43,7 +49,7 @@ def verify(
 
     Args:
         path: the directory or the file.
-        sha256: what the deployed file must hash to, where you were told.
+        sha256: what the deployed file must hash to, or an artifact's digest, where you were told.
         evidence: gives what lies around an artifact of a run: its ancestors and the validation
             split. It is called once every hash is found right, as it may run the pipeline's code.
 
@@ -58,7 +64,7 @@ def verify(
         return _prove_bare(path, trusted=sha256 is not None)
     _know_every_kind()
     artifact = Artifact.at(path)
-    refuse_other(artifact.payload_path, sha256)
+    refuse_other_artifact(artifact, sha256)
     if isinstance(artifact, TorchServeArchive):
         return _prove_archive(artifact, evidence)
     artifact.verify()

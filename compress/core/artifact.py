@@ -123,6 +123,17 @@ class Artifact:
             ArtifactInvalid: no manifest, an unreadable one, one of another kind, or files that are
                 not those of the manifest.
         """
+        artifact = cls.described_at(path)
+        artifact.check_files()
+        return artifact
+
+    @classmethod
+    def described_at(cls, path: Path | str) -> Self:
+        """Return the artifact that the manifest in a directory describes, whatever its files are.
+
+        Raises:
+            ArtifactInvalid: no manifest, an unreadable one, or one of another kind.
+        """
         path = Path(path)
         try:
             with open_regular(path / MANIFEST, follow_link=False) as stream:
@@ -131,9 +142,7 @@ class Artifact:
             raise ArtifactInvalid(f"{path}: not an artifact (it has no {MANIFEST})") from None
         except OSError as error:
             raise ArtifactInvalid(f"{path / MANIFEST}: {error.strerror}") from error
-        artifact = cls.described_by(raw, path)
-        artifact.check_files()
-        return artifact
+        return cls.described_by(raw, path)
 
     @classmethod
     def described_by(cls, raw: bytes, path: Path) -> Self:

@@ -16,6 +16,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from export.onnx import ExportOnnx, OnnxModel
+from pipelines.anchors import Given
 from pipelines.evidence import evidence_of, prove
 from pipelines.pipeline import Pipeline
 from pipelines.run import foresee
@@ -205,7 +206,7 @@ def test_without_java_the_handler_answers_alone_and_the_proof_says_so(
     archive: TorchServeArchive, tmp_path: Path
 ) -> None:
     told = archive.manifest.files["model.mar"].sha256
-    proof = prove(archive.payload_path, told.upper(), tmp_path / "proof.json")
+    proof = prove(archive.payload_path, Given(told.upper()), report=tmp_path / "proof.json")
     assert proof.served_by is not None and "without TorchServe" in proof.served_by
     assert [(r.what, r.samples) for r in proof.replays] == [("the recorded probe", 4)]
     assert proof.replays[0].largest_difference <= 1e-6
@@ -340,7 +341,7 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
     ) == {"cached"}
 
     monkeypatch.setenv("PATH", str(tmp_path))
-    proof = prove(mars[0].parent, None, None)
+    proof = prove(mars[0].parent)
     assert [(r.what, r.samples) for r in proof.replays] == [
         ("the recorded probe", 4),
         ("the validation split", 360),
@@ -356,14 +357,14 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
     onnx.unlink()
     onnx.write_bytes(b"other")
     with pytest.raises(ArtifactInvalid, match=r"model\.onnx is not the file that was sealed"):
-        prove(mars[0].parent, None, None)
+        prove(mars[0].parent)
     shutil.rmtree(onnx.parent)
     code = tmp_path / "one" / "pipeline" / "models.py"
     code.write_text(code.read_text() + "\n# changed\n")
     with pytest.raises(ArtifactInvalid, match="the code of the model as it came in was"):
-        prove(mars[0].parent, None, None)
+        prove(mars[0].parent)
     shutil.rmtree(code.parent)
-    proof = prove(mars[0].parent, None, None)
+    proof = prove(mars[0].parent)
     found, split = proof.unproven
     assert found == "onnx: not here" and "validation split: PipelineInvalid" in split
 
