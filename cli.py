@@ -156,7 +156,7 @@ def schema() -> None:
     from pipelines.pipeline import json_schema
 
     content = json_schema()
-    tell(content, [json.dumps(content, indent=1)])
+    tell(content, json.dumps(content, indent=1).splitlines())
 
 
 @command
