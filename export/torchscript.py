@@ -47,6 +47,7 @@ class TorchScriptModel(Artifact):
         """Give the module as a predictor."""
         from export.torchscript_file import load
 
+        self.refuse_altered()
         facts = self.manifest.facts
         optimized = bool(facts.get("optimize_for_inference"))
         with by_its_engine(facts.get("engine")) as fitted:

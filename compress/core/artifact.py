@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 2**26
 """More than any manifest of ours holds."""
+_known: dict[tuple[str | int, ...], str] = {}
+"""SHA-256 of files that this process hashed: by path, inode, size, and times of change."""
 
 
 class Predictor(Protocol):
@@ -198,7 +200,7 @@ class Artifact:
         partial.mkdir()
         try:
             yield partial
-            files = {name: _digest(file) for name, (file, _) in files_below(partial).items()}
+            files = {name: _digest(partial / name) for name in files_below(partial)}
             manifest = Manifest(
                 kind=cls.kind,
                 signature=signature,
@@ -243,6 +245,24 @@ class Artifact:
         """
         self.check_files(hashed=self.manifest.files)
 
+    def refuse_altered(self) -> None:
+        """Do what :meth:`verify` does, before the files are loaded.
+
+        What this process has hashed, and nobody has written since by what the file system says, is
+        not hashed again: artifacts are opened many times in a run.
+
+        Raises:
+            ArtifactInvalid: a file is missing, altered, a link, or was added; the message names it.
+        """
+        hashed = {
+            name: (str(self.path / name), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+            for name, s in self._present().items()
+        }
+        digests = {name: file.sha256 for name, file in self.manifest.files.items()}
+        unknown = [name for name in digests if _known.get(hashed[name]) != digests[name]]
+        self.check_files(hashed=unknown)
+        _known.update({hashed[name]: digests[name] for name in unknown})
+
     def check_files(self, hashed: Iterable[str] = ()) -> None:
         """Compare the names and sizes of all files with the manifest, and the hashes of some.
 
@@ -252,19 +272,24 @@ class Artifact:
         Raises:
             ArtifactInvalid: a file is missing, altered, a link, or was added; the message names it.
         """
-        present = files_below(self.path)
-        present.pop(MANIFEST, None)
-        for name, expected in self.manifest.files.items():
-            _, size = present.pop(name, (None, None))
-            if size is None:
-                raise ArtifactInvalid(f"{self.path}: {name} is missing")
-            if size != expected.bytes:
-                raise self._altered(name)
-        if present:
-            raise ArtifactInvalid(f"{self.path}: {min(present)} was added after sealing")
+        self._present()
         for name in hashed:
             if _digest(self.path / name) != self.manifest.files[name]:
                 raise self._altered(name)
+
+    def _present(self) -> dict[str, os.stat_result]:
+        """Return the files that are here, which are those of the manifest, of the same sizes."""
+        present = files_below(self.path)
+        present.pop(MANIFEST, None)
+        for name, expected in self.manifest.files.items():
+            if name not in present:
+                raise ArtifactInvalid(f"{self.path}: {name} is missing")
+            if present[name].st_size != expected.bytes:
+                raise self._altered(name)
+        added = present.keys() - self.manifest.files.keys()
+        if added:
+            raise ArtifactInvalid(f"{self.path}: {min(added)} was added after sealing")
+        return present
 
     def _altered(self, name: str) -> ArtifactInvalid:
         return ArtifactInvalid(f"{self.path}: {name} is not the file that was sealed")
@@ -329,14 +354,14 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def files_below(folder: Path) -> dict[str, tuple[Path, int]]:
-    """Return each file below a folder with its size, by its name relative to the folder, sorted.
+def files_below(folder: Path) -> dict[str, os.stat_result]:
+    """Return what is known of each file below a folder, by its name relative to it, sorted.
 
     Raises:
         ArtifactInvalid: a link, a pipe or a device is among them: another reader may follow a link
             to files that were never sealed.
     """
-    found: dict[str, tuple[Path, int]] = {}
+    found: dict[str, os.stat_result] = {}
     folders = [folder]
     while folders:
         with os.scandir(folders.pop()) as entries:
@@ -347,7 +372,7 @@ def files_below(folder: Path) -> dict[str, tuple[Path, int]]:
                     continue
                 about = entry.stat(follow_symlinks=False)
                 refuse_irregular(path, about.st_mode)
-                found[path.relative_to(folder).as_posix()] = (path, about.st_size)
+                found[path.relative_to(folder).as_posix()] = about
     return dict(sorted(found.items()))
 
 

@@ -125,6 +125,7 @@ class EagerModel(Artifact):
         """
         from compress.core.safetensors_file import tensors_in
 
+        self.refuse_altered()
         module = self.recipe.build(self.code)
         with self.payload_path.open("rb", buffering=0) as stream:
             load_state_(module, tensors_in(stream), str(self.payload_path))

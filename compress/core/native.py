@@ -134,6 +134,7 @@ class NativeModel(Artifact):
         from compress.core.safetensors_file import tensors_in
         from compress.core.weights import in_memory
 
+        self.refuse_altered()
         with open_regular(self.payload_path) as stream:
             state = {name: in_memory(tensor) for name, tensor in tensors_in(stream).items()}
         return _rebuilt(

@@ -171,3 +171,14 @@ def test_a_manifest_with_a_key_twice_is_refused(mlp: EagerModel) -> None:
     _edit(manifest, manifest.read_bytes().replace(b'"facts": {', b'"kind": "onnx", "facts": {'))
     with pytest.raises(ArtifactInvalid, match="key 'kind' stands twice"):
         EagerModel.at(mlp.path)
+
+
+def test_changed_weights_are_not_loaded_also_after_they_were_once(mlp: EagerModel) -> None:
+    mlp.load()
+    original = mlp.payload_path.read_bytes()
+    _edit(mlp.payload_path, original[:-1] + bytes([original[-1] ^ 1]))
+    for opened in (mlp, EagerModel.at(mlp.path)):
+        with pytest.raises(ArtifactInvalid, match=r"weights\.safetensors is not the file that was"):
+            opened.load()
+    _edit(mlp.payload_path, original)
+    mlp.load()
