@@ -22,6 +22,8 @@ DEEPEST = 30
 """Levels of nesting that no sensible file reaches."""
 LARGEST = 100_000
 """Values that no sensible file holds."""
+LONGEST_KEY = 200
+"""Characters of a key."""
 STRING, FLOAT = "tag:yaml.org,2002:str", "tag:yaml.org,2002:float"
 SCALARS = (STRING, FLOAT, *(f"tag:yaml.org,2002:{name}" for name in ("int", "null", "bool")))
 PLAIN = (*SCALARS, "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
@@ -208,6 +210,9 @@ def _walk(
                 key = _short(repr(key_node.value))
                 raise PipelineInvalid(f"{path}:{line}: key {key} is not a word; put it in quotes")
             location = (*here, key_node.value)
+            if len(key_node.value) > LONGEST_KEY:
+                found = f"{len(key_node.value)} characters, expected at most {LONGEST_KEY}"
+                raise PipelineInvalid(f"{path}:{line}: a key has {found}")
             if refusal := _what_is_wrong(key_node, loader):
                 raise PipelineInvalid(f"{path}:{line}: a key {refusal}")
             if location in lines:

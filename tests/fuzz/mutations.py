@@ -85,8 +85,8 @@ def places(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def changed_value(draw: st.DrawFn, content: Any, others: Sequence[Any] = ()) -> Any:
     """Return a nested value with one to three parts replaced, removed, renamed or repeated."""
     for _ in range(draw(st.integers(1, 3))):
-        place = draw(st.sampled_from(sorted(places(content), key=repr)))
-        new = draw(st.one_of(values, st.sampled_from(others)) if others else values)
+        place = draw(st.sampled_from(list(places(content))))
+        new = draw(st.one_of(scalars, values, *([st.sampled_from(others)] if others else [])))
         how = draw(st.sampled_from(("replace", "replace", "remove", "rename", "repeat")))
         content = _changed(content, place, how, new)
     return content

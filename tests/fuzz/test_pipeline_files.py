@@ -55,15 +55,28 @@ stages:
 TEXTS = [(ROOT / file).read_text() for file in FILES] + [MORE]
 CONTENTS = [yaml.safe_load(text) for text in TEXTS]
 WORDS = sorted({*stages(), *re.findall(r"[a-z_]{3,}", MORE), "matrix", "gates", "against", "eager"})
-PIECES = tuple(
-    piece.encode()
-    for piece in (
-        *WORDS, "\n", " ", "  ", "- ", ": ", "? ", "{", "}", "[", "]", ",", "#", "'", '"', "|", ">",
-        "&a ", "*a", "<<: *a", "!!set", "!!int", "!!python/object/apply:os.abort []", "%YAML 9.9",
-        "---", "...", "~", ".nan", "-.inf", "1e999", "0x", "0b1", "1:30", "9" * 5000, "2001-13-45",
-        "2001-01-01", '"\\0"', '"\\ud800"', '"\\e[2J"', "\t", "\r", "\u2028", "\ufeff", "é", "=",
-    )
+ODD = (
+    "\n", " ", "  ", "- ", ": ", "? ", "{", "}", "[", "]", ",", "#", "'", '"', "|", ">",
+    "&a ", "*a", "<<: *a", "!!set {a}", "!!int x", "!!float x", "!!python/object/apply:os.abort []",
+    "!!binary aGk=",
+    "%YAML 9.9", "---", "...", "~", ".nan", "-.inf", "1.0e+999", "0x", "0b1", "1:30",
+    "9" * 5000, "0x" + "f" * 5000,
+    "2001-13-45", "2001-01-01", "9223372036854775808", "-1", "0",
+    '"\\0"', '"\\ud800"', '"\\e[2J"', "\t", "\r", "\u2028", "\ufeff", "é", "=",
+    "[batch, 4]", "{a: 1}",
 )  # fmt: skip
+PIECES = tuple(piece.encode() for piece in (*WORDS, *ODD * (len(WORDS) // len(ODD) + 1)))
+VALUES = re.compile(rb"(?<=[:\[,] )[^\s,{}\[\]]+")
+
+
+@st.composite
+def replaced_values(draw: st.DrawFn, content: bytes) -> bytes:
+    """Return a text in which one or two values are other ones."""
+    for _ in range(draw(st.integers(1, 2))):
+        spans = [found.span() for found in VALUES.finditer(content)]
+        begin, end = draw(st.sampled_from(spans))
+        content = content[:begin] + draw(st.sampled_from(ODD)).encode() + content[end:]
+    return content
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +113,13 @@ def test_the_files_that_are_changed_are_valid(file: Path, text: str) -> None:
 def test_any_text_is_taken_or_refused(file: Path, data: st.DataObject) -> None:
     text = data.draw(st.sampled_from(TEXTS)).encode()
     hold(file, data.draw(changed_bytes(text, PIECES)))
+
+
+@pytest.mark.timeout(600)
+@given(data=st.data())
+def test_any_odd_value_is_taken_or_refused(file: Path, data: st.DataObject) -> None:
+    text = data.draw(st.sampled_from(TEXTS)).encode()
+    hold(file, data.draw(replaced_values(text)))
 
 
 @pytest.mark.timeout(600)
