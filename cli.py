@@ -52,7 +52,7 @@ Until = Annotated[str | None, typer.Option(help="Run it and what it needs, no mo
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artifact's directory.")]
 OrMar = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Its directory, or a bare .mar.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Leave out model and data.")]
-Sha256 = Annotated[str | None, typer.Option(help="What its file must hash to.")]
+Sha256 = Annotated[str | None, typer.Option(help="Its file's hash, or its digest.")]
 ProofFile = Annotated[Path | None, typer.Option(help="Write the proof: .json, .md, .html.")]
 StoreUrl = Annotated[str | None, typer.Option("--store", help="URL of a store to share, s3://…")]
 
@@ -156,7 +156,7 @@ def schema() -> None:
     from pipelines.pipeline import json_schema
 
     content = json_schema()
-    tell(content, [json.dumps(content, indent=1)])
+    tell(content, json.dumps(content, indent=1).splitlines())
 
 
 @command
@@ -171,11 +171,21 @@ def inspect(artifact: ArtifactPath) -> None:
 
 
 @command
-def verify(artifact: OrMar, sha256: Sha256 = None, report: ProofFile = None) -> None:
+def verify(
+    artifact: OrMar,
+    sha256: Sha256 = None,
+    attestation: Annotated[Path | None, typer.Option(help="An in-toto file that names it.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Public key that signed it, PEM.")] = None,
+    attest: Annotated[Path | None, typer.Option(help="Write an in-toto attestation.")] = None,
+    sign_key: Annotated[Path | None, typer.Option(help="Private key to sign it, PEM.")] = None,
+    report: ProofFile = None,
+) -> None:
     """Prove an artifact is what was sealed; serve a .mar."""
+    from pipelines.anchors import Given
     from pipelines.evidence import prove
 
-    proof = prove(artifact, sha256, report)
+    given = Given(sha256, attestation, key)
+    proof = prove(artifact, given, report=report, attest=attest, sign_key=sign_key)
     tell({"artifact": str(artifact), **proof.model_dump(mode="json")}, proof.told())
 
 

@@ -39,7 +39,7 @@ class AotModel(Artifact):
     @property
     def unseen_memory(self) -> str:
         """Why PyTorch does not know what memory a call takes on a GPU."""
-        built_for: Any = self.manifest.facts["built_for"]
+        built_for: Any = self.fact("built_for")
         unseen = "compiled code takes memory of the GPU that PyTorch does not count"
         return unseen if built_for["device"] == "cuda" else ""
 
@@ -54,7 +54,7 @@ class AotModel(Artifact):
         from export.aot_machine import refuse_elsewhere
         from export.aot_package import load
 
-        built_for: Any = self.manifest.facts["built_for"]
+        built_for: Any = self.fact("built_for")
         refuse_elsewhere(built_for, self.payload_path)
         self.verify()
         device = _where(built_for["device"], device)

@@ -46,6 +46,7 @@ class OnnxModel(Artifact):
         """Give an onnxruntime session as a predictor; it runs on the CPU whatever the device."""
         from export.onnx_session import session_predictor
 
+        self.refuse_altered()
         yield session_predictor(self.payload_path, threads)
 
     @property

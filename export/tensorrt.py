@@ -65,11 +65,10 @@ class TensorRTEngine(Artifact):
         from export.tensorrt_machine import refuse_elsewhere
         from export.tensorrt_run import load
 
-        facts: Any = self.manifest.facts
         device = _numbered(device)
-        refuse_elsewhere(facts["built_for"], self.payload_path, device)
+        refuse_elsewhere(self.fact("built_for"), self.payload_path, device)
         self.verify()
-        run = load(self.payload_path, self.signature, facts["sizes"], device)
+        run = load(self.payload_path, self.signature, self.fact("sizes"), device)
         with predicting(run, device, threads) as predict:
             yield predict
 
@@ -160,7 +159,7 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
         """Compare an engine from an earlier run with its source, on the data of this one."""
         from export.tensorrt_proof import prove_equal
 
-        sizes: Any = artifact.manifest.facts["sizes"]
+        sizes: Any = artifact.fact("sizes")
         with artifact.open(_numbered(context.device), context.threads) as engine:
             prove_equal(model, engine, sizes, context)
 

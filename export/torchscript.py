@@ -46,6 +46,7 @@ class TorchScriptModel(Artifact):
         """Give the module as a predictor."""
         from export.torchscript_file import load
 
+        self.refuse_altered()
         facts = self.manifest.facts
         optimized = bool(facts.get("optimize_for_inference"))
         module = load(self.payload_path, device, optimized=optimized)

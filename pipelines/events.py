@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
+from compress.core.printable import escaped_json
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
@@ -94,7 +96,7 @@ class LogFile(RotatingFileHandler):
             **told,
             "message": record.getMessage().encode(errors="replace").decode(),
         }
-        return to_json(content, inf_nan_mode="null", fallback=str).decode()
+        return escaped_json(to_json(content, inf_nan_mode="null", fallback=str).decode())
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         """Say once that the log cannot be written."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +9,11 @@ from compress.core.artifact import Artifact
 from compress.core.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from compress.core.files import write_atomically
 from pipelines import catalog  # noqa: F401 - importing it makes every kind known
+from pipelines.anchors import Given, anchors_of, anchors_of_file, run_around
 from pipelines.pipeline import Pipeline
 from pipelines.proof_page import as_text
 from serve.archive import TorchServeArchive
+from serve.attestation import signed, statement_of, subjects_of
 from serve.proof import Evidence, Proof
 from serve.verify import verify
 
@@ -23,24 +23,57 @@ if TYPE_CHECKING:
     from compress.core.data import Splits
 
 
-def prove(path: Path, sha256: str | None, report: Path | None) -> Proof:
+def prove(
+    path: Path,
+    given: Given = Given(),  # noqa: B008 - it is immutable
+    *,
+    report: Path | None = None,
+    attest: Path | None = None,
+    sign_key: Path | None = None,
+) -> Proof:
     """Return what was proven of an artifact, and write it where that is asked for.
 
     Args:
         path: the artifact's directory, or a bare archive.
-        sha256: what its file must hash to.
+        given: what the user was told of it.
         report: file to write: a page where it ends in `.html`, text where in `.md`, else JSON.
+        attest: file to write an in-toto attestation of the proof to.
+        sign_key: private key that signs the attestation.
 
     Raises:
-        CompressError: something does not match, or the report cannot lie there; the message says.
+        CompressError: something does not match, or a file cannot be written; the message says.
     """
-    if report is not None and (report.is_dir() or not report.parent.is_dir()):
-        found = "a directory is there" if report.is_dir() else f"{report.parent} is no directory"
-        raise PipelineInvalid(f"--report {report}: cannot be written, {found}")
-    proof = verify(path, sha256=sha256, evidence=partial(evidence_of, path))
+    if sign_key is not None and attest is None:
+        raise PipelineInvalid("--sign-key: signs an attestation; give --attest FILE too")
+    for option, file in (("--report", report), ("--attest", attest)):
+        _refuse_place(option, file)
+    run = run_around(path)
+    if path.is_file():
+        artifact = None
+        proof = verify(path, sha256=given.sha256)
+        anchors = anchors_of_file(path, proof.sha256, given)
+    else:
+        artifact = Artifact.at(path)
+        anchors = anchors_of(artifact, given, run)  # before the pipeline's code runs
+        proof = verify(path, sha256=given.sha256, evidence=partial(evidence_of, path))
+        if proof.digest != artifact.digest:
+            raise ArtifactInvalid(f"{path}: was changed while it was verified")
+    proof = anchors.added_to(proof)
+    if attest is not None:
+        subjects = subjects_of(artifact) if artifact else {path.name: proof.sha256}
+        lineage = artifact.manifest.lineage if artifact else ()
+        statement = statement_of(subjects, lineage, proof, run.lock if run else None)
+        content = signed(statement, sign_key) if sign_key else statement
+        write_atomically(attest, content + b"\n")
     if report is not None:
         write_atomically(report, as_text(proof, path.name, report.suffix))
     return proof
+
+
+def _refuse_place(option: str, file: Path | None) -> None:
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        found = "a directory is there" if file.is_dir() else f"{file.parent} is no directory"
+        raise PipelineInvalid(f"{option} {file}: cannot be written, {found}")
 
 
 def evidence_of(path: Path) -> Evidence | None:
@@ -50,26 +83,19 @@ def evidence_of(path: Path) -> Evidence | None:
     """
     from pipelines.inputs import settle, source_parts  # imports torch, which few proofs need
 
-    folder = path.absolute().parent
-    lock = folder.parent / "lock.json"
-    if path.is_file() or folder.name != "artifacts" or not lock.is_file():
+    run = run_around(path)
+    if run is None or not run.lock or not isinstance(Artifact.at(path), TorchServeArchive):
         return None
-    if not isinstance(Artifact.at(path), TorchServeArchive):
-        return None
-    artifacts = {}
-    for each in folder.iterdir():
-        with suppress(ArtifactInvalid):  # it counts as missing
-            artifacts[Artifact.at(each).digest] = Artifact.at(each)
+    artifacts = {artifact.digest: artifact for artifact in run.artifacts.values()}
     source: dict[str, Any] = {}
     data: Splits | None = None
     missing = ""
     try:
-        locked = json.loads(lock.read_text(encoding="utf-8"))
-        pipeline, data, _ = settle(Pipeline.from_yaml(locked["file"]))
+        pipeline, data, _ = settle(Pipeline.from_yaml(run.lock["file"]))
         source = source_parts(pipeline)
         if data is None or "val" not in data.datasets:
             data, missing = None, "the pipeline has none"
-        elif data.fingerprint() != locked["data"]:
+        elif data.fingerprint() != run.lock["data"]:
             data, missing = None, "the data are not those of the run any more"
     except (CompressError, OSError, ValueError, KeyError) as error:
         missing = f"{type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, Literal
 
 from compress.core.errors import ArtifactInvalid, PipelineInvalid, first_line
-from compress.core.files import stays_inside
+from compress.core.files import refuse_irregular, stays_inside
 from compress.core.signature import OutputSpec, Signature, TensorSpec, refuse_double_names
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ def signature_of(kind: Kind, file: Path) -> Signature | None:
     Raises:
         ArtifactInvalid: it cannot be read, or has inputs that are no tensors.
     """
-    if not file.is_file():
-        raise ArtifactInvalid(f"{file}: no such file")
+    _refuse_missing(file)
     if kind == "torchscript":
         return None
     if kind == "onnx":
@@ -34,6 +33,12 @@ def signature_of(kind: Kind, file: Path) -> Signature | None:
     from pipelines.program_files import signature_of_program
 
     return signature_of_program(file)
+
+
+def _refuse_missing(file: Path) -> None:
+    refuse_irregular(file)
+    if not file.is_file():
+        raise ArtifactInvalid(f"{file}: no such file")
 
 
 def parameters_of(file: Path) -> list[str]:
@@ -80,6 +85,7 @@ def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Art
         PipelineInvalid: the declared names are not the file's.
         ArtifactInvalid: it cannot be read, brings code along, or does not take the inputs.
     """
+    _refuse_missing(file)
     imports = {"onnx": _import_onnx, "graph": _import_program, "torchscript": _import_script}
     return imports[kind](file, signature, path)
 

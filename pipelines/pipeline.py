@@ -18,7 +18,7 @@ from pipelines.catalog import stages
 from pipelines.matrix import allow_matrix_, expanded, refuse_twins
 from pipelines.model import ModelSpec
 from pipelines.problems import explain
-from pipelines.source import Location, Source, read
+from pipelines.source import Source, dotted, read
 from pipelines.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -171,15 +171,8 @@ class Pipeline(Settings):
     def place(self, *location: str | int) -> str:
         """Return where a setting stands: the file, its line, and its name."""
         if self._source is None:
-            return _dotted(location)
-        return f"{self._source.place(location)}: {_dotted(self._source.written(location))}"
-
-
-def _dotted(location: Location) -> str:
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
+            return dotted(location)
+        return f"{self._source.place(location)}: {dotted(self._source.written(location))}"
 
 
 def json_schema() -> dict[str, Any]:

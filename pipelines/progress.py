@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from compress.core.printable import printable
 from pipelines.events import OWN_LOGGERS
 from pipelines.interruption import insist
 
@@ -26,9 +27,9 @@ SECONDS_BETWEEN_LINES = 3.0
 @contextmanager
 def shown(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
     """Give a progress function and an announcer of one line per stage."""
-    from rich.console import Console
+    from pipelines.console import PlainConsole
 
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     if quiet:
         yield (lambda task, done, total, note="": insist()), (lambda line: insist())
     elif console.is_terminal and not console.is_dumb_terminal:
@@ -75,9 +76,11 @@ def _warnings(announce: Callable[[str], None]) -> Iterator[None]:
 def _bars(console: Console) -> Iterator[tuple[Progress, Callable[[str], None]]]:
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}")
+    name = TextColumn("{task.description}", markup=False)
+    last = TextColumn("{task.fields[note]}", markup=False)
+    columns = name, BarColumn(), last, TimeElapsedColumn()
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
+    with Progress(*columns, console=console, transient=True) as bars:
 
         def progress(task: str, done: int, total: int, note: str = "") -> None:
             insist()
@@ -89,7 +92,7 @@ def _bars(console: Console) -> Iterator[tuple[Progress, Callable[[str], None]]]:
 
         def announce(line: str) -> None:
             insist()
-            bars.console.print(line, highlight=False, markup=False)
+            bars.console.print(printable(line))
 
         yield progress, announce
 
@@ -114,7 +117,7 @@ def _say(line: str) -> None:
     """Write a line on standard error; a reader that has gone, such as `head`, stops nothing."""
     insist()
     try:
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write(f"{printable(line)}\n")
         sys.stderr.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

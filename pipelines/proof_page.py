@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from compress.core.printable import printable
 from pipelines.page import rendered
 
 if TYPE_CHECKING:
@@ -38,16 +39,24 @@ def _markdown(proof: Proof, name: str) -> str:
     about = [f"kind: {proof.kind}", f"SHA-256 of the file: `{proof.sha256}`"]
     about += [f"digest of the artifact: `{proof.digest}`"] if proof.digest else []
     about.append(f"answered by: {proof.served_by or 'nothing was started'}")
-    parts = [f"# {name}", f"**{_verdict(proof)}.**", _listed(about)]
+    parts = [f"# {_shown(name)}", f"**{_verdict(proof)}.**", _listed(about)]
     parts += ["## Proven", _listed(proof.proven)]
     if proof.unproven:
         parts += ["## Not proven", _listed(proof.unproven)]
     if proof.replays:
-        rows = [f"| {r.what} | {r.samples} | {r.largest_difference:.3g} |" for r in proof.replays]
+        rows = [
+            f"| {_shown(r.what)} | {r.samples} | {r.largest_difference:.3g} |"
+            for r in proof.replays
+        ]
         table = ["| answered again | samples | largest difference |", "|---|---:|---:|", *rows]
         parts += ["## Answers", "\n".join(table)]
     return "\n\n".join(parts) + "\n"
 
 
 def _listed(lines: list[str] | tuple[str, ...]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
+    return "\n".join(f"- {_shown(line)}" for line in lines)
+
+
+def _shown(text: str) -> str:
+    """Return a text for Markdown, in which it can begin no heading, table or HTML."""
+    return printable(text).replace("<", "\\<").replace("|", "\\|")

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from compress.core.errors import PipelineInvalid
+from compress.core.errors import ArtifactInvalid, PipelineInvalid
+from compress.core.files import open_regular
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 Location = tuple[str | int, ...]
+LARGEST_BYTES = 2**20
+"""Bytes of a file: PyYAML reads about 500 kB a second, and no sensible file has more."""
 DEEPEST = 30
 """Levels of nesting that no sensible file reaches."""
 LARGEST = 100_000
 """Values that no sensible file holds."""
+LONGEST_KEY = 200
+"""Characters of a key."""
+STRING, FLOAT = "tag:yaml.org,2002:str", "tag:yaml.org,2002:float"
+SCALARS = (STRING, FLOAT, *(f"tag:yaml.org,2002:{name}" for name in ("int", "null", "bool")))
+PLAIN = (*SCALARS, "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
+MERGE = "tag:yaml.org,2002:merge"
+UNPRINTED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters and halves of characters, which YAML can write as escapes."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,14 @@ class Source:
         return f"{self.place(location)}: {text or 'the file'}"
 
 
+def dotted(location: Location) -> str:
+    """Return the name of a place in the file, such as ``stages[0].epochs``."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text or "the file"
+
+
 def _has(content: Any, part: str | int) -> bool:
     if isinstance(content, dict):
         return part in content
@@ -89,18 +110,14 @@ def read(path: Path) -> Source:
     Raises:
         PipelineInvalid: it is missing, not YAML, not a mapping, or has a key twice.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PipelineInvalid(f"{path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise PipelineInvalid(f"{path}: not a text file; expected YAML") from None
+    text = _text_of(path)
     lines: dict[Location, int] = {}
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = _Loader(text)
+        root = loader.get_single_node()
         if root is not None:
-            _walk(root, (), lines, path)
-        content = yaml.safe_load(text)
+            _walk(root, (), lines, path, loader)
+        content = None if root is None else loader.construct_document(root)
     except RecursionError:
         raise PipelineInvalid(f"{path}: nested deeper than {DEEPEST} levels") from None
     except yaml.MarkedYAMLError as error:
@@ -116,7 +133,54 @@ def read(path: Path) -> Source:
     return Source(path, content, lines)
 
 
-def _walk(node: yaml.Node, here: Location, lines: dict[Location, int], path: Path) -> None:
+def _text_of(path: Path) -> str:
+    try:
+        with open_regular(path) as stream:
+            content = stream.read(LARGEST_BYTES + 1)
+        if len(content) > LARGEST_BYTES:
+            raise PipelineInvalid(f"{path}: has more than {LARGEST_BYTES} bytes")
+        return content.decode()
+    except ArtifactInvalid as error:
+        raise PipelineInvalid(str(error)) from None
+    except OSError as error:
+        raise PipelineInvalid(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise PipelineInvalid(f"{path}: not a text file; expected YAML") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads what JSON could hold too: text, numbers, lists and mappings; a date is text."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in (*PLAIN, MERGE)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def _what_is_wrong(node: yaml.ScalarNode, loader: _Loader) -> str:
+    """Return why a value cannot be meant, or nothing."""
+    if node.tag == STRING:
+        odd = UNPRINTED.search(node.value)
+        return f"holds the character {odd[0]!r}, expected text" if odd else ""
+    try:
+        value = loader.construct_object(node)
+    except (ValueError, KeyError, IndexError):  # of more than 4300 digits, or an explicit tag
+        kind = node.tag.rpartition(":")[2]
+        return f"cannot be read as {kind}: {_short(node.value)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"expected a finite number, found {_short(node.value)}"
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return f"expected an integer of 64 bits, found {_short(node.value)}"
+    return ""
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:37]}… ({len(text)} characters)"
+
+
+def _walk(
+    node: yaml.Node, here: Location, lines: dict[Location, int], path: Path, loader: _Loader
+) -> None:
     lines.setdefault(here, node.start_mark.line + 1)
     if len(lines) > LARGEST:
         raise PipelineInvalid(
@@ -127,21 +191,34 @@ def _walk(node: yaml.Node, here: Location, lines: dict[Location, int], path: Pat
             f"{path}:{node.start_mark.line + 1}: nested deeper than {DEEPEST} levels; an alias "
             "must not contain itself"
         )
+    if node.tag not in PLAIN:
+        raise PipelineInvalid(
+            f"{path}:{node.start_mark.line + 1}: {dotted(here)}: has the YAML tag {node.tag!r}, "
+            "expected text, a number, a list, or keys and values without a tag"
+        )
+    if isinstance(node, yaml.ScalarNode) and (refusal := _what_is_wrong(node, loader)):
+        raise PipelineInvalid(f"{path}:{node.start_mark.line + 1}: {dotted(here)}: {refusal}")
     if isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
-            _walk(child, (*here, index), lines, path)
+            _walk(child, (*here, index), lines, path, loader)
     elif isinstance(node, yaml.MappingNode):
         for key_node, child in node.value:
-            location = (*here, str(key_node.value))
             line = key_node.start_mark.line + 1
-            if key_node.tag != "tag:yaml.org,2002:str":
-                raise PipelineInvalid(
-                    f"{path}:{line}: key {key_node.value!r} is not a word; put it in quotes"
-                )
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise PipelineInvalid(f"{path}:{line}: a key is a list or a mapping, expected text")
+            if key_node.tag != STRING:
+                key = _short(repr(key_node.value))
+                raise PipelineInvalid(f"{path}:{line}: key {key} is not a word; put it in quotes")
+            location = (*here, key_node.value)
+            if len(key_node.value) > LONGEST_KEY:
+                found = f"{len(key_node.value)} characters, expected at most {LONGEST_KEY}"
+                raise PipelineInvalid(f"{path}:{line}: a key has {found}")
+            if refusal := _what_is_wrong(key_node, loader):
+                raise PipelineInvalid(f"{path}:{line}: a key {refusal}")
             if location in lines:
                 raise PipelineInvalid(
-                    f"{path}:{line}: key {key_node.value!r} stands twice; "
+                    f"{path}:{line}: key {_short(repr(key_node.value))} stands twice; "
                     f"first on line {lines[location]}"
                 )
             lines[location] = line
-            _walk(child, location, lines, path)
+            _walk(child, location, lines, path, loader)

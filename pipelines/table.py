@@ -10,6 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from compress.core.printable import printable
 from pipelines.diff import row_of
 from pipelines.plan import SOURCE
 from pipelines.quantized import fidelity_of, sameness_of
@@ -51,10 +52,10 @@ DISPENSABLE = ("made + judged", "p95 ms", "MACs", "params", "p50 ms", "peak MiB"
 
 def wide_console() -> Console:
     """Return where tables are printed: as wide as the terminal, and wide where there is none."""
-    from rich.console import Console
+    from pipelines.console import PlainConsole
 
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+    console = PlainConsole()
+    return console if console.is_terminal else PlainConsole(width=160)
 
 
 def show_report(report: Report, out: Path) -> None:
@@ -117,7 +118,9 @@ def closing_lines(report: Report, out: Path) -> Iterator[Text]:
 
 def difference_table(differences: Differences) -> Table:
     """Return one row for each thing that differs between two runs."""
-    table = Table(title_justify="left", title=f"{differences.before} → {differences.after}")
+    table = Table(
+        title_justify="left", title=printable(f"{differences.before} → {differences.after}")
+    )
     for column in ("what", "before", "after"):
         table.add_column(column, overflow="fold")
     for part in (differences.asked, differences.surroundings, differences.found):
@@ -136,7 +139,7 @@ def difference_lines(differences: Differences) -> Iterator[Text]:
 
 
 def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
-    title = f"{report.pipeline}: {report.status} (ratios against {report.baseline_name})"
+    title = printable(f"{report.pipeline}: {report.status} (ratios against {report.baseline_name})")
     table = Table(
         title=title,
         title_justify="left",
@@ -198,4 +201,5 @@ def printed(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:
     console = wide_console()
     console.print(table(console))
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        text = line if isinstance(line, Text) else Text(str(line))
+        console.print(Text(printable(text.plain), style=text.style), soft_wrap=True)

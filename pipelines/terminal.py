@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from compress.core.errors import CompressError, StageFailed, told_of
+from compress.core.printable import printable
 from pipelines import answers, interruption
 from pipelines.interruption import words_of
 
@@ -65,7 +66,7 @@ def framed(function: Callable[..., None], options: Mapping[str, Any]) -> Callabl
 
     @functools.wraps(function)
     def wrapped(*args: Any, as_json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
-        logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR, format="%(message)s")
+        _log_to_terminal(logging.DEBUG if debug else logging.ERROR)
         try:
             with answers.answering(answers.Manner(as_json=as_json, quiet=quiet)):
                 try:
@@ -86,6 +87,15 @@ def framed(function: Callable[..., None], options: Mapping[str, Any]) -> Callabl
     return wrapped
 
 
+def _log_to_terminal(level: int) -> None:
+    """Show log records from a level on; nothing where logging was set up already."""
+    from pipelines.console import PlainFormatter
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(PlainFormatter())
+    logging.basicConfig(level=level, handlers=[handler])
+
+
 def _refuse_as_json(error: BaseException) -> None:
     """Say in JSON what went wrong, where JSON is promised and nothing else was said."""
     asked = answers.manner()
@@ -101,7 +111,7 @@ def _refuse_as_json(error: BaseException) -> None:
 def end(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
     """Say what went wrong, and end with its exit code."""
     if debug:
-        traceback.print_exception(error)
+        say("".join(traceback.format_exception(error)).rstrip())
     if code := _interrupted(error):
         say(f"{words_of(error)}; run the same command again to resume" if resumes else "stopped")
         raise SystemExit(code) from None
@@ -126,7 +136,7 @@ def _exit_code(error: Exception) -> int:
 
 def say(line: str) -> None:
     """Write a line on standard error."""
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{printable(line)}\n")
     sys.stderr.flush()
 
 
@@ -134,7 +144,9 @@ def warn(line: str, colour: str) -> None:
     """Write a line on standard error, coloured on a terminal that is not told otherwise."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     coloured = sys.stderr.isatty() and not plain
-    say(f"\x1b[{COLOURS[colour]}m{line}\x1b[0m" if coloured else line)
+    line = printable(line)
+    sys.stderr.write(f"\x1b[{COLOURS[colour]}m{line}\x1b[0m\n" if coloured else f"{line}\n")
+    sys.stderr.flush()
 
 
 def inform(line: str) -> None:
@@ -151,7 +163,7 @@ def asker() -> Callable[[str, str, Callable[[str], object]], str] | None:
 def _ask(question: str, usual: str, check: Callable[[str], object]) -> str:
     """Ask on standard error, and again after a wrong answer."""
     while True:
-        sys.stderr.write(f"{question}{f' [{usual}]' if usual else ''}: ")
+        sys.stderr.write(printable(f"{question}{f' [{usual}]' if usual else ''}: "))
         sys.stderr.flush()
         line = sys.stdin.readline()
         if not line:  # Ctrl-D
@@ -193,7 +205,7 @@ def tell(
         printed(table, lines)
     else:
         for line in lines:
-            sys.stdout.write(f"{line}\n")
+            sys.stdout.write(f"{printable(str(line))}\n")
         sys.stdout.flush()
 
 

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 from compress.core.artifact import MANIFEST, Artifact
 from compress.core.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from serve import builtin, curl, prefork
-from serve.archive import TorchServeArchive, refuse_bare, refuse_other
+from serve.archive import (
+    TorchServeArchive,
+    check_bare,
+    refuse_bare,
+    refuse_other,
+    refuse_other_artifact,
+)
 
 if TYPE_CHECKING:
     import socket
@@ -21,7 +27,6 @@ if TYPE_CHECKING:
 
     from compress.core.signature import Signature
     from serve.options import Options
-    from serve.provenance import Provenance
 
     Tell = Callable[["Place"], None]
 
@@ -83,7 +88,7 @@ def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: 
     if path.is_file() and not (path.parent / MANIFEST).is_file():
         refuse_bare(path, "serve")
         refuse_other(path, options.sha256)
-        origin = _origin_of(path)
+        _, origin = check_bare(path)
         if origin.artifact.kind == "aot" and options.sha256 is None:
             raise ArtifactInvalid(f"{path}: {NATIVE}")
         _by_torchserve(path, origin.signature, options, token_file, tell)
@@ -91,9 +96,9 @@ def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: 
     artifact = Artifact.at(path.parent if path.is_file() else path)
     if path.is_file() and path.name != artifact.payload_name:
         raise ArtifactInvalid(f"{path}: expected the directory, or its {artifact.payload_name}")
-    refuse_other(artifact.payload_path, options.sha256)
+    refuse_other_artifact(artifact, options.sha256)
     if isinstance(artifact, TorchServeArchive):
-        artifact.verify()  # a .mar is code
+        artifact.check()
         _by_torchserve(artifact.payload_path, artifact.signature, options, token_file, tell)
     else:
         _by_the_built_in(artifact, options, token_file, tell)
@@ -134,17 +139,6 @@ def _answer(
         if model.interface.rows_stay_first and not model.interface.joins_rows:
             logger.error(NOT_JOINED)  # what the command shows
         builtin.serve(model, listener, options, ready)
-
-
-def _origin_of(mar: Path) -> Provenance:
-    """Return what a bare archive says of itself, if its code is ours and nothing was changed."""
-    from serve.mar import read_mar
-    from serve.verify import check_code, check_members
-
-    members = read_mar(mar)
-    origin = check_members(members, str(mar))
-    check_code(members, origin, mar)
-    return origin
 
 
 def _by_torchserve(

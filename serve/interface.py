@@ -84,6 +84,7 @@ def example(signature: Signature, rows: int, seed: int = 0) -> list[Array]:
     longer = rows + SOME_LENGTH
     axes = {axis: signature.bounds(axis).nearest(longer) for axis in signature.dynamic_axes}
     axes |= {signature.batch_axis or "": rows}
+    signature.refuse_too_large(axes)
     arrays: list[Array] = []
     for spec in signature.inputs:
         shape, dtype = spec.sized(axes), np.dtype(spec.dtype)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from compress.core.artifact import Artifact, Predictor
+from compress.core.errors import ArtifactInvalid
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.settings import Count
 from compress.core.stage import Context, Stage
@@ -46,8 +47,11 @@ class KServeService(Artifact):
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Give the packaged file as a predictor; nothing is deployed."""
-        file = self.path / str(self.manifest.facts["model_file"])
-        with predicting_file(file, device, threads) as predict:
+        name = self.fact("model_file")
+        if name not in self.manifest.files:
+            raise ArtifactInvalid(f"{self.path}: {name} is no file of this artifact")
+        self.refuse_altered()
+        with predicting_file(self.path / name, device, threads) as predict:
             yield predict
 
 

@@ -42,6 +42,8 @@ class Proof(Settings):
     """Of the file to deploy."""
     digest: str | None = None
     """Of the artifact's manifest; None of a bare archive."""
+    anchors: tuple[str, ...] = ()
+    """What outside the artifact names its digest or its file's hash."""
     served_by: str | None = None
     """What answered; None where nothing was started."""
     replays: tuple[Replay, ...] = ()

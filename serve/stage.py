@@ -86,6 +86,15 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
         """The probe's inputs come from `val`, where there is one."""
         return True
 
+    @property
+    def machine_parts(self) -> dict[str, Any]:
+        """The handler's hash: an archive with another version's handler is not started here."""
+        import hashlib
+
+        from serve.joined import handler_text
+
+        return {"handler": hashlib.sha256(handler_text()).hexdigest()}
+
     def beside(self, folder: Path, code: Path) -> Self:
         """Return the same stage with the tokenizer's file found."""
         return self.model_copy(update={"text": self.text.beside(folder)}) if self.text else self

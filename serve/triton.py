@@ -43,7 +43,7 @@ class TritonRepository(Artifact):
     @property
     def model_name(self) -> str:
         """Name under which Triton serves the model."""
-        return str(self.manifest.facts["model_name"])
+        return str(self.fact("model_name"))
 
     @property
     def payload_name(self) -> str:
@@ -58,6 +58,7 @@ class TritonRepository(Artifact):
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Give the packaged file as a predictor; Triton is not started."""
+        self.refuse_altered()
         with predicting_file(self.payload_path, device, threads) as predict:
             yield predict
 

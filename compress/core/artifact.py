@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,19 +16,30 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, S
 
 from pydantic import Field, JsonValue, ValidationError, field_validator
 
-from compress.core.errors import ArtifactInvalid, PipelineInvalid
-from compress.core.files import partial_of, replace, sha256_of, stays_inside, sync
+from compress.core.errors import ArtifactInvalid, PipelineInvalid, first_line
+from compress.core.files import (
+    open_regular,
+    partial_of,
+    refuse_irregular,
+    replace,
+    stays_inside,
+    sync,
+)
 from compress.core.recipe import Recipe
 from compress.core.settings import Settings
 from compress.core.signature import Signature
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
 
     import torch
 
 MANIFEST = "manifest.json"
+MANIFEST_BYTES = 2**26
+"""More than any manifest of ours holds."""
+_known: dict[tuple[str | int, ...], str] = {}
+"""SHA-256 of files that this process hashed: by path, inode, size, and times of change."""
 
 
 class Predictor(Protocol):
@@ -107,14 +119,31 @@ class Artifact:
     def at(cls, path: Path | str) -> Self:
         """Read the artifact in a directory; on ``Artifact`` itself, of whichever kind it is.
 
+        Names and sizes of its files are compared with the manifest; :meth:`verify` hashes them too.
+
+        Raises:
+            ArtifactInvalid: no manifest, an unreadable one, one of another kind, or files that are
+                not those of the manifest.
+        """
+        artifact = cls.described_at(path)
+        artifact.check_files()
+        return artifact
+
+    @classmethod
+    def described_at(cls, path: Path | str) -> Self:
+        """Return the artifact that the manifest in a directory describes, whatever its files are.
+
         Raises:
             ArtifactInvalid: no manifest, an unreadable one, or one of another kind.
         """
         path = Path(path)
         try:
-            raw = (path / MANIFEST).read_bytes()
+            with open_regular(path / MANIFEST, follow_link=False) as stream:
+                raw = stream.read(MANIFEST_BYTES + 1)
         except (FileNotFoundError, NotADirectoryError):
             raise ArtifactInvalid(f"{path}: not an artifact (it has no {MANIFEST})") from None
+        except OSError as error:
+            raise ArtifactInvalid(f"{path / MANIFEST}: {error.strerror}") from error
         return cls.described_by(raw, path)
 
     @classmethod
@@ -124,12 +153,17 @@ class Artifact:
         Raises:
             ArtifactInvalid: the manifest is unreadable, or one of another kind.
         """
+        if len(raw) > MANIFEST_BYTES:
+            raise ArtifactInvalid(f"{path / MANIFEST}: has more than {MANIFEST_BYTES} bytes")
         try:
+            refuse_double_keys(raw)
             manifest = Manifest.model_validate_json(raw)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             raise ArtifactInvalid(f"{path / MANIFEST}: {place}: {first['msg']}") from error
+        except (ValueError, RecursionError) as error:
+            raise ArtifactInvalid(f"{path / MANIFEST}: {first_line(error)}") from error
         kind = Artifact._kinds.get(manifest.kind)
         if kind is None or not issubclass(kind, cls):
             expected = getattr(cls, "kind", " or ".join(sorted(Artifact._kinds)))
@@ -166,7 +200,7 @@ class Artifact:
         partial.mkdir()
         try:
             yield partial
-            files = {f.relative_to(partial).as_posix(): _digest(f) for f in _files(partial)}
+            files = {name: _digest(partial / name) for name in files_below(partial)}
             manifest = Manifest(
                 kind=cls.kind,
                 signature=signature,
@@ -207,18 +241,58 @@ class Artifact:
         """Hash every file again.
 
         Raises:
-            ArtifactInvalid: a file is missing, altered or was added; the message names it.
+            ArtifactInvalid: a file is missing, altered, a link, or was added; the message names it.
         """
-        present = {f.relative_to(self.path).as_posix(): f for f in _files(self.path)}
+        self.check_files(hashed=self.manifest.files)
+
+    def refuse_altered(self) -> None:
+        """Do what :meth:`verify` does, before the files are loaded.
+
+        What this process has hashed, and nobody has written since by what the file system says, is
+        not hashed again: artifacts are opened many times in a run.
+
+        Raises:
+            ArtifactInvalid: a file is missing, altered, a link, or was added; the message names it.
+        """
+        hashed = {
+            name: (str(self.path / name), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+            for name, s in self._present().items()
+        }
+        digests = {name: file.sha256 for name, file in self.manifest.files.items()}
+        unknown = [name for name in digests if _known.get(hashed[name]) != digests[name]]
+        self.check_files(hashed=unknown)
+        _known.update({hashed[name]: digests[name] for name in unknown})
+
+    def check_files(self, hashed: Iterable[str] = ()) -> None:
+        """Compare the names and sizes of all files with the manifest, and the hashes of some.
+
+        Args:
+            hashed: names of the files to hash.
+
+        Raises:
+            ArtifactInvalid: a file is missing, altered, a link, or was added; the message names it.
+        """
+        self._present()
+        for name in hashed:
+            if _digest(self.path / name) != self.manifest.files[name]:
+                raise self._altered(name)
+
+    def _present(self) -> dict[str, os.stat_result]:
+        """Return the files that are here, which are those of the manifest, of the same sizes."""
+        present = files_below(self.path)
         present.pop(MANIFEST, None)
         for name, expected in self.manifest.files.items():
-            file = present.pop(name, None)
-            if file is None:
+            if name not in present:
                 raise ArtifactInvalid(f"{self.path}: {name} is missing")
-            if _digest(file) != expected:
-                raise ArtifactInvalid(f"{self.path}: {name} is not the file that was sealed")
-        if present:
-            raise ArtifactInvalid(f"{self.path}: {min(present)} was added after sealing")
+            if present[name].st_size != expected.bytes:
+                raise self._altered(name)
+        added = present.keys() - self.manifest.files.keys()
+        if added:
+            raise ArtifactInvalid(f"{self.path}: {min(added)} was added after sealing")
+        return present
+
+    def _altered(self, name: str) -> ArtifactInvalid:
+        return ArtifactInvalid(f"{self.path}: {name} is not the file that was sealed")
 
     @property
     def unseen_memory(self) -> str:
@@ -241,6 +315,16 @@ class Artifact:
     def macs(self) -> int | None:
         """Return the multiply-accumulates for one sample, as counted when it was made, or None."""
         return self._counted("macs")
+
+    def fact(self, name: str) -> Any:
+        """Return what the producing stage found out.
+
+        Raises:
+            ArtifactInvalid: the manifest does not say.
+        """
+        if name not in self.manifest.facts:
+            raise ArtifactInvalid(f"{self.path / MANIFEST}: facts: {name} is not among them")
+        return self.manifest.facts[name]
 
     def _counted(self, fact: str) -> int | None:
         value = self.manifest.facts.get(fact)
@@ -270,12 +354,56 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(f for f in folder.rglob("*") if f.is_file())
+def files_below(folder: Path) -> dict[str, os.stat_result]:
+    """Return what is known of each file below a folder, by its name relative to it, sorted.
+
+    Raises:
+        ArtifactInvalid: a link, a pipe or a device is among them: another reader may follow a link
+            to files that were never sealed.
+    """
+    found: dict[str, os.stat_result] = {}
+    folders = [folder]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(path)
+                    continue
+                about = entry.stat(follow_symlinks=False)
+                refuse_irregular(path, about.st_mode)
+                found[path.relative_to(folder).as_posix()] = about
+    return dict(sorted(found.items()))
+
+
+def refuse_double_keys(text: bytes) -> None:
+    """Refuse JSON in which an object has a key twice, of which readers take either.
+
+    Raises:
+        ValueError: a key stands twice, or it is not JSON.
+        RecursionError: it is nested too deeply.
+    """
+    json.loads(text, object_pairs_hook=without_double_keys)
+
+
+def without_double_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object made of its keys and values, for ``json.loads``.
+
+    Raises:
+        ValueError: a key stands twice.
+    """
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key[:80]!r} stands twice")
+        found[key] = value
+    return found
 
 
 def _digest(file: Path) -> FileDigest:
-    return FileDigest(sha256=sha256_of(file), bytes=file.stat().st_size)
+    with open_regular(file, follow_link=False) as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+        return FileDigest(sha256=sha256, bytes=os.fstat(stream.fileno()).st_size)
 
 
 def seal(folder: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import TYPE_CHECKING, Any
 
 from compress.core.eager import EagerModel, run_in_eval
 from compress.core.errors import ArtifactInvalid, CompressError, first_line
-from compress.core.files import sha256_of
+from compress.core.files import refuse_irregular, sha256_of
 from compress.core.weights import load_state_
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 INDEX = ".safetensors.index.json"
 NESTED_UNDER = ("app", "state_dict", "model", "model_state_dict")
+NAMES_CODE = re.compile(r"unsupported (global|class)|allowlist", re.IGNORECASE)
+"""What torch (2.13) says of a pickle that names anything but tensors and plain containers."""
 PREFIXES = ("module.", "_orig_mod.")
 
 
@@ -194,7 +197,13 @@ def _entry_of(checkpoint: Path) -> Path:
     """Return the file to begin with; a directory of torch.distributed.checkpoint is its own."""
     if not checkpoint.exists():
         raise ArtifactInvalid(f"checkpoint {checkpoint}: no such file")
-    if not checkpoint.is_dir() or (checkpoint / ".metadata").is_file():
+    if not checkpoint.is_dir():
+        try:
+            refuse_irregular(checkpoint)
+        except ArtifactInvalid as error:
+            raise ArtifactInvalid(f"checkpoint {error}") from None
+        return checkpoint
+    if (checkpoint / ".metadata").is_file():
         return checkpoint
     for name in (f"model{INDEX}", "model.safetensors", "pytorch_model.bin"):
         if (checkpoint / name).is_file():
@@ -221,6 +230,11 @@ def _read(entry: Path) -> dict[str, Any]:
     return _read_pickle(entry)
 
 
+def _reason(error: Exception) -> str:
+    """Return what torch found, without its advice to load the file unsafely."""
+    return first_line(Exception(str(error).rpartition("WeightsUnpickler error:")[2]))
+
+
 def _read_pickle(file: Path) -> dict[str, Any]:
     import pickle
 
@@ -231,22 +245,15 @@ def _read_pickle(file: Path) -> dict[str, Any]:
     refuse_bomb(file)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if (
-            "Unsupported global" in str(error)
-            or "Unsupported class" in str(error)
-            or "weights_only" in str(error).lower()
-        ):
+    except Exception as error:  # of bytes that are no pickle torch's reader raises what it likes
+        if isinstance(error, pickle.UnpicklingError) and NAMES_CODE.search(str(error)):
             raise ArtifactInvalid(
                 f"checkpoint {file}: holds pickled code, which is never executed here; save the "
                 "weights alone with torch.save(model.state_dict(), …) or as .safetensors"
             ) from error
         raise ArtifactInvalid(
-            f"checkpoint {file}: cannot be read, or truncated ({error})"
-        ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise ArtifactInvalid(
-            f"checkpoint {file}: cannot be read, or truncated ({first_line(error)})"
+            f"checkpoint {file}: cannot be read, or truncated "
+            f"({type(error).__name__}: {_reason(error)})"
         ) from error
     if not isinstance(state, dict):
         raise ArtifactInvalid(

@@ -115,8 +115,7 @@ class EagerModel(Artifact):
     @property
     def code(self) -> Path | None:
         """The folder with the user's source, or None when the factory is an installed package."""
-        folder = self.path / CODE
-        return folder if folder.is_dir() else None
+        return sealed_code(self)
 
     def load(self, device: str = "cpu") -> torch.nn.Module:
         """Return a fresh module in eval mode that the caller owns.
@@ -126,6 +125,7 @@ class EagerModel(Artifact):
         """
         from compress.core.safetensors_file import tensors_in
 
+        self.refuse_altered()
         module = self.recipe.build(self.code)
         with self.payload_path.open("rb", buffering=0) as stream:
             load_state_(module, tensors_in(stream), str(self.payload_path))
@@ -190,6 +190,20 @@ class EagerModel(Artifact):
         from compress.core.measure import count_macs
 
         return count_macs(self.load(), self.signature.example(batch=1))
+
+
+def sealed_code(artifact: Artifact) -> Path | None:
+    """Return the folder with an artifact's Python sources, which were hashed just now.
+
+    Whoever asks for it runs them. None where the artifact has no sources.
+
+    Raises:
+        ArtifactInvalid: a file of the artifact is missing or a link, one was added, or a source is
+            not the one that was sealed.
+    """
+    sources = [name for name in artifact.manifest.files if name.startswith(f"{CODE}/")]
+    artifact.check_files(hashed=sources)
+    return artifact.path / CODE if sources else None
 
 
 def write_sources(folder: Path, sources: Mapping[str, Path]) -> None:

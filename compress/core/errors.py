@@ -14,6 +14,8 @@ and how to mend it, in one line.
 import signal
 from typing import ClassVar
 
+from compress.core.printable import printable
+
 
 class CompressError(Exception):
     """Root of the tree; catch this to catch everything the toolkit refuses."""
@@ -77,4 +79,4 @@ def told_of(error: Exception) -> list[str]:
     if not isinstance(error, CompressError | OSError):
         message = f"internal error, {type(error).__name__}: {error} (--debug shows where)"
     notes = getattr(error, "__notes__", ()) if isinstance(error, CompressError) else ()
-    return [*lines_of(message), *notes]
+    return [printable(line) for line in (*lines_of(message), *notes)]

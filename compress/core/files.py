@@ -6,15 +6,25 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 from typing import TYPE_CHECKING
 
+from compress.core.errors import ArtifactInvalid
+
 if TYPE_CHECKING:
+    from io import BufferedReader
     from pathlib import Path
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Of renameat2(2)."""
 PARTIAL, REMOVED = ".partial-", ".removed-"
 """Marks in the hidden names of what is being made and removed; a process's number follows."""
+IRREGULAR = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
@@ -119,6 +129,53 @@ def stays_inside(name: str) -> bool:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as stream:
+    """Return the SHA-256 of a regular file."""
+    with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def open_regular(path: Path, *, follow_link: bool = True) -> BufferedReader:
+    """Open a regular file for reading.
+
+    Opening a pipe waits for its writer, and a device such as /dev/zero has no end; neither is read.
+
+    Args:
+        path: the file.
+        follow_link: whether the last part of the path may be a symbolic link.
+
+    Raises:
+        ArtifactInvalid: it is a pipe or a device, or a link that is not followed.
+        OSError: it is missing or a directory, or may not be read.
+    """
+    if not follow_link and path.is_symlink():
+        raise ArtifactInvalid(f"{path}: is a symbolic link, expected a regular file")
+    more = os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
+    stream = open(  # noqa: SIM115 - the caller closes it
+        path, "rb", opener=lambda name, flags: os.open(name, flags | more)
+    )
+    try:
+        refuse_irregular(path, os.fstat(stream.fileno()).st_mode)
+    except ArtifactInvalid:
+        stream.close()
+        raise
+    return stream
+
+
+def refuse_irregular(path: Path, mode: int | None = None) -> None:
+    """Refuse what is no regular file, before a library opens it by its name.
+
+    Args:
+        path: the file; where it is missing, its reader says so.
+        mode: its type and permissions where they are known, so that links are not followed.
+
+    Raises:
+        ArtifactInvalid: it is a pipe, a device, a directory or a link.
+    """
+    if mode is None:
+        try:
+            mode = path.stat().st_mode
+        except OSError:
+            return
+    if not stat.S_ISREG(mode):
+        kind = IRREGULAR.get(stat.S_IFMT(mode), "a device")
+        raise ArtifactInvalid(f"{path}: is {kind}, expected a regular file")

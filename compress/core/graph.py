@@ -75,10 +75,11 @@ class GraphModel(Artifact):
         """Return the exported program; no code that the file might bring is executed.
 
         Raises:
-            ArtifactInvalid: the file is truncated, or holds anything but tensors and a graph.
+            ArtifactInvalid: the file was altered, or holds anything but tensors and a graph.
         """
         from compress.core.program import load_program
 
+        self.refuse_altered()
         return load_program(self.payload_path)
 
     @contextmanager

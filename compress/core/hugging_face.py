@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from compress.core.errors import ArtifactInvalid, first_line
+from compress.core.files import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,13 +151,16 @@ def refuse_foreign_folder(folder: Path) -> None:
     Raises:
         ArtifactInvalid: a file is missing or unreadable, or the model is quantized already.
     """
+    from compress.core.safetensors_file import read_header
+
     if not folder.is_dir():
         raise ArtifactInvalid(f"{folder}: no such folder; models are never downloaded")
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        with open_regular(folder / CONFIG) as stream:
+            config = json.load(stream)
     except FileNotFoundError:
         raise ArtifactInvalid(f"{folder}: holds no {CONFIG}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactInvalid(f"{folder / CONFIG}: not JSON: {first_line(error)}") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise ArtifactInvalid(f"{folder / CONFIG}: names no model_type of transformers")
@@ -165,6 +169,9 @@ def refuse_foreign_folder(folder: Path) -> None:
             f"{folder}: holds no {' or '.join(WEIGHTS)}; save it with "
             "model.save_pretrained(…), which writes safetensors"
         )
+    for weights in folder.glob("*.safetensors"):
+        with open_regular(weights) as stream:
+            read_header(stream)
     if "quantization_config" in config:
         raise ArtifactInvalid(f"{folder}: is quantized already; give the float model")
     if any("/" in str(config.get(key)) for key in ATTENTION if key in config):

@@ -6,7 +6,9 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from compress.core.artifact import without_double_keys
 from compress.core.errors import ArtifactInvalid
+from compress.core.files import open_regular
 from compress.core.weights import StoredTensor, refuse_elsewhere
 
 if TYPE_CHECKING:
@@ -17,14 +19,20 @@ def read_safetensors(file: Path) -> dict[str, StoredTensor]:
     """Return a file's tensors, still on disk.
 
     Raises:
-        ArtifactInvalid: missing, or truncated.
+        ArtifactInvalid: missing, truncated, or with a name that stands twice.
     """
     from safetensors import SafetensorError, safe_open
 
+    from compress.core.safetensors_file import read_header
+
     try:
+        with open_regular(file) as header:
+            read_header(header)
         stream: Any = safe_open(file, framework="pt")
         tied = {k: v for k, v in (stream.metadata() or {}).items() if k != "format"}
         state = {name: _stored(stream, name) for name in stream.keys()}  # noqa: SIM118
+    except ArtifactInvalid as error:
+        raise ArtifactInvalid(f"checkpoint {error}") from error
     except (SafetensorError, OSError) as error:
         raise ArtifactInvalid(
             f"checkpoint {file}: not a readable safetensors file, or truncated ({error})"
@@ -53,8 +61,12 @@ def weight_map(index: Path) -> dict[str, str]:
         ArtifactInvalid: it is not an index, or names a file elsewhere.
     """
     try:
-        found = json.loads(index.read_bytes())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        with open_regular(index) as stream:
+            text = stream.read()
+        found = json.loads(text, object_pairs_hook=without_double_keys)["weight_map"]
+    except ArtifactInvalid as error:
+        raise ArtifactInvalid(f"checkpoint {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ArtifactInvalid(
             f"checkpoint {index}: not a readable index with a weight_map "
             f"({type(error).__name__}: {error})"

@@ -8,18 +8,24 @@ apart.
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from pydantic import Field, ValidationError
 
+from compress.core.artifact import without_double_keys
 from compress.core.chunks import bytes_of
 from compress.core.errors import ArtifactInvalid
 from compress.core.files import partial_of, sync
+from compress.core.settings import Settings
 from compress.core.weights import StoredTensor, in_memory, place_of
 
 if TYPE_CHECKING:
-    from io import FileIO
+    from collections.abc import Mapping
+    from io import BufferedReader, FileIO
     from pathlib import Path
 
     from compress.core.weights import Weights
@@ -48,6 +54,19 @@ DTYPES = {
 """The format's names of dtypes, in the order in which tensors are laid out."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 RANKS = {dtype: rank for rank, dtype in enumerate(CODES)}
+LARGEST_HEADER = 100_000_000
+"""Bytes of a header that the safetensors library (0.8) takes."""
+Size = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+
+
+class Entry(Settings):
+    """A tensor in a file's header."""
+
+    dtype: str
+    """The format's name of its dtype."""
+    shape: tuple[Size, ...]
+    data_offsets: tuple[Size, Size]
+    """Where its bytes begin and end, counted from the end of the header."""
 
 
 def write_safetensors(file: Path, state: Weights) -> None:
@@ -78,7 +97,7 @@ def write_safetensors(file: Path, state: Weights) -> None:
         partial.unlink(missing_ok=True)
 
 
-def tensors_in(stream: FileIO) -> dict[str, StoredTensor]:
+def tensors_in(stream: FileIO | BufferedReader) -> dict[str, StoredTensor]:
     """Return the tensors of an open file, each read when it is asked for; tied names but one lack.
 
     Mapped into memory, as the library reads, the file would count beside the module it fills.
@@ -86,27 +105,64 @@ def tensors_in(stream: FileIO) -> dict[str, StoredTensor]:
     Raises:
         ArtifactInvalid: it is no such file, or truncated.
     """
+    start, entries = read_header(stream)
+    for name, entry in entries.items():
+        if entry.dtype not in DTYPES:
+            raise ArtifactInvalid(f"{stream.name}: {name} is {entry.dtype}, which is not read here")
+    return {
+        name: StoredTensor(
+            entry.shape, DTYPES[entry.dtype], partial(_read, stream, start, name, entry)
+        )
+        for name, entry in entries.items()
+    }
+
+
+def read_header(stream: FileIO | BufferedReader) -> tuple[int, dict[str, Entry]]:
+    """Return where a file's tensors begin, and the place of each.
+
+    Raises:
+        ArtifactInvalid: it is no such file, or truncated; a name stands twice, of which readers
+            take either; or tensors share bytes, leave some out, or are not as long as they say.
+    """
     try:
         length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
+        if length > LARGEST_HEADER:
+            raise ValueError(f"the header has {length} bytes, expected at most {LARGEST_HEADER}")
+        text = stream.read(length)
+        if len(text) < length:
+            raise ValueError(f"the header has {len(text)} of {length} bytes")
+        header = json.loads(text, object_pairs_hook=without_double_keys)
         header.pop("__metadata__", None)
-        return {
-            name: StoredTensor(
-                tuple(entry["shape"]),
-                DTYPES[entry["dtype"]],
-                partial(_read, stream, 8 + length, name, entry),
-            )
-            for name, entry in header.items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
-        raise ArtifactInvalid(
-            f"{stream.name}: not a readable safetensors file, or truncated ({error})"
-        ) from error
+        entries = {name: Entry.model_validate(entry) for name, entry in header.items()}
+        size = os.fstat(stream.fileno()).st_size - 8 - length
+        _refuse_other_layout(entries, size)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"]
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        why = str(error)
+    else:
+        return 8 + length, entries
+    raise ArtifactInvalid(f"{stream.name}: not a readable safetensors file, or truncated ({why})")
 
 
-def _read(stream: FileIO, start: int, name: str, entry: dict[str, Any]) -> torch.Tensor:
-    tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-    begin, end = entry["data_offsets"]
+def _refuse_other_layout(entries: Mapping[str, Entry], size: int) -> None:
+    """Raise ValueError unless the tensors lie side by side and fill the file."""
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end = entry.data_offsets
+        if begin != position or end < begin:
+            raise ValueError(f"{name[:80]!r} has bytes {begin} to {end}, expected from {position}")
+        dtype = DTYPES.get(entry.dtype)
+        if dtype is not None and end - begin != prod(entry.shape) * dtype.itemsize:
+            raise ValueError(f"{name[:80]!r} is not as long as its shape says")
+        position = end
+    if position != size:
+        raise ValueError(f"the tensors have {position} bytes, and the file {size}")
+
+
+def _read(stream: FileIO | BufferedReader, start: int, name: str, entry: Entry) -> torch.Tensor:
+    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    begin, end = entry.data_offsets
     stream.seek(start + begin)
     numbers: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else bytearray()
     wanted = memoryview(numbers)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -13,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from compress.core.errors import ArtifactInvalid
 from compress.core.settings import Count, Settings
 
 if TYPE_CHECKING:
@@ -44,9 +48,14 @@ class TensorSpec(Settings):
     dtype: Dtype = "float32"
     """Element type."""
 
-    def sized(self, sizes: dict[str, int]) -> tuple[int, ...]:
+    def sized(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape with each named axis replaced by its size (2 where none is given)."""
         return tuple(d if isinstance(d, int) else sizes.get(d, 2) for d in self.shape)
+
+    def nbytes(self, sizes: Mapping[str, int]) -> int:
+        """Return how many bytes the tensor has with these sizes of named axes."""
+        bits = re.search(r"\d+$", self.dtype)  # `bool` tells none, and has a byte
+        return prod(self.sized(sizes)) * (int(bits[0]) // 8 if bits else 1)
 
     @property
     def is_mask(self) -> bool:
@@ -136,6 +145,27 @@ class Signature(Settings):
         """Return the sizes that a named axis may have."""
         return self.axes.get(axis, ANY_SIZE)
 
+    def refuse_too_large(self, sizes: Mapping[str, int]) -> None:
+        """Refuse inputs that take more than half of this machine's memory, before they are made.
+
+        Args:
+            sizes: the size of each named axis.
+
+        Raises:
+            ArtifactInvalid: they do; the message names the largest.
+        """
+        needed = {spec.name: spec.nbytes(sizes) for spec in self.inputs}
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if sum(needed.values()) > memory / 2:
+            name = max(needed, key=needed.__getitem__)
+            spec = next(spec for spec in self.inputs if spec.name == name)
+            gibibytes = min(needed[name], 10**30) / 2**30  # a float has no larger ones
+            raise ArtifactInvalid(
+                f"model.inputs: {name} of {list(spec.sized(sizes))} {spec.dtype} takes "
+                f"{gibibytes:.3g} GiB, expected at most half of this machine's "
+                f"{memory / 2**30:.3g} GiB; declare smaller sizes"
+            )
+
     def announced(self) -> list[dict[str, Any]]:
         """Return the inputs for servers, which hold requests against them, bounds included."""
         told = []
@@ -164,13 +194,17 @@ class Signature(Settings):
             seed: seed of the generator.
             device: where the tensors live.
             sizes: sizes of named axes, in place of the above.
+
+        Raises:
+            ArtifactInvalid: they would not fit into memory.
         """
         import torch
 
-        generator = torch.Generator().manual_seed(seed)
         axes = {axis: self.bounds(axis).nearest(8) for axis in self.dynamic_axes}
         axes |= {self.batch_axis or "": batch}
         axes |= sizes or {}
+        self.refuse_too_large(axes)
+        generator = torch.Generator().manual_seed(seed)
         tensors = []
         for spec in self.inputs:
             dtype, shape = getattr(torch, spec.dtype), spec.sized(axes)

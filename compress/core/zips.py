@@ -7,7 +7,7 @@ import zipfile
 from typing import TYPE_CHECKING
 
 from compress.core.errors import ArtifactInvalid
-from compress.core.files import stays_inside
+from compress.core.files import refuse_irregular, stays_inside
 from compress.core.zip_headers import refuse_two_readings
 
 if TYPE_CHECKING:
@@ -27,8 +27,10 @@ def refuse_bomb(file: Path) -> None:
     """Refuse a zip that unfolds elsewhere, or to far more than itself; any other file passes.
 
     Raises:
-        ArtifactInvalid: see :func:`refuse_unsafe`; or Python cannot read its directory.
+        ArtifactInvalid: see :func:`refuse_unsafe`; Python cannot read its directory; or it is a
+            pipe or a device.
     """
+    refuse_irregular(file)
     try:
         with zipfile.ZipFile(file) as archive:
             refuse_unsafe(archive, file, UNFOLDED)

@@ -1,5 +1,6 @@
 """Every mistake a newcomer makes in pipeline.yaml is one clear line with its place."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,43 @@ MISTAKES = {
         ("version: 1", "version: 1\nmetric: torchmetrics.Accuracy"),
         r"p\.yaml:2: metric: ",
     ),
+    "a date that is none": (
+        ("version: 1", "version: 2001-13-45"),
+        r"p\.yaml:1: version: .*found '2001-13-45'",
+    ),
+    "an integer of 5,000 digits": (
+        ("epochs: 1", f"epochs: {'1' * 5000}"),
+        r"p\.yaml:8: stages\[0\]\.epochs: cannot be read as int: 1+… \(5000 characters\)$",
+    ),
+    "an integer of 5,000 digits in base 16": (
+        ("epochs: 1", f"epochs: 0x{'f' * 5000}"),
+        r"p\.yaml:8: stages\[0\]\.epochs: expected an integer of 64 bits, found 0xf+…",
+    ),
+    "not a number, where any value may be": (
+        ('{factory: "nets:data"}', '{factory: "nets:data", arguments: {x: .nan}}'),
+        r"p\.yaml:5: data\.arguments\.x: expected a finite number, found \.nan",
+    ),
+    "a set": (
+        ('{factory: "nets:data"}', '{factory: "nets:data", arguments: {x: !!set {a}}}'),
+        r"p\.yaml:5: data\.arguments\.x: has the YAML tag 'tag:yaml\.org,2002:set'",
+    ),
+    "bytes": (
+        ("nets:mlp", '!!binary "bmV0czptbHA="'),
+        r"p\.yaml:3: model\.factory: has the YAML tag",
+    ),
+    "an escape sequence": (
+        ("nets:mlp", r'"\e[2J"'),
+        r"p\.yaml:3: model\.factory: holds the character '\\x1b'",
+    ),
+    "half a character": (
+        ("nets:mlp", r'"\ud800"'),
+        r"p\.yaml:3: model\.factory: holds the character '\\ud800'",
+    ),
+    "an explicit tag that does not fit": (
+        ("epochs: 1", 'epochs: !!int ""'),
+        r"p\.yaml:8: stages\[0\]\.epochs: cannot be read as int",
+    ),
+    "a list as a key": (("version: 1", "version: 1\n? [a]\n: 1"), r"a key is a list or a mapping"),
     "unknown teacher": (
         (
             "stage: export_onnx",
@@ -188,6 +226,17 @@ def test_what_is_no_pipeline_file_is_said(tmp_path: Path, content, found: str) -
         file.write_text(content)
     with pytest.raises(PipelineInvalid, match=found):
         Pipeline.from_yaml(file)
+
+
+@pytest.mark.timeout(60)
+def test_what_has_no_end_is_no_pipeline_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for file, kind in ((tmp_path / "pipe", "pipe"), (Path("/dev/zero"), "device")):
+        with pytest.raises(PipelineInvalid, match=f"is a {kind}, expected a regular file"):
+            Pipeline.from_yaml(file)
+    (tmp_path / "p.yaml").write_text("version: " + "a" * 20_000_000)
+    with pytest.raises(PipelineInvalid, match="has more than 1048576 bytes"):
+        Pipeline.from_yaml(tmp_path / "p.yaml")
 
 
 def test_a_missing_library_is_refused_before_anything_runs(

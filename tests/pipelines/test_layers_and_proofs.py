@@ -72,7 +72,7 @@ def test_what_stages_measured_of_layers_is_shown_most_sensitive_first(walked) ->
 @pytest.mark.parametrize("ending", [".html", ".md", ".json", ".proof"])
 def test_a_proof_is_written_for_people_and_for_machines(walked, tmp_path, ending: str) -> None:
     file = tmp_path / f"train{ending}"
-    proof = prove(walked.out / "artifacts" / "train", None, file)
+    proof = prove(walked.out / "artifacts" / "train", report=file)
     text = file.read_text()
     if ending in (".json", ".proof"):
         assert Proof.model_validate_json(text) == proof
@@ -84,7 +84,7 @@ def test_a_proof_is_written_for_people_and_for_machines(walked, tmp_path, ending
 def test_a_proof_that_cannot_be_written_is_refused_before_anything_is_started(tmp_path) -> None:
     for file, found in ((tmp_path / "absent" / "p.md", "is no directory"), (tmp_path, "is there")):
         with pytest.raises(PipelineInvalid, match=rf"^--report .*{found}$"):
-            prove(tmp_path / "no archive", None, file)
+            prove(tmp_path / "no archive", report=file)
 
 
 @pytest.mark.parametrize("ending", [".html", ".md"])

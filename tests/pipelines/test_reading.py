@@ -19,6 +19,7 @@ from compress.core import zips
 from compress.core.artifact import MANIFEST, Artifact
 from compress.core.checkpoint import read_state_dict
 from compress.core.errors import ArtifactInvalid, CompressError
+from compress.core.hugging_face import refuse_foreign_folder
 from pipelines.model_files import import_file, signature_of
 from pipelines.pipeline import Pipeline
 from pipelines.report import Report
@@ -295,3 +296,44 @@ def test_a_pipeline_file_without_end_is_refused(tmp_path, bomb) -> None:
     with pytest.raises(CompressError, match=r"nested deeper|more than 100000 values") as refused:
         Pipeline.from_yaml(tmp_path / "p.yaml")
     assert "\n" not in str(refused.value)
+
+
+WITHOUT_END = {
+    "checkpoint: model.pt": ("model.pt", read_state_dict),
+    "checkpoint: x.safetensors": ("x.safetensors", read_state_dict),
+    "checkpoint: an index": ("x.safetensors.index.json", read_state_dict),
+    "model.file: model.onnx": ("m.onnx", lambda f: import_file("onnx", f, None, f.parent / "s")),
+    "model.file: model.pt2": ("m.pt2", lambda f: import_file("graph", f, None, f.parent / "s")),
+    "model.file: model.ts": ("m.ts", lambda f: import_file("torchscript", f, None, f.parent / "s")),
+    "model.file, asked what it takes": ("m.onnx", lambda f: signature_of("onnx", f)),
+    "huggingface": ("config.json", lambda f: refuse_foreign_folder(f.parent)),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("entry", WITHOUT_END)
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+def test_what_has_no_end_is_refused_and_never_waited_for(tmp_path, entry, kind) -> None:
+    name, read = WITHOUT_END[entry]
+    if kind == "a pipe":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(ArtifactInvalid, match=f"is {kind}, expected a regular file"):
+        read(tmp_path / name)
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_that_an_index_names_is_not_waited_for(tmp_path) -> None:
+    os.mkfifo(tmp_path / "part.safetensors")
+    index = tmp_path / "x.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "part.safetensors"}}))
+    with pytest.raises(ArtifactInvalid, match="is a pipe, expected a regular file"):
+        read_state_dict(index)
+
+
+@pytest.mark.parametrize("text", ["hello world\n", "import torch\n", "version: 1\n", "", "{}"])
+def test_a_text_as_a_checkpoint_is_said_to_be_unreadable(tmp_path, text) -> None:
+    (tmp_path / "model.pt").write_text(text)
+    with pytest.raises(ArtifactInvalid, match=r"model\.pt: cannot be read, or truncated"):
+        read_state_dict(tmp_path / "model.pt")

@@ -16,6 +16,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from export.onnx import ExportOnnx, OnnxModel
+from pipelines.anchors import Given
 from pipelines.evidence import evidence_of, prove
 from pipelines.pipeline import Pipeline
 from pipelines.run import foresee
@@ -173,12 +174,39 @@ def test_native_code_does_not_pass_for_another_kind(
             verify(tmp_path / "x.mar")
 
 
+@pytest.mark.usefixtures("never_started")
+def test_a_foreign_handler_under_a_forged_manifest_is_started_by_no_command(
+    archive: TorchServeArchive, tmp_path: Path
+) -> None:
+    members = read_mar(archive.payload_path)
+    record = Provenance.read(members["provenance.json"], "it")
+    handler = b"import os\n" + members["handler.py"]
+    digests = record.members | {"handler.py": digest_of(handler)}
+    sealed = record.model_copy(update={"members": digests}).sealed()
+    write_mar(tmp_path / "x.mar", members | {"handler.py": handler, "provenance.json": sealed})
+    folder = resealed(archive.path, tmp_path / "x.mar")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["facts"]["provenance"] = digest_of(sealed).sha256
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    forged = TorchServeArchive.at(folder)
+    forged.verify()  # every file is the one that the forged manifest names
+    starting: list[Any] = [
+        lambda: verify(folder),
+        lambda: serve_artifact(folder, Options(), None, print),
+        lambda: serve_artifact(folder / "model.mar", Options(), None, print),
+        lambda: forged.open().__enter__(),
+    ]
+    for start in starting:
+        with pytest.raises(ArtifactInvalid, match=r"handler\.py is not the one that this version"):
+            start()
+
+
 @pytest.mark.usefixtures("without_java")
 def test_without_java_the_handler_answers_alone_and_the_proof_says_so(
     archive: TorchServeArchive, tmp_path: Path
 ) -> None:
     told = archive.manifest.files["model.mar"].sha256
-    proof = prove(archive.payload_path, told.upper(), tmp_path / "proof.json")
+    proof = prove(archive.payload_path, Given(told.upper()), report=tmp_path / "proof.json")
     assert proof.served_by is not None and "without TorchServe" in proof.served_by
     assert [(r.what, r.samples) for r in proof.replays] == [("the recorded probe", 4)]
     assert proof.replays[0].largest_difference <= 1e-6
@@ -313,7 +341,7 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
     ) == {"cached"}
 
     monkeypatch.setenv("PATH", str(tmp_path))
-    proof = prove(mars[0].parent, None, None)
+    proof = prove(mars[0].parent)
     assert [(r.what, r.samples) for r in proof.replays] == [
         ("the recorded probe", 4),
         ("the validation split", 360),
@@ -329,14 +357,14 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
     onnx.unlink()
     onnx.write_bytes(b"other")
     with pytest.raises(ArtifactInvalid, match=r"model\.onnx is not the file that was sealed"):
-        prove(mars[0].parent, None, None)
+        prove(mars[0].parent)
     shutil.rmtree(onnx.parent)
     code = tmp_path / "one" / "pipeline" / "models.py"
     code.write_text(code.read_text() + "\n# changed\n")
     with pytest.raises(ArtifactInvalid, match="the code of the model as it came in was"):
-        prove(mars[0].parent, None, None)
+        prove(mars[0].parent)
     shutil.rmtree(code.parent)
-    proof = prove(mars[0].parent, None, None)
+    proof = prove(mars[0].parent)
     found, split = proof.unproven
     assert found == "onnx: not here" and "validation split: PipelineInvalid" in split
 

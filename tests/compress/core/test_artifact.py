@@ -1,5 +1,8 @@
 import json
+import os
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -88,10 +91,10 @@ def test_planted_bytecode_is_named_and_never_run(mlp: EagerModel, tmp_path: Path
     cached = mlp.path / "code" / "__pycache__" / f"nets.{sys.implementation.cache_tag}.pyc"
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
     py_compile.compile(str(evil), cfile=str(cached), invalidation_mode=mode)
-    mlp.load()
+    for refuse in (mlp.load, mlp.verify):
+        with pytest.raises(ArtifactInvalid, match=r"__pycache__.* was added"):
+            refuse()
     assert not ran.exists()
-    with pytest.raises(ArtifactInvalid, match=r"__pycache__.* was added"):
-        mlp.verify()
 
 
 def test_a_manifest_without_payload_is_no_artifact(mlp: EagerModel) -> None:
@@ -100,3 +103,82 @@ def test_a_manifest_without_payload_is_no_artifact(mlp: EagerModel) -> None:
     _edit(manifest, json.dumps({**content, "files": {}}).encode())
     with pytest.raises(ArtifactInvalid, match=r"weights\.safetensors is not among them"):
         Artifact.at(mlp.path)
+
+
+def _planted_as_folder(model: EagerModel, elsewhere: Path) -> None:
+    shutil.rmtree(model.path / "code")
+    (model.path / "code").symlink_to(elsewhere)
+
+
+def _planted_as_file(model: EagerModel, elsewhere: Path) -> None:
+    (model.path / "code" / "nets.py").unlink()
+    (model.path / "code" / "nets.py").symlink_to(elsewhere / "nets.py")
+
+
+def _planted_beside(model: EagerModel, elsewhere: Path) -> None:
+    (model.path / "code" / "more").symlink_to(elsewhere)
+
+
+def _manifest_elsewhere(model: EagerModel, elsewhere: Path) -> None:
+    (model.path / "manifest.json").rename(elsewhere / "manifest.json")
+    (model.path / "manifest.json").symlink_to(elsewhere / "manifest.json")
+
+
+def _pipe(model: EagerModel, elsewhere: Path) -> None:
+    (model.path / "code" / "nets.py").unlink()
+    os.mkfifo(model.path / "code" / "nets.py")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "plant",
+    [_planted_as_folder, _planted_as_file, _planted_beside, _manifest_elsewhere, _pipe],
+)
+def test_a_link_or_a_pipe_in_an_artifact_is_refused_and_what_it_leads_to_never_run(
+    mlp: EagerModel, tmp_path: Path, plant: Callable[[EagerModel, Path], None]
+) -> None:
+    elsewhere, ran = tmp_path / "elsewhere", tmp_path / "ran"
+    elsewhere.mkdir()
+    trace = f"open({str(ran)!r}, 'w').close()\n"
+    (elsewhere / "nets.py").write_text(trace + (mlp.path / "code" / "nets.py").read_text())
+    plant(mlp, elsewhere)
+    refusing: list[Callable[[], object]] = [lambda: EagerModel.at(mlp.path)]
+    if plant is not _manifest_elsewhere:
+        refusing += [mlp.load, mlp.verify, mlp.skeleton]
+    for refuse in refusing:
+        with pytest.raises(ArtifactInvalid, match=r"is a (symbolic link|pipe), expected a regular"):
+            refuse()
+    assert not ran.exists()
+
+
+def test_changed_code_of_the_same_length_is_never_run(mlp: EagerModel) -> None:
+    source = mlp.path / "code" / "nets.py"
+    _edit(source, source.read_bytes().replace(b"Linear", b"linear"))
+    opened = EagerModel.at(mlp.path)
+    with pytest.raises(ArtifactInvalid, match=r"code/nets\.py is not the file that was sealed"):
+        opened.load()
+
+
+def test_a_link_to_an_artifact_is_no_link_in_it(mlp: EagerModel, tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(mlp.path)
+    opened = EagerModel.at(tmp_path / "latest")
+    opened.verify()
+    opened.load()
+
+
+def test_a_manifest_with_a_key_twice_is_refused(mlp: EagerModel) -> None:
+    manifest = mlp.path / "manifest.json"
+    _edit(manifest, manifest.read_bytes().replace(b'"facts": {', b'"kind": "onnx", "facts": {'))
+    with pytest.raises(ArtifactInvalid, match="key 'kind' stands twice"):
+        EagerModel.at(mlp.path)
+
+
+def test_changed_weights_are_not_loaded_also_after_they_were_once(mlp: EagerModel) -> None:
+    mlp.load()
+    original = mlp.payload_path.read_bytes()
+    _edit(mlp.payload_path, original[:-1] + bytes([original[-1] ^ 1]))
+    for opened in (mlp, EagerModel.at(mlp.path)):
+        with pytest.raises(ArtifactInvalid, match=r"weights\.safetensors is not the file that was"):
+            opened.load()
+    _edit(mlp.payload_path, original)
+    mlp.load()

@@ -94,7 +94,7 @@ FOREIGN = {
     ),
     "truncated weights": (
         lambda p: (p / "model.safetensors").write_bytes(b"12345678"),
-        "transformers cannot read it",
+        "model.safetensors: not a readable safetensors file",
     ),
     "quantized": (lambda p: _config(p, quantization_config={"bits": 4}), "is quantized already"),
     "code of a hub": (lambda p: _config(p, attn_implementation="a/b"), "attention code of a hub"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from compress.core.checkpoint import read_state_dict
 from compress.core.errors import ArtifactInvalid
 from compress.core.safetensors_file import tensors_in, write_safetensors
 
@@ -44,3 +45,40 @@ def test_half_a_file_is_refused(file: Path, kept: int) -> None:
         pytest.raises(ArtifactInvalid, match=r"w\.safetensors: .*truncated"),
     ):
         [stored.read() for stored in tensors_in(stream).values()]
+
+
+def _with_header(file: Path, header: str, content: bytes = b"\0" * 8) -> Path:
+    text = header.encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content)
+    return file
+
+
+ONE = '"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
+HEADERS = {
+    "a name twice": (f"{{{ONE}, {ONE}}}", "key 'w' stands twice"),
+    "a key twice": (f'{{{ONE[:-1]}, "shape": [2]}}}}', "key 'shape' stands twice"),
+    "shared bytes": (f"{{{ONE}, {ONE.replace('w', 'v', 1)}}}", "has bytes 0 to 8, expected from 8"),
+    "a gap": (f"{{{ONE.replace('[0, 8]', '[4, 8]').replace('[2]', '[1]')}}}", "expected from 0"),
+    "a terabyte": (f"{{{ONE.replace('[2]', '[2000000000000]')}}}", "not as long as its shape"),
+    "a negative size": (f"{{{ONE.replace('[2]', '[-1, -2]')}}}", "greater than or equal to 0"),
+    "no end": (f"{{{ONE.replace('[0, 8]', '[0, 4]').replace('[2]', '[1]')}}}", "4 bytes, and the"),
+    "a list": ("[]", "truncated"),
+    "depth": ("[" * 5000, "truncated"),
+}
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_header_that_readers_could_take_in_two_ways_is_refused(
+    tmp_path: Path, header: str
+) -> None:
+    text, words = HEADERS[header]
+    file = _with_header(tmp_path / "w.safetensors", text)
+    with file.open("rb", buffering=0) as stream, pytest.raises(ArtifactInvalid, match=words):
+        tensors_in(stream)
+    with pytest.raises(ArtifactInvalid, match=words):
+        read_state_dict(file)
+
+
+def test_the_whole_of_a_sound_header_is_taken(tmp_path: Path) -> None:
+    file = _with_header(tmp_path / "w.safetensors", f"{{{ONE}}}")
+    assert read_state_dict(file)["w"].shape == (2,)

@@ -2,7 +2,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from compress.core.errors import ArtifactInvalid
 from compress.core.signature import Signature, TensorSpec
+from serve.interface import example as arrays_of
 
 
 def test_examples_have_the_asked_batch_and_dtypes() -> None:
@@ -35,3 +37,11 @@ def test_names_must_differ() -> None:
 def test_a_wrong_dimension_is_refused(shape: tuple) -> None:
     with pytest.raises(ValidationError):
         TensorSpec(name="x", shape=shape)
+
+
+@pytest.mark.parametrize("shape", [("batch", 10**12), ("batch", *(10**18,) * 20)])
+def test_inputs_of_terabytes_are_refused_before_they_are_made(shape: tuple) -> None:
+    signature = Signature(inputs=(TensorSpec(name="x", shape=shape),))
+    for make in (signature.example, lambda: arrays_of(signature, rows=1)):
+        with pytest.raises(ArtifactInvalid, match=r"x of \[.* GiB, expected at most half of this"):
+            make()

@@ -1,0 +1,252 @@
+"""Attestations: in-toto Statements with SLSA provenance, signed in a DSSE envelope.
+
+Formats: in-toto Attestation Framework v1 (Statement, ResourceDescriptor), SLSA Provenance v1, and
+DSSE v1, whose signature is of the payload's type and bytes as they are, so nothing is normalised.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from compress import __version__
+from compress.core.artifact import MANIFEST, canonical_json, without_double_keys
+from compress.core.errors import ArtifactInvalid, PipelineInvalid, Unavailable
+from compress.core.files import open_regular
+from compress.core.requirement import Requirement
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from compress.core.artifact import Artifact, Step
+    from serve.proof import Proof
+
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "https://slsa.dev/provenance/v1"
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+BUILD_TYPE = "urn:compress-pipeline:run:v1"
+BUILDER = "urn:compress-pipeline:compress"
+LARGEST = 2**24
+"""Bytes of an attestation that is read; ours have some kilobytes."""
+REQUIREMENT = Requirement(what="cryptography", install="pip install 'compress-pipeline[sign]'")
+
+
+@dataclass(frozen=True)
+class Attestation:
+    """What an attestation says, and whether somebody answers for it."""
+
+    subjects: frozenset[str]
+    """SHA-256 of each thing that it speaks of."""
+    predicate_type: str
+    signed_by: str = ""
+    """Fingerprint of the public key whose signature was checked; empty where none was."""
+
+
+def subjects_of(artifact: Artifact) -> dict[str, str]:
+    """Return the SHA-256 of each file of an artifact; the manifest's is the artifact's digest."""
+    files = {name: file.sha256 for name, file in artifact.manifest.files.items()}
+    return {MANIFEST: artifact.digest, **files}
+
+
+def statement_of(
+    subjects: Mapping[str, str],
+    lineage: Sequence[Step],
+    proof: Proof,
+    run: Mapping[str, Any] | None = None,
+) -> bytes:
+    """Return an in-toto Statement with SLSA provenance, as JSON; the same input, the same bytes.
+
+    Args:
+        subjects: the SHA-256 of each file that is spoken of, by name.
+        lineage: the stages that led there; the artifacts that they read are the materials.
+        proof: what was proven of it, and what was not.
+        run: `lock.json` of the run that made it, where it is known.
+    """
+    materials = {
+        digest: f"{role} of {step.stage}"
+        for step in lineage
+        for role, digest in step.inputs.items()
+    }
+    run = run or {}
+    checkpoint = (run.get("source") or {}).get("checkpoint")
+    materials |= {checkpoint: "checkpoint"} if checkpoint else {}
+    known = {key: run[key] for key in ("seed", "data", "versions") if key in run}
+    statement = {
+        "_type": STATEMENT,
+        "subject": [{"name": name, "digest": {"sha256": v}} for name, v in subjects.items()],
+        "predicateType": PREDICATE,
+        "predicate": {
+            "buildDefinition": {
+                "buildType": BUILD_TYPE,
+                "externalParameters": {
+                    "stages": [{"stage": s.stage, "settings": s.settings} for s in lineage]
+                },
+                "internalParameters": known,
+                "resolvedDependencies": [
+                    {"name": name, "digest": {"sha256": digest}}
+                    for digest, name in materials.items()
+                ],
+            },
+            "runDetails": {
+                "builder": {"id": BUILDER, "version": {"compress-pipeline": __version__}}
+            },
+            # Fields of one's own have the vendor's name in front, by SLSA's rules.
+            "compress_verification": {
+                "kind": proof.kind,
+                "proven": list(proof.proven),
+                "unproven": list(proof.unproven),
+            },
+        },
+    }
+    return canonical_json(statement).encode()
+
+
+def signed(statement: bytes, key_file: Path) -> bytes:
+    """Return a statement in a DSSE envelope with one signature.
+
+    Args:
+        statement: the statement.
+        key_file: a private Ed25519 key, PEM, not encrypted.
+
+    Raises:
+        PipelineInvalid: the file holds no such key.
+        Unavailable: the library for signatures is not installed.
+    """
+    key = _key_in(key_file, private=True)
+    signature = {
+        "keyid": _fingerprint(key.public_key()),
+        "sig": base64.b64encode(key.sign(pae(PAYLOAD_TYPE, statement))).decode(),
+    }
+    payload = base64.b64encode(statement).decode()
+    envelope = {"payload": payload, "payloadType": PAYLOAD_TYPE, "signatures": [signature]}
+    return canonical_json(envelope).encode()
+
+
+def pae(payload_type: str, payload: bytes) -> bytes:
+    """Return what a DSSE signature is of: type and payload, each behind its length."""
+    kind = payload_type.encode()
+    return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)
+
+
+def read_attestation(file: Path, key_file: Path | None) -> Attestation:
+    """Return what an attestation says: a DSSE envelope, or a bare Statement.
+
+    Args:
+        file: the attestation.
+        key_file: a public Ed25519 key, PEM; with it, a signature of that key must be there.
+
+    Raises:
+        ArtifactInvalid: it is no attestation, or not signed by the key.
+        PipelineInvalid: the file holds no such key.
+        Unavailable: the library for signatures is not installed.
+    """
+    content = _json_in(file)
+    signed_by = ""
+    if isinstance(content, dict) and "payload" in content:
+        payload = _bytes_of(content["payload"], file)
+        if content.get("payloadType") != PAYLOAD_TYPE:
+            found = repr(content.get("payloadType"))[:80]
+            raise ArtifactInvalid(f"{file}: payloadType is {found}, expected {PAYLOAD_TYPE}")
+        if key_file is not None:
+            signed_by = _check_signature(content.get("signatures"), payload, file, key_file)
+        content = _parsed(payload, file)
+    elif key_file is not None:
+        raise ArtifactInvalid(f"{file}: is not signed, expected a signature of {key_file}")
+    return _understood(content, file, signed_by)
+
+
+def _understood(statement: Any, file: Path, signed_by: str) -> Attestation:
+    try:
+        if statement["_type"] != STATEMENT:
+            raise ArtifactInvalid(
+                f"{file}: _type is {str(statement['_type'])[:80]!r}, expected {STATEMENT}"
+            )
+        subjects = [subject["digest"].get("sha256") for subject in statement["subject"]]
+        found = frozenset(digest for digest in subjects if isinstance(digest, str))
+        return Attestation(found, str(statement["predicateType"]), signed_by)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ArtifactInvalid(
+            f"{file}: not an in-toto Statement ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _check_signature(signatures: Any, payload: bytes, file: Path, key_file: Path) -> str:
+    """Return the fingerprint of the key, one of whose signatures is right."""
+    key = _key_in(key_file, private=False)
+    from cryptography.exceptions import InvalidSignature
+
+    message = pae(PAYLOAD_TYPE, payload)
+    for signature in signatures if isinstance(signatures, list) else ():
+        try:
+            key.verify(_bytes_of(signature["sig"], file), message)
+        except (InvalidSignature, KeyError, TypeError):
+            continue  # of another key: there may be several
+        return _fingerprint(key)
+    raise ArtifactInvalid(f"{file}: holds no signature of {key_file}, or was altered since")
+
+
+def _key_in(file: Path, *, private: bool) -> Any:
+    if REQUIREMENT.missing():
+        raise Unavailable(f"signatures need {REQUIREMENT.what}: {REQUIREMENT.install}")
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ed25519
+
+    expected = ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey
+    which = "private" if private else "public"
+    try:
+        content = file.read_bytes()
+        if private:
+            key: Any = serialization.load_pem_private_key(content, password=None)
+        else:
+            key = serialization.load_pem_public_key(content)
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise PipelineInvalid(
+            f"{file}: not a {which} key in PEM that can be read ({error}); make a pair with "
+            "`openssl genpkey -algorithm ed25519 -out key.pem` and "
+            "`openssl pkey -in key.pem -pubout -out public.pem`"
+        ) from None
+    if not isinstance(key, expected):
+        raise PipelineInvalid(f"{file}: is a {type(key).__name__}, expected a {which} Ed25519 key")
+    return key
+
+
+def _fingerprint(public_key: Any) -> str:
+    """Return the SHA-256 of a public key (its SubjectPublicKeyInfo, DER)."""
+    from cryptography.hazmat.primitives import serialization
+
+    der = public_key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return hashlib.sha256(der).hexdigest()
+
+
+def _json_in(file: Path) -> Any:
+    try:
+        with open_regular(file) as stream:
+            content = stream.read(LARGEST + 1)
+    except OSError as error:
+        raise ArtifactInvalid(f"{file}: {error.strerror}") from error
+    if len(content) > LARGEST:
+        raise ArtifactInvalid(f"{file}: has more than {LARGEST} bytes")
+    return _parsed(content, file)
+
+
+def _parsed(content: bytes, file: Path) -> Any:
+    try:
+        return json.loads(content, object_pairs_hook=without_double_keys)
+    except (ValueError, RecursionError) as error:
+        raise ArtifactInvalid(f"{file}: not an attestation in JSON ({error})") from None
+
+
+def _bytes_of(text: Any, file: Path) -> bytes:
+    """Return base64 decoded; DSSE allows the URL-safe alphabet too."""
+    try:
+        return base64.b64decode(text.translate(str.maketrans("-_", "+/")), validate=True)
+    except (binascii.Error, AttributeError, ValueError):
+        raise ArtifactInvalid(f"{file}: holds what is not base64") from None
