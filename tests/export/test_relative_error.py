@@ -3,9 +3,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from export.difference import columns, measured, relative_error
 
 from export import difference
-from export.difference import columns, measured, relative_error
 
 INF, NAN = math.inf, math.nan
 
