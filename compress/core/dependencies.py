@@ -138,7 +138,7 @@ def recording() -> Iterator[Recording]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Record nothing of what this thread reads during a block, as something else accounts for it."""
+    """Leave out what this thread reads during a block, for which something else accounts."""
     before = getattr(_thread, "paused", False)
     _thread.paused = True
     try:

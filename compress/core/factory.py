@@ -43,7 +43,6 @@ Reference = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 """``module:callable``; looked up beside the pipeline file first, then as installed."""
 
 
-
 def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:
     """Import what ``module:callable`` names.
 
