@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import JsonValue, ValidationError
@@ -83,14 +84,15 @@ class Answers(Settings):
     """Question, as canonical JSON → what was measured."""
 
 
+@dataclass(frozen=True)
 class Surroundings:
-    """What entries need to know of the run: where user code lies, and whom to warn."""
+    """What entries need to know of a run."""
 
-    def __init__(
-        self, folder: Path, outputs: tuple[Path, ...], warn: Callable[[str], None]
-    ) -> None:
-        """Take the pipeline's folder, folders that the toolkit writes, and where warnings go."""
-        self.folder, self.outputs, self.warn = folder, outputs, warn
+    folder: Path
+    """The pipeline's: files that user code reads are named relative to it."""
+    outputs: tuple[Path, ...]
+    """Folders that the toolkit writes."""
+    warn: Callable[[str], None]
 
 
 class Entry:

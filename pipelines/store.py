@@ -142,7 +142,7 @@ class Store:
         return found
 
     def _own(self, entry: Entry) -> tuple[Artifact, Record] | None:
-        """Return what lies here under a key, unless it is damaged or user code reads other things."""
+        """Return what lies here under a key, unless it is damaged or outdated."""
         try:
             found = entry.load()
         except ArtifactInvalid as error:
@@ -152,7 +152,7 @@ class Store:
         return None if found is None or self._outdated(found[1]) else found
 
     def _outdated(self, record: Record) -> str:
-        """Return what of that which user code read has changed, in words; empty where nothing has."""
+        """Return which file or variable that user code read has changed; empty where none has."""
         change = record.depends.change(self.surroundings.folder)
         if change:
             self._unusable[key_of(record.parts)] = change

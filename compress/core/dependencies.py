@@ -104,12 +104,13 @@ class Recording:
             folder: files below it are named relative to it.
             outputs: folders that the toolkit writes.
         """
-        root, left_out = os.path.realpath(folder), tuple(map(os.path.realpath, outputs))
+        roots = os.path.realpath(folder), os.path.abspath(folder)  # noqa: PTH100 - links stay
+        left_out = tuple(map(os.path.realpath, outputs))
         files: dict[str, str | None] = {}
         for path in sorted(self.files - self.written):
             if not _is_below(os.path.realpath(path), left_out) and not _is_special(path):
-                name = os.path.relpath(path, root) if _is_below(path, (root,)) else path
-                files[name] = digest_of(Path(path))
+                root = next((r for r in roots if _is_below(path, (r,))), None)
+                files[os.path.relpath(path, root) if root else path] = digest_of(Path(path))
         environment = {n: v for n, v in sorted(self.environment.items()) if n not in _set_by_user}
         return Dependencies(files=files, environment=environment)
 
