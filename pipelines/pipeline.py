@@ -14,6 +14,7 @@ from compress.core.factory import Reference
 from compress.core.loading import Loading
 from compress.core.settings import Count, Settings
 from pipelines.catalog import stages
+from pipelines.declared import Depends
 from pipelines.matrix import allow_matrix_, expanded, refuse_twins
 from pipelines.model import ModelSpec
 from pipelines.problems import explain
@@ -77,6 +78,8 @@ class Pipeline(Settings):
     """The data; stages that train, calibrate or measure accuracy need it."""
     metric: MetricSpec = MetricSpec(name="accuracy")
     """How good a model is: a name, or a name with arguments."""
+    depends: Depends = Depends()
+    """Files and environment variables that results depend on, where a run cannot see it."""
     tracker: Tracker | None = None
     """Where settings, figures and the report of each run are written too."""
     stages: Annotated[tuple[AnyStage, ...], Field(min_length=1)]

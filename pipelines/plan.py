@@ -12,6 +12,7 @@ from compress.core.metrics import Metric
 from export.onnx import OnnxModel
 from export.torchscript import TorchScriptModel
 from pipelines.catalog import stages
+from pipelines.declared import check_declared
 from pipelines.needs import check_needs, missing_programs
 from pipelines.opponents import check_runtime
 from pipelines.problems import did_you_mean
@@ -134,6 +135,7 @@ def make_plan(
             f"--until {until!r} needs nothing of --from {start!r}; nothing would run again"
         )
     check_needs(pipeline, planned)
+    check_declared(pipeline)
     return Plan(
         stages=planned,
         metric=_metric(pipeline),

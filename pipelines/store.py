@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.core.artifact import MANIFEST, Artifact, replace_artifact
+from compress.core.dependencies import Dependencies
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.files import partial_of, remove, sweep, write_atomically
 from compress.core.sealed import sealed, unsealed
@@ -146,7 +147,7 @@ class Store:
         try:
             found = entry.load()
         except ArtifactInvalid as error:
-            self._unusable[entry.path.name] = "its artifact or record was changed or damaged"
+            self._unusable[entry.path.name] = "its artifact or record is damaged"
             self._warn(f"{error}; it is made and measured again")
             return None
         return None if found is None or self._outdated(found[1]) else found
@@ -194,7 +195,7 @@ class Store:
         before = self.last_parts(name)
         if before is None:
             return "not run before"
-        found = _difference(before, parts)
+        found = _declared(before).difference(_declared(parts)) or _difference(before, parts)
         if data is not None and found.startswith("data.splits."):
             found = samples_changed(self.root, before["data"], data) or found
         return found or "its artifact is gone"
@@ -248,6 +249,10 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+
+
+def _declared(parts: dict[str, Any]) -> Dependencies:
+    return Dependencies.model_validate(parts.get("depends", {}))
 
 
 def _difference(before: Any, after: Any, path: str = "") -> str:

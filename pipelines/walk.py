@@ -7,9 +7,10 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from compress.core.dependencies import Recording, recording
+from compress.core.dependencies import Dependencies, Recording, recording
 from compress.core.stage import Context
 from pipelines import happenings
+from pipelines.declared import declared
 from pipelines.entry import Entry, Record
 from pipelines.history import history_before, history_parts
 from pipelines.inputs import import_source, source_parts
@@ -72,6 +73,10 @@ class Walk:
     def __post_init__(self) -> None:
         self.contents = self.data.contents() if self.data else None
         self.fingerprint = self.contents.fingerprint if self.contents else None
+        found = declared(self.pipeline)
+        self.declared = (
+            {"depends": found.model_dump(mode="json")} if found != Dependencies() else {}
+        )
         self.outcome = Outcome(self.plan, self.tell)
 
     def import_model(self) -> None:
@@ -263,6 +268,7 @@ class Walk:
             "device": self.pipeline.device,
             "seed": self.pipeline.seed,
             "machine": machine(),
+            **self.declared,
         }
 
     def _hold(self, name: str, artifact: Artifact, entry: Entry, parts: dict[str, Any]) -> None:
@@ -284,4 +290,5 @@ class Walk:
             "metric": self.plan.metric.identity() if uses_data else None,
             "seed": self.pipeline.seed,
             "versions": versions(),
+            **self.declared,
         }

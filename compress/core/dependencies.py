@@ -66,14 +66,20 @@ class Dependencies(Settings):
         Args:
             folder: the pipeline's folder.
         """
-        for name, before in self.files.items():
-            now = digest_of(folder / name)
-            if now != before:
-                return f"file {name} {_how(before, now, 'is there now', 'is gone')}"
-        for name, before in self.environment.items():
-            now = _digest(given_variable(name))
-            if now != before:
-                how = _how(before, now, "is set now", "is not set any more")
+        files = {name: digest_of(folder / name) for name in self.files}
+        environment = {name: digest_of_variable(name) for name in self.environment}
+        return self.difference(Dependencies(files=files, environment=environment))
+
+    def difference(self, now: Dependencies) -> str:
+        """Return the first thing that differs from what it is now, in words; empty where all is."""
+        for name in sorted({*self.files, *now.files}):
+            before, after = self.files.get(name), now.files.get(name)
+            if before != after:
+                return f"file {name} {_how(before, after, 'is there now', 'is gone')}"
+        for name in sorted({*self.environment, *now.environment}):
+            before, after = self.environment.get(name), now.environment.get(name)
+            if before != after:
+                how = _how(before, after, "is set now", "is not set any more")
                 return f"environment variable {name} {how}"
         return ""
 
@@ -164,9 +170,9 @@ def drained() -> Recording:
     return found
 
 
-def given_variable(name: str) -> str | None:
-    """Return an environment variable as it was before user code set it."""
-    return _set_by_user[name] if name in _set_by_user else os.environ.get(name)
+def digest_of_variable(name: str) -> str | None:
+    """Return the SHA-256 of an environment variable as it was before user code set it."""
+    return _digest(_set_by_user[name] if name in _set_by_user else os.environ.get(name))
 
 
 def digest_of(path: Path) -> str | None:

@@ -8,7 +8,9 @@ import pytest
 from compress.core import memory
 from compress.core.errors import GateRefused
 from compress.core.resident import PROCESS
+from compress.core.sealed import sealed, unsealed
 from pipelines.diff import compare
+from pipelines.entry import ANSWERS
 from pipelines.report import Report
 from pipelines.table import stage_table, wide_console
 from pipelines.tracked import figures_of
@@ -24,10 +26,10 @@ def _peaks(report: Report) -> dict[str, float | None]:
 
 def _forget_answers(project) -> None:
     """Leave the store as an older version wrote it, which did not ask for memory."""
-    for file in (project.out / ".store").glob("*/record.json"):
-        record = json.loads(file.read_text())
-        asked = {q: a for q, a in record["answers"].items() if "peak memory" not in q}
-        file.write_text(json.dumps({**record, "answers": asked}))
+    for file in (project.out / ".store").glob(f"*/{ANSWERS}"):
+        kept = unsealed(file.read_bytes())
+        answers = {q: a for q, a in kept["answers"].items() if "peak memory" not in q}
+        file.write_bytes(sealed({**kept, "answers": answers}))
 
 
 def _never(*_: object) -> None:
