@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -13,6 +12,8 @@ from compress.core.errors import PipelineInvalid
 from compress.core.settings import Settings
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pipelines.pipeline import Pipeline
 
 
@@ -22,7 +23,7 @@ class Depends(Settings):
     files: tuple[str, ...] = ()
     """Files, or folders with all files in them, relative to this file; for what user code reads
     through a C extension or another process."""
-    environment: tuple[Annotated[str, Field(pattern=r"^[^=\0]+$")], ...] = ()
+    environment: tuple[Annotated[str, Field(pattern=r"^[^=]+$")], ...] = ()
     """Names of environment variables."""
 
 
