@@ -73,10 +73,8 @@ class Walk:
     def __post_init__(self) -> None:
         self.contents = self.data.contents() if self.data else None
         self.fingerprint = self.contents.fingerprint if self.contents else None
-        found = declared(self.pipeline)
-        self.declared = (
-            {"depends": found.model_dump(mode="json")} if found != Dependencies() else {}
-        )
+        depends = declared(self.pipeline)
+        self.declared = {} if depends == Dependencies() else {"depends": depends.model_dump()}
         self.outcome = Outcome(self.plan, self.tell)
 
     def import_model(self) -> None:
