@@ -113,7 +113,7 @@ class Recording:
         roots = os.path.realpath(folder), os.path.abspath(folder)  # noqa: PTH100 - links stay
         left_out = tuple(map(os.path.realpath, outputs))
         files: dict[str, str | None] = {}
-        for path in sorted(self.files - self.written):
+        for path in sorted(_with_imports(self.files) - self.written):
             if not _is_below(os.path.realpath(path), left_out) and not _is_special(path):
                 root = next((r for r in roots if _is_below(path, (r,))), None)
                 files[os.path.relpath(path, root) if root else path] = digest_of(Path(path))
@@ -126,6 +126,10 @@ _recordings: list[Recording] = []
 _thread = threading.local()
 _set_by_user: dict[str, str | None] = {}
 """Variables that user code itself has set → what they were before."""
+_imports: dict[str, set[str]] = {}
+"""File of user code → the modules' files that it has imported; a second import opens none."""
+_sources: dict[str, str | None] = {}
+"""User code's modules → their digest when they were imported."""
 _digests: dict[Path, tuple[tuple[int, ...], str]] = {}
 """File → its identity on disk, and its digest."""
 
@@ -141,6 +145,9 @@ def recording() -> Iterator[Recording]:
     finally:
         # Not `remove`, which compares by value.
         _recordings[:] = [r for r in _recordings if r is not found]
+        for path in found.files:
+            if path.endswith(".py"):
+                _sources.setdefault(path, digest_of(Path(path)))
 
 
 @contextmanager
@@ -168,6 +175,18 @@ def drained() -> Recording:
         found.add(active)
         active.files, active.written, active.environment = set(), set(), {}
     return found
+
+
+def changed_sources() -> set[str]:
+    """Return modules' files that have changed since they were imported, once.
+
+    Those that are gone are not among them: an artifact's code is imported before it is renamed.
+    """
+    now = {path: digest_of(Path(path)) for path in _sources}
+    changed = {path for path, digest in now.items() if digest not in (None, _sources[path])}
+    for path in changed:
+        del _sources[path]
+    return changed
 
 
 def digest_of_variable(name: str) -> str | None:
@@ -218,7 +237,8 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _note_open(path: Any, mode: Any, flags: int) -> None:
-    if isinstance(path, int) or not _asked_by_user(sys._getframe(2)):
+    asker = "" if isinstance(path, int) else _asking_user_code(sys._getframe(2))
+    if not asker:
         return
     name = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - links stay, as the code names them
     if name.endswith(".pyc"):
@@ -226,18 +246,33 @@ def _note_open(path: Any, mode: Any, flags: int) -> None:
     if origin_of(name) != "user" or name.startswith(_NO_DATA):
         return
     is_written = flags & (os.O_WRONLY | os.O_RDWR)
+    if name.endswith(".py") and not is_written:
+        _imports.setdefault(asker, set()).add(name)
     for active in _recordings:
         (active.written if is_written else active.files).add(name)
 
 
-def _asked_by_user(frame: FrameType | None) -> bool:
-    """Whether the user's code is nearer than this toolkit's, libraries between them left aside."""
+def _with_imports(files: set[str]) -> set[str]:
+    """Return files, and what the modules among them have imported."""
+    found: set[str] = set()
+    queue = list(files)
+    while queue:
+        path = queue.pop()
+        if path not in found:
+            found.add(path)
+            queue += _imports.get(path, ())
+    return found
+
+
+def _asking_user_code(frame: FrameType | None) -> str:
+    """Return the user's file that is on the way to this toolkit's next frame, if one is."""
     while frame is not None:
-        origin = origin_of(frame.f_code.co_filename)
+        file = frame.f_code.co_filename
+        origin = origin_of(file)
         if origin != "other":
-            return origin == "user"
+            return file if origin == "user" else ""
         frame = frame.f_back
-    return False
+    return ""
 
 
 def _asked_directly(frame: FrameType | None) -> bool:

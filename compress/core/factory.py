@@ -29,6 +29,7 @@ from compress.core.dependencies import (
     OWN_PACKAGES,
     Dependencies,
     Recording,
+    changed_sources,
     note,
     origin_of,
     recording,
@@ -168,8 +169,10 @@ class _Import:
     dependencies: Dependencies
 
     def is_stale(self) -> bool:
-        """Whether any of it has changed since."""
-        return self.dependencies.change(Path()) != ""
+        """Whether any of it has changed since; an artifact's code may have been moved."""
+        files = self.dependencies.files.items()
+        there = {path: d for path, d in files if not path.endswith(".py") or Path(path).exists()}
+        return self.dependencies.model_copy(update={"files": there}).change(Path()) != ""
 
 
 _imports: dict[str, _Import] = {}
@@ -182,6 +185,8 @@ def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> 
         _finder.folder = folder.absolute()
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
+    for name in _modules_of(changed_sources()):
+        sys.modules.pop(name, None)  # a function may import it again
     loaded, before = sys.modules.get(module_name), _imports.get(module_name)
     is_current = _loaded.get(module_name, digest if not folder else "") == digest
     if loaded is not None and is_current and not (before and before.is_stale()):

@@ -43,13 +43,15 @@ class Rows(Dataset):
 
 def mlp():
     width = importlib.import_module("widths").WIDTH
-    (HERE / "seen.txt").write_text("an output of its own")
     return nn.Sequential(nn.Linear(4, HIDDEN + width), nn.ReLU(), nn.Linear(HIDDEN + width, 3))
 
 
 def data():
     import shared_settings
 
+    importlib.import_module("settings_here")
+    (HERE / "log.txt").write_text("an output of its own")
+    (HERE / "log.txt").read_text()
     os.environ["SET_BY_THE_DATA"] = "1"
     os.environ["SET_BY_THE_DATA"]
     return {
@@ -64,6 +66,7 @@ def weighted(outputs, targets):
     weight = float((Path(__file__).parent / "weight.txt").read_text())
     return weight * float((outputs.argmax(1) == targets).float().mean())
 """
+MODULES = ("nets", "metrics", "widths", "shared_settings", "settings_here")
 FILE = """\
 version: 1
 model: {factory: "nets:mlp", inputs: [{name: x, shape: [batch, 4]}]}
@@ -85,25 +88,26 @@ def user(project, tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "shared_settings.py").write_text("A = 1\n")
+    (elsewhere / "widths.py").write_text("WIDTH = 2\n")
     monkeypatch.syspath_prepend(elsewhere)
     monkeypatch.delenv("HIDDEN_UNITS", raising=False)
     monkeypatch.setattr(contents, "SAMPLED_FOR_FINGERPRINT", 8)
-    for name in ("nets", "metrics", "widths", "shared_settings"):
+    for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     folder = project.folder
     for name, count in (("train", 90), ("val", 40), ("test", 40)):
         (folder / f"{name}.bin").write_bytes(rows(count))
     (folder / "nets.py").write_text(NETS)
     (folder / "metrics.py").write_text(METRIC)
-    (folder / "widths.py").write_text("WIDTH = 2\n")
+    (folder / "settings_here.py").write_text("B = 1\n")
     (folder / "weight.txt").write_text("1.0")
     project.file.write_text(FILE)
     project.elsewhere = elsewhere
     project.run()
     project.run()
-    assert project.ran() == {}, "nothing has changed"
+    assert project.ran() == {}, project.said
     yield project
-    for name in ("nets", "metrics", "widths", "shared_settings"):
+    for name in MODULES:
         sys.modules.pop(name, None)
 
 
@@ -147,9 +151,13 @@ def test_modules_found_elsewhere_and_by_name_are_part_of_what_is_asked(user) -> 
     module.write_text("A = 2\n")
     user.run()
     assert user.ran()["train"] == f"file {module} changed"
-    (user.folder / "widths.py").write_text("WIDTH = 3\n")
+    (user.folder / "settings_here.py").write_text("B = 2\n")
     user.run()
-    assert user.ran()["source"] == "file widths.py changed"
+    assert user.ran()["train"] == "file settings_here.py changed"
+    module = user.elsewhere / "widths.py"
+    module.write_text("WIDTH = 3\n")
+    user.run()
+    assert user.ran()["source"] == f"file {module} changed"
     assert Report.read(user.out).stages[0].measurements.parameters == 4 * 19 + 19 + 19 * 3 + 3
 
 

@@ -62,8 +62,9 @@ def test_an_edited_figure_is_measured_again_and_the_gate_judges_the_true_one(pro
     with pytest.raises(GateRefused):
         project.run()
     for entry in entries(project):
-        text = (entry / ANSWERS).read_text()
-        content = json.loads(text)
+        if not (entry / ANSWERS).exists():
+            continue  # the model as it came in, which is not measured
+        content = json.loads((entry / ANSWERS).read_text())
         for question, answer in content["answers"].items():
             if "min_metric" in question:
                 assert answer["value"] < 0.9999
