@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from compress.core.cache import PROBES
 from compress.core.dependencies import Dependencies, Recording, recording
 from compress.core.stage import Context
 from pipelines import happenings
@@ -228,6 +229,11 @@ class Walk:
 
     def _sampled(self) -> Iterator[str]:
         """Yield which splits were not hashed whole, where a stage was taken from the store."""
+        for name in sorted({"val", "test"} & self.contents.cached if self.contents else ()):
+            yield (
+                f"data.{name}: read through data.loader.cache; only {PROBES} samples are compared "
+                "with the dataset"
+            )
         users = {p.name for p in self.plan.stages if p.stage.uses_data}
         cached = [row.name for row in self.rows if row.cached and row.name in users]
         if not self.contents or not cached:

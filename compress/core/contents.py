@@ -42,6 +42,8 @@ class Contents:
 
     counts: Mapping[str, int]
     """By split, how many samples were hashed."""
+    cached: frozenset[str] = frozenset()
+    """Splits whose samples come from a cache: what is hashed is what was read once."""
 
     @cached_property
     def parts(self) -> dict[str, Any]:

@@ -169,9 +169,12 @@ class Splits:
         if name in self._cached:
             return self._cached[name]
         if name not in self._caches:
-            with self._telling_of_samples(name):
+            with self._telling_of_samples(name), recording() as recorded:
                 probes = probe(dataset)
-            origin = f"{len(dataset)} {self._origin()}"  # type: ignore[arg-type]
+            self.recorded.add(recorded)
+            # Only a few samples are read anew: a changed file of labels has to be seen in itself.
+            read = self.recorded.dependencies(Path()).model_dump()
+            origin = f"{len(dataset)} {self._origin()} {read}"  # type: ignore[arg-type]
             cache = Path(self.loading.cache).absolute()
             self._caches[name] = place_of(cache, name, origin, probes)
         self._cached[name] = CachedDataset(dataset, self._caches[name])
@@ -305,7 +308,7 @@ class Splits:
             else:
                 indices = indices_to_hash(name, lengths[name])
                 counts[name], hashes[name] = len(indices), self._hashes_of(name, indices)
-        return Contents(made, lengths, hashes, counts)
+        return Contents(made, lengths, hashes, counts, frozenset(self._cached))
 
     def _hashes_of(self, name: str, indices: Sequence[int]) -> NDArray[np.uint64]:
         """Return hashes of some samples, which the loader's workers read, [samples, 2]."""

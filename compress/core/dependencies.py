@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import stat
 import sys
@@ -22,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from compress.core.files import sha256_of
 from compress.core.settings import Settings
@@ -101,6 +102,17 @@ class Recording:
         self.written |= other.written
         self.environment = {**other.environment, **self.environment}
 
+    def to_json(self) -> str:
+        """Return it for another process."""
+        files, written = sorted(self.files), sorted(self.written)
+        return json.dumps([files, written, self.environment])
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return what :meth:`to_json` gave."""
+        files, written, environment = json.loads(text)
+        return cls(set(files), set(written), environment)
+
     def dependencies(self, folder: Path, *outputs: Path) -> Dependencies:
         """Return what was read as digests.
 
@@ -113,7 +125,7 @@ class Recording:
         roots = os.path.realpath(folder), os.path.abspath(folder)  # noqa: PTH100 - links stay
         left_out = tuple(map(os.path.realpath, outputs))
         files: dict[str, str | None] = {}
-        for path in sorted(_with_imports(self.files) - self.written):
+        for path in sorted(self.files - self.written):
             if not _is_below(os.path.realpath(path), left_out) and not _is_special(path):
                 root = next((r for r in roots if _is_below(path, (r,))), None)
                 files[os.path.relpath(path, root) if root else path] = digest_of(Path(path))
@@ -145,6 +157,7 @@ def recording() -> Iterator[Recording]:
     finally:
         # Not `remove`, which compares by value.
         _recordings[:] = [r for r in _recordings if r is not found]
+        found.files = _with_imports(found.files)
         for path in found.files:
             if path.endswith(".py"):
                 _sources.setdefault(path, digest_of(Path(path)))
