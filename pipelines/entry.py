@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import JsonValue, ValidationError
 
 from compress.core.artifact import Artifact, canonical_json
-from compress.core.dependencies import Dependencies, recording
+from compress.core.dependencies import Dependencies, Recording, recording
 from compress.core.errors import ArtifactInvalid
 from compress.core.files import write_atomically
 from compress.core.sealed import sealed, unsealed
@@ -90,9 +90,15 @@ class Surroundings:
 
     folder: Path
     """The pipeline's: files that user code reads are named relative to it."""
+    code: Path
+    """The folder of the user's modules."""
     outputs: tuple[Path, ...]
     """Folders that the toolkit writes."""
     warn: Callable[[str], None]
+
+    def dependencies(self, recorded: Recording) -> Dependencies:
+        """Return what user code read, with digests."""
+        return recorded.dependencies(self.folder, self.code, self.outputs)
 
 
 class Entry:
@@ -148,7 +154,7 @@ class Entry:
             return known.value
         with recording() as recorded:
             value = measure()
-        depends = recorded.dependencies(around.folder, *around.outputs)
+        depends = around.dependencies(recorded)
         answers = {**kept.answers, key: Answer(value=value, depends=depends)}
         kept = kept.model_copy(update={"answers": answers})
         write_atomically(self._answers_path, sealed(kept.model_dump(mode="json")))

@@ -92,7 +92,7 @@ def run(
         temporary_files(),
         within_quota(),
         measuring(),
-        Store.locked(root, announce, remote, pipeline.folder) as kept,
+        Store.locked(root, announce, remote, pipeline.folder, pipeline.code_folder) as kept,
         told_to_other_nodes(root),
     ):
         walk = Walk(pipeline, plan, out, kept, data, progress, heard(announce))
@@ -175,7 +175,7 @@ def look_ahead(
     remote = _shared(store, lambda line: None)
     plan = make_plan(pipeline, start, until, force=force)
     pipeline, data, _ = settle(pipeline)
-    kept = Store(out / ".store", remote, folder=pipeline.folder)
+    kept = Store(out / ".store", remote, folder=pipeline.folder, code=pipeline.code_folder)
     kept.refuse_another_format()
     if remote:
         remote.refuse_another_format()

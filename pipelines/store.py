@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Of the store's folders and records; a store that does not tell its format has this one."""
+HERE = Path()
 FORMAT_FILE = "format.json"
 WORK = "work"
 """Folder of what stages keep to go on after an interruption, by stage."""
@@ -44,7 +45,8 @@ class Store:
         root: Path,
         remote: Remote | None = None,
         *,
-        folder: Path | None = None,
+        folder: Path = HERE,
+        code: Path | None = None,
         announce: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Take a directory.
@@ -53,6 +55,7 @@ class Store:
             root: the directory, inside that of a run's results.
             remote: a store that other machines share.
             folder: the pipeline's, to which files that user code reads are relative.
+            code: the folder of the user's modules; the pipeline's by default.
             announce: where warnings go.
         """
         self.root, self._remote, self._announce = root, remote, announce
@@ -60,7 +63,7 @@ class Store:
         """Descriptor that holds the lock of an open store."""
         self.warnings: list[str] = []
         """What was found changed since it was written, for the report."""
-        self.surroundings = Surroundings(folder or Path(), (root.parent,), self._warn)
+        self.surroundings = Surroundings(folder, code or folder, (root.parent,), self._warn)
         self._unusable: dict[str, str] = {}
         """Why what lies under a key was not taken."""
 
@@ -71,7 +74,8 @@ class Store:
         root: Path,
         announce: Callable[[str], None],
         remote: Remote | None = None,
-        folder: Path | None = None,
+        folder: Path = HERE,
+        code: Path | None = None,
     ) -> Iterator[Store]:
         """Open the store for one run, and sweep up what a killed one left; a second run waits.
 
@@ -81,7 +85,7 @@ class Store:
         """
         descriptor = lock(root, announce)
         try:
-            store = cls(root, remote, folder=folder, announce=announce)
+            store = cls(root, remote, folder=folder, code=code, announce=announce)
             store.lock = descriptor
             store.refuse_another_format()
             if not (root / FORMAT_FILE).exists():

@@ -121,10 +121,9 @@ class Walk:
         self, sought: Sought, artifact: Artifact, seconds: float, recorded: Recording
     ) -> Sought:
         """Make what was made part of the store, with what user code read meanwhile."""
-        around = self.store.surroundings
         if self.data and sought.parts["data"]:
             recorded.add(self.data.recorded)
-        depends = recorded.dependencies(around.folder, *around.outputs)
+        depends = self.store.surroundings.dependencies(recorded)
         record = Record(
             parts=sought.parts, digest=artifact.digest, seconds=seconds, depends=depends
         )

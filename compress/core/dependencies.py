@@ -29,15 +29,18 @@ from compress.core.files import sha256_of
 from compress.core.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from types import FrameType
 
 OWN_PACKAGES = ("cli", "compress", "export", "serve", "pipelines")
 """Never the user's, even where the user's code lies beside them."""
-INSTALLED = tuple(
-    Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "purelib", "platlib")
+_STANDARD = Path(sysconfig.get_path("stdlib")).resolve()
+INSTALLED = (
+    _STANDARD,
+    _STANDARD.with_name("python{}{}.zip".format(*sys.version_info)),  # where imports look first
+    *(Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib")),
 )
-"""Folders of the standard library and of installed packages: their versions identify them."""
+"""Places of the standard library and of installed packages: their versions identify them."""
 _ROOT = Path(__file__).resolve().parents[2]
 _OWN = tuple(str(_ROOT / name) for name in OWN_PACKAGES)
 _LOADERS = (str(_ROOT / "compress" / "core" / "factory.py"), str(Path(__file__).resolve()))
@@ -51,7 +54,7 @@ class Dependencies(Settings):
     """What was read, with SHA-256 digests; None for a file or variable that was not there."""
 
     files: dict[str, str | None] = {}
-    """Relative to the pipeline's folder where they lie below it."""
+    """Relative to the pipeline's folder where they lie below it or beside the user's code."""
     environment: dict[str, str | None] = {}
 
     def __or__(self, other: Dependencies) -> Dependencies:
@@ -113,22 +116,27 @@ class Recording:
         files, written, environment = json.loads(text)
         return cls(set(files), set(written), environment)
 
-    def dependencies(self, folder: Path, *outputs: Path) -> Dependencies:
+    def dependencies(
+        self, folder: Path, code: Path | None = None, outputs: Sequence[Path] = ()
+    ) -> Dependencies:
         """Return what was read as digests.
 
         Files that the code itself wrote are left out, and variables that it set.
 
         Args:
-            folder: files below it are named relative to it.
+            folder: the pipeline's; files below it, or below that of the code, are named relative
+                to it, so that they have the same names in another checkout.
+            code: the folder of the user's modules.
             outputs: folders that the toolkit writes.
         """
-        roots = os.path.realpath(folder), os.path.abspath(folder)  # noqa: PTH100 - links stay
+        start = os.path.abspath(folder)  # noqa: PTH100 - links stay, as user code names files
+        roots = start, os.path.realpath(folder), os.path.realpath(code or folder)
         left_out = tuple(map(os.path.realpath, outputs))
         files: dict[str, str | None] = {}
         for path in sorted(self.files - self.written):
             if not _is_below(os.path.realpath(path), left_out) and not _is_special(path):
-                root = next((r for r in roots if _is_below(path, (r,))), None)
-                files[os.path.relpath(path, root) if root else path] = digest_of(Path(path))
+                name = os.path.relpath(path, start) if _is_below(path, roots) else path
+                files[name] = digest_of(Path(path))
         environment = {n: v for n, v in sorted(self.environment.items()) if n not in _set_by_user}
         return Dependencies(files=files, environment=environment)
 

@@ -1,5 +1,6 @@
 """A result is taken from the store only where all that decided it is as it was."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -217,3 +218,20 @@ def test_stages_made_in_other_processes_tell_what_they_read(user) -> None:
     (user.folder / "weight.txt").write_text("0.25")
     user.run(jobs=2)
     assert user.ran()["train"] == "file weight.txt changed"
+
+
+def test_another_checkout_of_the_same_code_takes_what_a_shared_store_holds(
+    user, tmp_path, monkeypatch
+) -> None:
+    store = f"file://{tmp_path / 'shared'}"
+    user.run(store=store)
+    other = type(user)(Path(shutil.copytree(user.folder, tmp_path / "another" / "checkout")))
+    shutil.rmtree(other.out)
+    other.run(store=store)
+    assert other.ran() == {}
+    (other.folder / "train.bin").write_bytes(rows(89) + b"\0\0")
+    shutil.rmtree(other.out)
+    other.run(store=store)
+    assert other.ran()["train"] == "file train.bin changed"
+    user.run(store=store)
+    assert user.ran() == {}, "its own is not touched by what another machine uploads"
