@@ -122,7 +122,7 @@ class Walk:
     ) -> Sought:
         """Make what was made part of the store, with what user code read meanwhile."""
         if self.data and sought.parts["data"]:
-            recorded.add(self.data.recorded)
+            recorded.add(self.data.read_by_user_code())
         depends = self.store.surroundings.dependencies(recorded)
         record = Record(
             parts=sought.parts, digest=artifact.digest, seconds=seconds, depends=depends

@@ -92,7 +92,9 @@ class Splits:
     views: tuple[View, ...] = ()
     """What the samples of ``train`` are seen through, in order; they can be pickled."""
     recorded: Recording = field(default_factory=Recording, compare=False, repr=False)
-    """What the factory read, and the datasets where not every sample was hashed."""
+    """What the factory read."""
+    _opened: Recording = field(default_factory=Recording, compare=False, repr=False)
+    """What datasets have read whose samples were not all hashed."""
     _kept: list[dict[str, Reader]] = field(default_factory=list, compare=False, repr=False)
     """Readers by split whose workers are kept, for each :meth:`keeping_workers` that is open."""
     _lengths: dict[str, list[int]] = field(default_factory=dict, compare=False, repr=False)
@@ -169,12 +171,13 @@ class Splits:
         if name in self._cached:
             return self._cached[name]
         if name not in self._caches:
-            with self._telling_of_samples(name), recording() as recorded:
+            with self._telling_of_samples(name), recording() as read:
                 probes = probe(dataset)
-            self.recorded.add(recorded)
+            self._opened.add(read)
             # Only a few samples are read anew: a changed file of labels has to be seen in itself.
-            read = self.recorded.dependencies(Path()).model_dump()
-            origin = f"{len(dataset)} {self._origin()} {read}"  # type: ignore[arg-type]
+            read.add(self.recorded)
+            opened = read.dependencies(Path()).model_dump()
+            origin = f"{len(dataset)} {self._origin()} {opened}"  # type: ignore[arg-type]
             cache = Path(self.loading.cache).absolute()
             self._caches[name] = place_of(cache, name, origin, probes)
         self._cached[name] = CachedDataset(dataset, self._caches[name])
@@ -285,6 +288,13 @@ class Splits:
             return None
         return digest_of_hashes(self._hashes_of(name, self._calibration_order(samples, seed)))
 
+    def read_by_user_code(self) -> Recording:
+        """Return what the factory read, and datasets whose samples were not all hashed."""
+        found = Recording()
+        found.add(self.recorded)
+        found.add(self._opened)
+        return found
+
     def fingerprint(self) -> str:
         """Return a SHA-256 over :meth:`contents`, which also says what may be raised."""
         return self.contents().fingerprint
@@ -328,7 +338,7 @@ class Splits:
                 for hashes, read_there in reader.read(indices, self.batch_size, seed=0):
                     found.append(hashes)
                     note(read_there)
-            self.recorded.add(recorded)
+            self._opened.add(recorded)
             self._hashes[key] = as_hashes(found)
         return self._hashes[key]
 

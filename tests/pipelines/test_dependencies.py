@@ -147,6 +147,21 @@ def test_what_the_data_read_of_a_split_that_is_sampled_is_hashed_as_files(user) 
     assert "train" in warning.partition("(train")[1]
 
 
+def test_the_samples_that_a_stage_calibrates_on_are_part_of_it(user) -> None:
+    stage = "{stage: quantize_static, input: source, calibration_samples: 16}"
+    user.edit("stages:", f"stages:\n  - {stage}")
+
+    def drawn() -> object:
+        found = why(Pipeline.from_yaml(user.file), user.out, "quantize_static")
+        return next(part.value for part in found.parts if part.what == "calibration")
+
+    before = drawn()
+    relabel(user.folder / "train.bin", 4)
+    assert drawn() == before
+    relabel(user.folder / "train.bin", 3)  # one of the 16
+    assert drawn() != before
+
+
 def test_modules_found_elsewhere_and_by_name_are_part_of_what_is_asked(user) -> None:
     module = user.elsewhere / "shared_settings.py"
     module.write_text("A = 2\n")
@@ -211,6 +226,7 @@ def test_what_is_declared_is_part_of_everything(user, monkeypatch) -> None:
         user.run()
 
 
+@pytest.mark.slow
 def test_stages_made_in_other_processes_tell_what_they_read(user) -> None:
     user.run(jobs=2, force=True)
     user.run()
