@@ -142,7 +142,7 @@ class _SideBySide:
             if made.error:
                 raise made.error
             artifact = Artifact.at(sought.entry.artifact_path)
-            self.made[made.name] = self.walk.keep(sought, artifact, made.seconds)
+            self.made[made.name] = self.walk.keep(sought, artifact, made.seconds, made.recorded)
 
     def _judge(self) -> None:
         """Judge all that has been made, in the plan's order."""

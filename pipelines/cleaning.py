@@ -16,10 +16,11 @@ from compress.core.errors import PipelineInvalid
 from compress.core.files import remove
 from compress.core.settings import Settings
 from pipelines.disk import said_plainly
+from pipelines.entry import RECORD
 from pipelines.lock import lock
 from pipelines.objects import PARTIAL, Failed, Objects
 from pipelines.remote import MANIFEST_BYTES, RECORD_BYTES, SECONDS_TRUSTED, Remote
-from pipelines.store import RECORD, WORK, Store
+from pipelines.store import WORK, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -89,7 +89,8 @@ class Questions:
             finally:
                 self.seconds += time.monotonic() - began
 
-        return self.walk.entries[self.name].answer(question, timed)
+        walk, name = self.walk, self.name
+        return walk.entries[name].answer(question, walk.artifacts[name], timed)
 
 
 def _prove(questions: Questions, planned: PlannedStage, cached: bool) -> None:

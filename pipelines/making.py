@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.core.collecting import only_new
+from compress.core.dependencies import Recording, recording
 from pipelines.naming import named
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ class Made:
     name: str
     seconds: float
     error: CompressError | None
+    recorded: Recording = field(default_factory=Recording)
+    """What user code read meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,17 @@ class Making:
     """Name of the artifact that it reads, among those of the context."""
     context: Context
 
-    def __call__(self, progress: Progress) -> tuple[Artifact, float]:
-        """Return what the stage makes, and how many seconds it took.
+    def __call__(self, progress: Progress) -> tuple[Artifact, float, Recording]:
+        """Return what the stage makes, how many seconds it took, and what user code read meanwhile.
 
         Raises:
             CompressError: it could not do its work; the message begins with its name.
         """
         began = time.monotonic()
-        with named(self.name, self.out), only_new():
+        with named(self.name, self.out), only_new(), recording() as recorded:
             model = self.context.earlier[self.input]
             made = self.stage.run(model, replace(self.context, progress=progress))
-        return made, time.monotonic() - began
+        return made, time.monotonic() - began, recorded
 
     @property
     def out(self) -> Path:

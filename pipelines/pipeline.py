@@ -15,6 +15,7 @@ from compress.core.loading import Loading
 from compress.core.loss import LossName
 from compress.core.settings import Count, Settings
 from pipelines.catalog import stages
+from pipelines.declared import Depends
 from pipelines.matrix import allow_matrix_, expanded, refuse_twins
 from pipelines.model import ModelSpec
 from pipelines.problems import explain
@@ -83,6 +84,8 @@ class Pipeline(Settings):
     metric: MetricSpec | None = None
     """How good a model is: a name, or a name with arguments. By default `accuracy`, and `loss`
     where the model predicts numbers."""
+    depends: Depends = Depends()
+    """Files and environment variables that results depend on, where a run cannot see it."""
     tracker: Tracker | None = None
     """Where settings, figures and the report of each run are written too."""
     stages: Annotated[tuple[AnyStage, ...], Field(min_length=1)]

@@ -13,6 +13,7 @@ from compress.core.metrics import Metric, usual_metric
 from export.onnx import OnnxModel
 from export.torchscript import TorchScriptModel
 from pipelines.catalog import stages
+from pipelines.declared import check_declared
 from pipelines.needs import check_loss, check_needs, missing_programs
 from pipelines.opponents import check_runtime
 from pipelines.problems import did_you_mean
@@ -139,6 +140,7 @@ def make_plan(
     loss, metric = _task(pipeline)
     if loss.name is not None:
         check_loss(pipeline, planned, loss)
+    check_declared(pipeline)
     return Plan(
         stages=planned,
         loss=loss,

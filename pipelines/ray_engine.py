@@ -15,6 +15,7 @@ import ray
 
 from compress.core.artifact import MANIFEST
 from compress.core.cores import told_threads
+from compress.core.dependencies import Recording
 from compress.core.errors import StageFailed, first_line
 from pipelines.events import happened
 from pipelines.interruption import insist
@@ -91,7 +92,7 @@ class RayTasks:
         making = self._begun.pop(ready[0])
         name, root = making.name, making.context.root
         try:
-            seconds, error, records = ray.get(ready[0])
+            seconds, error, recorded, records = ray.get(ready[0])
         except ray.exceptions.RayError as lost:
             return Made(name, 0.0, StageFailed(f"{name}: {_how_it_was_lost(lost)}"))
         for record in records:
@@ -99,7 +100,7 @@ class RayTasks:
         if error is None and not seen(root, (root / MANIFEST).exists):
             why = f"a node has made {root}, which is not seen here; {MEND}"
             return Made(name, seconds, StageFailed(f"{name}: {why}"))
-        return Made(name, seconds, error)
+        return Made(name, seconds, error, recorded)
 
     def close(self) -> None:
         """End the tasks under way, and the cluster where it is ours."""
@@ -128,21 +129,21 @@ class RayTasks:
 
 def _make(
     name: str, making: bytes, surroundings: Surroundings, level: int
-) -> tuple[float, CompressError | None, list[logging.LogRecord]]:
-    """Make a stage; return the seconds that it took, what went wrong, and what was logged."""
+) -> tuple[float, CompressError | None, Recording, list[logging.LogRecord]]:
+    """Make a stage; return what :func:`made_of` does, and what was logged."""
     try:
         surroundings.enter()
     except StageFailed as differs:
-        return 0.0, StageFailed(f"{name}: {differs}"), []
+        return 0.0, StageFailed(f"{name}: {differs}"), Recording(), []
     told = _Kept()
     root = logging.getLogger()
     root.addHandler(told)
     root.setLevel(min(level, logging.INFO))
     try:
-        seconds, error = made_of(name, making, lambda *_: None)
+        made = made_of(name, making, lambda *_: None)
     finally:
         root.removeHandler(told)
-    return seconds, error, told.records
+    return *made, told.records
 
 
 class _Kept(logging.handlers.QueueHandler):

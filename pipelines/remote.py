@@ -19,14 +19,13 @@ import socket
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 from compress.core.artifact import MANIFEST, Artifact, replace_artifact, seal
-from compress.core.errors import CompressError, PipelineInvalid, first_line
+from compress.core.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
 from compress.core.files import partial_of
+from pipelines.entry import Record
 from pipelines.events import happened
 from pipelines.objects import Failed, Objects
-from pipelines.store import FORMAT, FORMAT_FILE, Record, format_in, key_of
+from pipelines.store import FORMAT, FORMAT_FILE, format_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +52,8 @@ class Remote:
         self._objects = Objects(url)
         self.url = url.rstrip("/")
         self._announce = announce
-        self._damaged: set[str] = set()
+        self._replaced: set[str] = set()
+        """Keys whose record is damaged or outdated: what is made anew is uploaded over it."""
         self._reads = self._writes = True
 
     def refuse_another_format(self) -> bool:
@@ -90,22 +90,32 @@ class Remote:
         except Failed as error:
             raise self._refused("written", error) from error
 
-    def look(self, key: str, path: Path) -> tuple[Artifact, Record] | None:
-        """Return what a key stands for, without its files, as it would lie at a path; or None."""
+    def look(
+        self, key: str, path: Path, outdated: Callable[[Record], str]
+    ) -> tuple[Artifact, Record] | None:
+        """Return what :meth:`fetch` would, without its files, as it would lie at the path."""
         found = None
         with self._forgiving(key):
-            found = self._described(key, path) if self._reads else None
+            found = self._described(key, path, outdated) if self._reads else None
         return found and found[:2]
 
-    def fetch(self, key: str, path: Path) -> tuple[Artifact, Record] | None:
+    def fetch(
+        self, key: str, path: Path, outdated: Callable[[Record], str]
+    ) -> tuple[Artifact, Record] | None:
         """Bring what a key stands for to a path; return None where it is not there whole.
+
+        Args:
+            key: the key.
+            path: where the artifact is to lie.
+            outdated: returns what user code would read now and did not then, or nothing; another
+                artifact then takes this one's place.
 
         Raises:
             OSError: the local disk refuses.
         """
         whole = None
         with self._forgiving(key):
-            found = self._described(key, path) if self._reads else None
+            found = self._described(key, path, outdated) if self._reads else None
             if found:
                 self._bring(found[0], found[2])
             whole = found
@@ -114,7 +124,7 @@ class Remote:
     def share(self, key: str, artifact: Artifact, record: Record) -> None:
         """Upload an artifact, and its record last, unless it is there already."""
         try:
-            again = key in self._damaged
+            again = key in self._replaced
             if self._writes and (again or self._objects.look(f"records/{key}.json") is None):
                 self._upload(key, artifact, record, again)
         except Failed as error:
@@ -132,22 +142,26 @@ class Remote:
                 self._objects.write(place, artifact.path / name)
         self._objects.write(f"manifests/{artifact.digest}.json", artifact.path / MANIFEST)
         # What was measured is not shared: each machine proves and measures for itself.
-        told = record.model_copy(update={"answers": {}}).model_dump_json(indent=1)
-        self._objects.write(f"records/{key}.json", told.encode())
-        self._damaged.discard(key)
+        self._objects.write(f"records/{key}.json", record.to_bytes())
+        self._replaced.discard(key)
 
-    def _described(self, key: str, path: Path) -> tuple[Artifact, Record, bytes] | None:
+    def _described(
+        self, key: str, path: Path, outdated: Callable[[Record], str]
+    ) -> tuple[Artifact, Record, bytes] | None:
         """Return an artifact without its files, its record, and the manifest's bytes."""
         place = f"records/{key}.json"
         content = self._objects.read(place, RECORD_BYTES)
         if content is None:
             return None
         try:
-            record = Record.model_validate_json(content)
-        except ValidationError:
-            raise _Damaged(place, "is no record") from None
-        if key_of(record.parts) != key or not re.fullmatch("[0-9a-f]{64}", record.digest):
-            raise _Damaged(place, "is not the record of this key")
+            record = Record.from_bytes(content, key)
+        except ArtifactInvalid as error:
+            raise _Damaged(place, str(error)) from None
+        if not re.fullmatch("[0-9a-f]{64}", record.digest):
+            raise _Damaged(place, "names no artifact")
+        if outdated(record):
+            self._replaced.add(key)
+            return None
         place = f"manifests/{record.digest}.json"
         raw = self._objects.read(place, MANIFEST_BYTES)
         if raw is None or _sha256(raw) != record.digest:
@@ -156,7 +170,7 @@ class Remote:
             artifact: Artifact = Artifact.described_by(raw, path)
         except CompressError as error:
             raise _Damaged(place, first_line(error)) from None
-        return artifact, record.model_copy(update={"answers": {}}), raw
+        return artifact, record, raw
 
     def _bring(self, artifact: Artifact, manifest: bytes) -> None:
         """Fetch an artifact's files, hold each against its hash, and rename the whole in place."""
@@ -201,7 +215,7 @@ class Remote:
         try:
             yield
         except _Damaged as error:
-            self._damaged.add(key)
+            self._replaced.add(key)
             self._warn(f"{self.url}/{error}; it is refused, and made anew")
         except Failed as error:
             self._reads = self._writes = False

@@ -13,6 +13,7 @@ from compress.core.errors import ArtifactInvalid
 from compress.core.files import write_atomically
 from compress.core.gate import Verdict
 from compress.core.metrics import FALLING
+from compress.core.sealed import seal_of
 from compress.core.settings import Settings
 from pipelines.interruption import INTERRUPTED
 from pipelines.measurements import Measurements
@@ -138,23 +139,32 @@ class Report(Settings):
     """What is needed to run it again."""
 
     def write(self, out: Path) -> None:
-        """Write report.json, report.html and lock.json."""
+        """Write report.json, report.html and lock.json; the first seals itself and the last."""
         write_atomically(out / "lock.json", json.dumps(self.lock, indent=1, sort_keys=True) + "\n")
         write_atomically(out / "report.html", self.html(out))
-        write_atomically(out / "report.json", self.model_dump_json(indent=1) + "\n")
+        content = json.loads(self.model_dump_json())
+        content["seal"] = _seal_of_both(content, json.loads(json.dumps(self.lock)))
+        text = json.dumps(content, indent=1, ensure_ascii=False)
+        write_atomically(out / "report.json", text + "\n")
 
     @classmethod
     def read(cls, out: Path) -> Self:
         """Read a report back.
 
         Raises:
-            ArtifactInvalid: there is none, or it is none of a run's.
+            ArtifactInvalid: there is none, it is none of a run's, or was changed since.
         """
         try:
             content = json.loads((out / "report.json").read_text(encoding="utf-8"))
             lock = json.loads((out / "lock.json").read_text(encoding="utf-8"))
             if not {"settings", "versions", "machine"} <= {*lock}:
                 raise ValueError("lock.json is not the lock of a run")
+            content = {**content}
+            seal = content.pop("seal", None)  # older versions wrote none
+            if seal is not None and seal != _seal_of_both(content, lock):
+                raise ValueError(
+                    "report.json or lock.json is not as the run wrote it; run the pipeline again"
+                )
             return cls.model_validate({**content, "lock": lock})
         except ValidationError as error:
             place, told = error.errors()[0]["loc"], error.errors()[0]["msg"]
@@ -173,6 +183,10 @@ class Report(Settings):
         from pipelines.report_page import page_of
 
         return page_of(self, out)
+
+
+def _seal_of_both(report: dict[str, Any], lock: dict[str, Any]) -> str:
+    return seal_of({"report": report, "lock": lock})
 
 
 def _judgement(known: dict[str, Any]) -> Literal["passed", "refused"]:

@@ -94,7 +94,7 @@ def run(
         temporary_files(),
         within_quota(),
         measuring(),
-        Store.locked(root, announce, remote) as kept,
+        Store.locked(root, announce, remote, pipeline.folder, pipeline.code_folder) as kept,
         told_to_other_nodes(root),
     ):
         walk = Walk(pipeline, plan, out, kept, data, progress, heard(announce))
@@ -178,7 +178,7 @@ def look_ahead(
     plan = make_plan(pipeline, start, until, force=force)
     pipeline, data, _ = settle(pipeline)
     plan, pipeline = settled(plan, pipeline, data)
-    kept = Store(out / ".store", remote)
+    kept = Store(out / ".store", remote, folder=pipeline.folder, code=pipeline.code_folder)
     kept.refuse_another_format()
     if remote:
         remote.refuse_another_format()

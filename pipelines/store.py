@@ -1,106 +1,81 @@
-"""What was computed before, by content: an artifact, what was measured on it, and why it exists."""
+"""What was computed before, by content: artifacts by what decided them, and why one is made."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pydantic import JsonValue, ValidationError
-
-from compress.core.artifact import MANIFEST, Artifact, canonical_json, replace_artifact
+from compress.core.artifact import MANIFEST, Artifact, replace_artifact
+from compress.core.dependencies import Dependencies
 from compress.core.errors import ArtifactInvalid, PipelineInvalid
 from compress.core.files import partial_of, remove, sweep, write_atomically
-from compress.core.settings import Settings
+from compress.core.sealed import sealed, unsealed
+from pipelines.entry import RECORD, Entry, Record, Surroundings, key_of
+from pipelines.events import happened
 from pipelines.lock import lock
 from pipelines.samples import samples_changed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from compress.core.contents import Contents
     from pipelines.remote import Remote
 
 FORMAT = 1
 """Of the store's folders and records; a store that does not tell its format has this one."""
+HERE = Path()
 FORMAT_FILE = "format.json"
 WORK = "work"
 """Folder of what stages keep to go on after an interruption, by stage."""
-RECORD = "record.json"
+LAST = "last.json"
+"""What each stage was last made of, by which a run says why it is made again."""
 DONE = "done"
 """In a stage's work: the key of the artifact that was made of it."""
-
-
-class Record(Settings):
-    """What the store knows of one artifact."""
-
-    version: Literal[1] = 1
-    parts: dict[str, JsonValue]
-    """Everything that decided the artifact; their hash is its key."""
-    digest: str
-    seconds: float
-    """How long the stage took."""
-    answers: dict[str, JsonValue] = {}
-    """Question, as canonical JSON → what was measured."""
-
-
-class Entry:
-    """The place of one key in the store."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.artifact_path = path / "artifact"
-        self._record_path = path / RECORD
-        self.fetched_from = ""
-        """URL of the shared store that the artifact came from in this run."""
-
-    def load(self) -> tuple[Artifact, Record] | None:
-        """Return the artifact and its record, or None when absent or damaged."""
-        try:
-            record = Record.model_validate_json(self._record_path.read_bytes())
-            artifact = Artifact.at(self.artifact_path)
-            artifact.verify()
-        except (FileNotFoundError, ValidationError, ArtifactInvalid):
-            return None
-        return (artifact, record) if artifact.digest == record.digest else None
-
-    def commit(self, record: Record) -> None:
-        """Make the artifact at ``artifact_path`` part of the store."""
-        write_atomically(self._record_path, record.model_dump_json(indent=1))
-
-    def used(self) -> None:
-        """Note that the artifact was used now, for who removes what was not for long."""
-        with suppress(OSError):
-            os.utime(self._record_path)
-
-    def answer(self, question: dict[str, Any], measure: Callable[[], JsonValue]) -> JsonValue:
-        """Return what was measured before, or measure now and keep it."""
-        record = Record.model_validate_json(self._record_path.read_bytes())
-        key = canonical_json(question)
-        if key not in record.answers:
-            answers = {**record.answers, key: measure()}
-            record = record.model_copy(update={"answers": answers})
-            self.commit(record)
-        return record.answers[key]
 
 
 class Store:
     """A directory of entries by key."""
 
-    def __init__(self, root: Path, remote: Remote | None = None) -> None:
-        """Take a directory, and perhaps a store that other machines share."""
-        self.root, self._remote = root, remote
+    def __init__(
+        self,
+        root: Path,
+        remote: Remote | None = None,
+        *,
+        folder: Path = HERE,
+        code: Path | None = None,
+        announce: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Take a directory.
+
+        Args:
+            root: the directory, inside that of a run's results.
+            remote: a store that other machines share.
+            folder: the pipeline's, to which files that user code reads are relative.
+            code: the folder of the user's modules; the pipeline's by default.
+            announce: where warnings go.
+        """
+        self.root, self._remote, self._announce = root, remote, announce
         self.lock: int | None = None
         """Descriptor that holds the lock of an open store."""
+        self.warnings: list[str] = []
+        """What was found changed since it was written, for the report."""
+        self.surroundings = Surroundings(folder, code or folder, (root.parent,), self._warn)
+        self._unusable: dict[str, str] = {}
+        """Why what lies under a key was not taken."""
 
     @classmethod
     @contextmanager
     def locked(
-        cls, root: Path, announce: Callable[[str], None], remote: Remote | None = None
+        cls,
+        root: Path,
+        announce: Callable[[str], None],
+        remote: Remote | None = None,
+        folder: Path = HERE,
+        code: Path | None = None,
     ) -> Iterator[Store]:
         """Open the store for one run, and sweep up what a killed one left; a second run waits.
 
@@ -110,7 +85,7 @@ class Store:
         """
         descriptor = lock(root, announce)
         try:
-            store = cls(root, remote)
+            store = cls(root, remote, folder=folder, code=code, announce=announce)
             store.lock = descriptor
             store.refuse_another_format()
             if not (root / FORMAT_FILE).exists():
@@ -153,22 +128,46 @@ class Store:
 
     def find(self, entry: Entry) -> tuple[Artifact, Record] | None:
         """Return an artifact and its record from here, else from the shared store, else None."""
-        found = entry.load()
+        found = self._own(entry)
+        key, path = entry.path.name, entry.artifact_path
         if found:
             entry.used()
             self._share(entry, *found)
-        elif self._remote and (found := self._remote.fetch(entry.path.name, entry.artifact_path)):
+        elif self._remote and (found := self._remote.fetch(key, path, self._outdated)):
             entry.commit(found[1])
             entry.fetched_from = self._remote.url
         return found
 
     def foresee(self, entry: Entry) -> tuple[Artifact, Record] | None:
         """Return what :meth:`find` would; what is in the shared store alone stays there."""
-        found = entry.load()
+        found = self._own(entry)
         if not found and self._remote:
-            found = self._remote.look(entry.path.name, entry.artifact_path)
+            found = self._remote.look(entry.path.name, entry.artifact_path, self._outdated)
             entry.fetched_from = self._remote.url
         return found
+
+    def _own(self, entry: Entry) -> tuple[Artifact, Record] | None:
+        """Return what lies here under a key, unless it is damaged or outdated."""
+        try:
+            found = entry.load()
+        except ArtifactInvalid as error:
+            self._unusable[entry.path.name] = "its artifact or record is damaged"
+            self._warn(f"{error}; it is made and measured again")
+            return None
+        return None if found is None or self._outdated(found[1]) else found
+
+    def _outdated(self, record: Record) -> str:
+        """Return which file or variable that user code read has changed; empty where none has."""
+        change = record.depends.change(self.surroundings.folder)
+        if change:
+            self._unusable[key_of(record.parts)] = change
+        return change
+
+    def _warn(self, what: str) -> None:
+        if what not in self.warnings:
+            self.warnings.append(what)
+            self._announce(f"warning: {what}")
+            happened("message", what, level="warning")
 
     def _share(self, entry: Entry, artifact: Artifact, record: Record) -> None:
         if self._remote:
@@ -190,17 +189,20 @@ class Store:
 
     def entry(self, parts: dict[str, Any]) -> Entry:
         """Return the place of an artifact, given everything that decides it."""
-        return Entry(self.root / key_of(parts))
+        return Entry(self.root / key_of(parts), self.surroundings)
 
     def why(self, name: str, parts: dict[str, Any], data: Contents | None) -> str:
         """Return why a stage must run: what differs from its last run here."""
+        unusable = self._unusable.get(key_of(parts))
+        if unusable:
+            return unusable
         before = self.last_parts(name)
         if before is None:
             return "not run before"
-        found = _difference(before, parts)
+        found = _declared(before).difference(_declared(parts)) or _difference(before, parts)
         if data is not None and found.startswith("data.splits."):
             found = samples_changed(self.root, before["data"], data) or found
-        return found or "its artifact is gone or damaged"
+        return found or "its artifact is gone"
 
     def last_parts(self, name: str) -> dict[str, Any] | None:
         """Return what decided a stage's artifact when it was last run here, if it was."""
@@ -208,20 +210,17 @@ class Store:
 
     def remember(self, name: str, parts: dict[str, Any]) -> None:
         """Note what a stage of this name was last run with."""
-        if self._last().get(name) != parts:
-            write_atomically(self.root / "last.json", canonical_json({**self._last(), name: parts}))
+        last = self._last()
+        if last.get(name) != parts:
+            write_atomically(self.root / LAST, sealed({"stages": {**last, name: parts}}))
 
     def _last(self) -> dict[str, Any]:
+        """Return what stages were last run with; nothing where that was changed."""
         try:
-            last = json.loads((self.root / "last.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            return {}
-        return last if isinstance(last, dict) else {}
-
-
-def key_of(parts: dict[str, Any]) -> str:
-    """Return the name under which a store keeps what was made of these."""
-    return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
+            stages: dict[str, Any] = unsealed((self.root / LAST).read_bytes())["stages"]
+        except (FileNotFoundError, ArtifactInvalid, KeyError):
+            return {}  # it says why a stage runs, and decides nothing
+        return stages
 
 
 def format_in(content: bytes) -> str | int:
@@ -254,6 +253,10 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+
+
+def _declared(parts: dict[str, Any]) -> Dependencies:
+    return Dependencies.model_validate(parts.get("depends", {}))
 
 
 def _difference(before: Any, after: Any, path: str = "") -> str:

@@ -7,8 +7,12 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from compress.core.cache import PROBES
+from compress.core.dependencies import Dependencies, Recording, recording
 from compress.core.stage import Context
 from pipelines import happenings
+from pipelines.declared import declared
+from pipelines.entry import Entry, Record
 from pipelines.history import history_before, history_parts
 from pipelines.inputs import import_source, source_parts
 from pipelines.judging import judged, measured, refusal_of
@@ -18,10 +22,11 @@ from pipelines.naming import named
 from pipelines.outcome import Outcome
 from pipelines.plan import SOURCE, Plan, PlannedStage
 from pipelines.report import Report, TestReport, how_to_run
-from pipelines.store import WORK, Entry, Record, Store, publish, unpublish
+from pipelines.store import WORK, Store, publish, unpublish
 from pipelines.task import fitting_loss
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from compress.core.artifact import Artifact
@@ -63,13 +68,15 @@ class Walk:
     artifacts: dict[str, Artifact] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
     rows: list[StageReport] = field(default_factory=list)
-    scores: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    scores: dict[tuple[Any, ...], tuple[float, Recording]] = field(default_factory=dict)
     baseline: Measurements | None = None
     tested: TestReport | None = None
 
     def __post_init__(self) -> None:
         self.contents = self.data.contents() if self.data else None
         self.fingerprint = self.contents.fingerprint if self.contents else None
+        depends = declared(self.pipeline)
+        self.declared = {} if depends == Dependencies() else {"depends": depends.model_dump()}
         self.outcome = Outcome(self.plan, self.tell)
 
     def import_model(self) -> None:
@@ -78,9 +85,9 @@ class Walk:
         sought = self.seek(SOURCE, self.source_parts())
         if sought.reason:
             began = time.monotonic()
-            with named(SOURCE, self.out):
+            with named(SOURCE, self.out), recording() as recorded:
                 artifact = import_source(self.pipeline, sought.entry.artifact_path)
-            sought = self.keep(sought, artifact, time.monotonic() - began)
+            sought = self.keep(sought, artifact, time.monotonic() - began, recorded)
         publish(self.artifacts[SOURCE], self.out / "artifacts" / SOURCE)
         seconds = 0.0
         if self.plan.baseline == SOURCE:
@@ -96,8 +103,7 @@ class Walk:
         """
         sought = self.seek(planned.name, self.parts(planned))
         if sought.reason:
-            artifact, seconds = self.making(planned, sought)(self.progress)
-            sought = self.keep(sought, artifact, seconds)
+            sought = self.keep(sought, *self.making(planned, sought)(self.progress))
         self.judge(planned, sought)
 
     def seek(self, name: str, parts: dict[str, Any]) -> Sought:
@@ -113,9 +119,16 @@ class Walk:
         entry.path.mkdir(parents=True, exist_ok=True)
         return Sought(name, parts, entry, reason)
 
-    def keep(self, sought: Sought, artifact: Artifact, seconds: float) -> Sought:
-        """Make what was made part of the store."""
-        record = Record(parts=sought.parts, digest=artifact.digest, seconds=seconds)
+    def keep(
+        self, sought: Sought, artifact: Artifact, seconds: float, recorded: Recording
+    ) -> Sought:
+        """Make what was made part of the store, with what user code read meanwhile."""
+        if self.data and sought.parts["data"]:
+            recorded.add(self.data.read_by_user_code())
+        depends = self.store.surroundings.dependencies(recorded)
+        record = Record(
+            parts=sought.parts, digest=artifact.digest, seconds=seconds, depends=depends
+        )
         self.store.settle(sought.name, sought.entry, record)
         self._hold(sought.name, artifact, sought.entry, sought.parts)
         return replace(sought, seconds=seconds)
@@ -165,6 +178,7 @@ class Walk:
             "input": self.artifacts[planned.input].digest,
             "others": {n: self.artifacts[n].digest for n in planned.stage.also_reads},
             "library": version_of(type(planned.stage).__module__),
+            **self._calibration(planned),
             **planned.stage.machine_parts,
             **({"loss": self.plan.loss.identity()} if planned.stage.uses_loss else {}),
             **history_parts(planned, self),
@@ -180,7 +194,8 @@ class Walk:
         for name in dict.fromkeys((self.plan.baseline, *self.plan.leaves)):
             score = functools.partial(self.context(name).score, self.artifacts[name], "test")
             with named(name, self.out):
-                values[name] = float(str(self.entries[name].answer(question, score)))
+                answer = self.entries[name].answer(question, self.artifacts[name], score)
+                values[name] = float(str(answer))
         self.tested = TestReport(metric=self.plan.metric.name, values=values)
 
     def report(self, status: Status, error: str = "") -> Report:
@@ -188,7 +203,7 @@ class Walk:
         outcome, in_order = self.outcome, self.plan.ordered
         rows = {row.name: row for row in self.rows}
         failures = tuple(outcome.failures[name] for name in in_order(outcome.failures))
-        return Report(
+        report = Report(
             pipeline=self.pipeline.name,
             status=status,
             error=error,
@@ -211,6 +226,26 @@ class Walk:
                 "settings": self.pipeline.model_dump(mode="json", by_alias=True),
             },
         )
+        warnings = (*report.warnings, *self._sampled(), *self.store.warnings)
+        return report.model_copy(update={"warnings": warnings})
+
+    def _sampled(self) -> Iterator[str]:
+        """Yield which splits were not hashed whole, where a stage was taken from the store."""
+        for name in sorted({"val", "test"} & self.contents.cached if self.contents else ()):
+            yield (
+                f"data.{name}: read through data.loader.cache; only {PROBES} samples are compared "
+                "with the dataset"
+            )
+        users = {p.name for p in self.plan.stages if p.stage.uses_data}
+        cached = [row.name for row in self.rows if row.cached and row.name in users]
+        if not self.contents or not cached:
+            return
+        for name in self.contents.sampled:
+            counts = f"{self.contents.counts[name]} of {self.contents.lengths[name]} samples"
+            yield (
+                f"data.{name}: sampled ({counts} hashed); a change of the others would not be seen "
+                f"in what is cached ({', '.join(cached)})"
+            )
 
     def context(self, name: str, root: Path | None = None) -> Context:
         """Return where a stage runs or is judged, with the artifacts that it names or rests on."""
@@ -240,6 +275,7 @@ class Walk:
             "device": self.pipeline.device,
             "seed": self.pipeline.seed,
             "machine": machine(),
+            **self.declared,
         }
 
     def _announce_loss(self) -> None:
@@ -256,13 +292,21 @@ class Walk:
         }
         context, source = self.context(SOURCE), self.artifacts[SOURCE]
         fitting = functools.partial(fitting_loss, self.plan, self.pipeline, source, context)
-        line = str(self.entries[SOURCE].answer(question, fitting))
+        line = str(self.entries[SOURCE].answer(question, source, fitting))
         if line:
             self.tell(happenings.task_known(line))
 
     def _hold(self, name: str, artifact: Artifact, entry: Entry, parts: dict[str, Any]) -> None:
         self.artifacts[name], self.entries[name] = artifact, entry
         self.store.remember(name, parts)
+
+    def _calibration(self, planned: PlannedStage) -> dict[str, Any]:
+        """Return a digest of the samples that a stage draws, where the data's own has not all."""
+        count = planned.stage.drawn_samples if planned.stage.uses_data else 0
+        if not count or self.data is None:
+            return {}
+        digest = self.data.calibration_digest(count, self.pipeline.seed)
+        return {"calibration": digest} if digest else {}
 
     def _surroundings(self, uses_data: bool) -> dict[str, Any]:
         # Training keeps the best epoch by the metric, so that decides the result as data does.
@@ -271,4 +315,5 @@ class Walk:
             "metric": self.plan.metric.identity() if uses_data else None,
             "seed": self.pipeline.seed,
             "versions": versions(),
+            **self.declared,
         }

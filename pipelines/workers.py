@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 from compress.core.cores import THREADS, told_threads, usable_cores
+from compress.core.dependencies import Recording
 from compress.core.errors import CompressError, StageFailed, ending_of, first_line
 from compress.core.stage import silent
 from pipelines.interruption import insist
@@ -166,23 +167,26 @@ def pickled(making: Making) -> bytes:
         ) from error
 
 
-def made_of(name: str, making: bytes, progress: Progress) -> tuple[float, CompressError | None]:
+def made_of(
+    name: str, making: bytes, progress: Progress
+) -> tuple[float, CompressError | None, Recording]:
     """Make a stage in the process that it was sent to.
 
     Returns:
-        The seconds that it took, and what went wrong.
+        The seconds that it took, what went wrong, and what user code read meanwhile.
     """
     try:
         unpickled: Making = pickle.loads(making)
-        _, seconds = unpickled(progress)
+        _, seconds, recorded = unpickled(progress)
     except CompressError as error:
         insist()
         logging.getLogger(__name__).debug("%s failed", name, exc_info=True)
-        return 0.0, error
+        return 0.0, error, Recording()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the run tells it
         insist()
-        return 0.0, StageFailed(f"{name}: {type(error).__name__}: {first_line(error)}")
-    return seconds, None
+        failed = StageFailed(f"{name}: {type(error).__name__}: {first_line(error)}")
+        return 0.0, failed, Recording()
+    return seconds, None, recorded
 
 
 def log_here(record: logging.LogRecord, stage: str) -> None:

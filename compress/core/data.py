@@ -13,7 +13,16 @@ from torch.utils.data import IterableDataset
 
 from compress.core.batch import Batch, collate, describe
 from compress.core.cache import CachedDataset, place_of, probe
-from compress.core.contents import Contents, hashes_of, held_tensors
+from compress.core.contents import (
+    Contents,
+    as_hashes,
+    digest_of_hashes,
+    hash_samples,
+    hashes_of_tensors,
+    held_tensors,
+    indices_to_hash,
+)
+from compress.core.dependencies import Recording, note, recording
 from compress.core.errors import PipelineInvalid, StageFailed, first_line
 from compress.core.factory import local_sources, resolve, sources_digest
 from compress.core.loading import Loading
@@ -22,6 +31,8 @@ from compress.core.reading import Reader
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch.utils.data import Dataset
 
     from compress.core.views import View
@@ -47,14 +58,16 @@ class DataReference:
             PipelineInvalid: it failed, or did not return a mapping of datasets.
         """
         try:
-            datasets = resolve(self.factory, self.folder)(**self.arguments)
+            with recording() as recorded:
+                datasets = resolve(self.factory, self.folder)(**self.arguments)
         except PipelineInvalid:
             raise
         except (Exception, SystemExit) as error:
             raise PipelineInvalid(
                 f"data.factory {self.factory!r}: {type(error).__name__}: {error}"
             ) from error
-        return Splits(datasets, self.batch_size, self.loading, self.input_names, source=self)
+        splits = Splits(datasets, self.batch_size, self.loading, self.input_names, source=self)
+        return replace(splits, recorded=recorded)
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,10 @@ class Splits:
     """How another process obtains the same splits; without it they are pickled."""
     views: tuple[View, ...] = ()
     """What the samples of ``train`` are seen through, in order; they can be pickled."""
+    recorded: Recording = field(default_factory=Recording, compare=False, repr=False)
+    """What the factory read."""
+    _opened: Recording = field(default_factory=Recording, compare=False, repr=False)
+    """What datasets have read whose samples were not all hashed."""
     _kept: list[dict[str, Reader]] = field(default_factory=list, compare=False, repr=False)
     """Readers by split whose workers are kept, for each :meth:`keeping_workers` that is open."""
     _lengths: dict[str, list[int]] = field(default_factory=dict, compare=False, repr=False)
@@ -87,6 +104,10 @@ class Splits:
     _cached: dict[str, CachedDataset] = field(default_factory=dict, compare=False, repr=False)
     _viewed: list[Dataset[Any]] = field(default_factory=list, compare=False, repr=False)
     """The dataset of ``train`` as the views show it, once it is known."""
+    _hashes: dict[tuple[str, Sequence[int]], NDArray[np.uint64]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """Hashes by split and indices of datasets that are read sample by sample: once a run."""
 
     def __post_init__(self) -> None:
         where = self._where
@@ -111,11 +132,13 @@ class Splits:
         given: Any = (dict(self.datasets), self.batch_size, self.loading, self.input_names)
         if self.source is not None:
             make, given = DataReference.load, (self.source,)
-        return _arrived, (make, given, self._caches, self.views)
+        return _arrived, (make, given, self._caches, self.views, self._hashes)
 
     def seen_through(self, view: View) -> Splits:
         """Return the splits with ``train`` as a view shows it."""
-        return replace(self, views=(*self.views, view), _kept=[], _lengths={}, _viewed=[])
+        hashes = {key: found for key, found in self._hashes.items() if key[0] != "train"}
+        views = (*self.views, view)
+        return replace(self, views=views, _kept=[], _lengths={}, _viewed=[], _hashes=hashes)
 
     def split(self, name: str) -> Dataset[Any]:
         """Return one dataset, through the cache and the views where there are any.
@@ -148,9 +171,13 @@ class Splits:
         if name in self._cached:
             return self._cached[name]
         if name not in self._caches:
-            with self._telling_of_samples(name):
+            with self._telling_of_samples(name), recording() as read:
                 probes = probe(dataset)
-            origin = f"{len(dataset)} {self._origin()}"  # type: ignore[arg-type]
+            self._opened.add(read)
+            # Only a few samples are read anew: a changed file of labels has to be seen in itself.
+            read.add(self.recorded)
+            opened = read.dependencies(Path()).model_dump()
+            origin = f"{len(dataset)} {self._origin()} {opened}"  # type: ignore[arg-type]
             cache = Path(self.loading.cache).absolute()
             self._caches[name] = place_of(cache, name, origin, probes)
         self._cached[name] = CachedDataset(dataset, self._caches[name])
@@ -235,15 +262,38 @@ class Splits:
             StageFailed: there are fewer samples than asked for.
         """
         name = self.calibration_split
-        dataset = self.split(name)
-        available = len(dataset)  # type: ignore[arg-type]
+        available = len(self.split(name))  # type: ignore[arg-type]
         if samples > available:
             raise StageFailed(
                 f"{samples} calibration samples asked for and split {name!r} has {available}; "
                 "lower calibration_samples or bring more data"
             )
+        return self.read(name, self._calibration_order(samples, seed), self.batch_size)
+
+    def _calibration_order(self, samples: int, seed: int) -> list[int]:
+        available = len(self.split(self.calibration_split))  # type: ignore[arg-type]
         order = torch.randperm(available, generator=torch.Generator().manual_seed(seed))
-        return self.read(name, order[:samples].tolist(), self.batch_size)
+        return order[:samples].tolist()
+
+    def calibration_digest(self, samples: int, seed: int) -> str | None:
+        """Return a digest of the samples that :meth:`calibration` gives.
+
+        None where :meth:`contents` accounts for each of them, or there is no such split.
+
+        Raises:
+            PipelineInvalid: a sample cannot be read.
+        """
+        name = self.calibration_split
+        if name not in self.datasets or name not in self.contents().sampled:
+            return None
+        return digest_of_hashes(self._hashes_of(name, self._calibration_order(samples, seed)))
+
+    def read_by_user_code(self) -> Recording:
+        """Return what the factory read, and datasets whose samples were not all hashed."""
+        found = Recording()
+        found.add(self.recorded)
+        found.add(self._opened)
+        return found
 
     def fingerprint(self) -> str:
         """Return a SHA-256 over :meth:`contents`, which also says what may be raised."""
@@ -258,13 +308,39 @@ class Splits:
         made = {"batch_size": self.batch_size, **self._origin()}
         if self.loading.bucket_by or self.loading.pad_values:
             made["loader"] = f"{self.loading.bucket_by} {self.loading.pad_values}"
-        lengths, hashes = {}, {}
+        lengths, hashes, counts = {}, {}, {}
         for name in sorted(self.datasets):
             dataset = self.split(name)
-            lengths[name] = len(dataset)  # type: ignore[arg-type]
-            with self._telling_of_samples(name):
-                hashes[name] = hashes_of(dataset)
-        return Contents(made, lengths, hashes)
+            lengths[name] = counts[name] = len(dataset)  # type: ignore[arg-type]
+            held = held_tensors(dataset)
+            if held is not None:
+                hashes[name] = hashes_of_tensors(held)
+            else:
+                indices = indices_to_hash(name, lengths[name])
+                counts[name], hashes[name] = len(indices), self._hashes_of(name, indices)
+        return Contents(made, lengths, hashes, counts, frozenset(self._cached))
+
+    def _hashes_of(self, name: str, indices: Sequence[int]) -> NDArray[np.uint64]:
+        """Return hashes of some samples, which the loader's workers read, [samples, 2]."""
+        key = name, tuple(indices) if isinstance(indices, list) else indices
+        if key not in self._hashes:
+            dataset = self.split(name)
+            is_sampled = len(indices) < len(dataset)  # type: ignore[arg-type]
+            reader = Reader(
+                dataset,
+                self.loading,
+                keeps_workers=False,
+                collate_fn=hash_samples,
+                records=is_sampled,
+            )
+            found = []
+            with self._telling_of_samples(name), recording() as recorded:
+                for hashes, read_there in reader.read(indices, self.batch_size, seed=0):
+                    found.append(hashes)
+                    note(read_there)
+            self._opened.add(recorded)
+            self._hashes[key] = as_hashes(found)
+        return self._hashes[key]
 
     @property
     def _where(self) -> str:
@@ -290,9 +366,14 @@ class Splits:
 
 
 def _arrived(
-    make: Callable[..., Splits], given: Any, caches: dict[str, Path], views: tuple[View, ...]
+    make: Callable[..., Splits],
+    given: Any,
+    caches: dict[str, Path],
+    views: tuple[View, ...],
+    hashes: dict[tuple[str, Sequence[int]], NDArray[np.uint64]],
 ) -> Splits:
     """Return splits in the process that they were sent to."""
     splits = make(*given)
     splits._caches.update(caches)
+    splits._hashes.update(hashes)
     return replace(splits, views=views)

@@ -1,8 +1,8 @@
 """References to the user's own code: ``module:callable``, looked up beside a file first.
 
 The code that a reference needs is found by reading its import statements, so that it can be hashed
-into cache keys and copied into artifacts, which then load again wherever they are carried. Files
-that the code opens at run time are not seen.
+into cache keys and copied into artifacts, which then load again wherever they are carried. What it
+imports and opens otherwise is recorded while it runs; see :mod:`compress.core.dependencies`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
-import sysconfig
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -23,20 +24,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from compress.core.collecting import uncollected
+from compress.core.dependencies import (
+    INSTALLED,
+    OWN_PACKAGES,
+    Dependencies,
+    Recording,
+    changed_sources,
+    note,
+    origin_of,
+    recording,
+)
 from compress.core.errors import PipelineInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence, Set
     from types import CodeType
 
 Reference = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 """``module:callable``; looked up beside the pipeline file first, then as installed."""
-
-_INSTALLED = tuple(
-    Path(sysconfig.get_path(key)).resolve() for key in ("stdlib", "purelib", "platlib")
-)
-_OURS = ("cli", "compress", "export", "serve", "pipelines")
-"""Never the user's, even where the user's code lies beside them."""
 
 
 def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:
@@ -85,7 +90,7 @@ def local_sources(reference: str, folder: Path | None = None) -> dict[str, Path]
     while queue:
         name = queue.pop()
         for part in _with_parents(name):
-            path = None if part.partition(".")[0] in _OURS else _find(part, root)
+            path = None if part.partition(".")[0] in OWN_PACKAGES else _find(part, root)
             if path is None:
                 continue
             key = path.relative_to(root.absolute()).as_posix()
@@ -99,10 +104,10 @@ def is_library(name: str) -> bool:
     """Whether a module that was imported is an installed one or of this toolkit."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     origin = getattr(spec, "origin", None)
-    if name.partition(".")[0] in _OURS:
+    if name.partition(".")[0] in OWN_PACKAGES:
         return True
     path = Path(origin or ".").resolve()
-    return any(path.is_relative_to(place) for place in _INSTALLED)
+    return any(path.is_relative_to(place) for place in INSTALLED)
 
 
 def sources_digest(sources: dict[str, Path]) -> str:
@@ -132,7 +137,7 @@ class _UserModules(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: object = None
     ) -> ModuleSpec | None:
-        if self.folder is None or fullname.partition(".")[0] in _OURS:
+        if self.folder is None or fullname.partition(".")[0] in OWN_PACKAGES:
             return None
         if path is not None and not any(Path(p).is_relative_to(self.folder) for p in path):
             return None
@@ -156,14 +161,36 @@ _loaded: dict[str, str] = {}
 """Digest of the sources that each of the user's modules was last imported from."""
 
 
+@dataclass(frozen=True)
+class _Import:
+    """What a module read when it was imported."""
+
+    recorded: Recording
+    dependencies: Dependencies
+
+    def is_stale(self) -> bool:
+        """Whether any of it has changed since; an artifact's code may have been moved."""
+        files = self.dependencies.files.items()
+        there = {path: d for path, d in files if not path.endswith(".py") or Path(path).exists()}
+        return self.dependencies.model_copy(update={"files": there}).change(Path()) != ""
+
+
+_imports: dict[str, _Import] = {}
+"""By name of a module that a reference names."""
+
+
 def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> Any:
     digest = sources_digest(sources)
     if folder is not None and sources:
         _finder.folder = folder.absolute()
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
-    loaded = sys.modules.get(module_name)
-    if loaded is not None and _loaded.get(module_name, digest if not folder else "") == digest:
+    for name in _modules_of(changed_sources()):
+        sys.modules.pop(name, None)  # a function may import it again
+    loaded, before = sys.modules.get(module_name), _imports.get(module_name)
+    is_current = _loaded.get(module_name, digest if not folder else "") == digest
+    if loaded is not None and is_current and not (before and before.is_stale()):
+        note(before.recorded if before else _read_by_import(module_name, Recording()))
         return loaded
     # A module of the same name from another folder (each artifact carries its own copy), or from
     # before an edit, gives way; objects made from it live on.
@@ -171,11 +198,40 @@ def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> 
         parts = key.removesuffix(".py").removesuffix("/__init__").split("/")
         for name in _with_parents(".".join(parts)):
             sys.modules.pop(name, None)
+    for name in _modules_of(before.recorded.files) if before else ():
+        sys.modules.pop(name, None)
     importlib.invalidate_caches()
-    with uncollected():
+    with uncollected(), recording() as recorded:
         module = importlib.import_module(module_name)
+    found = _read_by_import(module_name, recorded)
     _loaded[module_name] = digest
+    _imports[module_name] = _Import(found, found.dependencies(Path()))
+    note(found)
     return module
+
+
+def _read_by_import(module_name: str, recorded: Recording) -> Recording:
+    """Return what a module read when it was imported, with modules that others had imported."""
+    found, queue = Recording(), [module_name]
+    found.add(recorded)
+    seen: set[str] = set()
+    while queue:
+        name = queue.pop()
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if name in seen or not file or not file.endswith(".py") or origin_of(file) != "user":
+            continue
+        seen.add(name)
+        found.files.add(os.path.abspath(file))  # noqa: PTH100 - as it is named elsewhere
+        with suppress(OSError):
+            queue += _imported_names(Path(file).read_bytes(), name, hasattr(module, "__path__"))
+    return found
+
+
+def _modules_of(files: Set[str]) -> list[str]:
+    """Return the names of the modules that were imported from some files."""
+    modules = list(sys.modules.items())
+    return [n for n, m in modules if n != "__main__" and getattr(m, "__file__", None) in files]
 
 
 @contextmanager
@@ -215,7 +271,7 @@ def _origin_root(module_name: str) -> Path | None:
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return None
     path = Path(spec.origin).absolute()
-    if any(path.resolve().is_relative_to(place) for place in _INSTALLED):
+    if any(path.resolve().is_relative_to(place) for place in INSTALLED):
         return None
     return path.parent.parent if path.name == "__init__.py" else path.parent
 

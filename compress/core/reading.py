@@ -7,18 +7,20 @@ place, not from the process that reads it.
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from compress.core.batch import Batch, collate
+from compress.core.batch import collate
+from compress.core.dependencies import unrecorded
 from compress.core.errors import CompressError, StageFailed
 from compress.core.randomness import derive_seed, seeded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from compress.core.loading import Loading
 
@@ -39,8 +41,20 @@ class Reader:
         input_names: Sequence[str] = (),
         *,
         keeps_workers: bool,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        records: bool = False,
     ) -> None:
-        """Take a dataset; workers live on between calls only where they are kept."""
+        """Take a dataset.
+
+        Args:
+            dataset: gives samples by index.
+            loading: how they are read.
+            input_names: order of the inputs of mappings.
+            keeps_workers: whether workers live on between calls.
+            collate_fn: what becomes of the samples of a batch; a batch of tensors by default.
+            records: whether files that the dataset opens count as dependencies; where they do not,
+                the samples themselves are hashed.
+        """
         self.plan = _Plan()
         workers: dict[str, Any] = {}
         if loading.workers:
@@ -48,11 +62,12 @@ class Reader:
             workers["multiprocessing_context"] = "fork"
             workers["prefetch_factor"] = loading.prefetch_factor
             workers["persistent_workers"] = keeps_workers and loading.persistent_workers
-        self.loader: DataLoader[Batch] = DataLoader(
-            _Seeded(dataset),
+        self.loader: DataLoader[Any] = DataLoader(
+            _Seeded(dataset, records),
             # Its type asks for lists, and whatever it gives is handed to __getitems__.
             batch_sampler=self.plan,  # type: ignore[arg-type]
-            collate_fn=partial(collate, pad_values=loading.pad_values, input_names=input_names),
+            collate_fn=collate_fn
+            or partial(collate, pad_values=loading.pad_values, input_names=input_names),
             num_workers=loading.workers,
             pin_memory=loading.pin_memory and torch.accelerator.is_available(),
             # The loader draws a number for its workers: not from the generator that training uses.
@@ -62,7 +77,7 @@ class Reader:
 
     def read(
         self, order: Sequence[int], batch_size: int, seed: int, first: int = 0
-    ) -> Iterator[Batch]:
+    ) -> Iterator[Any]:
         """Yield the samples of an order in batches, from the first that has not been read.
 
         Raises:
@@ -98,13 +113,13 @@ class _Plan:
 class _Seeded(Dataset[Any]):
     """A dataset that draws the same random numbers for a batch wherever it is read."""
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Dataset[Any], records: bool) -> None:
+        self.dataset, self.records = dataset, records
 
     def __getitems__(self, batch: tuple[int, Sequence[int]]) -> list[Any]:
         seed, indices = batch
         try:
-            with seeded(seed, "cpu"):
+            with seeded(seed, "cpu"), nullcontext() if self.records else unrecorded():
                 if hasattr(self.dataset, "__getitems__"):
                     return list(self.dataset.__getitems__(list(indices)))
                 return [self.dataset[index] for index in indices]

@@ -4,8 +4,9 @@ Each process appends to a file of its own, and reads those of all. A record is
 
     magic | number | length | checksum of the content | checksum of these three | content
 
-What a killed process left half-written is never read; what does not answer to its checksum is made
-void, told, and may be appended again.
+Checksums begin with the folder's name, which says whose records these are: a file copied from
+another folder is damaged here. What a killed process left half-written is never read; what does not
+match its checksum is made void with a warning, and may be appended again.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Segments:
 
     def __init__(self, folder: Path, count: int) -> None:
         """Look at all that is there; numbers are below a count."""
-        self.folder = folder
+        self.folder, self.salt = folder, zlib.crc32(folder.name.encode())
         self.segments: list[Segment] = []
         # Which segment, and where in it: twelve bytes a record, however many there are.
         self.segment_of = np.full(count, -1, np.int32)
@@ -78,7 +79,7 @@ class Segments:
         if len(header) == HEADER.size:
             _, _, length, checksum, _ = HEADER.unpack(header)
             content = os.pread(segment.descriptor, length, start + HEADER.size)
-            if len(content) == length and zlib.crc32(content) == checksum:
+            if len(content) == length and zlib.crc32(content, self.salt) == checksum:
                 return content
         log.warning("%s is damaged; sample %d is read again", segment.path, number)
         self.segment_of[number] = -1
@@ -93,8 +94,8 @@ class Segments:
         """
         place = self._own_segment()
         segment = self.segments[place]
-        about = struct.pack("<QQI", number, len(content), zlib.crc32(content))
-        record = WHOLE + about + struct.pack("<I", zlib.crc32(about)) + content
+        about = struct.pack("<QQI", number, len(content), zlib.crc32(content, self.salt))
+        record = WHOLE + about + struct.pack("<I", zlib.crc32(about, self.salt)) + content
         try:
             written = 0
             while written < len(record):
@@ -121,7 +122,7 @@ class Segments:
             header = os.pread(segment.descriptor, HEADER.size, segment.known)
             magic, number, length, _, checksum = HEADER.unpack(header)
             end = segment.known + HEADER.size + length
-            whole = zlib.crc32(header[4:-4]) == checksum and magic in (WHOLE, VOID)
+            whole = zlib.crc32(header[4:-4], self.salt) == checksum and magic in (WHOLE, VOID)
             if not whole or number >= len(self.segment_of):
                 segment.damaged = True
                 log.warning(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVa
 
 from compress.core.artifact import Artifact, Step
 from compress.core.collecting import only_new
+from compress.core.dependencies import Recording, note, recording
 from compress.core.errors import GateRefused, StageFailed
 from compress.core.files import remove
 from compress.core.gate import Verdict, explain
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 Reads = TypeVar("Reads", bound=Artifact)
 Writes = TypeVar("Writes", bound=Artifact)
 
+DEFAULT_CALIBRATION_SAMPLES = 512
+"""Drawn where a stage's ``calibration_samples`` leaves the number open and there are as many."""
 COMPARED_BATCHES = 4
 """Seeded batches compared where there is no data."""
 
@@ -71,8 +74,10 @@ class Context:
     """Where a stage keeps what it needs to go on after an interruption; by default at ``root``."""
     results: Path | None = None
     """Folder of what a run tells beside its artifacts, such as traces; by default ``root``'s."""
-    scores: dict[tuple[Any, ...], float] = field(default_factory=dict, compare=False)
-    """Metrics measured so far, so that none is evaluated twice."""
+    scores: dict[tuple[Any, ...], tuple[float, Recording]] = field(
+        default_factory=dict, compare=False
+    )
+    """Metrics measured so far, so that none is evaluated twice, and what user code read for it."""
     history: History | None = None
     """The road to the stage's input, for a stage that records it; None where no run tells it."""
 
@@ -119,8 +124,11 @@ class Context:
         """Return an artifact's metric on a split."""
         known = (artifact.digest, split, self.metric, id(self.data), self.device)
         if known not in self.scores:
-            self.scores[known] = self._evaluate(artifact, split)
-        return self.scores[known]
+            with recording() as recorded:
+                self.scores[known] = self._evaluate(artifact, split), recorded
+        value, recorded = self.scores[known]
+        note(recorded)
+        return value
 
     def _evaluate(self, artifact: Artifact, split: str) -> float:
         from compress.core.metrics import evaluate
@@ -252,6 +260,12 @@ class Stage(Settings, Generic[Reads, Writes]):
         Raises:
             CompressError: a setting does not.
         """
+
+    @property
+    def drawn_samples(self) -> int:
+        """Upper bound of the samples that the stage draws from the calibration split."""
+        drawn: int | None = getattr(self, "calibration_samples", 0)
+        return DEFAULT_CALIBRATION_SAMPLES if drawn is None else drawn
 
     @property
     def machine_parts(self) -> dict[str, Any]:

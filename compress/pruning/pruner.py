@@ -10,6 +10,7 @@ from compress.core.eager import predicting
 from compress.core.errors import StageFailed
 from compress.core.latency import compare_latency
 from compress.core.recipe import KeepIndices
+from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.core.surgery import keep_indices_
 from compress.pruning.allocation import Limits
 from compress.pruning.costs import mac_estimate, macs_of, parameter_estimate, parameters_of
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REASONS_SHOWN = 3
-DEFAULT_SAMPLES = 512
-"""Calibration samples, where there are as many and no other number is set."""
 MEASURED_SECONDS = 0.2
 """For which each model is measured, to see whether it became faster."""
 
@@ -266,7 +265,7 @@ def samples(stage: PruneChannels, context: Context) -> list[Batch]:
     if name not in data.datasets and not stage.needs_samples:
         return []
     there: Any = data.split(name)
-    count = stage.calibration_samples or min(DEFAULT_SAMPLES, len(there))
+    count = stage.calibration_samples or min(DEFAULT_CALIBRATION_SAMPLES, len(there))
     return list(data.calibration(count, context.seed))
 
 

@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from compress.core.dependencies import Recording, note
 from compress.core.errors import StageFailed
 from compress.core.files import write_atomically
 from compress.training.addresses import interface_named, own_address
@@ -28,6 +29,7 @@ from compress.training.failure import (
 from compress.training.journal import following
 from compress.training.nodes import (
     LUGGAGE,
+    RECORDED,
     SECONDS_TO_CONNECT,
     Meeting,
     inviting,
@@ -73,6 +75,7 @@ def train_on_ranks(job: Job, tell: Callable[[MeasuredEpoch], None]) -> None:
         for left in reversed(range(job.training.parallel.restarts + 1)):
             try:
                 _train_once(job, tell)
+                note(Recording.from_json((job.folder / RECORDED).read_text(encoding="utf-8")))
                 return
             except RankKilled as error:
                 if not left:

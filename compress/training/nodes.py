@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 INVITATION = "invitation.json"
 LUGGAGE = "luggage.pickle"
+RECORDED = "recorded.json"
+"""What user code read in the first rank."""
 NODES = "nodes"
 ONE_MACHINE = "127.0.0.1:0"
 SECONDS_TO_CONNECT = 60

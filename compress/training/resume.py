@@ -1,13 +1,12 @@
 """How far a training is, and its checkpoints on disk, of which only whole ones are taken up.
 
 A checkpoint is a directory `step-…` with the tensors as torch.distributed.checkpoint writes them,
-each process its own part, `progress.json`, and `files.json` with every file's SHA-256. It is made
-under another name and renamed when it is whole.
+each process its own part, `progress.json`, and `files.json` with every file's SHA-256, which holds
+one of its own too. It is made under another name and renamed when it is whole.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from compress.core.errors import StageFailed
+from compress.core.errors import ArtifactInvalid, StageFailed
 from compress.core.files import sha256_of, sync, write_atomically
+from compress.core.sealed import sealed, unsealed
 from compress.core.settings import Settings
 from compress.training.tally import Losses
 
@@ -139,7 +139,9 @@ def commit(partial: Path, progress: Progress) -> Path:
         for file in sorted(partial.rglob("*"))
         if file.is_file()
     }
-    write_atomically(partial / FILES, json.dumps(files))
+    training = partial.parent.parent.name
+    content = {"training": training, "checkpoint": partial.stem, "files": files}
+    write_atomically(partial / FILES, sealed(content))
     whole = partial.with_suffix("")
     shutil.rmtree(whole, ignore_errors=True)
     partial.replace(whole)
@@ -172,13 +174,18 @@ def _remove(found: Iterable[Path]) -> None:
 def _damage(checkpoint: Path) -> str | None:
     """Return what is wrong with a checkpoint."""
     try:
-        files = json.loads((checkpoint / FILES).read_bytes())
-        for name, digest in files.items():
+        content = unsealed((checkpoint / FILES).read_bytes())
+        training = checkpoint.parent.parent.name
+        if (content["training"], content["checkpoint"]) != (training, checkpoint.name):
+            return "it is of another training or step"
+        for name, digest in content["files"].items():
             if sha256_of(checkpoint / name) != digest:
                 return f"{name} is not what was written"
         read_progress(checkpoint)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, AttributeError, ValidationError) as error:
+    except ArtifactInvalid as error:
+        return f"{FILES} {error}"
+    except (OSError, ValueError, KeyError, AttributeError, ValidationError) as error:
         return f"{type(error).__name__}: {error}"
     return None

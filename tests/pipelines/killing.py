@@ -33,7 +33,7 @@ TIMINGS = {
     "speedup_blocks",
 }
 """Of a report, what no two runs have alike."""
-HOW_IT_CAME = {"cached", "reason"}
+HOW_IT_CAME = {"cached", "reason", "seal"}
 """Of a report, what a resumed run has otherwise: stages that were done before are cached."""
 OPERATIONS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link"}
 NEVER = 10**9

@@ -12,10 +12,11 @@ import pytest
 from compress.core.artifact import Artifact
 from compress.core.errors import PipelineInvalid
 from pipelines.cleaning import clean
+from pipelines.entry import Record, key_of
 from pipelines.lock import lock
 from pipelines.objects import Found, Objects
 from pipelines.remote import Remote
-from pipelines.store import Record, Store, key_of
+from pipelines.store import Store
 
 LONG_AGO = time.time() - 100 * 86_400
 
@@ -68,7 +69,7 @@ def test_what_a_run_shows_or_has_used_lately_stays_and_the_rest_goes(project) ->
 
 
 def test_what_a_run_uses_is_young_again(project) -> None:
-    with Store.locked(project.out / ".store", print) as store:
+    with Store.locked(project.out / ".store", print, folder=project.folder) as store:
         (entry,) = (f for f in store.root.iterdir() if "export_onnx" in _told_of(f))
         _age(store.root)
         parts = json.loads((entry / "record.json").read_text())["parts"]

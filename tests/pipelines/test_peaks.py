@@ -8,7 +8,9 @@ import pytest
 from compress.core import memory
 from compress.core.errors import GateRefused
 from compress.core.resident import PROCESS
+from compress.core.sealed import sealed, unsealed
 from pipelines.diff import compare
+from pipelines.entry import ANSWERS
 from pipelines.report import Report
 from pipelines.table import stage_table, wide_console
 from pipelines.tracked import figures_of
@@ -24,10 +26,10 @@ def _peaks(report: Report) -> dict[str, float | None]:
 
 def _forget_answers(project) -> None:
     """Leave the store as an older version wrote it, which did not ask for memory."""
-    for file in (project.out / ".store").glob("*/record.json"):
-        record = json.loads(file.read_text())
-        asked = {q: a for q, a in record["answers"].items() if "peak memory" not in q}
-        file.write_text(json.dumps({**record, "answers": asked}))
+    for file in (project.out / ".store").glob(f"*/{ANSWERS}"):
+        kept = unsealed(file.read_bytes())
+        answers = {q: a for q, a in kept["answers"].items() if "peak memory" not in q}
+        file.write_bytes(sealed({**kept, "answers": answers}))
 
 
 def _never(*_: object) -> None:
@@ -85,6 +87,7 @@ def test_it_is_told_wherever_figures_are(project, capsys) -> None:
     lighter = shutil.copytree(project.out, project.folder / "lighter")
     content = json.loads((lighter / "report.json").read_text())
     content["stages"][-1]["measurements"]["peak_mebibytes"] = 0.5
+    del content["seal"]  # or it would be refused
     (lighter / "report.json").write_text(json.dumps(content))
     found = {d.what: (d.before, d.after) for d in compare(project.out, lighter).found}
     assert found == {"export_onnx.peak_mebibytes": (measured.peak_mebibytes, 0.5)}
@@ -93,6 +96,7 @@ def test_it_is_told_wherever_figures_are(project, capsys) -> None:
 def test_a_report_of_an_older_version_is_read_and_shown_with_dashes(project) -> None:
     file = project.out / "report.json"
     content = json.loads(file.read_text())
+    del content["seal"]
     for measured in (content["baseline"], *(s["measurements"] for s in content["stages"])):
         del measured["peak_mebibytes"], measured["peak_reason"]
     file.write_text(json.dumps(content))

@@ -14,13 +14,14 @@ import pytest
 
 from compress.core.artifact import MANIFEST, Artifact
 from compress.core.errors import CompressError, PipelineInvalid, Unavailable
+from pipelines.entry import ANSWERS, Record, key_of
 from pipelines.events import LOG, LogFile, heard_by
 from pipelines.objects import Objects
 from pipelines.pipeline import Pipeline
 from pipelines.remote import Remote
 from pipelines.report import Report
 from pipelines.run import foresee
-from pipelines.store import Record, Store, key_of
+from pipelines.store import Store
 from pipelines.why import why
 
 fork = multiprocessing.get_context("fork")
@@ -38,9 +39,8 @@ class Machine:
         with Store.locked(self.root, self.said.append, self.remote) as store:
             entry = store.entry(parts)
             shutil.copytree(model.path, entry.artifact_path, dirs_exist_ok=True)
-            answers = {"latency": 1.0}
-            record = Record(parts=parts, digest=model.digest, seconds=1.0, answers=answers)
-            store.settle("made", entry, record)
+            store.settle("made", entry, Record(parts=parts, digest=model.digest, seconds=1.0))
+            entry.answer({"latency": 1}, model, lambda: 1.0)
 
     def find(self, parts: dict[str, str] = PARTS) -> Artifact | None:
         with Store.locked(self.root, self.said.append, self.remote) as store:
@@ -83,9 +83,10 @@ def test_what_one_machine_made_another_fetches_byte_by_byte(mlp, machine, shared
     }
     assert second.find({"stage": "another"}) is None
     with Store.locked(second.root, second.said.append) as store:
-        _, record = store.entry(PARTS).load()
+        entry = store.entry(PARTS)
+        _, record = entry.load()
     assert record.seconds == 1.0
-    assert record.answers == {}, "each machine measures for itself"
+    assert not (entry.path / ANSWERS).exists(), "each machine measures for itself"
     shutil.rmtree(shared)
     assert second.find().digest == mlp.digest, "it lies here now"
 
@@ -150,7 +151,7 @@ def _write_hostile(shared: Path, manifest: bytes) -> None:
     digest = hashlib.sha256(manifest).hexdigest()
     (shared / "manifests" / f"{digest}.json").write_bytes(manifest)
     record = Record(parts=PARTS, digest=digest, seconds=1.0)
-    (shared / "records" / f"{key_of(PARTS)}.json").write_text(record.model_dump_json())
+    (shared / "records" / f"{key_of(PARTS)}.json").write_bytes(record.to_bytes())
 
 
 @pytest.mark.parametrize(

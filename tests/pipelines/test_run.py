@@ -88,7 +88,7 @@ def test_a_damaged_artifact_is_made_again(project) -> None:
     victim.write_bytes(victim.read_bytes()[:-1] + b"x")
     before = Report.read(project.out).stages[-1].artifact.digest
     report = project.run()
-    assert project.ran() == {"export_onnx": "its artifact is gone or damaged"}
+    assert project.ran() == {"export_onnx": "its artifact or record is damaged"}
     assert report.stages[-1].artifact.digest == before
 
 

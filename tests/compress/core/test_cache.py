@@ -281,3 +281,15 @@ def test_the_folder_is_relative_to_the_pipeline_file(tmp_path) -> None:
     assert Loading(cache="samples").beside(tmp_path).cache == str(tmp_path / "samples")
     assert Loading(cache="/samples").beside(tmp_path).cache == "/samples"
     assert Loading().beside(tmp_path).cache is None
+
+
+def test_a_file_copied_from_another_folder_is_not_read(tmp_path, caplog) -> None:
+    one, other = tmp_path / "train-1", tmp_path / "train-2"
+    for folder in (one, other):
+        folder.mkdir()
+    Segments(one, 3).append(0, b"another dataset's")
+    (file,) = one.iterdir()
+    (other / file.name).write_bytes(file.read_bytes())
+    assert Segments(other, 3).read(0) is None
+    assert "is damaged" in caplog.text
+    assert Segments(one, 3).read(0) == b"another dataset's"
