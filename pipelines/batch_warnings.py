@@ -45,6 +45,6 @@ def _ancestors(name: str, inputs: dict[str, str]) -> Iterator[str]:
 def _line(name: str, dependence: BatchDependence, heirs: Sequence[str]) -> str:
     also = f" (and {', '.join(heirs)})" if heirs else ""
     return (
-        f"{name}{also}: answers depend on what else is in the batch: {dependence.line()}; it was "
-        "judged with `served_batch_size` rows in a call (1 by default); nothing may join its requests"
+        f"{name}{also}: answers depend on what else is in the batch: {dependence.line()}; judged "
+        "with `served_batch_size` rows in a call (1 by default), and its requests are not joined"
     )

@@ -146,8 +146,8 @@ def as_call(predict: Predictor, signature: Signature) -> Call:
     dtypes = [getattr(torch, spec.dtype) for spec in signature.inputs]
 
     def call(*arrays: Array) -> list[Array]:
-        # Copies, as torch aligns them: some kernels round by where an array lies in memory.
-        inputs = [torch.tensor(a, dtype=d) for a, d in zip(arrays, dtypes, strict=True)]
+        held = (torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
+        inputs = [tensor.to(dtype) for tensor, dtype in zip(held, dtypes, strict=True)]
         outputs = (t.detach().cpu() for t in predict(*inputs))
         return [(t.float() if t.dtype == torch.bfloat16 else t).numpy() for t in outputs]
 
