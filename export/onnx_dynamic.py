@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 quantized = torch.ops.quantized_decomposed
-ZERO = numpy_helper.from_array(np.zeros((), np.int8))
 MIDDLE = np.array(128, np.uint8)
 """What stands for zero where signed integers are held as unsigned ones, which x86 multiplies by
 signed weights in one instruction: onnxruntime has no fast kernel for signed activations."""
@@ -34,15 +33,21 @@ def _dequantize(x: Any, scale: Any, zero_point: Any, _low: int, _high: int, _dty
     return op.DequantizeLinear(x, scale, zero_point)
 
 
+def _one_and_zero() -> tuple[Any, Any]:
+    """Return the scale and zero point with which integers stay what they are."""
+    zero = numpy_helper.from_array(np.zeros((), np.int8))
+    return op.Constant(value_float=1.0), op.Constant(value=zero)
+
+
 def _quantize_rows(x: Any, scale: Any, _zero_point: Any, _low: int, _high: int, _dtype: int) -> Any:
-    one, zero = op.Constant(value_float=1.0), op.Constant(value=ZERO)
+    one, zero = _one_and_zero()
     return op.QuantizeLinear(op.Mul(x, op.Reciprocal(scale)), one, zero)
 
 
 def _dequantize_rows(
     x: Any, scale: Any, _zero_point: Any, _low: int, _high: int, _dtype: int, _floats: int
 ) -> Any:
-    one, zero = op.Constant(value_float=1.0), op.Constant(value=ZERO)
+    one, zero = _one_and_zero()
     return op.Mul(op.DequantizeLinear(x, one, zero), scale)
 
 
