@@ -14,8 +14,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -126,12 +126,9 @@ def ask(url: str, path: str, token: str, out: Path, count: int) -> tuple[int, in
             answers[i] = from_npz(body)["logits"]
         connection.close()
 
-    threads = [threading.Thread(target=client, args=(first,)) for first in range(CLIENTS)]
     began = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        list(clients.map(client, range(CLIENTS)))  # raises what one of them raised
     seconds = time.monotonic() - began
     alone = answers_alone(out, sent)
     pairs = [*zip(alone, answers, strict=True)]

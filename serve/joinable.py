@@ -62,12 +62,12 @@ def why_not_joined_here(
     recorded = recorded_dependence(artifact, report)
     if not rows_stay_first:
         return OTHER_AXES
+    if recorded is None or recorded.why_not_joined:
+        return NO_REPORT if recorded is None else recorded.why_not_joined
     rows = seeded_rows(artifact.signature, 2 * ROWS)
     rounding = rounding_of(artifact)
     here = measure(call, artifact.signature, rows, source="seeded", rounding=rounding)
-    if here.depends:
-        return here.why_not_joined
-    return NO_REPORT if recorded is None else recorded.why_not_joined
+    return here.why_not_joined if here.depends else ""
 
 
 def recorded_dependence(artifact: Artifact, report: Path | None) -> BatchDependence | None:
