@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from compress.core.errors import GateRefused
 from pipelines.pipeline import Pipeline
 from pipelines.report import Report
 from pipelines.table import closing_lines
@@ -45,7 +46,8 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Project:
     (folder / "nets.py").write_text(NETS)
     (folder / "small.yaml").write_text(FILE)
     project = Project(folder)
-    project.run()
+    with pytest.raises(GateRefused, match=r"min_metric: metric >= 0\.9, found 0\.3333"):
+        project.run()
     return project
 
 
@@ -76,8 +78,10 @@ def test_a_second_run_asks_no_model_again(
     refused: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("compress.core.batch_probing.batch_dependence", lambda *_: 1 / 0)
-    again = refused.run()
-    assert again.stages[0].verdicts == Report.read(refused.out).stages[0].verdicts
+    before = Report.read(refused.out).stages[0].verdicts
+    with pytest.raises(GateRefused):
+        refused.run()
+    assert Report.read(refused.out).stages[0].verdicts == before
 
 
 def test_served_in_such_batches_it_passes_and_is_packaged_for_single_requests(
