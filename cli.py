@@ -260,6 +260,7 @@ def serve(
     max_mib: Annotated[int, typer.Option(min=1, help="Mebibytes of a request.")] = 8,
     queue: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 128,
     seconds: Annotated[float, typer.Option(min=0.001, help="Time for a request.")] = 30,
+    report: Annotated[Path | None, typer.Option(help="The run's report.json.")] = None,
 ) -> None:
     """Answer over HTTP until a signal; a .mar by TorchServe."""
     with importing.quickly():
@@ -267,6 +268,7 @@ def serve(
         from serve.foreground import serve_artifact
         from serve.options import Limits, Options
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "sha256": sha256}
+    sizes |= {"report": report}
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
     serve_artifact(artifact, options, token_file, lambda p: tell(asdict(p), p.lines(), indent=None))
 

@@ -20,6 +20,7 @@ LINEAR = aten.linear.default
 CHOOSE = decomposed.choose_qparams.tensor
 DEQUANTIZE = (decomposed.dequantize_per_tensor.default, decomposed.dequantize_per_tensor.tensor)
 DEQUANTIZE_CHANNELS = decomposed.dequantize_per_channel.default
+DEQUANTIZE_ROWS = decomposed.dequantize_per_token.default
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 MOVES = {*VIEWS, aten.permute.default, aten.transpose.int, aten.unsqueeze.default}
 
@@ -59,6 +60,46 @@ def widen_ranges_(program: ExportedProgram) -> None:
             )
             ends = _call(graph, aten.stack.default, [least, most])
         node.update_arg(0, ends)
+    program.graph_module.recompile()
+
+
+def multiply_rows_(program: ExportedProgram) -> None:
+    """Multiply integers where each row of an activation has its own scale, in place.
+
+    Inductor knows the form with one scale for all rows, and computes this one in floats.
+    """
+    graph = program.graph
+    for product in graph.find_nodes(op="call_function", target=LINEAR):
+        rows, weight = product.args[:2]
+        if (
+            rows.target is not DEQUANTIZE_ROWS
+            or weight.target is not DEQUANTIZE_CHANNELS
+            or not all(n is None or n.op == "placeholder" for n in _held(product))
+        ):
+            continue
+        (integers, scale), bias = rows.args[:2], _bias(product)
+        weight_OI, scale_O = weight.args[:2]
+        with graph.inserting_before(product):
+            size = integers.meta["val"].shape[-1]
+            leading = [
+                _call(graph, aten.sym_size.int, integers, axis)
+                for axis in range(integers.meta["val"].dim() - 1)
+            ]
+            flat = _call(graph, aten.reshape.default, integers, [-1, size])
+            weight_IO = _call(graph, aten.permute.default, weight_OI, [1, 0])
+            sums = _call(graph, aten._int_mm.default, flat, weight_IO)
+            outputs = weight_OI.meta["val"].shape[0]
+            sums = _call(graph, aten.reshape.default, sums, [*leading, outputs])
+            floats = _call(graph, aten._to_copy.default, sums)
+            floats.kwargs = {"dtype": torch.float32}
+            floats.meta["val"] = floats.meta["val"].to(torch.float32)
+            scaled = _call(graph, aten.mul.Tensor, floats, scale)
+            result = _call(graph, aten.mul.Tensor, scaled, scale_O)
+            if bias is not None:
+                result = _call(graph, aten.add.Tensor, result, bias)
+        product.replace_all_uses_with(result)
+        graph.erase_node(product)
+    graph.eliminate_dead_code()
     program.graph_module.recompile()
 
 

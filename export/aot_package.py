@@ -15,7 +15,7 @@ from torch.export.pt2_archive import PT2ArchiveReader
 
 from compress.core.errors import ArtifactInvalid, StageFailed, first_line
 from compress.core.zips import refuse_bomb
-from export.aot_lowering import merge_products_, widen_ranges_
+from export.aot_lowering import merge_products_, multiply_rows_, widen_ranges_
 from export.targets import NO_WIDE_INTEGERS
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ def _compile(
     widen_ranges_(program)
     if device == "cpu":
         merge_products_(program)
+        multiply_rows_(program)
         settings["post_grad_custom_pre_pass"] = PackForImages()
     else:
         program = move_to_device_pass(program, device)

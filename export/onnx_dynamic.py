@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 quantized = torch.ops.quantized_decomposed
+MIDDLE = np.array(128, np.uint8)
+"""What stands for zero where signed integers are held as unsigned ones, which x86 multiplies by
+signed weights in one instruction: onnxruntime has no fast kernel for signed activations."""
 
 
 def _choose(x: Any, _low: int, _high: int, _smallest: float, _dtype: int) -> tuple[Any, Any]:
@@ -30,10 +33,30 @@ def _dequantize(x: Any, scale: Any, zero_point: Any, _low: int, _high: int, _dty
     return op.DequantizeLinear(x, scale, zero_point)
 
 
+def _one_and_zero() -> tuple[Any, Any]:
+    """Return the scale and zero point with which integers stay what they are."""
+    zero = numpy_helper.from_array(np.zeros((), np.int8))
+    return op.Constant(value_float=1.0), op.Constant(value=zero)
+
+
+def _quantize_rows(x: Any, scale: Any, _zero_point: Any, _low: int, _high: int, _dtype: int) -> Any:
+    one, zero = _one_and_zero()
+    return op.QuantizeLinear(op.Mul(x, op.Reciprocal(scale)), one, zero)
+
+
+def _dequantize_rows(
+    x: Any, scale: Any, _zero_point: Any, _low: int, _high: int, _dtype: int, _floats: int
+) -> Any:
+    one, zero = _one_and_zero()
+    return op.Mul(op.DequantizeLinear(x, one, zero), scale)
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     quantized.choose_qparams.tensor: _choose,
     quantized.quantize_per_tensor.tensor: _quantize,
     quantized.dequantize_per_tensor.tensor: _dequantize,
+    quantized.quantize_per_token.default: _quantize_rows,
+    quantized.dequantize_per_token.default: _dequantize_rows,
 }
 """Operators on ranges found at run time, which torch's exporter has no form for."""
 
@@ -63,20 +86,38 @@ class Graph:
     def multiply_integers_(self, product: onnx.NodeProto) -> None:
         """Rewrite one product, where both of its operands were rounded."""
         ranged = self._rounded_at_run_time(product.input[0])
-        weight = self._rounded_weight(product)
-        if ranged is None or weight is None:
+        rows = self._rounded_by_row(product.input[0])
+        weight = self._rounded_weight(product) if ranged or rows else None
+        if weight is None:
             return
         name = product.output[0]
-        integers, scale, zero_point = ranged.output
-        weight_IO, scale_O = weight
         parts = [f"{name}_{part}" for part in ("sum", "float", "scale", "scaled")]
         total, as_float, both, scaled = parts
+        weight_IO, scale_O = weight
         bias = product.input[2] if len(product.input) > 2 else None
-        made = [
+        result = scaled if bias else name
+        made = []
+        if ranged is not None:
+            integers, scale, zero_point = ranged.output
+            scaling = [
+                helper.make_node("Mul", [scale, scale_O], [both]),
+                helper.make_node("Mul", [as_float, both], [result]),
+            ]
+        elif rows is not None:
+            values, scale = rows
+            integers, zero_point, one = f"{values}_integers", *self._row_constants()
+            if integers not in self._makers:
+                round_ = helper.make_node("QuantizeLinear", [values, one, zero_point], [integers])
+                made.append(round_)
+                self._makers[integers] = round_
+            scaling = [  # the products of both scales would be as large as the result
+                helper.make_node("Mul", [as_float, scale], [both]),
+                helper.make_node("Mul", [both, scale_O], [result]),
+            ]
+        made += [
             helper.make_node("MatMulInteger", [integers, weight_IO, zero_point], [total]),
             helper.make_node("Cast", [total], [as_float], to=onnx.TensorProto.FLOAT),
-            helper.make_node("Mul", [scale, scale_O], [both]),
-            helper.make_node("Mul", [as_float, both], [scaled if bias else name]),
+            *scaling,
         ]
         if bias:
             made.append(helper.make_node("Add", [scaled, bias], [name]))
@@ -108,6 +149,27 @@ class Graph:
             return None
         same = there.op_type == "QuantizeLinear" and there.input[0] == ranged.input[0]
         return ranged if same and there.input[1] == back.input[1] else None
+
+    def _rounded_by_row(self, name: str) -> tuple[str, str] | None:
+        """Return what of a value was rounded with a scale for each row, and those scales."""
+        scaled = self._makers.get(name)
+        if scaled is None or scaled.op_type != "Mul":
+            return None
+        back = self._makers.get(scaled.input[0])
+        there = self._makers.get(back.input[0]) if back is not None else None
+        if back is None or there is None or back.op_type != "DequantizeLinear":
+            return None
+        by_one = there.op_type == "QuantizeLinear" and [*there.input[1:]] == [*back.input[1:]]
+        divided = self._makers.get(there.input[0]) if by_one else None
+        inverse = self._makers.get(divided.input[1]) if divided is not None else None
+        if inverse is None or inverse.op_type != "Reciprocal":
+            return None
+        return (there.input[0], scaled.input[1]) if inverse.input[0] == scaled.input[1] else None
+
+    def _row_constants(self) -> tuple[str, str]:
+        """Return the names of the zero point of rows, and of the scale 1."""
+        one = np.array(1, np.float32)
+        return self._constant("row_zero_point", MIDDLE), self._constant("row_one", one)
 
     def _rounded_weight(self, product: onnx.NodeProto) -> tuple[str, str] | None:
         """Return a product's weight as integers of inputs by outputs, and the outputs' scales."""

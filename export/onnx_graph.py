@@ -77,6 +77,9 @@ def _scales_and_zero_points(graph: onnx.GraphProto) -> Iterator[str]:
         n.output[0] for n in graph.node if n.op_type == "Cast" and n.input[0] in integers
     }
     at_run_time = {n.output[1] for n in graph.node if n.op_type == "DynamicQuantizeLinear"}
+    sums = {n.output[0] for n in graph.node if n.op_type == "MatMulInteger"}
+    float_sums = {n.output[0] for n in graph.node if n.op_type == "Cast" and n.input[0] in sums}
+    by_row = {n.output[0] for n in graph.node if n.op_type == "Mul" and n.input[0] in float_sums}
     for node in graph.node:
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
             yield from node.input[1:]
@@ -86,7 +89,7 @@ def _scales_and_zero_points(graph: onnx.GraphProto) -> Iterator[str]:
             yield from node.input[1:]
         elif node.op_type == INTEGER_LSTM:
             yield from node.input[8:]
-        elif node.op_type == "Mul" and node.input[0] in made_floats | at_run_time:
+        elif node.op_type == "Mul" and node.input[0] in made_floats | at_run_time | by_row:
             yield node.input[1]
         elif node.op_type == "Gather" and node.input[0] in columns:
             yield node.input[0]  # one scale for each row of a table

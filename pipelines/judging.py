@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from compress.core.batch_dependence import BatchDependence
 from compress.core.errors import GateRefused
 from compress.core.gate import explain
 from compress.core.runtimes import opponent_of
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from pydantic import JsonValue
 
+    from compress.core.artifact import Artifact
     from compress.core.gate import Gate, Verdict
     from pipelines.plan import PlannedStage
     from pipelines.walk import Sought, Walk
@@ -36,6 +38,7 @@ def judged(walk: Walk, planned: PlannedStage, sought: Sought) -> StageReport:
     _prove(questions, planned, cached=not sought.reason)
     publish(artifact, walk.out / "artifacts" / planned.name)
     with artifact.held(walk.pipeline.device, walk.pipeline.threads):
+        dependence_of(walk, planned.name, questions)
         verdicts = tuple(_judged_by(questions, planned, gate) for gate in planned.stage.gates)
         measurements = _measured(questions)
     return StageReport(
@@ -118,6 +121,10 @@ def _verdict(questions: Questions, planned: PlannedStage, gate: Gate) -> Verdict
     after = walk.artifacts[planned.name]
     before = opponent_of(gate, walk.artifacts[planned.input], walk.context(planned.name))
     question = {**gate.measurement_key(), "against": before.digest, **walk.conditions()}
+    if gate.asks_rows:
+        if gate.compares and walk.artifacts.get(other) is before:
+            dependence_of(walk, other)  # keeps it for later runs
+        question |= _batch_size(walk, planned.name, before, after)
     failed: list[Verdict] = []
 
     def measure() -> float:
@@ -137,14 +144,51 @@ def _verdict(questions: Questions, planned: PlannedStage, gate: Gate) -> Verdict
 def _measured(questions: Questions) -> Measurements:
     walk, name = questions.walk, questions.name
     baseline, artifact = walk.artifacts[walk.plan.baseline], walk.artifacts[name]
+    dependence = dependence_of(walk, name, questions)
     question = {"measurements": 1, "against": baseline.digest, **walk.conditions()}
+    question |= judged_batch_size(walk, name)
 
     def measure() -> JsonValue:
         return Measurements.of(artifact, baseline, walk.context(name)).model_dump(mode="json")
 
     with named(name, walk.out):
         found = Measurements.model_validate(questions.ask(question, measure))
+    found = found.model_copy(update={"batch_dependence": dependence})
     return found.with_peak(lambda: _peak(questions))
+
+
+def dependence_of(walk: Walk, name: str, questions: Questions | None = None) -> BatchDependence:
+    """Return whether an artifact's answers depend on their batch, as measured once and kept.
+
+    Args:
+        walk: the run.
+        name: the stage's name.
+        questions: counts the seconds, where somebody asks for them.
+    """
+    artifact, known = walk.artifacts[name], walk.dependences
+    if artifact.digest not in known:
+        conditions = {k: v for k, v in walk.conditions().items() if k != "metric"}
+
+        def measure() -> JsonValue:
+            return walk.context(name).batch_dependence(artifact).model_dump(mode="json")
+
+        with named(name, walk.out):
+            found = (questions or Questions(walk, name)).ask(
+                {"batch dependence": 1, **conditions}, measure
+            )
+        known[artifact.digest] = BatchDependence.model_validate(found)
+    return known[artifact.digest]
+
+
+def judged_batch_size(walk: Walk, name: str) -> dict[str, JsonValue]:
+    """Return the number of rows a call has where an artifact is judged, if that decides figures."""
+    dependence_of(walk, name)
+    return _batch_size(walk, name, walk.artifacts[name])
+
+
+def _batch_size(walk: Walk, name: str, *artifacts: Artifact) -> dict[str, JsonValue]:
+    size = walk.context(name).judged_batch_size(*artifacts)
+    return {} if size is None else {"batch size": size}
 
 
 def _peak(questions: Questions) -> float:

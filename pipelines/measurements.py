@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from compress.core.batch_dependence import BatchDependence
 from compress.core.errors import StageFailed
 from compress.core.settings import Settings
 
@@ -55,6 +56,8 @@ class Measurements(Settings):
     it cannot be measured, and where an older run did not."""
     peak_reason: str = ""
     """Why it could not be measured."""
+    batch_dependence: BatchDependence | None = None
+    """Whether answers depend on what else is in the batch; None where an older run did not ask."""
 
     @classmethod
     def of(cls, artifact: Artifact, baseline: Artifact, context: Context) -> Measurements:

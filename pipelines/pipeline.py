@@ -71,6 +71,9 @@ class Pipeline(Settings):
     """Where models run: cpu, cuda or cuda:0 …"""
     threads: Count = 1
     """CPU threads a model answers with, in every measurement alike."""
+    served_batch_size: Count = 1
+    """Rows of one call in deployment. Models whose answers depend on what else is in the batch are
+    judged at that size; others at any."""
     code: str = "."
     """Folder of the modules that factories name, relative to this file."""
     model: ModelSpec

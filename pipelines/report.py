@@ -125,7 +125,8 @@ class Report(Settings):
     baseline: Measurements | None
     stages: tuple[StageReport, ...]
     warnings: tuple[str, ...] = Field(default_factory=lambda known: _warnings(known))
-    """Quantized stages that are slower than their float parent, and what artifacts warn of."""
+    """Models whose answers depend on their batch, quantized stages that are slower than their float
+    parent, and what artifacts warn of."""
     failed_stage: FailureReport | None = None
     """The first of the failures."""
     failures: tuple[FailureReport, ...] = Field(
@@ -194,6 +195,7 @@ def _judgement(known: dict[str, Any]) -> Literal["passed", "refused"]:
 
 
 def _warnings(known: dict[str, Any]) -> tuple[str, ...]:
+    from pipelines.batch_warnings import batch_warnings
     from pipelines.quantized import slower_than_float
 
     told = (
@@ -201,7 +203,12 @@ def _warnings(known: dict[str, Any]) -> tuple[str, ...]:
         for stage in known["stages"]
         for warning in stage.artifact.facts.get("warnings", ())
     )
-    return (*slower_than_float(known["stages"], known["baseline_name"]), *told)
+    baseline, stages = known["baseline_name"], known["stages"]
+    return (
+        *batch_warnings(baseline, known["baseline"], stages),
+        *slower_than_float(stages, baseline),
+        *told,
+    )
 
 
 def rule_in_words(verdict: Verdict, metric: str) -> str:

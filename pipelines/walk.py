@@ -15,7 +15,7 @@ from pipelines.declared import declared
 from pipelines.entry import Entry, Record
 from pipelines.history import history_before, history_parts
 from pipelines.inputs import import_source, source_parts
-from pipelines.judging import judged, measured, refusal_of
+from pipelines.judging import judged, judged_batch_size, measured, refusal_of
 from pipelines.machine import machine, version_of, versions
 from pipelines.making import Making
 from pipelines.naming import named
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.core.artifact import Artifact
+    from compress.core.batch_dependence import BatchDependence
     from compress.core.data import Splits
     from compress.core.stage import Progress
     from pipelines.happenings import Listener
@@ -69,6 +70,7 @@ class Walk:
     entries: dict[str, Entry] = field(default_factory=dict)
     rows: list[StageReport] = field(default_factory=list)
     scores: dict[tuple[Any, ...], tuple[float, Recording]] = field(default_factory=dict)
+    dependences: dict[str, BatchDependence] = field(default_factory=dict)
     baseline: Measurements | None = None
     tested: TestReport | None = None
 
@@ -189,9 +191,9 @@ class Walk:
         """Touch the test split, once, for what came in and what ships; not where a run is cut."""
         if self.data is None or "test" not in self.data.datasets or self.plan.cut:
             return
-        question = {"metric on": "test", **self.conditions()}
         values: dict[str, float] = {}
         for name in dict.fromkeys((self.plan.baseline, *self.plan.leaves)):
+            question = {"metric on": "test", **self.conditions(), **judged_batch_size(self, name)}
             score = functools.partial(self.context(name).score, self.artifacts[name], "test")
             with named(name, self.out):
                 answer = self.entries[name].answer(question, self.artifacts[name], score)
@@ -264,6 +266,8 @@ class Walk:
             scratch=self.store.root / WORK / name,
             results=self.out,
             scores=self.scores,
+            served_batch_size=self.pipeline.served_batch_size,
+            dependences=self.dependences,
         )
 
     def conditions(self) -> dict[str, Any]:

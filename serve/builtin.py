@@ -125,7 +125,7 @@ async def _serve(
         model.call,
         workers=options.width,
         max_rows=options.limits.rows,
-        joins_rows=model.interface.joins_rows,
+        joins_rows=not model.not_joined,
         delay_seconds=options.delay_seconds,
     )
     application: Any = Application(model, batcher, options.limits, options.token)

@@ -34,10 +34,7 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 POLL_SECONDS = 0.2
-NOT_JOINED = (
-    "note: rows answered together get other answers than alone (dynamic quantization takes its "
-    "scales from the whole call): requests are not joined"
-)
+NOT_JOINED = "note: requests are not joined: %s"
 NO_TLS = (
     "warning: other machines reach this port, and the token travels unencrypted: put a proxy with "
     "TLS before it"
@@ -135,9 +132,9 @@ def _answer(
 ) -> None:
     from serve.served import loaded
 
-    with loaded(artifact, options.name, options.threads or 1) as model:
-        if model.interface.rows_stay_first and not model.interface.joins_rows:
-            logger.error(NOT_JOINED)  # what the command shows
+    with loaded(artifact, options.name, options.threads or 1, options.report) as model:
+        if model.not_joined:
+            logger.error(NOT_JOINED, model.not_joined)  # what the command shows
         builtin.serve(model, listener, options, ready)
 
 

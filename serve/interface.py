@@ -12,7 +12,6 @@ from compress.core.errors import StageFailed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from compress.core.artifact import Predictor
     from compress.core.signature import Signature, TensorSpec
     from serve.worker.tensors import Array
 
@@ -23,7 +22,6 @@ ANY = -1
 SIZES = (2, 3)
 """Rows with which a model is asked; its other named axes are SOME_LENGTH longer."""
 SOME_LENGTH = 6
-JOINED_RTOL, JOINED_ATOL = 1e-3, 1e-4
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,12 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Interface:
-    """A model's tensors, and whether requests may be joined."""
+    """A model's tensors."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     rows_stay_first: bool
     """Whether axis 0 of every tensor counts the same rows."""
-    joins_rows: bool
-    """Whether rows joined to others are also answered as they are alone."""
 
 
 def interface_of(call: Call, signature: Signature) -> Interface:
@@ -74,8 +70,7 @@ def interface_of(call: Call, signature: Signature) -> Interface:
     )
     shown: Any = (first, answers)  # arrays have what is asked of tensors
     stays = rows_stay_first(_as_predictor(call), signature, *shown)
-    joins = stays and _joins(call, first, answers)
-    return Interface(tuple(map(_announced, signature.inputs)), outputs, stays, joins)
+    return Interface(tuple(map(_announced, signature.inputs)), outputs, stays)
 
 
 def example(signature: Signature, rows: int, seed: int = 0) -> list[Array]:
@@ -109,18 +104,6 @@ def refuse_bfloat16(signature: Signature) -> None:
             )
 
 
-def as_call(predict: Predictor) -> Call:
-    """Return a predictor as a function of arrays."""
-    import torch
-
-    def call(*arrays: Array) -> list[Array]:
-        outputs = predict(*(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays))
-        wide = [t.float() if t.dtype == torch.bfloat16 else t for t in outputs]
-        return [tensor.detach().cpu().numpy() for tensor in wide]
-
-    return call
-
-
 def _ask(call: Call, arrays: list[Array], signature: Signature) -> list[Array]:
     answers = list(call(*arrays))
     if len(answers) != len(signature.outputs):
@@ -149,16 +132,3 @@ def _announced(spec: TensorSpec) -> Tensor:
 
 def _as_predictor(call: Call) -> Callable[..., Any]:
     return lambda *arrays: tuple(call(*arrays))
-
-
-def _joins(call: Call, inputs: list[Array], answers: list[Array]) -> bool:
-    """Whether rows asked one by one get what they get together.
-
-    They do not where a scale is taken from the whole call, as in dynamic quantization.
-    """
-    for i in range(len(inputs[0])):
-        alone = call(*(array[i : i + 1] for array in inputs))
-        for a, b in zip(alone, answers, strict=True):
-            if not np.allclose(a, b[i : i + 1], JOINED_RTOL, JOINED_ATOL, equal_nan=True):
-                return False
-    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path  # noqa: TC003 - a dataclass field
 
 from compress.core.cores import usable_cores
 
@@ -40,6 +41,8 @@ class Options:
     limits: Limits = field(default_factory=Limits)
     sha256: str | None = None
     """What the deployed file must hash to, where it was told."""
+    report: Path | None = None
+    """report.json of the run that made the artifact, which decides whether requests are joined."""
     stop_seconds: float = 30.0
     """How long requests that run may take once the server is told to stop."""
 

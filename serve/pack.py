@@ -85,7 +85,8 @@ def model_config(served: Artifact, settings: PackageTorchServe, probe: Probe) ->
         "kind": served.kind,
         "threads": settings.threads,
         "max_rows": settings.max_rows,
-        "joins_rows": probe.joins_rows,
+        "rows_stay_first": probe.rows_stay_first,
+        "joins_rows": not probe.not_joined,
         "probe_atol": settings.probe_atol,
         "inputs": inputs,
         "outputs": [output.name for output in signature.outputs],
@@ -101,7 +102,7 @@ def model_config(served: Artifact, settings: PackageTorchServe, probe: Probe) ->
     return {
         "minWorkers": settings.workers,
         "maxWorkers": settings.workers,
-        "batchSize": settings.batch_size,
+        "batchSize": 1 if probe.not_joined else settings.batch_size,
         "maxBatchDelay": settings.max_batch_delay_ms,
         "responseTimeout": settings.response_seconds,
         "startupTimeout": STARTUP_SECONDS,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import StageFailed
+from serve.joinable import why_not_joined
 from serve.worker.wire import to_npz
 
 if TYPE_CHECKING:
@@ -23,12 +24,14 @@ PROBE_ROWS = 4
 
 @dataclass(frozen=True)
 class Probe:
-    """A few inputs, and a model's own answers to them."""
+    """A few inputs, a model's own answers to them, and whether it may answer requests together."""
 
     arrays: Mapping[str, Array]
     """Inputs and outputs by name."""
-    joins_rows: bool
-    """Whether rows may be joined to others: axis 0 of every tensor is one dynamic batch."""
+    rows_stay_first: bool
+    """Whether axis 0 of every tensor counts the same rows, of which there may be any number."""
+    not_joined: str
+    """Why requests must not be answered together; empty where they may."""
 
     @property
     def npz(self) -> bytes:
@@ -67,10 +70,11 @@ def record_probe(model: Artifact, context: Context, max_rows: int) -> Probe:
         inputs = signature.example(batch=rows, seed=context.seed)
     with model.open("cpu", context.threads) as predict:
         outputs = predict(*inputs)
-        joins_rows = rows_stay_first(predict, signature, inputs, outputs)
+        stay_first = rows_stay_first(predict, signature, inputs, outputs)
+    not_joined = why_not_joined(stay_first, context.batch_dependence(model))
     names = [*(spec.name for spec in signature.inputs), *(o.name for o in signature.outputs)]
     named = dict(zip(names, (*inputs, *outputs), strict=True))
-    return Probe(as_arrays(named), joins_rows)
+    return Probe(as_arrays(named), stay_first, not_joined)
 
 
 def rows_stay_first(

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from compress.core.batch_dependence import as_call
 from compress.core.errors import ArtifactInvalid, StageFailed
-from serve.interface import Interface, as_call, example, interface_of, refuse_bfloat16
+from serve.interface import Interface, example, interface_of, refuse_bfloat16
+from serve.joinable import why_not_joined_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from compress.core.artifact import Artifact
     from compress.core.signature import Signature
@@ -32,11 +35,21 @@ class ServedModel:
     signature: Signature
     interface: Interface
     call: Call
+    not_joined: str
+    """Why requests must not be answered together; empty where they may."""
 
 
 @contextmanager
-def loaded(artifact: Artifact, name: str, threads: int) -> Iterator[ServedModel]:
+def loaded(
+    artifact: Artifact, name: str, threads: int, report: Path | None = None
+) -> Iterator[ServedModel]:
     """Give an artifact's model, after its digests were checked and it has answered.
+
+    Args:
+        artifact: what is served.
+        name: under which.
+        threads: CPU threads of one call.
+        report: the report.json of the run that made it; that of its run's folder by default.
 
     Raises:
         ArtifactInvalid: a file is not the one that was sealed, or the kind is not served.
@@ -60,7 +73,8 @@ def loaded(artifact: Artifact, name: str, threads: int) -> Iterator[ServedModel]
                 f"{artifact.path}: the model does not answer its own signature: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        yield ServedModel(name, artifact.kind, artifact.signature, interface, call)
+        not_joined = why_not_joined_here(artifact, call, interface.rows_stay_first, report)
+        yield ServedModel(name, artifact.kind, artifact.signature, interface, call, not_joined)
 
 
 def warm(call: Call, signature: Signature) -> None:
@@ -81,7 +95,7 @@ def _call_of(artifact: Artifact, threads: int) -> Iterator[Call]:
     """Give a model as a function of arrays; ONNX does not need torch for it."""
     if artifact.kind != "onnx":
         with artifact.open("cpu", threads) as predict:
-            yield as_call(predict)
+            yield as_call(predict, artifact.signature)
         return
     from serve.worker.loaders import load_onnx
 

@@ -43,8 +43,8 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
     workers: Count = 1
     """Processes that answer; workers x threads should not exceed the cores."""
     batch_size: Count = 1
-    """Requests that TorchServe may join into one call of the model. Dynamic quantization takes its
-    scales from the whole call, so joined requests then change each other's answers slightly."""
+    """Requests that TorchServe may join into one call of the model. Written as 1, with a warning,
+    unless rows of `val` have shown that they leave each other's answers alone."""
     max_batch_delay_ms: Count = 10
     """How long a request waits to be joined by others, in milliseconds."""
     queue_size: Count = 100
@@ -139,6 +139,8 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
             ) as partial,
         ):
             probe = record_probe(served, context, self.max_rows)
+            if probe.not_joined and self.batch_size > 1:
+                facts["warnings"] = [f"batch_size is 1, not {self.batch_size}: {probe.not_joined}"]
             members = members_of(model, served, self, probe, context.history)
             facts["provenance"] = digest_of(members[PROVENANCE]).sha256
             write_mar(partial / TorchServeArchive.payload, members)

@@ -73,8 +73,8 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
     """Rows that Triton gives the model at once, where axis 0 of every tensor counts them; other
     models are served with all their dimensions written and no batching."""
     dynamic_batching: bool = True
-    """Whether Triton may join waiting requests; never done where rows that are answered together
-    were seen to get other answers than alone, as dynamic quantization gives them."""
+    """Whether Triton may join waiting requests; left out, with a warning, unless rows of `val` have
+    shown that they leave each other's answers alone."""
     max_batch_delay_ms: Annotated[float, Field(ge=0)] = 0.0
     """How long a request waits to be joined by others, in milliseconds."""
     queue_size: Count = 128
@@ -86,15 +86,24 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
     gates: tuple[AnyGate, ...] = (LabelAgreement(minimum=1.0), Parity(atol=1e-4))
     """Rules that the packaged file must satisfy; by default it answers as its input does."""
 
+    @property
+    def uses_data(self) -> bool:
+        """Rows of `val` decide whether requests may be joined."""
+        return True
+
     def run(self, model: OnnxModel | TorchScriptModel, context: Context) -> TritonRepository:
         """Copy the model and write its configuration; the same input gives the same bytes."""
-        from serve.interface import as_call, interface_of
+        from compress.core.batch_dependence import as_call
+        from serve.interface import interface_of
+        from serve.joinable import why_not_joined
         from serve.triton_config import FILES, config_of
 
         model.verify()
         with model.open("cpu", context.threads) as predict:
-            interface = interface_of(as_call(predict), model.signature)
+            interface = interface_of(as_call(predict, model.signature), model.signature)
         refuse_nested(model, self.title)
+        not_joined = why_not_joined(interface.rows_stay_first, context.batch_dependence(model))
+        warned = [f"requests are not joined: {not_joined}"] if not_joined else []
         payload = f"{self.model_name}/{VERSION}/{FILES[model.kind]}"
         facts: dict[str, Any] = {
             "model_name": self.model_name,
@@ -102,14 +111,14 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
             "batched": interface.rows_stay_first,
             "parameters": model.parameters(),
             "macs": model.macs(),
-            "warnings": [NOT_RUN],
+            "warnings": [NOT_RUN, *(warned if self.dynamic_batching else ())],
         }
         with TritonRepository.sealing(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             (partial / self.model_name / VERSION).mkdir(parents=True)
             _copy(model, partial / payload)
-            text = config_of(self, model.kind, interface)
+            text = config_of(self, model.kind, interface, joins_requests=not not_joined)
             (partial / self.model_name / CONFIG).write_text(text, encoding="utf-8")
         logger.info("%s: %s", self.title, NOT_RUN)
         return TritonRepository.at(context.root)

@@ -32,7 +32,9 @@ class Word(str):
     """A name of an enumeration, which protobuf's text has without quotes."""
 
 
-def config_of(settings: PackageTriton, kind: str, interface: Interface) -> str:
+def config_of(
+    settings: PackageTriton, kind: str, interface: Interface, *, joins_requests: bool
+) -> str:
     """Return ``config.pbtxt``.
 
     Where axis 0 of every tensor counts the rows, Triton is told so by ``max_batch_size`` and the
@@ -42,6 +44,7 @@ def config_of(settings: PackageTriton, kind: str, interface: Interface) -> str:
         settings: the stage's settings.
         kind: the packaged artifact's.
         interface: the model's tensors.
+        joins_requests: whether requests that are answered together get their own answers.
 
     Raises:
         StageFailed: a tensor is one that Triton cannot carry.
@@ -57,7 +60,7 @@ def config_of(settings: PackageTriton, kind: str, interface: Interface) -> str:
         "instance_group": [{"kind": Word("KIND_CPU"), "count": settings.instances}],
         "parameters": [_parameter(intra, settings.threads), _parameter(inter, 1)],
     }
-    if batched and interface.joins_rows and settings.dynamic_batching:
+    if batched and joins_requests and settings.dynamic_batching:
         config["dynamic_batching"] = {
             "max_queue_delay_microseconds": round(settings.max_batch_delay_ms * 1000),
             "default_queue_policy": {"max_queue_size": settings.queue_size},

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
+from compress.core.data import Splits
 from compress.core.stage import Context
 from serve.server import TorchServe, free_ports
 from serve.stage import PackageTorchServe
@@ -151,7 +152,9 @@ def torchserve(model: Any, folder: Path) -> Iterator[Server]:
     Two workers answer fewer: each joins fewer requests, and they share two cores with the others.
     """
     stage = PackageTorchServe(workers=1, batch_size=8, max_batch_delay_ms=1)
-    archive = stage.run(model, Context(root=folder / "archive"))
+    rows = [*zip(*model.signature.example(64), strict=True)]  # to show that they may be joined
+    data = Splits({"val": [row if len(row) > 1 else row[0] for row in rows]})  # type: ignore[dict-item]
+    archive = stage.run(model, Context(root=folder / "archive", data=data))
     with TorchServe(archive.payload_path) as server:
         port = int(server.url.rpartition(":")[2])
         path = f"/predictions/{server.model_name}"

@@ -55,6 +55,8 @@ class Gate(Settings):
     """Whether the value must reach the limit, instead of staying under it."""
     compares: ClassVar[bool] = True
     """Whether another artifact is looked at."""
+    asks_rows: ClassVar[bool] = False
+    """Whether models are asked rows of `val`, as many in a call as they are served with."""
 
     @property
     def limit(self) -> float:

@@ -33,6 +33,7 @@ class Parity(Gate):
 
     limit_field: ClassVar[str] = "atol"
     words: ClassVar[str] = "max |difference| <= {atol:g}"
+    asks_rows: ClassVar[bool] = True
 
     def value(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the largest absolute difference."""
@@ -67,6 +68,7 @@ class LabelAgreement(Gate):
 
     limit_field: ClassVar[str] = "minimum"
     words: ClassVar[str] = "equal labels >= {minimum:g}"
+    asks_rows: ClassVar[bool] = True
     at_least: ClassVar[bool] = True
 
     def value(self, before: Artifact, after: Artifact, context: Context) -> float:
@@ -92,6 +94,7 @@ class MaxDrop(Gate):
 
     limit_field: ClassVar[str] = "points"
     words: ClassVar[str] = "drop <= {points:g} points"
+    asks_rows: ClassVar[bool] = True
 
     def value(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the loss in points, negative when the result is better."""
@@ -108,6 +111,7 @@ class MinMetric(Gate):
 
     limit_field: ClassVar[str] = "at"
     words: ClassVar[str] = "metric >= {at:g}"
+    asks_rows: ClassVar[bool] = True
     at_least: ClassVar[bool] = True
     compares: ClassVar[bool] = False
 
@@ -234,7 +238,8 @@ def _paired_outputs(
         context.opened(before) as expected,
         context.opened(after) as got,
     ):
-        for inputs in context.comparison_inputs(before.signature):
+        batch_size = context.judged_batch_size(before, after)
+        for inputs in context.comparison_inputs(before.signature, batch_size):
             yield (
                 tuple(t.cpu() for t in expected(*inputs)),
                 tuple(t.cpu() for t in got(*inputs)),

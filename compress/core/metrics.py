@@ -282,13 +282,17 @@ def _determination(outputs: torch.Tensor, targets: torch.Tensor) -> float:
 
 
 def predict_split(
-    predict: Predictor, splits: Splits, split: str, progress: Progress | None = None
+    predict: Predictor,
+    splits: Splits,
+    split: str,
+    progress: Progress | None = None,
+    batch_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the first output for every sample of a split, and the targets where there are any."""
 
     def told() -> Iterator[Batch]:
         done, total = 0, len(splits.split(split))  # type: ignore[arg-type]
-        for batch in splits.batches(split):
+        for batch in splits.batches(split, batch_size):
             yield batch
             done += len(batch)
             if progress is not None:
@@ -318,6 +322,7 @@ def evaluate(
     metric: Metric,
     reference: Predictor | None = None,
     progress: Progress | None = None,
+    batch_size: int | None = None,
 ) -> float:
     """Return a predictor's metric on a split.
 
@@ -328,15 +333,16 @@ def evaluate(
         metric: the metric.
         reference: for ``fidelity``, the model whose labels count as right.
         progress: where to say how far it is.
+        batch_size: samples per call; the splits' own by default.
 
     Raises:
         StageFailed: the split has no targets, there is no reference, or the value is not finite.
     """
-    outputs, targets = predict_split(predict, splits, split, progress)
+    outputs, targets = predict_split(predict, splits, split, progress, batch_size)
     if metric.name == "fidelity":
         if reference is None:
             raise StageFailed("metric fidelity needs a reference model")
-        targets = decisions_of(predict_split(reference, splits, split)[0])
+        targets = decisions_of(predict_split(reference, splits, split, None, batch_size)[0])
     if targets is None:
         raise StageFailed(f"metric {metric.name} needs targets and split {split!r} has none")
     value = metric.score(outputs, targets)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from compress.core.artifact import Predictor
+    from compress.core.batch_dependence import BatchDependence
     from compress.core.data import Splits
     from compress.core.history import History
     from compress.core.latency import Comparison
@@ -80,6 +81,10 @@ class Context:
     """Metrics measured so far, so that none is evaluated twice, and what user code read for it."""
     history: History | None = None
     """The road to the stage's input, for a stage that records it; None where no run tells it."""
+    served_batch_size: int = 1
+    """Rows of one call in deployment: models whose answers depend on their batch are judged so."""
+    dependences: dict[str, BatchDependence] = field(default_factory=dict, compare=False)
+    """Digest → whether that artifact's answers depend on their batch, as far as it was measured."""
 
     def __post_init__(self) -> None:
         # One definition of the loss, whatever the metric was made with.
@@ -122,15 +127,36 @@ class Context:
 
     def score(self, artifact: Artifact, split: str = "val") -> float:
         """Return an artifact's metric on a split."""
-        known = (artifact.digest, split, self.metric, id(self.data), self.device)
+        batch = self.judged_batch_size(artifact)
+        known = (artifact.digest, split, self.metric, id(self.data), self.device, batch)
         if known not in self.scores:
             with recording() as recorded:
-                self.scores[known] = self._evaluate(artifact, split), recorded
+                self.scores[known] = self._evaluate(artifact, split, batch), recorded
         value, recorded = self.scores[known]
         note(recorded)
         return value
 
-    def _evaluate(self, artifact: Artifact, split: str) -> float:
+    def batch_dependence(self, artifact: Artifact) -> BatchDependence:
+        """Return whether an artifact's answers depend on what else is in the batch."""
+        if artifact.digest not in self.dependences:
+            from compress.core.batch_probing import batch_dependence
+
+            self.dependences[artifact.digest] = batch_dependence(artifact, self)
+        return self.dependences[artifact.digest]
+
+    def judged_batch_size(self, *artifacts: Artifact) -> int | None:
+        """Return how many rows a call has where models are judged; the data's own where None.
+
+        That is any number for models that answer each row by itself, and for others the number
+        with which they will be served.
+        """
+        if not any(self.batch_dependence(artifact).depends for artifact in artifacts):
+            return None
+        sizes = [a.signature.inputs[0].shape[:1] for a in artifacts]
+        fixed = [size[0] for size in sizes if size and isinstance(size[0], int)]
+        return max(self.served_batch_size, *fixed, 1)
+
+    def _evaluate(self, artifact: Artifact, split: str, batch: int | None) -> float:
         from compress.core.metrics import evaluate
 
         data = self.need_data(f"metric {self.metric.name}")
@@ -140,7 +166,7 @@ class Context:
             if self.metric.name == "fidelity":
                 reference = stack.enter_context(self.opened(self.named("source")))
             metric = self.metric.settled(data)
-            return evaluate(predict, data, split, metric, reference, self.progress)
+            return evaluate(predict, data, split, metric, reference, self.progress, batch)
 
     @contextmanager
     def opened(self, artifact: Artifact) -> Iterator[Predictor]:
@@ -167,14 +193,16 @@ class Context:
 
         return peak_memory(artifact, self.device, self.threads, batch, self.seed)
 
-    def comparison_inputs(self, signature: Signature) -> Iterator[tuple[torch.Tensor, ...]]:
+    def comparison_inputs(
+        self, signature: Signature, batch_size: int | None = None
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield the inputs on which two models are compared: `val`, or seeded ones without data."""
         if self.data is not None and "val" in self.data.datasets:
-            for batch in self.data.batches("val"):
+            for batch in self.data.batches("val", batch_size):
                 yield batch.inputs
         else:
             for i in range(COMPARED_BATCHES):
-                yield signature.example(batch=8, seed=self.seed + i)
+                yield signature.example(batch=batch_size or 8, seed=self.seed + i)
 
     def at(self, root: Path) -> Context:
         """Return the same context with another artifact directory."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.core.errors import StageFailed
-from compress.quantization.calibrate import integer_program, traced
+from compress.core.program import export_program
+from compress.quantization.calibrate import integer_graph, traced
 from compress.quantization.places import is_excluded
 from compress.quantization.pt2e import (
     PlaceholderObserver,
@@ -22,6 +23,7 @@ from compress.quantization.quantizer import (
     is_constant,
     is_float,
 )
+from compress.quantization.row_ranges import scale_rows_
 from compress.quantization.specs import SMALLEST_SCALE
 
 if TYPE_CHECKING:
@@ -45,15 +47,25 @@ class DynamicQuantizer(OnnxRuntimeQuantizer):
     onnxruntime's integer convolution with run-time ranges is far slower than its float one.
     """
 
-    def __init__(self, scheme: Scheme, exclude: Sequence[str] = (), *, embeddings: bool) -> None:
+    def __init__(
+        self,
+        scheme: Scheme,
+        exclude: Sequence[str] = (),
+        *,
+        embeddings: bool,
+        by_row: bool = False,
+    ) -> None:
         """Choose the formats.
 
         Args:
             scheme: integer formats of activations and weights.
             exclude: patterns of module names whose operators stay float.
             embeddings: whether tables are rounded too, each row with a scale of its own.
+            by_row: whether each row of an activation has a range of its own; recurrent layers then
+                stay float, as their integer kernel takes one range for all rows.
         """
         super().__init__(scheme, "minmax", exclude, embeddings=embeddings)
+        self.by_row = by_row
         self.activation = _run_time_spec(scheme.activations)
 
     def annotate(self, model: GraphModule) -> GraphModule:
@@ -66,7 +78,7 @@ class DynamicQuantizer(OnnxRuntimeQuantizer):
                     )
                 elif node.target is EMBEDDING:
                     self._annotate_table(node)
-                elif node.target in RECURRENT:
+                elif node.target in RECURRENT and not self.by_row:
                     matrices = [w for w in node.args[2] if w.meta["val"].dim() == 2]
                     if all(is_constant(w) and is_float(w) for w in matrices):
                         self._weights_of(node, dict.fromkeys(matrices, self.weight))
@@ -104,7 +116,10 @@ def quantize_dynamic(
         )
     with torch.inference_mode():
         prepared(*signature.example())  # the weights' observers look when the model is run
-    return integer_program(prepared, signature)
+    integers = integer_graph(prepared)
+    if quantizer.by_row:
+        scale_rows_(integers)
+    return export_program(integers, signature)
 
 
 def _run_time_spec(numbers: IntegerFormat) -> QuantizationSpec:

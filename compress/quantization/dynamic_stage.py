@@ -31,6 +31,10 @@ class QuantizeDynamic(Stage[EagerModel, GraphModel]):
     stage: Literal["quantize_dynamic"] = "quantize_dynamic"
     target: Target = "onnxruntime-cpu"
     """Runtime whose integer kernels decide how numbers are rounded; those on CPUs have such."""
+    activation_range: Literal["tensor", "row"] = "tensor"
+    """From what an activation's range is taken: the whole call, or each row that a linear layer
+    reads. Only with `row` do rows of a batch leave each other's answers alone, so that servers may
+    answer requests together; it takes longer, and recurrent layers stay float."""
     embeddings: bool = True
     """Whether tables of embeddings are held in 8 bits too, each row with its own scale."""
     smooth: Smoothing = "off"
@@ -75,7 +79,10 @@ class QuantizeDynamic(Stage[EagerModel, GraphModel]):
         module = model.load()
         check_exclude(self.exclude, module)
         quantizer = DynamicQuantizer(
-            scheme_of(self.target), self.exclude, embeddings=self.embeddings
+            scheme_of(self.target),
+            self.exclude,
+            embeddings=self.embeddings,
+            by_row=self.activation_range == "row",
         )
         corrections = Corrections(self.smooth, passes_floats=True)
         sample = (

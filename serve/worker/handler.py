@@ -50,6 +50,7 @@ class PackagedModel:
         self.classes: Named | None = settings["classes"]
         self.answered = [*self.outputs, *(LABELS if self.classes else ())]
         self.max_rows = int(settings["max_rows"])
+        self.rows_stay_first = bool(settings["rows_stay_first"])
         self.joins_rows = bool(settings["joins_rows"])
         self.readers = readers_of(settings, self.inputs, folder)
         payload = folder / context.manifest["model"]["serializedFile"]
@@ -102,7 +103,7 @@ class PackagedModel:
             body, headers = encode(named, accept, wanted, self.name, self.classes)
         except Exception as error:  # noqa: BLE001
             return refuse(context, i, error, status=BROKEN)
-        if self.joins_rows:
+        if self.rows_stay_first:
             headers["X-Batch-Axis"] = "0"
         for key, value in headers.items():
             context.set_response_header(i, key, value)

@@ -77,6 +77,7 @@ def unpack(
         "kind": kind,
         "threads": 1,
         "max_rows": 8,
+        "rows_stay_first": joins_rows,
         "joins_rows": joins_rows,
         "probe_atol": 1e-5,
         "inputs": inputs,

@@ -31,15 +31,9 @@ SIGNATURE = Signature(
 def test_an_axis_that_follows_another_varies() -> None:
     found = interface_of(lambda x: [x.sum(-1)], SIGNATURE)
     assert found.outputs[0].shape == (-1, -1)
-    assert (found.rows_stay_first, found.joins_rows) == (True, True)
+    assert found.rows_stay_first
     found = interface_of(lambda x: [x.sum(1).astype(np.float16)], SIGNATURE)
     assert (found.outputs[0].shape, found.outputs[0].dtype) == ((-1, 3), "float16")
-
-
-def test_rows_that_change_each_other_are_not_joined() -> None:
-    # As dynamic quantization does, whose scale is taken from the whole call.
-    found = interface_of(lambda x: [np.round(x / np.abs(x).max() * 127)], SIGNATURE)
-    assert (found.rows_stay_first, found.joins_rows) == (True, False)
 
 
 def test_a_model_of_one_size_leaves_every_axis_open() -> None:
@@ -100,7 +94,7 @@ def test_a_failure_is_the_requests_where_the_model_still_answers_another(
         return [x * 2]
 
     async def ask() -> tuple[int, str]:
-        model = ServedModel("m", "torchscript", SIGNATURE, interface_of(call, SIGNATURE), call)
+        model = ServedModel("m", "torchscript", SIGNATURE, interface_of(call, SIGNATURE), call, "")
         batcher = Batcher(call)
         sent = []
 
@@ -133,8 +127,8 @@ def test_a_server_whose_calls_all_hang_is_not_ready_until_one_ends() -> None:
 
     async def states() -> list[int]:
         tensor = Tensor("x", "float32", (-1, 3))
-        interface = Interface((tensor,), (tensor,), rows_stay_first=True, joins_rows=False)
-        model = ServedModel("m", "onnx", SIGNATURE, interface, call)
+        interface = Interface((tensor,), (tensor,), rows_stay_first=True)
+        model = ServedModel("m", "onnx", SIGNATURE, interface, call, "")
         batcher = Batcher(call, workers=2, joins_rows=False)
         application = Application(model, batcher, Limits(seconds=0.01), "t")
 
@@ -180,7 +174,7 @@ def test_what_torch_runs_is_loaded_and_answers_as_opened(mlp: EagerModel, tmp_pa
     inputs = mlp.signature.example(batch=5)
     for artifact in kinds:
         with loaded(artifact, "model", 1) as served, artifact.open() as predict:
-            assert (served.kind, served.interface.joins_rows) == (artifact.kind, True)
+            assert (served.kind, served.interface.rows_stay_first) == (artifact.kind, True)
             assert served.interface.outputs == (Tensor("logits", "float32", (-1, 3)),)
             (got,) = served.call(*(tensor.numpy() for tensor in inputs))
             assert np.array_equal(got, predict(*inputs)[0].numpy())

@@ -207,9 +207,9 @@ def test_a_tokenizer_travels_with_a_model_that_takes_texts(tmp_path: Path) -> No
 
 def test_a_probe_tells_probabilities_and_infinities_apart() -> None:
     y = np.array([[0.25, 0.75], [1, 0]], np.float32)
-    assert Probe({"y": y}, joins_rows=True).are_probabilities("y")
-    assert not Probe({"y": y * 2}, joins_rows=True).are_probabilities("y")
-    assert not Probe({"y": y - [1, -1]}, joins_rows=True).are_probabilities("y")
+    assert Probe({"y": y}, True, "").are_probabilities("y")
+    assert not Probe({"y": y * 2}, True, "").are_probabilities("y")
+    assert not Probe({"y": y - [1, -1]}, True, "").are_probabilities("y")
     mask = np.array([[0, -np.inf]], np.float32)
-    assert Probe({"mask": mask}, joins_rows=True).holds_infinity("mask")
-    assert not Probe({"mask": np.zeros(2)}, joins_rows=True).holds_infinity("mask")
+    assert Probe({"mask": mask}, True, "").holds_infinity("mask")
+    assert not Probe({"mask": np.zeros(2)}, True, "").holds_infinity("mask")

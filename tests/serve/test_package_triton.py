@@ -2,7 +2,6 @@
 
 import importlib.util
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +11,9 @@ import torch
 from google.protobuf import text_format
 
 from compress.core.artifact import Artifact
+from compress.core.batch_dependence import as_call
 from compress.core.checkpoint import import_checkpoint
+from compress.core.data import Splits
 from compress.core.errors import ArtifactInvalid, StageFailed
 from compress.core.files import sha256_of
 from compress.core.recipe import Recipe
@@ -20,7 +21,7 @@ from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from export.onnx import ExportOnnx, OnnxModel
 from export.torchscript import ExportTorchScript
-from serve.interface import Interface, Tensor, as_call, interface_of
+from serve.interface import Interface, Tensor, interface_of
 from serve.triton import NOT_RUN, PackageTriton, TritonRepository
 from serve.triton_config import config_of
 from serve.verify import verify
@@ -112,6 +113,14 @@ def pooled(folder: Path) -> OnnxModel:
     return made(folder, "Pooled", POOLED, ExportOnnx())
 
 
+@pytest.fixture(scope="module")
+def rows() -> Splits:
+    """Return samples for `pooled`, with masks of several lengths."""
+    x, mask = POOLED.example(batch=40)
+    samples = [{"x": one, "mask": kept} for one, kept in zip(x, mask, strict=True)]
+    return Splits({"val": samples}, input_names=("x", "mask"))  # type: ignore[dict-item]
+
+
 def read(repository: TritonRepository, published: ModuleType) -> Any:
     text = (repository.path / repository.model_name / "config.pbtxt").read_text()
     return text_format.Parse(text, published.ModelConfig())
@@ -122,20 +131,21 @@ def test_requests_are_joined_only_where_that_changes_no_answer(
     joins: bool, pooled: OnnxModel, published: ModuleType
 ) -> None:
     with pooled.open() as predict:
-        interface = replace(interface_of(as_call(predict), pooled.signature), joins_rows=joins)
-    text = config_of(PackageTriton(), "onnx", interface)
+        interface = interface_of(as_call(predict, pooled.signature), pooled.signature)
+    text = config_of(PackageTriton(), "onnx", interface, joins_requests=joins)
     config = text_format.Parse(text, published.ModelConfig())
     assert config.max_batch_size == 128
     assert config.HasField("dynamic_batching") is joins
 
 
 def test_the_configuration_is_what_tritons_schema_reads(
-    pooled: OnnxModel, published: ModuleType, tmp_path: Path
+    pooled: OnnxModel, rows: Splits, published: ModuleType, tmp_path: Path
 ) -> None:
     stage = PackageTriton(
         model_name="text", max_batch_size=64, max_batch_delay_ms=1.5, instances=2, threads=3
     )
-    repository = stage(pooled, Context(root=tmp_path / "triton"))
+    repository = stage(pooled, Context(root=tmp_path / "triton", data=rows))
+    assert repository.manifest.facts["warnings"] == [NOT_RUN]
     config = read(repository, published)
     assert (config.name, config.platform, config.max_batch_size) == ("text", "onnxruntime_onnx", 64)
     types = published.DataType
@@ -161,7 +171,9 @@ def test_the_layout_is_a_model_repository_and_the_packaged_file_answers(
     assert files == ["manifest.json", "text/1/model.onnx", "text/config.pbtxt"]
     assert repository.payload_path.read_bytes() == pooled.payload_path.read_bytes()
     assert repository.payload_bytes > pooled.payload_bytes
-    assert repository.manifest.facts["warnings"] == [NOT_RUN]
+    told, why = repository.manifest.facts["warnings"]
+    assert told == NOT_RUN and "requests are not joined: only seeded inputs were asked" in why
+    assert "dynamic_batching" not in (repository.path / "text" / "config.pbtxt").read_text()
     twin = PackageTriton(model_name="text")(pooled, Context(root=tmp_path / "twin"))
     assert twin.digest == repository.digest
     inputs = POOLED.example(batch=5)
@@ -211,8 +223,8 @@ def test_a_dictionary_is_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_a_tensor_of_one_number_for_each_row_is_reshaped(published: ModuleType) -> None:
     tensors = (Tensor("score", "float16", (-1,)),)
-    interface = Interface(tensors, (Tensor("flag", "bool", (-1,)),), True, True)
-    text = config_of(PackageTriton(), "onnx", interface)
+    interface = Interface(tensors, (Tensor("flag", "bool", (-1,)),), True)
+    text = config_of(PackageTriton(), "onnx", interface, joins_requests=True)
     config = text_format.Parse(text, published.ModelConfig())
     (score,), (flag,) = config.input, config.output
     assert (list(score.dims), list(score.reshape.shape), score.HasField("reshape")) == (

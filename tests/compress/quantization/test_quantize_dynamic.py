@@ -11,6 +11,7 @@ from compress.core.recipe import Recipe
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from compress.quantization.dynamic_stage import QuantizeDynamic
+from export.aot import ExportAot
 from export.onnx import ExportOnnx, OnnxModel
 from serve.worker.loaders import load_graph
 
@@ -147,3 +148,72 @@ with GraphModel.at({str(quantized.path)!r}).open() as predict:
 """)
         == "True"
     )
+
+
+HOSTILE = {"networks:mlp": IMAGE, "sequences:Encoder": TOKENS}
+
+
+@pytest.mark.parametrize("factory", HOSTILE)
+def test_rows_with_ranges_of_their_own_leave_each_others_answers_alone(
+    tmp_path: Path, factory: str
+) -> None:
+    signature = HOSTILE[factory]
+    if factory == "sequences:Encoder":
+        signature = signature.model_copy(
+            update={"outputs": (OutputSpec(name="logits"), OutputSpec(name="states"))}
+        )
+    model = source(tmp_path / "source", factory, signature)
+    real = signature.example(6)[0]
+    hostile = real * 1000 if real.is_floating_point() else 49 - real
+    beside = torch.cat([real[:3], hostile[3:]])
+    for name in ("tensor", "row"):
+        quantized, exported = both(model, tmp_path / name, activation_range=name)
+        for made in (quantized, exported):
+            same = torch.equal(answer(made, real)[:3], answer(made, beside)[:3])
+            assert same == (name == "row"), made
+    # The same integers in both: sums of floats in another order remain.
+    expected = answer(quantized, real)
+    assert torch.allclose(answer(exported, real), expected, rtol=0, atol=1e-5)
+    reference = answer(model, real)
+    assert 0 < (expected - reference).norm() / reference.norm() < 0.03
+    kernels = exported.manifest.facts["integer_kernels"]
+    assert kernels == {"MatMulInteger": quantized.manifest.facts["quantized_operators"]["linear"]}
+    assert quantized.parameters() == model.parameters() and quantized.macs() == exported.macs()
+
+
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e8])
+def test_rows_of_any_size_and_of_zeros_keep_their_answers(tmp_path: Path, size: float) -> None:
+    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+    _, exported = both(model, tmp_path, activation_range="row")
+    (image,) = IMAGE.example(4)
+    image = image * size
+    image[1] = 0
+    expected, got = answer(model, image), answer(exported, image)
+    assert (got[1] - expected[1]).norm() / expected[1].norm() < 0.02
+    assert (got - expected).norm() / expected.norm() < 0.02
+
+
+def test_recurrent_layers_stay_float_where_rows_have_ranges_of_their_own(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "recurrences:classifier", TOKENS)
+    quantized, exported = both(model, tmp_path, activation_range="row")
+    assert quantized.manifest.facts["quantized_operators"].keys() == {"embedding", "linear"}
+    assert "DynamicQuantizeLSTM" not in exported.manifest.facts["operators"]
+    assert not Context(root=tmp_path).batch_dependence(exported).depends
+
+
+@pytest.mark.slow
+def test_aotinductor_multiplies_rows_of_integers(tmp_path: Path) -> None:
+    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+    settings = {"activation_range": "row", "target": "inductor-cpu"}
+    quantized = dynamic(model, tmp_path, **settings)
+    compiled = ExportAot()(quantized, Context(root=tmp_path / "aot"))
+    assert compiled.manifest.facts["float_kernels"] == {}
+    kernels = compiled.manifest.facts["integer_kernels"]  # oneDNN's, or torch's int_mm
+    products = quantized.manifest.facts["quantized_operators"]["linear"]
+    assert sum(kernels.values()) == products, kernels
+    (image,) = IMAGE.example(6)
+    with compiled.open() as predict:
+        expected = predict(image)[0]
+        beside = predict(torch.cat([image[:3], 1000 * image[3:]]))[0]
+    assert torch.equal(expected[:3], beside[:3])
+    assert torch.allclose(expected, answer(quantized, image), rtol=0, atol=1e-5)

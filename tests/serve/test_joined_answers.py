@@ -1,0 +1,203 @@
+"""Requests that are answered together get what they get alone, and are joined only then."""
+
+import asyncio
+import json
+import logging
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from compress.core.artifact import Artifact
+from compress.core.checkpoint import import_checkpoint
+from compress.core.data import Splits
+from compress.core.errors import ArtifactInvalid
+from compress.core.gates import LabelAgreement
+from compress.core.recipe import Recipe
+from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from compress.quantization.dynamic_stage import QuantizeDynamic
+from export.onnx import ExportOnnx, OnnxModel
+from serve import foreground
+from serve.batching import Batcher
+from serve.joinable import NO_REPORT
+from serve.kserve import PackageKServe
+from serve.mar import read_mar
+from serve.options import Options
+from serve.served import ServedModel, loaded
+from serve.stage import PackageTorchServe
+from serve.triton import PackageTriton
+from tests.serve import text_nets
+from tests.serve.text_nets import RARE, TOKENS, texts
+
+HERE = Path(__file__).parent
+SIGNATURE = Signature(
+    inputs=(
+        TensorSpec(name="ids", shape=("batch", "length"), dtype="int64"),
+        TensorSpec(name="mask", shape=("batch", "length"), dtype="int64"),
+    ),
+    outputs=(OutputSpec(name="logits"),),
+)
+MOVED = 1e-4
+"""A logit that moves further has changed; kernels of another batch size round by 1e-6."""
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
+    splits = Splits(text_nets.data(), input_names=("ids", "mask"))
+    return Context(root=tmp_path_factory.mktemp("joined") / "source", data=splits)
+
+
+@pytest.fixture(scope="module")
+def models(context: Context) -> dict[str, OnnxModel]:
+    """Return the classifier with activations ranged by the call, by the row, and in floats."""
+    recipe = Recipe(factory="text_nets:Classifier")
+    source = import_checkpoint(context.root, recipe, SIGNATURE, checkpoint=None, folder=HERE)
+    made: dict[str, Any] = {"float": source}
+    for name in ("tensor", "row"):
+        stage = QuantizeDynamic.model_validate({"activation_range": name})
+        made[name] = stage(source, context.at(context.root.with_name(f"{name}-graph")))
+    return {
+        name: ExportOnnx()(model, context.at(context.root.with_name(f"{name}-onnx")))
+        for name, model in made.items()
+    }
+
+
+def changed(served: ServedModel, requests: int, *, joined: bool) -> tuple[int, int]:
+    """Return how many answers differ from those alone, and in how many calls all were given.
+
+    Every other request is hostile: rare tokens, whose activations are far larger.
+    """
+    real, hostile = (texts(requests // 2, *tokens, 3) for tokens in ((0, RARE), (RARE, TOKENS)))
+    rows = [row for pair in zip(real, hostile, strict=True) for row in pair]
+    sent = [[row["ids"][None].numpy(), row["mask"][None].numpy()] for row in rows]
+    alone = [np.asarray(served.call(*arrays)[0]) for arrays in sent]
+    calls = []
+
+    def call(*arrays: np.ndarray) -> Any:
+        calls.append(len(arrays[0]))
+        return served.call(*arrays)
+
+    async def ask() -> list[np.ndarray]:
+        batcher = Batcher(call, max_rows=16, joins_rows=joined, delay_seconds=0.05)
+        answers = await asyncio.gather(*(batcher.submit(arrays) for arrays in sent))
+        batcher.close()
+        return [outputs[0] for outputs in answers]
+
+    found = asyncio.run(ask())
+    moved = sum(np.abs(a - b).max() > MOVED for a, b in zip(alone, found, strict=True))
+    return int(moved), len(calls)
+
+
+def report_on(folder: Path, model: Artifact, context: Context) -> Path:
+    """Write what a run's report says of an artifact."""
+    dependence = context.batch_dependence(model).model_dump(mode="json")
+    stage = {
+        "artifact": {"digest": model.digest},
+        "measurements": {"batch_dependence": dependence},
+    }
+    file = folder / "report.json"
+    file.write_text(json.dumps({"stages": [stage]}))
+    return file
+
+
+@pytest.mark.parametrize("name", ["tensor", "row", "float"])
+def test_no_answer_of_the_built_in_server_changes_beside_hostile_requests(
+    name: str, models: dict[str, OnnxModel], context: Context, tmp_path: Path
+) -> None:
+    report = report_on(tmp_path, models[name], context)
+    with loaded(models[name], "text", 1, report) as served:
+        assert ("depend on what else is in the batch" in served.not_joined) == (name == "tensor")
+        moved, calls = changed(served, 400, joined=not served.not_joined)
+        assert moved == 0
+        assert calls == 400 if name == "tensor" else calls < 200
+        # What is refused would have changed answers.
+        assert (changed(served, 400, joined=True)[0] > 100) == (name == "tensor")
+
+
+def test_nothing_is_joined_that_no_report_speaks_for(
+    models: dict[str, OnnxModel], context: Context, tmp_path: Path
+) -> None:
+    with loaded(models["row"], "text", 1) as served:
+        assert served.not_joined == NO_REPORT
+    report = report_on(tmp_path, models["tensor"], context)
+    with (
+        pytest.raises(ArtifactInvalid, match="says nothing of"),
+        loaded(models["row"], "text", 1, report),
+    ):
+        pass
+    report.write_text("{")
+    with (
+        pytest.raises(ArtifactInvalid, match="is no report of a run"),
+        loaded(models["row"], "text", 1, report),
+    ):
+        pass
+
+
+def test_a_report_is_not_believed_where_this_machine_shows_otherwise(
+    models: dict[str, OnnxModel], context: Context, tmp_path: Path
+) -> None:
+    """Seeded texts of the tokens 0 and 1 show it as well, where a mask hides one of them."""
+    forged = report_on(tmp_path, models["row"], context)
+    forged.write_text(forged.read_text().replace(models["row"].digest, models["tensor"].digest))
+    with loaded(models["tensor"], "text", 1, forged) as served:
+        assert served.not_joined.startswith("answers depend")
+
+
+def test_the_report_of_the_runs_folder_is_found(
+    models: dict[str, OnnxModel], context: Context, tmp_path: Path
+) -> None:
+    place = shutil.copytree(models["row"].path, tmp_path / "artifacts" / "onnx")
+    report_on(tmp_path, models["row"], context)
+    with loaded(OnnxModel.at(place), "text", 1) as served:
+        assert served.not_joined == ""
+
+
+def test_why_requests_are_not_joined_is_told_in_one_line(
+    models: dict[str, OnnxModel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(foreground.builtin, "serve", lambda *_: None)
+    with caplog.at_level(logging.ERROR), socket.socket() as listener:
+        foreground._answer(models["float"], listener, Options(), lambda: None)
+    assert caplog.messages == [f"note: requests are not joined: {NO_REPORT}"]
+
+
+@pytest.mark.parametrize("name", ["tensor", "row"])
+def test_every_package_takes_the_same_decision(
+    name: str, models: dict[str, OnnxModel], context: Context, tmp_path: Path
+) -> None:
+    gates = {"gates": (LabelAgreement(minimum=0.0),)}
+    triton = PackageTriton(**gates).run(models[name], context.at(tmp_path / "triton"))
+    kserve = PackageKServe(storage_uri="s3://bucket/models", **gates).run(
+        triton, context.at(tmp_path / "kserve")
+    )
+    config = (triton.path / "model" / "config.pbtxt").read_text()
+    assert ("dynamic_batching" in config) == (name == "row")
+    assert (kserve.path / "model_repository/model/config.pbtxt").read_text() == config
+    (*_, last) = triton.manifest.facts["warnings"]
+    assert ("requests are not joined: answers depend" in str(last)) == (name == "tensor")
+
+
+@pytest.mark.torchserve
+@pytest.mark.parametrize("name", ["tensor", "row"])
+def test_an_archive_is_packed_for_joining_only_where_rows_are_independent(
+    name: str, models: dict[str, OnnxModel], context: Context, tmp_path: Path
+) -> None:
+    stage = PackageTorchServe(batch_size=8)
+    archive = stage.run(models[name], context.at(tmp_path / "mar"))
+    config = yaml.safe_load(read_mar(archive.payload_path)["model-config.yaml"])
+    assert config["batchSize"] == (8 if name == "row" else 1)
+    assert config["handler"]["joins_rows"] is (name == "row")
+    warnings = archive.manifest.facts.get("warnings", [])
+    if name == "row":
+        assert warnings == []
+    else:
+        assert "batch_size is 1, not 8: answers depend" in str(warnings)
+    # Without data nothing is proven, and the same model is packed for single requests.
+    blind = stage.run(models[name], Context(root=tmp_path / "blind"))
+    config = yaml.safe_load(read_mar(blind.payload_path)["model-config.yaml"])
+    assert config["batchSize"] == 1 and config["handler"]["joins_rows"] is False
