@@ -134,21 +134,32 @@ class Context:
             yield any_batch(predict, artifact.signature)
 
     def compare_latency(self, before: Artifact, after: Artifact, batch: int) -> Comparison:
-        """Measure two artifacts' latencies in turn, with equal threads."""
-        from compress.core.latency import compare_latency, one_batch
+        """Measure two artifacts' latencies in turn, with equal threads, on samples of `val`."""
+        from compress.core.latency import compare_latency
 
-        inputs = one_batch(before.signature, batch, self.seed)
+        batches = self.measured_batches(before.signature, batch)
         with (
             before.open(self.device, self.threads) as slow,
             after.open(self.device, self.threads) as fast,
         ):
-            return compare_latency(slow, fast, inputs)
+            return compare_latency(slow, fast, batches)
 
     def peak_memory(self, artifact: Artifact, batch: int) -> float:
-        """Return the mebibytes that opening an artifact and one call take at most."""
+        """Return the mebibytes that opening an artifact and calls with samples take at most."""
         from compress.core.memory import peak_memory
 
-        return peak_memory(artifact, self.device, self.threads, batch, self.seed)
+        batches = self.measured_batches(artifact.signature, batch)
+        return peak_memory(artifact, self.device, self.threads, batches)
+
+    def measured_batches(self, signature: Signature, batch: int) -> list[tuple[torch.Tensor, ...]]:
+        """Return what latency and memory are measured on: `val`, or seeded inputs without data.
+
+        Raises:
+            StageFailed: the model takes another number of samples.
+        """
+        from compress.core.latency import measured_batches
+
+        return measured_batches(self.data, signature, batch, self.seed)
 
     def comparison_inputs(self, signature: Signature) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield the inputs on which two models are compared: `val`, or seeded ones without data."""

@@ -98,7 +98,10 @@ class QuantizeMixed(Stage[EagerModel, GraphModel]):
         judge = Judge(model, context, self.sensitivity)
         candidates, observe = self._candidates(model, context)
         observe(self.observer)
-        costs = candidates.costs(self.cost)
+        one = model.signature.example(1)
+        timed = self.cost == "latency"
+        asked = context.measured_batches(model.signature, len(one[0])) if timed else [one]
+        costs = candidates.costs(self.cost, asked)
         search = Search(candidates, observe, judge, self.max_drop, self.fallback, costs, deadline)
         formats = search.run()
         found = candidates.build(formats)
