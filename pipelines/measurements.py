@@ -149,7 +149,7 @@ def _without_doubtful(
     """
     content = dict(content)
     for name, words in figures.items():
-        doubt = _doubt_of(content[name], content.get(f"{name}_interval"))
+        doubt = _doubt_of(content.get(name), content.get(f"{name}_interval"))
         if doubt:
             content |= {name: None, f"{name}_interval": None}
             content[reason] = content.get(reason) or unmeasurable(words, doubt)
@@ -157,11 +157,13 @@ def _without_doubtful(
 
 
 def _doubt_of(value: float | None, interval: Any) -> str:
-    if value is not None and not _possible(value):
+    if value is None:
+        return "no number was found"
+    if not _possible(value):
         return f"{value:g} was found"
-    if value is not None and interval is not None:
-        return Interval(*(math.nan if end is None else end for end in interval)).doubt
-    return ""
+    if interval is None:
+        return ""  # an older run kept none
+    return Interval(*(math.nan if end is None else end for end in interval)).doubt
 
 
 def _possible(value: float | None) -> bool:
