@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from compress.core.cores import THREADS, told_threads, usable_cores
 from compress.core.errors import CompressError, StageFailed, ending_of, first_line
 from compress.core.stage import silent
-from pipelines.interruption import insist
+from pipelines.interruption import insist, only_signals_interrupt
 from pipelines.making import Made
 
 if TYPE_CHECKING:
@@ -173,13 +173,14 @@ def made_of(name: str, making: bytes, progress: Progress) -> tuple[float, Compre
         The seconds that it took, and what went wrong.
     """
     try:
-        unpickled: Making = pickle.loads(making)
-        _, seconds = unpickled(progress)
+        with only_signals_interrupt():
+            unpickled: Making = pickle.loads(making)
+            _, seconds = unpickled(progress)
     except CompressError as error:
         insist()
         logging.getLogger(__name__).debug("%s failed", name, exc_info=True)
         return 0.0, error
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the run tells it
+    except Exception as error:  # noqa: BLE001 - the run tells it
         insist()
         return 0.0, StageFailed(f"{name}: {type(error).__name__}: {first_line(error)}")
     return seconds, None

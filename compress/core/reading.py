@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from compress.core.batch import Batch, collate
-from compress.core.errors import CompressError, StageFailed
+from compress.core.errors import CompressError, StageFailed, exits_refused
 from compress.core.randomness import derive_seed, seeded
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class _Seeded(Dataset[Any]):
     def __getitems__(self, batch: tuple[int, Sequence[int]]) -> list[Any]:
         seed, indices = batch
         try:
-            with seeded(seed, "cpu"):
+            with exits_refused(), seeded(seed, "cpu"):
                 if hasattr(self.dataset, "__getitems__"):
                     return list(self.dataset.__getitems__(list(indices)))
                 return [self.dataset[index] for index in indices]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVa
 
 from compress.core.artifact import Artifact, Step
 from compress.core.collecting import only_new
-from compress.core.errors import GateRefused, StageFailed
+from compress.core.errors import GateRefused, StageFailed, exits_refused
 from compress.core.files import remove
 from compress.core.gate import Verdict, explain
 from compress.core.gates import AnyGate
@@ -210,7 +210,7 @@ class Stage(Settings, Generic[Reads, Writes]):
             GateRefused: a gate refused; the artifact is kept and named.
             StageFailed: the stage could not do its work.
         """
-        with only_new():
+        with only_new(), exits_refused():
             artifact = self.run(model, context)
         context.clear_work()
         refused = [v for v in self.judge(model, artifact, context) if not v.passed]

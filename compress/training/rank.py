@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from compress.core.errors import StageFailed, Unavailable
+from compress.core.errors import Unavailable, exits_refused
 from compress.training.failure import is_lost_peer, record_failure
 from compress.training.journal import append_epoch
 from compress.training.loop import train
@@ -32,12 +32,8 @@ def run_rank(folder: Path) -> None:
     try:
         job: Job = pickle.loads((folder / LUGGAGE).read_bytes())
         job = replace(job, device=_own_device(job.device))
-        with leaving_with_the_others(folder), process_group(job.device):
+        with leaving_with_the_others(folder), process_group(job.device), exits_refused():
             train(job, strategy_of(job.training.parallel), partial(append_epoch, folder))
-    except SystemExit as end:
-        called = StageFailed(f"rank {rank}: the model's or data's code called sys.exit({end.code})")
-        record_failure(folder, rank, called)
-        raise called from end
     except Exception as error:
         if is_lost_peer(error):
             time.sleep(SECONDS_FOR_THE_CULPRIT)  # the agent ends this rank, and names the other one
