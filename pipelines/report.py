@@ -19,6 +19,7 @@ from pipelines.measurements import Measurements
 if TYPE_CHECKING:
     from compress.core.artifact import Artifact
 
+REPORT, PAGE = "report.json", "report.html"
 Status = Literal["passed", "refused", "failed", "interrupted"]
 
 
@@ -139,8 +140,8 @@ class Report(Settings):
     def write(self, out: Path) -> None:
         """Write report.json, report.html and lock.json."""
         write_atomically(out / "lock.json", json.dumps(self.lock, indent=1, sort_keys=True) + "\n")
-        write_atomically(out / "report.html", self.html(out))
-        write_atomically(out / "report.json", self.model_dump_json(indent=1) + "\n")
+        write_atomically(out / PAGE, self.html(out))
+        write_atomically(out / REPORT, self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def read(cls, out: Path) -> Self:
@@ -150,7 +151,7 @@ class Report(Settings):
             ArtifactInvalid: there is none, or it is none of a run's.
         """
         try:
-            content = json.loads((out / "report.json").read_text(encoding="utf-8"))
+            content = json.loads((out / REPORT).read_text(encoding="utf-8"))
             lock = json.loads((out / "lock.json").read_text(encoding="utf-8"))
             if not {"settings", "versions", "machine"} <= {*lock}:
                 raise ValueError("lock.json is not the lock of a run")
@@ -172,6 +173,12 @@ class Report(Settings):
         from pipelines.report_page import page_of
 
         return page_of(self, out)
+
+
+def withdraw_report(out: Path) -> None:
+    """Remove the report of an earlier run: one that is killed must not seem to have passed."""
+    for name in (REPORT, PAGE):
+        (out / name).unlink(missing_ok=True)
 
 
 def _judgement(known: dict[str, Any]) -> Literal["passed", "refused"]:

@@ -21,6 +21,7 @@ from pipelines.interruption import INTERRUPTED
 from pipelines.joining import told_to_other_nodes
 from pipelines.plan import SOURCE, make_plan
 from pipelines.recording import heard, recorded
+from pipelines.report import withdraw_report
 from pipelines.samples import note_samples
 from pipelines.store import Store
 from pipelines.temporary import temporary_files
@@ -95,6 +96,7 @@ def run(
         Store.locked(root, announce, remote) as kept,
         told_to_other_nodes(root),
     ):
+        withdraw_report(out)
         walk = Walk(pipeline, plan, out, kept, data, progress, heard(announce))
         if walk.contents:
             note_samples(root, walk.contents)
