@@ -5,14 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compress.core.errors import PipelineInvalid, Unavailable
-from compress.core.gates import MaxDrop, MaxMemory, MinMetric
+from compress.core.gates import MaxDrop, MaxMemory, MaxParameters, MaxSize, MinMetric
+from compress.quantization.mixed_stage import QuantizeMixed
 from pipelines.opponents import refuse_missing_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from compress.core.gate import Gate
     from pipelines.pipeline import Pipeline
     from pipelines.plan import PlannedStage
+
+FRACTIONS = ("accuracy", "fidelity")
+"""Metrics that are shares of all samples."""
+FEWEST_POINTS, MOST_POINTS = 0.01, 50
+LARGEST_RATIO = 5
+"""Of sizes: what was to become smaller has not grown so much."""
 
 
 def missing_programs(planned: Iterable[PlannedStage]) -> tuple[str, ...]:
@@ -46,6 +54,8 @@ def check_needs(pipeline: Pipeline, planned: Iterable[PlannedStage]) -> None:
         where = f"{pipeline.place('stages', p.index)} ({p.name})"
         if p.stage.needs_data and pipeline.data is None:
             raise PipelineInvalid(f"{where}: needs data, and the file has no `data:` section")
+        if isinstance(p.stage, QuantizeMixed) and pipeline.metric.name in FRACTIONS:
+            check_points(p.stage.max_drop_points, f"{where}: max_drop_points")
         _check_gates(pipeline, p)
         for requirement in p.stage.all_requirements():
             if not requirement.program and requirement.missing():
@@ -68,7 +78,47 @@ def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
             raise PipelineInvalid(f"{where}: metric loss falls with quality; use max_drop")
         if isinstance(gate, MaxMemory) and (elsewhere := planned.stage.writes().memory_elsewhere):
             raise PipelineInvalid(f"{where} (max_memory): cannot be measured: {elsewhere}")
+        _check_unit(pipeline, gate, f"{where} ({gate.gate})")
         refuse_missing_runtime(pipeline, gate, where)
+
+
+def _check_unit(pipeline: Pipeline, gate: Gate, where: str) -> None:
+    """Refuse a limit that must have been meant in another unit: percent, points or a fraction.
+
+    Raises:
+        PipelineInvalid: it says what to write.
+    """
+    fraction = pipeline.metric.name in FRACTIONS
+    if isinstance(gate, MaxDrop) and fraction:
+        check_points(gate.points, f"{where}: points")
+    if isinstance(gate, MinMetric) and fraction and gate.at > 1:
+        raise PipelineInvalid(
+            f"{where}: at: found {gate.at:g}, and {pipeline.metric.name} is a fraction of 1; for "
+            f"{gate.at:g} % write {gate.at / 100:g}"
+        )
+    if isinstance(gate, MaxSize | MaxParameters) and gate.ratio >= LARGEST_RATIO:
+        raise PipelineInvalid(
+            f"{where}: ratio: {gate.ratio:g} would let it become {gate.ratio:g} times as large; "
+            f"for {gate.ratio:g} % write {gate.ratio / 100:g}"
+        )
+
+
+def check_points(points: float, where: str) -> None:
+    """Refuse points of an accuracy that cannot be meant: a fraction of it, or most of it.
+
+    Raises:
+        PipelineInvalid: it says what to write.
+    """
+    if 0 < points < FEWEST_POINTS:
+        raise PipelineInvalid(
+            f"{where}: {points:g} is less than a hundredth of a percentage point; points are "
+            f"percentage points, so for {100 * points:g} % write {100 * points:g}"
+        )
+    if points > MOST_POINTS:
+        raise PipelineInvalid(
+            f"{where}: {points:g} would let more than half of all answers become wrong; points "
+            f"are percentage points, expected at most {MOST_POINTS:g}"
+        )
 
 
 def _check_device(pipeline: Pipeline) -> None:

@@ -46,7 +46,7 @@ stages:
   - {stage: train, epochs: 3, batch_size: 24}
   - stage: prune_channels
     ratio: 0.4
-    gates: [{gate: max_drop, points: 90}]
+    gates: [{gate: max_drop, points: 50}]
   - stage: export_onnx
     gates: [{gate: parity, atol: 1e-4}]
 """
