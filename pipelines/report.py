@@ -17,6 +17,8 @@ from pipelines.interruption import INTERRUPTED
 from pipelines.measurements import Measurements
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from compress.core.artifact import Artifact
 
 REPORT, PAGE = "report.json", "report.html"
@@ -123,8 +125,14 @@ class Report(Settings):
     baseline_name: str
     baseline: Measurements | None
     stages: tuple[StageReport, ...]
-    warnings: tuple[str, ...] = Field(default_factory=lambda known: _warnings(known))
-    """Quantized stages that are slower than their float parent, and what artifacts warn of."""
+    warnings: tuple[str, ...] = Field(
+        default_factory=lambda known: tuple(
+            warnings_of(known["stages"], known["baseline_name"], known["baseline"])
+        )
+    )
+    """What is suspicious though no gate refused it, one line each: losses that no gate judges, data
+    that prove little, figures that could not be measured, quantized stages that are slower than
+    their float parent, and what artifacts warn of."""
     failed_stage: FailureReport | None = None
     """The first of the failures."""
     failures: tuple[FailureReport, ...] = Field(
@@ -185,15 +193,19 @@ def _judgement(known: dict[str, Any]) -> Literal["passed", "refused"]:
     return "passed" if all(v.passed for v in known["verdicts"]) else "refused"
 
 
-def _warnings(known: dict[str, Any]) -> tuple[str, ...]:
+def warnings_of(
+    stages: Sequence[StageReport], baseline_name: str, baseline: Measurements | None
+) -> Iterator[str]:
+    """Yield what measurements and artifacts warn of."""
     from pipelines.quantized import slower_than_float
 
-    told = (
-        f"{stage.name}: {warning}"
-        for stage in known["stages"]
-        for warning in stage.artifact.facts.get("warnings", ())
-    )
-    return (*slower_than_float(known["stages"], known["baseline_name"]), *told)
+    measured = {stage.name: stage.measurements for stage in stages}
+    for name, found in ({baseline_name: baseline} | measured).items():
+        yield from (f"{name}: {doubt}" for doubt in (found.doubts if found else ()))
+    yield from slower_than_float(stages, baseline_name)
+    for stage in stages:
+        warnings: Any = stage.artifact.facts.get("warnings", ())
+        yield from (f"{stage.name}: {warning}" for warning in warnings)
 
 
 def rule_in_words(verdict: Verdict, metric: str) -> str:
