@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compress.core.gates import LabelAgreement, MaxDrop, MinMetric, Parity
+from pipelines.plan import SOURCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -99,7 +100,7 @@ class Fall:
 def falls(plan: Plan, metric: Metric, values: Mapping[str, float]) -> Iterator[Fall]:
     """Yield what made the metric much worse: by itself, or with others since the baseline.
 
-    Small losses of stages that a gate judges count for nothing together: they were allowed.
+    Losses together are told where no gate judges any of them: one that does has allowed its own.
 
     Args:
         plan: the plan.
@@ -112,11 +113,10 @@ def falls(plan: Plan, metric: Metric, values: Mapping[str, float]) -> Iterator[F
         if stage.name not in values or stage.name == plan.baseline:
             continue
         since = stage.input if stage.input in values else plan.baseline
-        road = {*plan.branch(stage.name), stage.name}
-        allowed = (road - unjudged) | found & road
+        road = {*plan.branch(stage.name), stage.name} - {SOURCE, plan.baseline}
         if is_much(metric, values[since], values[stage.name]):
             found.add(stage.name)
-        elif not allowed - {plan.baseline} and is_much(
+        elif road <= unjudged - found and is_much(
             metric, values[plan.baseline], values[stage.name]
         ):
             found.add(stage.name)
@@ -140,4 +140,4 @@ def _is_share(metric: Metric, before: float, after: float) -> bool:
 
 
 def _share_lost(metric: Metric, before: float, after: float) -> float:
-    return metric.drop_points(before, after) / 100 / max(abs(before), 1e-12)
+    return round(metric.drop_points(before, after) / 100 / max(abs(before), 1e-12), 9)

@@ -67,7 +67,7 @@ def test_a_wrong_calibration_set_is_named_where_no_gate_judges(calibrated) -> No
     assert "calibration inputs range" in (calibrated.out / "report.html").read_text()
     events = [json.loads(line) for line in (calibrated.out / LOG).read_text().splitlines()]
     assert [e["level"] for e in events if e["message"] == warning] == ["warning"]
-    assert not [w for w in report.warnings if w.startswith("export_torchscript")]
+    assert not [w for w in report.warnings if w.startswith("export_torchscript: accuracy")]
 
 
 def test_a_right_calibration_set_is_not_warned_of(calibrated) -> None:
@@ -79,7 +79,7 @@ def test_a_refusal_is_told_with_its_likely_cause(calibrated) -> None:
     calibrated.edit("samples: 64}", "samples: 64, gates: [{gate: max_drop, points: 1}]}")
     with pytest.raises(GateRefused):
         calibrated.run()
-    (warning,) = [w for w in Report.read(calibrated.out).warnings if w.startswith("int8")]
+    (warning,) = [w for w in Report.read(calibrated.out).warnings if w.startswith("int8: accuracy")]
     assert "calibration inputs range" in warning
     assert "no gate judges" not in warning
 
@@ -230,11 +230,15 @@ def test_a_metric_that_wants_other_outputs_has_no_constant_answer() -> None:
     assert constant_score(labelled(y), Metric("fidelity")) is None
 
 
-def test_a_run_that_learns_nothing_is_told_so(project) -> None:
-    project.edit("epochs: 3", "epochs: 1, learning_rate: 1e-12")
+def test_a_model_that_knows_nothing_is_told_so(project) -> None:
+    flat = "\ndef flat():\n    net = mlp()\n    nn.init.zeros_(net[2].weight)\n    return net\n"
+    nets = project.folder / "nets.py"
+    nets.write_text(nets.read_text() + flat)
+    project.edit("nets:mlp", "nets:flat")
+    project.edit("  - {stage: train, epochs: 3, batch_size: 24}\n", "")
     warnings = project.run().warnings
     (line,) = [w for w in warnings if "one and the same answer" in w]
-    assert line.startswith("train, ")
+    assert line.startswith("source, prune_channels, export_onnx: accuracy is no better than")
     assert "(0.3333 on val)" in line
 
 
