@@ -6,7 +6,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from compress.core.errors import Unavailable
+from compress.core.errors import Unavailable, exits_refused
 from compress.distillation.stage import Distill
 from compress.pruning.layers_stage import PruneLayers
 from compress.pruning.stage import PruneChannels
@@ -65,7 +65,8 @@ def stages() -> dict[str, type[Stage[Any, Any]]]:
     known = {stage_type(stage): stage for stage in OURS}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
-            stage = entry.load()
+            with exits_refused():
+                stage = entry.load()
         except Exception as error:
             raise Unavailable(
                 f"stage {entry.name!r} of {entry.value}: {type(error).__name__}: {error}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.pipeline import Pipeline
 from pipelines.plan import make_plan
+from pipelines.unjudged import advice
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +42,10 @@ def checked(file: Path, models: bool) -> Checked:
 
         found, told = check_model(pipeline)
         signature = found.model_dump(mode="json")
-    content = {"valid": True, **plan.described(), "signature": signature}
+    warnings = plan.warnings
+    if pipeline.data is not None:
+        warnings += advice(plan)
+    content = {"valid": True, **plan.described(), "warnings": warnings, "signature": signature}
     how = "" if models else "; the model and the data were left out"
     line = f"{file}: valid ({plan.road}){how}"
-    return Checked(content, [*told.splitlines(), line], plan.warnings)
+    return Checked(content, [*told.splitlines(), line], warnings)

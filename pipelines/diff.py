@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from pipelines.measurements import Measurements
 
 MISSING = "–"
+NOT_MEASURABLE = "not measurable"
+TIMES = ("p50_ms", "p95_ms", "speedup")
+"""Figures that are missing where the machine was too busy to tell them."""
 
 
 class Difference(Settings):
@@ -138,7 +141,7 @@ def _between(before: Any, after: Any, path: str = "") -> Iterator[Difference]:
 def _readable(difference: Difference, side: str) -> str:
     value, what = getattr(difference, side), difference.what.rpartition(".")[2]
     if value is None:
-        return MISSING
+        return NOT_MEASURABLE if what in TIMES else MISSING
     if what == "bytes":
         return readable_bytes(int(value))
     if what in ("parameters", "macs"):

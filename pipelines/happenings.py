@@ -28,6 +28,7 @@ Event: TypeAlias = Literal[
     "stage_failed",
     "stage_skipped",
     "run_finished",
+    "message",
 ]
 Level: TypeAlias = Literal["info", "warning", "error"]
 
@@ -80,6 +81,11 @@ def run_finished(report: Report, seconds: float) -> Happening:
     level: Level = "info" if report.status == "passed" else "error"
     line = f"{report.pipeline}: {report.status}"
     return Happening("run_finished", None, line, fields, level, is_announced=False)
+
+
+def warned(warning: str) -> Happening:
+    """Return that something is suspicious."""
+    return Happening("message", None, f"warning: {warning}", level="warning")
 
 
 def started(stage: str, reason: str) -> Happening:

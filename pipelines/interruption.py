@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import signal
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+from compress.core.errors import StageFailed, exits_refused, told_of_exit
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import FrameType
 
 INTERRUPTED: Final = "interrupted"
@@ -41,6 +44,23 @@ def exit_code() -> int | None:
     a signal counts as an interruption.
     """
     return 128 + _received[0] if _received else None
+
+
+@contextmanager
+def only_signals_interrupt() -> Iterator[None]:
+    """Let user code within a block neither end the process nor pretend an interruption.
+
+    Raises:
+        StageFailed: in place of SystemExit and the like, and of a KeyboardInterrupt that no signal
+            has caused. Where signals are not listened to nobody knows, and it interrupts.
+    """
+    try:
+        with exits_refused():
+            yield
+    except KeyboardInterrupt as error:
+        if _received or signal.getsignal(signal.SIGINT) is not _stop:
+            raise
+        raise StageFailed(f"user code {told_of_exit(error)}") from error
 
 
 def note(error: BaseException, stages: Sequence[str]) -> str:

@@ -145,14 +145,20 @@ def _measured(questions: Questions) -> Measurements:
     walk, name = questions.walk, questions.name
     baseline, artifact = walk.artifacts[walk.plan.baseline], walk.artifacts[name]
     dependence = dependence_of(walk, name, questions)
-    question = {"measurements": 1, "against": baseline.digest, **walk.conditions()}
+    question = {"measurements": 2, "against": baseline.digest, **walk.conditions()}
     question |= judged_batch_size(walk, name)
 
     def measure() -> JsonValue:
-        return Measurements.of(artifact, baseline, walk.context(name)).model_dump(mode="json")
+        found = Measurements.of(artifact, baseline, walk.context(name))
+        if found.doubts:
+            raise _Doubtful(found)  # not kept: the next run finds the machine in another state
+        return found.model_dump(mode="json")
 
     with named(name, walk.out):
-        found = Measurements.model_validate(questions.ask(question, measure))
+        try:
+            found = Measurements.model_validate(questions.ask(question, measure))
+        except _Doubtful as doubtful:
+            found = doubtful.found
     found = found.model_copy(update={"batch_dependence": dependence})
     return found.with_peak(lambda: _peak(questions))
 
@@ -192,10 +198,10 @@ def _batch_size(walk: Walk, name: str, *artifacts: Artifact) -> dict[str, JsonVa
 
 
 def _peak(questions: Questions) -> float:
-    """Return the peak of memory: a question of its own, which neither data nor baseline change."""
+    """Return the peak of memory, which neither metric nor baseline change."""
     walk, name = questions.walk, questions.name
-    kept = ("threads", "device", "seed", "machine")
-    question = {"peak memory": 1, **{key: walk.conditions()[key] for key in kept}}
+    question = {"peak memory": 2, **walk.conditions()}
+    del question["metric"]
     return float(
         questions.ask(question, lambda: walk.context(name).peak_memory(walk.artifacts[name], 1))
     )
@@ -203,3 +209,9 @@ def _peak(questions: Questions) -> float:
 
 class _Unmeasured(Exception):
     pass
+
+
+class _Doubtful(Exception):
+    def __init__(self, found: Measurements) -> None:
+        super().__init__()
+        self.found = found

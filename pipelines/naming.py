@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from compress.core.errors import CompressError, StageFailed, first_line
 from pipelines.disk import explained
+from pipelines.interruption import only_signals_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +26,8 @@ def named(stage: str, out: Path) -> Iterator[None]:
         CompressError: so it was, or whatever else was raised, as one.
     """
     try:
-        yield
+        with only_signals_interrupt():
+            yield
     except CompressError as error:
         if str(error).startswith(f"{stage}: "):
             raise

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.core.errors import CompressError, GateRefused
 from pipelines import happenings, interruption
-from pipelines.interruption import INTERRUPTED
+from pipelines.interruption import INTERRUPTED, only_signals_interrupt
 from pipelines.plan import SOURCE, Plan, PlannedStage
 from pipelines.report import FailureReport, SkippedReport
 
@@ -41,7 +41,8 @@ class Outcome:
         """
         self.at = name
         try:
-            yield
+            with only_signals_interrupt():
+                yield
         except CompressError as error:
             if interruption.exit_code():
                 raise

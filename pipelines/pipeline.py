@@ -133,21 +133,23 @@ class Pipeline(Settings):
     ) -> Report:
         """Walk the road and return the report; see :func:`pipelines.run.run`."""
         from compress.core.stage import silent
+        from pipelines.interruption import only_signals_interrupt
         from pipelines.run import run
 
-        return run(
-            self,
-            Path(out) if out is not None else Path("runs") / self.name,
-            start=start,
-            until=until,
-            force=force,
-            jobs=jobs,
-            engine=engine,
-            store=store,
-            progress=progress or silent,
-            announce=announce or (lambda line: None),
-            finished=finished or (lambda report: None),
-        )
+        with only_signals_interrupt():
+            return run(
+                self,
+                Path(out) if out is not None else Path("runs") / self.name,
+                start=start,
+                until=until,
+                force=force,
+                jobs=jobs,
+                engine=engine,
+                store=store,
+                progress=progress or silent,
+                announce=announce or (lambda line: None),
+                finished=finished or (lambda report: None),
+            )
 
     @property
     def file(self) -> str:

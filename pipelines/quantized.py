@@ -40,7 +40,8 @@ def slower_than_float(stages: Sequence[StageReport], baseline: str) -> Iterator[
     read by a later stage is left out: that one's export is what is deployed.
     """
     rows = {stage.name: stage for stage in stages}
-    speedups = {baseline: 1.0, **{s.name: s.measurements.speedup for s in stages}}
+    found = {stage.name: stage.measurements.speedup for stage in stages}
+    speedups = {baseline: 1.0, **{name: s for name, s in found.items() if s is not None}}
     read = {stage.input for stage in stages}
     for stage in stages:
         quantized = _quantized_at(stage, rows)
@@ -49,7 +50,7 @@ def slower_than_float(stages: Sequence[StageReport], baseline: str) -> Iterator[
             continue
         parent = _twin(stage, quantized.input, rows) or quantized.input
         served = stage.artifact.kind == "torchserve" and parent == quantized.input
-        if parent not in speedups or served:  # a server's latency includes HTTP
+        if not {stage.name, parent} <= speedups.keys() or served:  # HTTP is in a server's latency
             continue
         ratio = speedups[stage.name] / speedups[parent]
         if ratio < SLOWER:

@@ -19,8 +19,11 @@ from pipelines.interruption import INTERRUPTED
 from pipelines.measurements import Measurements
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from compress.core.artifact import Artifact
 
+REPORT, PAGE = "report.json", "report.html"
 Status = Literal["passed", "refused", "failed", "interrupted"]
 
 
@@ -124,9 +127,14 @@ class Report(Settings):
     baseline_name: str
     baseline: Measurements | None
     stages: tuple[StageReport, ...]
-    warnings: tuple[str, ...] = Field(default_factory=lambda known: _warnings(known))
-    """Models whose answers depend on their batch, quantized stages that are slower than their float
-    parent, and what artifacts warn of."""
+    warnings: tuple[str, ...] = Field(
+        default_factory=lambda known: tuple(
+            warnings_of(known["stages"], known["baseline_name"], known["baseline"])
+        )
+    )
+    """What is suspicious though no gate refused it, one line each: losses that no gate judges, data
+    that prove little, figures that could not be measured, quantized stages that are slower than
+    their float parent, and what artifacts warn of."""
     failed_stage: FailureReport | None = None
     """The first of the failures."""
     failures: tuple[FailureReport, ...] = Field(
@@ -142,11 +150,11 @@ class Report(Settings):
     def write(self, out: Path) -> None:
         """Write report.json, report.html and lock.json; the first seals itself and the last."""
         write_atomically(out / "lock.json", json.dumps(self.lock, indent=1, sort_keys=True) + "\n")
-        write_atomically(out / "report.html", self.html(out))
+        write_atomically(out / PAGE, self.html(out))
         content = json.loads(self.model_dump_json())
         content["seal"] = _seal_of_both(content, json.loads(json.dumps(self.lock)))
         text = json.dumps(content, indent=1, ensure_ascii=False)
-        write_atomically(out / "report.json", text + "\n")
+        write_atomically(out / REPORT, text + "\n")
 
     @classmethod
     def read(cls, out: Path) -> Self:
@@ -156,7 +164,7 @@ class Report(Settings):
             ArtifactInvalid: there is none, it is none of a run's, or was changed since.
         """
         try:
-            content = json.loads((out / "report.json").read_text(encoding="utf-8"))
+            content = json.loads((out / REPORT).read_text(encoding="utf-8"))
             lock = json.loads((out / "lock.json").read_text(encoding="utf-8"))
             if not {"settings", "versions", "machine"} <= {*lock}:
                 raise ValueError("lock.json is not the lock of a run")
@@ -190,25 +198,31 @@ def _seal_of_both(report: dict[str, Any], lock: dict[str, Any]) -> str:
     return seal_of({"report": report, "lock": lock})
 
 
+def withdraw_report(out: Path) -> None:
+    """Remove the report of an earlier run: one that is killed must not seem to have passed."""
+    for name in (REPORT, PAGE):
+        (out / name).unlink(missing_ok=True)
+
+
 def _judgement(known: dict[str, Any]) -> Literal["passed", "refused"]:
     return "passed" if all(v.passed for v in known["verdicts"]) else "refused"
 
 
-def _warnings(known: dict[str, Any]) -> tuple[str, ...]:
+def warnings_of(
+    stages: Sequence[StageReport], baseline_name: str, baseline: Measurements | None
+) -> Iterator[str]:
+    """Yield what measurements and artifacts warn of."""
     from pipelines.batch_warnings import batch_warnings
     from pipelines.quantized import slower_than_float
 
-    told = (
-        f"{stage.name}: {warning}"
-        for stage in known["stages"]
-        for warning in stage.artifact.facts.get("warnings", ())
-    )
-    baseline, stages = known["baseline_name"], known["stages"]
-    return (
-        *batch_warnings(baseline, known["baseline"], stages),
-        *slower_than_float(stages, baseline),
-        *told,
-    )
+    yield from batch_warnings(baseline_name, baseline, stages)
+    measured = {stage.name: stage.measurements for stage in stages}
+    for name, found in ({baseline_name: baseline} | measured).items():
+        yield from (f"{name}: {doubt}" for doubt in (found.doubts if found else ()))
+    yield from slower_than_float(stages, baseline_name)
+    for stage in stages:
+        warnings: Any = stage.artifact.facts.get("warnings", ())
+        yield from (f"{stage.name}: {warning}" for warning in warnings)
 
 
 def rule_in_words(verdict: Verdict, metric: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from compress.core.errors import ArtifactInvalid
+from pipelines.events import LOG
 from pipelines.lock import at_rest
-from pipelines.report import Report
+from pipelines.report import REPORT, Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,15 +15,25 @@ if TYPE_CHECKING:
 
 
 def rewrite(out: Path, announce: Callable[[str], None]) -> Report:
-    """Return a run's report, and write its page anew unless a run is at work there.
+    """Return a run's report, and write its page anew where that can be done.
 
     Raises:
-        ArtifactInvalid: there is none.
+        ArtifactInvalid: there is none, as the last run there was killed or is still at work.
     """
     with at_rest(out) as nobody_works:
+        if (out / ".store").is_dir() and not (out / REPORT).exists():
+            if not nobody_works:
+                raise ArtifactInvalid(f"{out}: a run is at work; it writes its report when it ends")
+            raise ArtifactInvalid(
+                f"{out}: the last run ended before it could write a report; {out / LOG} says how "
+                "far it came, and running it again goes on"
+            )
         report = Report.read(out)
-        if nobody_works:
-            report.write(out)
-        else:
+        if not nobody_works:
             announce(f"{out}: a run is at work; it writes the page when it ends")
+            return report
+        try:
+            report.write(out)
+        except OSError as error:
+            announce(f"{out}: the page is not written anew ({error.strerror or error})")
     return report

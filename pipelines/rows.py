@@ -50,13 +50,16 @@ class Fronts:
     """Accuracy against size and against time, and the rows that no other beats."""
 
     size: Plot
-    time: Plot
+    time: Plot | None
+    """None where no time could be measured."""
     by_size: list[Row]
     """The front's members, the smallest first."""
     by_time: list[Row]
     """The front's members, the fastest first."""
     absent: list[Row]
     """Rows that are in no plot, as their metric was not measured."""
+    untimed: list[Row]
+    """Rows that are in the plot of sizes alone, as their time could not be measured."""
 
     def of(self, row: Row) -> str:
         """Return on which fronts a row is, in words; a dash where on none."""
@@ -119,7 +122,8 @@ def fronts_of(report: Report, rows: Sequence[Row]) -> Fronts | None:
         return None
     name = found[0].measured.metric.name  # type: ignore[union-attr]
     better = higher_is_better(report)
-    sizes, times = [_by_size(row) for row in found], [_by_time(row) for row in found]
+    timed = [row for row in found if row.measured and row.measured.speedup is not None]
+    sizes, times = [_by_size(row) for row in found], [_by_time(row) for row in timed]
     direction = {True: ", higher is better", False: ", lower is better", None: ""}[better]
     smallest = set() if better is None else pareto(sizes, better)
     fastest = set() if better is None else pareto(times, better)
@@ -139,10 +143,13 @@ def fronts_of(report: Report, rows: Sequence[Row]) -> Fronts | None:
             title=f"{name} against latency",
             names=(relative, upwards),
             shown=lambda v: f"{v:g}",
-        ),
+        )
+        if times
+        else None,
         by_size=[found[i] for i in sorted(smallest, key=lambda i: sizes[i].x)],
-        by_time=[found[i] for i in sorted(fastest, key=lambda i: times[i].x)],
+        by_time=[timed[i] for i in sorted(fastest, key=lambda i: times[i].x)],
         absent=[row for row in rows if row not in found],
+        untimed=[row for row in found if row not in timed],
     )
 
 
@@ -162,10 +169,10 @@ def _by_time(row: Row) -> Point:
 
     Medians of two stages are of different moments, and a machine is not equally fast in them.
     """
-    assert row.measured and row.metric is not None
-    m = row.measured
-    low, high = sorted(1 / max(ratio, 1e-9) for ratio in m.speedup_interval)
-    share = 1 / m.speedup
+    assert row.measured and row.metric is not None and row.measured.speedup
+    ratio = row.measured.speedup
+    share = 1 / ratio
+    high, low = (1 / end for end in row.measured.speedup_interval or (ratio, ratio))
     title = (
         f"{row.number} {row.name}: {row.metric:.4f}, {share:.3g} of the baseline's time "
         f"(95 %: {low:.3g} to {high:.3g})"

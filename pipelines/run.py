@@ -21,6 +21,7 @@ from pipelines.interruption import INTERRUPTED
 from pipelines.joining import told_to_other_nodes
 from pipelines.plan import SOURCE, make_plan
 from pipelines.recording import heard, recorded
+from pipelines.report import withdraw_report
 from pipelines.samples import note_samples
 from pipelines.store import Store
 from pipelines.task import settled
@@ -97,6 +98,7 @@ def run(
         Store.locked(root, announce, remote, pipeline.folder, pipeline.code_folder) as kept,
         told_to_other_nodes(root),
     ):
+        withdraw_report(out)
         walk = Walk(pipeline, plan, out, kept, data, progress, heard(announce))
         if walk.contents:
             note_samples(root, walk.contents)
@@ -113,6 +115,8 @@ def _walked(
     walk.tell(happenings.run_started(walk))
     for warning in walk.plan.warnings:  # told to people before there was a walk
         happened("message", warning, level="warning")
+    for warning in walk.doubts_of_val:
+        walk.tell(happenings.warned(warning))
     try:
         with said_plainly(walk.out):
             walk_branches(walk, begin())
@@ -123,13 +127,21 @@ def _walked(
         report = _report_of(walk, error)
         with suppress(OSError):  # on a full disk the error itself matters more
             report.write(walk.out)
-        walk.tell(happenings.run_finished(report, time.monotonic() - began))
+        _end(walk, report, began)
         if report.status != INTERRUPTED and isinstance(error, CompressError):
             finished(report)
         raise
-    walk.tell(happenings.run_finished(report, time.monotonic() - began))
+    _end(walk, report, began)
     finished(report)
     return report
+
+
+def _end(walk: Walk, report: Report, began: float) -> None:
+    """Log the warnings of a report, and that the run has ended."""
+    for warning in report.warnings:
+        if warning not in walk.doubts_of_val:  # they were logged when it began
+            happened("message", warning, level="warning")
+    walk.tell(happenings.run_finished(report, time.monotonic() - began))
 
 
 def _report_of(walk: Walk, error: BaseException) -> Report:

@@ -54,13 +54,18 @@ class Spreads:
 
 def spreads_of(rows: Sequence[Row]) -> Spreads | None:
     """Return the distributions that a run kept; None where it kept none."""
-    times = {r.number: r.measured.latency_ms.ventiles for r in rows if r.measured}
+    measured = {row.number: row.measured for row in rows if row.measured}
+    times = {n: m.latency_ms.ventiles for n, m in measured.items() if not m.latency_ms.reason}
     times = {number: ventiles for number, ventiles in times.items() if len(ventiles) == 19}
-    ratios = {r.number: r.measured for r in rows if r.measured and r.measured.speedup_blocks}
+    ratios = {
+        number: (m.speedup_blocks, m.speedup, m.speedup_interval)
+        for number, m in measured.items()
+        if m.speedup_blocks and m.speedup and m.speedup_interval
+    }
     if not times or not ratios:
         return None
     across = _axis([end for ventiles in times.values() for end in (ventiles[0], ventiles[-1])])
-    ends = [end for m in ratios.values() for end in (*m.speedup_blocks, *m.speedup_interval)]
+    ends = [end for ratio, _, interval in ratios.values() for end in (*ratio, *interval)]
     beside = _axis(ends)
     return Spreads(
         calls={
@@ -69,12 +74,12 @@ def spreads_of(rows: Sequence[Row]) -> Spreads | None:
         },
         blocks={
             number: Blocks(
-                dots="".join(f"M{beside.at(ratio):g} 9h0" for ratio in m.speedup_blocks),
-                low=beside.at(m.speedup_interval[0]),
-                median=beside.at(m.speedup),
-                high=beside.at(m.speedup_interval[1]),
+                dots="".join(f"M{beside.at(one):g} 9h0" for one in each),
+                low=beside.at(interval[0]),
+                median=beside.at(median),
+                high=beside.at(interval[1]),
             )
-            for number, m in ratios.items()
+            for number, (each, median, interval) in ratios.items()
         },
         calls_ends=(across.low, across.high),
         blocks_ends=(beside.low, beside.high),
@@ -83,4 +88,4 @@ def spreads_of(rows: Sequence[Row]) -> Spreads | None:
 
 
 def _axis(values: Sequence[float]) -> Axis:
-    return spanning([max(value, 1e-9) for value in values], 3, STRIP - 3, log=True)
+    return spanning(values, 3, STRIP - 3, log=True)

@@ -49,6 +49,9 @@ COLUMNS = (
 DISPENSABLE = ("made + judged", "p95 ms", "MACs", "params", "p50 ms", "peak MiB")
 """Left out in this order where the terminal is narrow."""
 
+NOT_MEASURABLE = "n/m"
+"""A figure that the machine was too busy to tell; a warning says so."""
+
 
 def wide_console() -> Console:
     """Return where tables are printed: as wide as the terminal, and wide where there is none."""
@@ -189,9 +192,9 @@ def _cells(m: Measurements) -> dict[str, str | Text]:
         "smaller": f"{m.bytes_ratio:.2f}×",
         "params": readable_count(m.parameters),
         "MACs": readable_count(m.macs),
-        "p50 ms": f"{m.latency_ms.p50:.3f}",
-        "p95 ms": f"{m.latency_ms.p95:.3f}",
-        "faster": f"{m.speedup:.2f}×",
+        "p50 ms": NOT_MEASURABLE if m.latency_ms.p50 is None else f"{m.latency_ms.p50:.3f}",
+        "p95 ms": NOT_MEASURABLE if m.latency_ms.p95 is None else f"{m.latency_ms.p95:.3f}",
+        "faster": NOT_MEASURABLE if m.speedup is None else f"{m.speedup:.2f}×",
         "peak MiB": "–" if m.peak_mebibytes is None else f"{m.peak_mebibytes:.1f}",
     }
 

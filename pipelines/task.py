@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from compress.core.errors import CompressError, PipelineInvalid
 from compress.core.metrics import OF_TARGETS, usual_metric
 from compress.core.targets import fitted, form_of, sampled_targets
-from pipelines.needs import check_loss, refuse_falling_metric
+from pipelines.needs import check_loss, check_metric
 
 if TYPE_CHECKING:
     import torch
@@ -34,9 +34,7 @@ def settled(plan: Plan, pipeline: Pipeline, data: Splits | None) -> tuple[Plan, 
     loss = plan.loss.settled(data)
     metric = usual_metric(loss) if pipeline.metric is None else replace(plan.metric, loss=loss)
     for stage in plan.stages:
-        for i, gate in enumerate(stage.stage.gates):
-            where = pipeline.place("stages", stage.index, "gates", i)
-            refuse_falling_metric(gate, metric.name, where)
+        check_metric(pipeline, stage, metric.name)
     return replace(plan, loss=loss, metric=metric), pipeline.with_metric(metric.name)
 
 

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from compress.core.errors import CompressError, StageFailed, told_of
+from compress.core.errors import CompressError, StageFailed, exits_refused, told_of
 from compress.core.printable import printable
 from pipelines import answers, interruption
 from pipelines.interruption import words_of
@@ -70,7 +70,8 @@ def framed(function: Callable[..., None], options: Mapping[str, Any]) -> Callabl
         try:
             with answers.answering(answers.Manner(as_json=as_json, quiet=quiet)):
                 try:
-                    function(*args, **kwargs)
+                    with exits_refused():
+                        function(*args, **kwargs)
                 except BaseException as error:
                     _refuse_as_json(error)
                     raise
@@ -99,7 +100,7 @@ def _log_to_terminal(level: int) -> None:
 def _refuse_as_json(error: BaseException) -> None:
     """Say in JSON what went wrong, where JSON is promised and nothing else was said."""
     asked = answers.manner()
-    if asked.given or not asked.as_json or isinstance(error, BrokenPipeError | SystemExit):
+    if asked.given or not asked.as_json or isinstance(error, BrokenPipeError):
         return
     kind, code, lines = "Interrupted", _interrupted(error), [words_of(error)]
     if not code and isinstance(error, Exception):
@@ -131,7 +132,9 @@ def _interrupted(error: BaseException) -> int:
 
 
 def _exit_code(error: Exception) -> int:
-    return int(getattr(error, "exit_code", StageFailed.exit_code))
+    """Return the exit code of an error; never 0, whatever a user's own class of errors says."""
+    code = error.exit_code if isinstance(error, CompressError) else 0
+    return code or StageFailed.exit_code
 
 
 def say(line: str) -> None:

@@ -11,18 +11,21 @@ from compress.core.cache import PROBES
 from compress.core.dependencies import Dependencies, Recording, recording
 from compress.core.stage import Context
 from pipelines import happenings
+from pipelines.data_warnings import doubts_of_val
 from pipelines.declared import declared
 from pipelines.entry import Entry, Record
 from pipelines.history import history_before, history_parts
 from pipelines.inputs import import_source, source_parts
+from pipelines.interruption import INTERRUPTED
 from pipelines.judging import judged, judged_batch_size, measured, refusal_of
 from pipelines.machine import machine, version_of, versions
 from pipelines.making import Making
 from pipelines.naming import named
 from pipelines.outcome import Outcome
 from pipelines.plan import SOURCE, Plan, PlannedStage
-from pipelines.report import Report, TestReport, how_to_run
+from pipelines.report import Report, TestReport, how_to_run, warnings_of
 from pipelines.store import WORK, Store, publish, unpublish
+from pipelines.suspicions import suspicions
 from pipelines.task import fitting_loss
 
 if TYPE_CHECKING:
@@ -79,6 +82,7 @@ class Walk:
         self.fingerprint = self.contents.fingerprint if self.contents else None
         depends = declared(self.pipeline)
         self.declared = {} if depends == Dependencies() else {"depends": depends.model_dump()}
+        self.doubts_of_val = tuple(doubts_of_val(self.contents)) if self.contents else ()
         self.outcome = Outcome(self.plan, self.tell)
 
     def import_model(self) -> None:
@@ -204,6 +208,7 @@ class Walk:
         """Return what happened so far."""
         outcome, in_order = self.outcome, self.plan.ordered
         rows = {row.name: row for row in self.rows}
+        stages = tuple(rows[name] for name in in_order(rows))
         failures = tuple(outcome.failures[name] for name in in_order(outcome.failures))
         report = Report(
             pipeline=self.pipeline.name,
@@ -214,7 +219,12 @@ class Walk:
             skipped=tuple(outcome.skipped[name] for name in in_order(outcome.skipped)),
             baseline_name=self.plan.baseline,
             baseline=self.baseline,
-            stages=tuple(rows[name] for name in in_order(rows)),
+            stages=stages,
+            warnings=(
+                *self.doubts_of_val,
+                *(suspicions(self) if status != INTERRUPTED else ()),
+                *warnings_of(stages, self.plan.baseline, self.baseline),
+            ),
             test=self.tested,
             lock={
                 "source": self.store.last_parts(SOURCE),

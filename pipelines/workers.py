@@ -19,7 +19,7 @@ from compress.core.cores import THREADS, told_threads, usable_cores
 from compress.core.dependencies import Recording
 from compress.core.errors import CompressError, StageFailed, ending_of, first_line
 from compress.core.stage import silent
-from pipelines.interruption import insist
+from pipelines.interruption import insist, only_signals_interrupt
 from pipelines.making import Made
 
 if TYPE_CHECKING:
@@ -176,13 +176,14 @@ def made_of(
         The seconds that it took, what went wrong, and what user code read meanwhile.
     """
     try:
-        unpickled: Making = pickle.loads(making)
-        _, seconds, recorded = unpickled(progress)
+        with only_signals_interrupt():
+            unpickled: Making = pickle.loads(making)
+            _, seconds, recorded = unpickled(progress)
     except CompressError as error:
         insist()
         logging.getLogger(__name__).debug("%s failed", name, exc_info=True)
         return 0.0, error, Recording()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the run tells it
+    except Exception as error:  # noqa: BLE001 - the run tells it
         insist()
         failed = StageFailed(f"{name}: {type(error).__name__}: {first_line(error)}")
         return 0.0, failed, Recording()

@@ -14,6 +14,7 @@
 
 import argparse
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -172,6 +173,7 @@ def _ratios(model: EagerModel, root: Path, kinds: list[str], *, small: bool) -> 
         by_batch = []
         for batch in BATCHES:
             inputs = model.signature.example(batch=batch)
-            measured = latencies(predictors, inputs, 0.2 if small else 3.0)
-            by_batch.append([latency.p50 / measured[0].p50 for latency in measured])
+            measured = latencies(predictors, [inputs], 0.2 if small else 3.0)
+            medians = [math.nan if found.doubt else found.p50 for found in measured]
+            by_batch.append([median / medians[0] for median in medians])
     return dict(zip(kinds, zip(*by_batch, strict=True), strict=True))

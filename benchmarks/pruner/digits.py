@@ -10,6 +10,7 @@ quiet machine. Torch-Pruning is compared where it can be imported.
 import argparse
 import copy
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -248,7 +249,7 @@ def _latency_ratio(before: nn.Module, after: nn.Module, x: torch.Tensor) -> floa
     def predictor(session):
         return lambda batch: session.run(None, {name: batch.numpy()})
 
-    return 1 / compare_latency(*map(predictor, sessions), (x[:32],)).speedup
+    return compare_latency(*map(predictor, sessions), [(x[:32],)]).share or math.nan
 
 
 def _tell(results: Path | None, known: dict, key: tuple, line: dict[str, float]) -> None:

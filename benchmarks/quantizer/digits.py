@@ -5,6 +5,7 @@ ONNX Runtime at batch 32, measured in turn.
 """
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
@@ -55,7 +56,7 @@ def _rows(root: Path, factory: str, seed: int, epochs: int):
     for name, file in files.items():
         predict = session_predictor(file, 1)
         accuracy = float((predict(x)[0].argmax(1) == y).float().mean())
-        ratio = 1 / compare_latency(before, predict, (x[:32],)).speedup
+        ratio = compare_latency(before, predict, [(x[:32],)]).share or math.nan
         # Some tools write weights into a file beside the model.
         size = sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
         yield name, (accuracy, size / 1e6 / megabytes(whole), ratio)

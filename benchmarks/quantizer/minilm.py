@@ -5,6 +5,7 @@ of the standard library's docstrings; none on which anything is fitted is compar
 """
 
 import argparse
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -61,5 +62,5 @@ def _stages(*, small: bool) -> dict:
 
 def _row(name: str, made, whole, context) -> None:
     cosine, size = context.score(made, "test"), megabytes(made) / megabytes(whole)
-    ratios = [1 / context.compare_latency(whole, made, batch).speedup for batch in (1, 8)]
+    ratios = [context.compare_latency(whole, made, n).share or math.nan for n in (1, 8)]
     print(f"{name:36}{cosine:8.4f}{size:7.3f}{ratios[0]:9.2f}{ratios[1]:9.2f}", flush=True)

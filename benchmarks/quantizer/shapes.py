@@ -4,6 +4,7 @@ Weights are random and samples few: nothing but time and size is told.
 """
 
 import argparse
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -63,5 +64,5 @@ def _rows(root: Path, factory: str, side: int) -> None:
         except CompressError as error:
             print(f"{name:34}refused: {error}")
             continue
-        ratio = 1 / context.compare_latency(whole, made, batch=1).speedup
+        ratio = context.compare_latency(whole, made, batch=1).share or math.nan
         print(f"{name:34}{megabytes(made) / megabytes(whole):7.3f}{ratio:7.2f}", flush=True)

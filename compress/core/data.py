@@ -23,7 +23,13 @@ from compress.core.contents import (
     indices_to_hash,
 )
 from compress.core.dependencies import Recording, note, recording
-from compress.core.errors import PipelineInvalid, StageFailed, first_line
+from compress.core.errors import (
+    CompressError,
+    PipelineInvalid,
+    StageFailed,
+    exits_refused,
+    first_line,
+)
 from compress.core.factory import local_sources, resolve, sources_digest
 from compress.core.loading import Loading
 from compress.core.reading import Reader
@@ -357,11 +363,13 @@ class Splits:
     @contextmanager
     def _telling_of_samples(self, split: str) -> Iterator[None]:
         try:
-            yield
+            with exits_refused():
+                yield
         except Exception as error:
+            kind = "" if isinstance(error, CompressError) else f"{type(error).__name__}: "
             raise PipelineInvalid(
                 f"{self._where}: a sample of split {split!r} cannot be read: "
-                f"{type(error).__name__}: {first_line(error)}"
+                f"{kind}{first_line(error)}"
             ) from error
 
 

@@ -11,8 +11,15 @@ The number is the exit code of ``compress``. A message says where, what was foun
 and how to mend it, in one line.
 """
 
+from __future__ import annotations
+
 import signal
-from typing import ClassVar
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 from compress.core.printable import printable
 
@@ -49,6 +56,36 @@ class Unavailable(CompressError):
     """A library, program or device that a stage needs is not here."""
 
     exit_code = 4
+
+
+@contextmanager
+def exits_refused() -> Iterator[None]:
+    """Let no code within a block end the process: `sys.exit()` in user code is a failure.
+
+    A model, a metric or a dataset that ends the process would end the run with an exit code of its
+    own choice, with no gate judged. Ctrl-C still interrupts.
+
+    Raises:
+        StageFailed: in place of SystemExit and whatever else is no Exception.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise StageFailed(f"user code {told_of_exit(error)}") from error
+
+
+def told_of_exit(error: BaseException) -> str:
+    """Return in words how code tried to end the process."""
+    where, frame = "", error.__traceback__
+    while frame is not None:
+        where = f" in {Path(frame.tb_frame.f_code.co_filename).name}, line {frame.tb_lineno}"
+        frame = frame.tb_next
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({'' if error.code is None else repr(error.code)}){where}"
+    words = f": {first_line(error)}" if str(error) else ""
+    return f"raised {type(error).__name__}{words}{where}"
 
 
 def first_line(error: BaseException) -> str:

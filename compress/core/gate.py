@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar
 
-from compress.core.errors import CompressError, Unavailable
+from compress.core.errors import CompressError, Unavailable, exits_refused
 from compress.core.settings import Settings
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ class Gate(Settings):
             Unavailable: something that the measurement needs is not installed.
         """
         try:
-            return self.verdict(self.value(before, after, context))
+            with exits_refused():
+                return self.verdict(self.value(before, after, context))
         except Unavailable:
             raise
         except CompressError as error:

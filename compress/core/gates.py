@@ -13,12 +13,14 @@ from pydantic import Field
 
 from compress.core.errors import StageFailed
 from compress.core.gate import Gate
+from compress.core.latency import unmeasurable
 from compress.core.settings import Count, Fraction, Positive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
+    from pydantic import JsonValue
 
     from compress.core.artifact import Artifact
     from compress.core.stage import Context
@@ -155,8 +157,16 @@ class MaxParameters(Gate):
         return mine / theirs
 
 
-class MinSpeedup(Gate):
-    """Faster than the artifact compared with, both measured in turn with equal threads."""
+class _MeasuredOnVal(Gate):
+    """A gate on latency or memory: measured on samples of `val`, or seeded inputs without data."""
+
+    def measurement_key(self) -> dict[str, JsonValue]:
+        """Return what changes the value; what was measured on seeded inputs is not taken for it."""
+        return {**super().measurement_key(), "measured on": "val"}
+
+
+class MinSpeedup(_MeasuredOnVal):
+    """Faster than the artifact compared with, both measured in turn with equal threads on `val`."""
 
     gate: Literal["min_speedup"] = "min_speedup"
     ratio: Positive
@@ -172,12 +182,19 @@ class MinSpeedup(Gate):
     at_least: ClassVar[bool] = True
 
     def value(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Return the lower end of the interval in which the ratio of median latencies lies."""
-        return context.compare_latency(before, after, self.batch).interval.low
+        """Return the lower end of the interval in which the ratio of median latencies lies.
+
+        Raises:
+            StageFailed: the machine is too busy to measure it.
+        """
+        interval = context.compare_latency(before, after, self.batch).interval
+        if interval.doubt:
+            raise StageFailed(unmeasurable("the speedup", interval.doubt))
+        return interval.low
 
 
-class MaxLatency(Gate):
-    """The 95th percentile of the latency stays under a bound, on this machine."""
+class MaxLatency(_MeasuredOnVal):
+    """The 95th percentile of the latency on `val` stays under a bound, on this machine."""
 
     gate: Literal["max_latency"] = "max_latency"
     p95_ms: Positive
@@ -190,12 +207,19 @@ class MaxLatency(Gate):
     compares: ClassVar[bool] = False
 
     def value(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Return the p95 latency in milliseconds."""
-        return context.compare_latency(before, after, self.batch).after.p95
+        """Return the p95 latency in milliseconds.
+
+        Raises:
+            StageFailed: the machine is too busy to measure it.
+        """
+        found = context.compare_latency(before, after, self.batch).after
+        if found.p95_interval.doubt:
+            raise StageFailed(unmeasurable("p95 in ms", found.p95_interval.doubt))
+        return found.p95
 
 
-class MaxMemory(Gate):
-    """Opening the file and answering a call take at most so much memory, on this machine.
+class MaxMemory(_MeasuredOnVal):
+    """Opening the file and answering calls take at most so much memory, on this machine.
 
     Counted in a process of its own, beyond what the libraries take there.
     """

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
@@ -25,7 +26,9 @@ from compress.core.errors import StageFailed
 from compress.core.resident import PROCESS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    import torch
 
     from compress.core.artifact import Artifact
 
@@ -44,8 +47,8 @@ class Question(NamedTuple):
     path: str
     device: str
     threads: int
-    batch: int
-    seed: int
+    inputs: str
+    """File of what the model is asked."""
     imports: tuple[str, ...]
     """Modules that are known to be imported."""
     folder: str
@@ -55,11 +58,19 @@ class Question(NamedTuple):
     environment: dict[str, str]
 
 
-def peak_memory(artifact: Artifact, device: str, threads: int, batch: int, seed: int) -> float:
-    """Return the mebibytes that a process needs at most to open an artifact and answer a call.
+def peak_memory(
+    artifact: Artifact, device: str, threads: int, batches: Sequence[tuple[torch.Tensor, ...]]
+) -> float:
+    """Return the mebibytes that a process needs at most to open an artifact and answer calls.
 
     Counted is what is resident beyond a process that has imported the same libraries, with
     neither their code nor their modules. On a CUDA device it is what torch allocates there.
+
+    Args:
+        artifact: the artifact.
+        device: where it is opened.
+        threads: CPU threads that it answers with.
+        batches: what it is asked, one after the other; they are not counted themselves.
 
     Raises:
         StageFailed: it cannot be measured; the message says why.
@@ -72,23 +83,31 @@ def peak_memory(artifact: Artifact, device: str, threads: int, batch: int, seed:
         why = f"another process cannot import {kind.__name__}; define it in a module"
     if why:
         raise StageFailed(f"peak memory cannot be measured: {why}")
-    question = Question(
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "inputs.pt"
+        torch.save(batches, file)
+        found = _asked(_question(artifact, device, threads, file))
+    if "error" in found:
+        raise StageFailed(f"peak memory cannot be measured: {found['error']}")
+    return float(found["mebibytes"])
+
+
+def _question(artifact: Artifact, device: str, threads: int, inputs: Path) -> Question:
+    kind = type(artifact)
+    return Question(
         module=kind.__module__,
         name=kind.__qualname__,
         path=str(artifact.path.absolute()),
         device=device,
         threads=threads,
-        batch=batch,
-        seed=seed,
+        inputs=str(inputs),
         imports=kind.opened_with,
         folder=_folder(),
         search=_search(),
         environment=dict(os.environ),
     )
-    found = _asked(question)
-    if "error" in found:
-        raise StageFailed(f"peak memory cannot be measured: {found['error']}")
-    return float(found["mebibytes"])
 
 
 @contextmanager

@@ -22,7 +22,6 @@ import torch
 from compress.core.collecting import uncollected
 from compress.core.errors import CompressError, ending_of, first_line
 from compress.core.factory import is_library
-from compress.core.latency import one_batch
 from compress.core.memory import Question
 from compress.core.resident import PROCESS, forget_peak, give_back, kibibytes, library_kibibytes
 
@@ -145,14 +144,15 @@ def _measured(question: Question) -> float:
     home = importlib.import_module(question.module)
     kind: type[Artifact] = functools.reduce(getattr, question.name.split("."), home)  # type: ignore[assignment]
     artifact = kind.at(question.path)
-    inputs = one_batch(artifact.signature, question.batch, question.seed)
+    batches = torch.load(question.inputs, weights_only=True)
     on_device = _begun(question.device)
     libraries = library_kibibytes()
     give_back()
     forget_peak()
     before = kibibytes("VmRSS")
     with artifact.open(question.device, question.threads) as predict:
-        predict(*inputs)
+        for inputs in batches:
+            predict(*inputs)
         grown = kibibytes("VmHWM") - before
         if on_device and (allocated := torch.cuda.max_memory_allocated(question.device)):
             return allocated / 2**20

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from compress.core.batch import collate
 from compress.core.dependencies import unrecorded
-from compress.core.errors import CompressError, StageFailed
+from compress.core.errors import CompressError, StageFailed, exits_refused
 from compress.core.randomness import derive_seed, seeded
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ class _Seeded(Dataset[Any]):
     def __getitems__(self, batch: tuple[int, Sequence[int]]) -> list[Any]:
         seed, indices = batch
         try:
-            with seeded(seed, "cpu"), nullcontext() if self.records else unrecorded():
+            recorder = nullcontext() if self.records else unrecorded()
+            with exits_refused(), seeded(seed, "cpu"), recorder:
                 if hasattr(self.dataset, "__getitems__"):
                     return list(self.dataset.__getitems__(list(indices)))
                 return [self.dataset[index] for index in indices]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVa
 from compress.core.artifact import Artifact, Step
 from compress.core.collecting import only_new
 from compress.core.dependencies import Recording, note, recording
-from compress.core.errors import GateRefused, StageFailed
+from compress.core.errors import GateRefused, StageFailed, exits_refused
 from compress.core.files import remove
 from compress.core.gate import Verdict, explain
 from compress.core.gates import AnyGate
@@ -177,21 +177,32 @@ class Context:
             yield any_batch(predict, artifact.signature)
 
     def compare_latency(self, before: Artifact, after: Artifact, batch: int) -> Comparison:
-        """Measure two artifacts' latencies in turn, with equal threads."""
-        from compress.core.latency import compare_latency, one_batch
+        """Measure two artifacts' latencies in turn, with equal threads, on samples of `val`."""
+        from compress.core.latency import compare_latency
 
-        inputs = one_batch(before.signature, batch, self.seed)
+        batches = self.measured_batches(before.signature, batch)
         with (
             before.open(self.device, self.threads) as slow,
             after.open(self.device, self.threads) as fast,
         ):
-            return compare_latency(slow, fast, inputs)
+            return compare_latency(slow, fast, batches)
 
     def peak_memory(self, artifact: Artifact, batch: int) -> float:
-        """Return the mebibytes that opening an artifact and one call take at most."""
+        """Return the mebibytes that opening an artifact and calls with samples take at most."""
         from compress.core.memory import peak_memory
 
-        return peak_memory(artifact, self.device, self.threads, batch, self.seed)
+        batches = self.measured_batches(artifact.signature, batch)
+        return peak_memory(artifact, self.device, self.threads, batches)
+
+    def measured_batches(self, signature: Signature, batch: int) -> list[tuple[torch.Tensor, ...]]:
+        """Return what latency and memory are measured on: `val`, or seeded inputs without data.
+
+        Raises:
+            StageFailed: the model takes another number of samples.
+        """
+        from compress.core.latency import measured_batches
+
+        return measured_batches(self.data, signature, batch, self.seed)
 
     def comparison_inputs(
         self, signature: Signature, batch_size: int | None = None
@@ -244,7 +255,7 @@ class Stage(Settings, Generic[Reads, Writes]):
             GateRefused: a gate refused; the artifact is kept and named.
             StageFailed: the stage could not do its work.
         """
-        with only_new():
+        with only_new(), exits_refused():
             artifact = self.run(model, context)
         context.clear_work()
         refused = [v for v in self.judge(model, artifact, context) if not v.passed]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.core.eager import predicting
 from compress.core.errors import StageFailed
-from compress.core.latency import compare_latency
+from compress.core.latency import compare_latency, unmeasurable
 from compress.core.recipe import KeepIndices
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.core.surgery import keep_indices_
@@ -200,16 +200,22 @@ class Pruner:
         return macs_of(module, self._one)
 
     def _latency(self, module: torch.nn.Module, batch: int) -> float:
-        """Return a module's latency over that of the model as it came in."""
+        """Return a module's latency over that of the model as it came in.
+
+        Raises:
+            StageFailed: the machine is too busy to measure it.
+        """
         device, threads = self._context.device, self._context.threads
-        inputs = self._source.signature.example(batch, self._context.seed)
+        batches = self._context.measured_batches(self._source.signature, batch)
         with (
             predicting(self._original.to(device), device, threads) as slow,
             predicting(module.to(device), device, threads) as fast,
         ):
-            speedup = compare_latency(slow, fast, inputs, seconds=MEASURED_SECONDS).speedup
+            compared = compare_latency(slow, fast, batches, seconds=MEASURED_SECONDS)
         self._original.cpu(), module.cpu()
-        return 1 / speedup
+        if compared.share is None:
+            raise StageFailed(unmeasurable("the latency of a cut", compared.interval.doubt))
+        return compared.share
 
     def _remember(self, cut: ChannelCut) -> None:
         for one in cut.families:

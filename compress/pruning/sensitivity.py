@@ -52,7 +52,8 @@ class Point(Settings):
     macs: float
     """Multiply-accumulates left, as a share of the whole model's."""
     latency: float | None
-    """Latency left, as a share of the whole model's, both measured in turn; None unmeasured."""
+    """Latency left, as a share of the whole model's, both measured in turn; None where it was not
+    asked for, or the machine was too busy to measure it."""
 
 
 class FamilySensitivity(Settings):
@@ -89,7 +90,8 @@ class _Measuring:
     judge: Judge
     inputs: tuple[torch.Tensor, ...]
     macs: int
-    latency: bool
+    timed: list[tuple[torch.Tensor, ...]]
+    """What latency is measured on; nothing where it is not asked for."""
     context: Context
 
     def point(self, cut: FamilyCut, ratio: float) -> Point:
@@ -104,17 +106,16 @@ class _Measuring:
             distance=harm.distance,
             points=harm.points,
             macs=count_macs(trial, self.inputs) / self.macs,
-            latency=self._latency(trial) if self.latency else None,
+            latency=self._latency(trial) if self.timed else None,
         )
 
-    def _latency(self, trial: nn.Module) -> float:
+    def _latency(self, trial: nn.Module) -> float | None:
         device, threads = self.context.device, self.context.threads
         with (
             predicting(self.module, device, threads) as whole,
             predicting(trial, device, threads) as cut,
         ):
-            compared = compare_latency(whole, cut, self.inputs, seconds=MEASURED_SECONDS)
-        return 1 / compared.speedup
+            return compare_latency(whole, cut, self.timed, seconds=MEASURED_SECONDS).share
 
 
 def measure_sensitivity(
@@ -163,7 +164,8 @@ def measure_sensitivity(
     one = tuple(x.to(context.device) for x in model.signature.example(1, context.seed))
     judge = Judge(module, model.signature, context, None, samples)
     macs = count_macs(module, one)
-    measuring = _Measuring(module, ranking.graph, judge, one, macs, latency, context)
+    timed = context.measured_batches(model.signature, len(one[0])) if latency else []
+    measuring = _Measuring(module, ranking.graph, judge, one, macs, timed, context)
     points: dict[str, list[Point]] = {}
     for done, ((name, ratio), cut) in enumerate(cuts.items(), 1):
         points.setdefault(name, []).append(measuring.point(cut, ratio))

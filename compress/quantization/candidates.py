@@ -10,6 +10,7 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -195,17 +196,18 @@ class Candidates:
             self.scheme, observer, self.exclude, floats, wides, embeddings=self.embeddings
         )
 
-    def costs(self, kind: str) -> dict[str, float]:
+    def costs(self, kind: str, batches: Sequence[tuple[torch.Tensor, ...]]) -> dict[str, float]:
         """Return each layer's share of what all layers cost.
 
         Args:
             kind: `macs`, or `latency` for the median time of the float layer in PyTorch on this
-                machine, on one sample.
+                machine.
+            batches: of one sample each.
         """
         costing = _Costing(self.graph)
         with torch.inference_mode():
-            for _ in range(ROUNDS if kind == "latency" else 1):
-                costing.run(*self.signature.example(1))
+            for inputs in islice(cycle(batches), ROUNDS if kind == "latency" else 1):
+                costing.run(*inputs)
         if kind == "latency":
             found = {name: statistics.median(times) for name, times in costing.seconds()}
         else:

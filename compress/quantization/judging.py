@@ -28,7 +28,7 @@ class Harm:
     """What rounding does; ordered by the metric first, where that was measured."""
 
     drop: float
-    """How much worse the metric is; 0 where it is not measured for each layer."""
+    """Points by which the metric is worse; 0 where it is not measured for each layer."""
     noise: float
     """Noise over signal, in energy, the worst output's."""
     sqnr_db: float = 0.0
@@ -63,7 +63,7 @@ class Judge:
             self._expected = [predict(*inputs) for inputs in self._inputs]
 
     def drop(self, graph: fx.GraphModule) -> float:
-        """Return how much worse a graph's metric on `val` is; infinite where it gives no number."""
+        """Return by how many points a graph's metric on `val` is worse; infinite without one."""
         with ExitStack() as stack:
             predict = stack.enter_context(predicting(graph, "cpu", self.context.threads))
             asked = any_batch(predict, self.model.signature)
@@ -75,8 +75,8 @@ class Judge:
                 after = evaluate(asked, self.data, "val", self.context.metric, reference)
             except StageFailed:  # the float model's was measured: the graph's is not finite
                 return math.inf
-        # Rounded: 0.98 - 0.97 must not exceed a hundredth by a float's last bit.
-        return round(self.context.metric.drop_points(self.before, after) / 100, 9)
+        # Rounded: 0.98 - 0.97 must not exceed one point by a float's last bit.
+        return round(self.context.metric.drop_points(self.before, after), 9)
 
     def harm(self, graph: fx.GraphModule) -> Harm:
         """Return what a graph does to the answers, and to the metric where that is asked for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -27,16 +27,17 @@ Fallback = Observer | Literal["uint16", "float"]
 class QuantizeMixed(Stage[EagerModel, GraphModel]):
     """Compute in 8-bit integers what the metric allows, and the most sensitive layers in float.
 
-    All layers are quantized first. Where that loses more than `max_drop`, each layer is rounded
-    alone to see what it does; then observers that do less harm are taken, which cost no speed, and
-    then layers are put back to float: those first that mend most for what they cost. With `uint16`
-    among the fallbacks, layers for which 16-bit activations are enough keep their int8 weights.
+    All layers are quantized first. Where that loses more than `max_drop_points`, each layer is
+    rounded alone to see what it does; then observers that do less harm are taken, which cost no
+    speed, and then layers are put back to float: those first that mend most for what they cost.
+    With `uint16` among the fallbacks, layers for which 16-bit activations are enough keep their
+    int8 weights.
     """
 
     stage: Literal["quantize_mixed"] = "quantize_mixed"
-    max_drop: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Largest loss of the metric on `val` allowed, in its own unit: 0.005 of an accuracy is half a
-    point."""
+    max_drop_points: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """Largest loss of the metric on `val` allowed, in hundredths of the metric (percentage points
+    for accuracy), as `points` of the gate `max_drop`."""
     target: Target = "onnxruntime-cpu"
     """Runtime whose fused integer kernels decide which operators are quantized, and how."""
     calibration_samples: Annotated[int, Field(ge=16)] = 512
@@ -59,6 +60,18 @@ class QuantizeMixed(Stage[EagerModel, GraphModel]):
     """Whether tables of embeddings are held in 8 bits too, each row with its own scale."""
     exclude: tuple[str, ...] = ()
     """Names of modules left in float anyway; `*` and `?` stand for any characters."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_in_points(cls, settings: Any) -> Any:
+        old = settings.get("max_drop") if isinstance(settings, dict) else None
+        if old is None:
+            return settings
+        value = f"{100 * old:g}" if isinstance(old, int | float) else f"100 times {old}"
+        raise ValueError(
+            f"max_drop: is not in points and has gone; write max_drop_points: {value} for the same "
+            "limit, in points as the gate max_drop has it"
+        )
 
     @model_validator(mode="after")
     def _fallback_is_another(self) -> QuantizeMixed:
@@ -98,8 +111,13 @@ class QuantizeMixed(Stage[EagerModel, GraphModel]):
         judge = Judge(model, context, self.sensitivity)
         candidates, observe = self._candidates(model, context)
         observe(self.observer)
-        costs = candidates.costs(self.cost)
-        search = Search(candidates, observe, judge, self.max_drop, self.fallback, costs, deadline)
+        one = model.signature.example(1)
+        timed = self.cost == "latency"
+        asked = context.measured_batches(model.signature, len(one[0])) if timed else [one]
+        costs = candidates.costs(self.cost, asked)
+        search = Search(
+            candidates, observe, judge, self.max_drop_points, self.fallback, costs, deadline
+        )
         formats = search.run()
         found = candidates.build(formats)
         program = export_program(found.graph, model.signature)

@@ -36,7 +36,7 @@ class Search:
     observe: Callable[[str], None]
     """Calibrates with another observer, once it is needed."""
     judge: Judge
-    max_drop: float
+    max_drop_points: float
     fallback: tuple[str, ...]
     costs: Mapping[str, float]
     deadline: float
@@ -67,11 +67,11 @@ class Search:
 
     @property
     def evaluations(self) -> int:
-        """How many candidates were held against `max_drop`."""
+        """How many candidates were held against `max_drop_points`."""
         return len(self._drops)
 
     def drop(self, formats: Formats) -> float:
-        """Return how much worse the metric is with these formats, measured once.
+        """Return by how many points the metric is worse with these formats, measured once.
 
         Raises:
             OutOfTime: so it is.
@@ -99,7 +99,7 @@ class Search:
                 return
 
     def _keeps(self, formats: Formats) -> bool:
-        kept = self.drop(formats) <= self.max_drop
+        kept = self.drop(formats) <= self.max_drop_points
         if kept:
             self.met = formats
         return kept
@@ -194,15 +194,16 @@ class Search:
         floats = [name for name, chosen in best if chosen == FLOAT]
         count = len(self.candidates.layers)
         told = (
-            f"max_drop {self.max_drop:g} is not met: the best of {self.evaluations} candidates "
-            f"loses {self._drops[best]:.4g} of {self.judge.metric} with {len(floats)} of {count} "
-            "layers in float"
+            f"max_drop_points {self.max_drop_points:g} is not met: the best of "
+            f"{self.evaluations} candidates loses {self._drops[best]:.4g} points of "
+            f"{self.judge.metric} with {len(floats)} of {count} layers in float"
         )
         if self.stopped:
-            return f"{told}; the time was over, raise `minutes` or `max_drop`"
+            return f"{told}; the time was over, raise `minutes` or `max_drop_points`"
         if FLOAT not in self.fallback:
-            return f"{told}; add `float` to `fallback`, or raise `max_drop`"
-        return f"{told}; no choice that was tried keeps it, raise `max_drop` or use another stage"
+            return f"{told}; add `float` to `fallback`, or raise `max_drop_points`"
+        mend = "raise `max_drop_points` or use another stage"
+        return f"{told}; no choice that was tried keeps it, {mend}"
 
     def facts(self, formats: Formats) -> dict[str, Any]:
         """Return what was found, for the manifest."""
@@ -218,8 +219,8 @@ class Search:
         return {
             "metric": self.judge.metric,
             "before": round(self.judge.before, 6),
-            "drop_all_quantized": self._told(self._drops[frozenset()]),
-            "drop": self._told(self.drop(formats)),
+            "drop_all_quantized_points": self._told(self._drops[frozenset()]),
+            "drop_points": self._told(self.drop(formats)),
             "evaluations": self.evaluations,
             "stopped_by_time": self.stopped,
             "layers": layers,

@@ -79,6 +79,11 @@ def read_failure(folder: Path, rank: int, exit_code: int) -> CompressError:
         return found
     if exit_code < 0:
         return RankKilled(f"rank {rank} {ending_of(exit_code)}")
+    if exit_code == 0:
+        return StageFailed(
+            f"rank {rank} ended with exit code 0 before its training was over; code of the model "
+            "or the data ended its process"
+        )
     return StageFailed(
         f"rank {rank} ended with exit code {exit_code} before training began; a script that "
         'trains with several processes must start under `if __name__ == "__main__":`'

@@ -39,6 +39,7 @@ from compress.training.nodes import (
 from compress.training.start import start_rank
 from compress.training.surroundings import (
     SIGNALS,
+    exits_noticed,
     own_rendezvous_store,
     own_signals,
     quiet,
@@ -111,6 +112,7 @@ def run_ranks(meeting: Meeting, folder: Path, *, hosts: bool) -> None:
                 quiet(),
                 own_signals(),
                 own_rendezvous_store(),
+                exits_noticed(),
                 interface_named(address) if meeting.nodes > 1 else nullcontext(),
                 ranks_deaf_to_ctrl_c(),
             ):

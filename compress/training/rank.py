@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from compress.core.dependencies import recording
-from compress.core.errors import StageFailed, Unavailable
+from compress.core.errors import Unavailable, exits_refused
 from compress.core.files import write_atomically
 from compress.training.failure import is_lost_peer, record_failure
 from compress.training.journal import append_epoch
@@ -34,14 +34,15 @@ def run_rank(folder: Path) -> None:
     try:
         job: Job = pickle.loads((folder / LUGGAGE).read_bytes())
         job = replace(job, device=_own_device(job.device))
-        with leaving_with_the_others(folder), process_group(job.device), recording() as recorded:
+        with (
+            leaving_with_the_others(folder),
+            process_group(job.device),
+            exits_refused(),
+            recording() as recorded,
+        ):
             train(job, strategy_of(job.training.parallel), partial(append_epoch, folder))
             if rank == 0:  # which alone evaluates; all call the same factories
                 write_atomically(folder / RECORDED, recorded.to_json())
-    except SystemExit as end:
-        called = StageFailed(f"rank {rank}: the model's or data's code called sys.exit({end.code})")
-        record_failure(folder, rank, called)
-        raise called from end
     except Exception as error:
         if is_lost_peer(error):
             time.sleep(SECONDS_FOR_THE_CULPRIT)  # the agent ends this rank, and names the other one

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING
 
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, RunProcsResult
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -62,6 +65,32 @@ def ranks_deaf_to_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+@contextmanager
+def exits_noticed() -> Iterator[None]:
+    """Let the elastic agent see a rank that ended with exit code 0 before its training was over.
+
+    It would wait for that rank's return value forever (torch 2.13). A rank that has returned ends
+    only once the agent has its value, so an ended one without a value never returned.
+    """
+    poll = MultiprocessContext._poll
+
+    def poll_and_look(context: MultiprocessContext) -> RunProcsResult | None:
+        result = poll(context)
+        processes = context._pc.processes if context._pc and result is None else []
+        for rank, process in enumerate(processes):
+            if process.exitcode == 0 and rank not in context._return_values:
+                failure = ProcessFailure(rank, process.pid, 0, context.error_files[rank])
+                context.close()
+                return RunProcsResult({}, {rank: failure}, context.stdouts, context.stderrs)
+        return result
+
+    setattr(MultiprocessContext, "_poll", poll_and_look)  # noqa: B010 - mypy forbids to assign it
+    try:
+        yield
+    finally:
+        setattr(MultiprocessContext, "_poll", poll)  # noqa: B010
 
 
 @contextmanager

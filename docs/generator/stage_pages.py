@@ -25,7 +25,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "prune_weights": {"amount": 0.5},
     "distill": {"teacher": "source", "epochs": 6},
     "quantize_aware_training": {"epochs": 3},
-    "quantize_mixed": {"max_drop": 0.5},
+    "quantize_mixed": {"max_drop_points": 0.5},
     "convert_precision": {"dtype": "float16"},
     "package_kserve": {"storage_uri": "s3://models/digits"},
 }

@@ -1,5 +1,6 @@
 """A small project of a user's: an MLP on separable clouds, trained, pruned and exported."""
 
+import math
 import queue
 import shutil
 import subprocess
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from compress.core import quantiles
 from compress.core.latency import compare_latency
+from pipelines import measurements
 from pipelines.pipeline import Pipeline
 from pipelines.report import Report
 
@@ -43,7 +46,7 @@ stages:
   - {stage: train, epochs: 3, batch_size: 24}
   - stage: prune_channels
     ratio: 0.4
-    gates: [{gate: max_drop, points: 90}]
+    gates: [{gate: max_drop, points: 50}]
   - stage: export_onnx
     gates: [{gate: parity, atol: 1e-4}]
 """
@@ -54,6 +57,9 @@ def measured_briefly() -> Iterator[None]:
     """Measure for a moment in a block: how long models take is of no interest here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare_latency, "__defaults__", (0.001,))
+        # So few calls are seldom sure.
+        patch.setattr(quantiles, "WIDEST", math.inf)
+        patch.setattr(measurements, "SAME", math.inf)
         yield
 
 

@@ -268,6 +268,50 @@ def test_a_gate_without_its_data_is_refused_before_anything_runs(tmp_path: Path)
         _load(tmp_path / "p.yaml")
 
 
+@pytest.mark.parametrize(
+    ("gate", "words"),
+    [
+        ("max_drop, points: 0.005", r"points: 0\.005 is less than .* for 0\.5 % write 0\.5"),
+        ("max_drop, points: 90", r"points: 90 would let more than half of all answers"),
+        ("min_metric, at: 97.5", r"at: found 97\.5, .* for 97\.5 % write 0\.975"),
+        ("max_size, ratio: 25", r"ratio: 25 would let .* 25 times as large; for 25 % write 0\.25"),
+        ("max_parameters, ratio: 45", r"for 45 % write 0\.45"),
+        ("label_agreement, minimum: 99", r"less than or equal to 1"),
+    ],
+)
+def test_a_limit_in_another_unit_is_refused(tmp_path: Path, gate: str, words: str) -> None:
+    (tmp_path / "p.yaml").write_text(GOOD.replace("gate: parity, atol: 1e-4", f"gate: {gate}"))
+    with pytest.raises(PipelineInvalid, match=rf"p\.yaml:\d+: .*{words}"):
+        _load(tmp_path / "p.yaml")
+
+
+@pytest.mark.parametrize("points", [0, 0.01, -1, 50])
+def test_a_limit_in_points_is_taken(tmp_path: Path, points: float) -> None:
+    gate = f"gate: max_drop, points: {points}"
+    (tmp_path / "p.yaml").write_text(GOOD.replace("gate: parity, atol: 1e-4", gate))
+    _load(tmp_path / "p.yaml")
+
+
+def test_a_loss_may_fall_by_any_number_of_points(tmp_path: Path) -> None:
+    text = GOOD.replace("gate: parity, atol: 1e-4", "gate: max_drop, points: 0.005")
+    (tmp_path / "p.yaml").write_text(text.replace("version: 1", "version: 1\nmetric: loss"))
+    _load(tmp_path / "p.yaml")
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("max_drop: 0.005", r"max_drop: .*; write max_drop_points: 0\.5 for the same limit"),
+        ("max_drop_points: 0.005", r"max_drop_points: 0\.005 is less than .* write 0\.5"),
+    ],
+)
+def test_the_limit_of_quantize_mixed_is_in_points(tmp_path: Path, setting: str, words: str) -> None:
+    mixed = f"  - {{stage: quantize_mixed, input: train, {setting}}}\n"
+    (tmp_path / "p.yaml").write_text(GOOD + mixed)
+    with pytest.raises(PipelineInvalid, match=words):
+        _load(tmp_path / "p.yaml")
+
+
 def test_memory_that_is_never_seen_is_refused_before_anything_runs(tmp_path: Path) -> None:
     gate = "gates: [{gate: max_memory, mebibytes: 9}]"
     (tmp_path / "p.yaml").write_text(f"{GOOD}  - stage: package_torchserve\n    {gate}\n")
@@ -323,7 +367,11 @@ def _quantized_and_exported(tmp_path: Path, quantized: str, exported: str) -> Pa
         ("stage: quantize_static, activation_bits: 16", "torchscript", "8 bits, found uint16; "),
         ("stage: quantize_static, activation_bits: 16", "aot", "AOTInductor's .*, found uint16;"),
         ("stage: quantize_static, target: tensorrt", "torchscript", "8 bits, found int8; "),
-        ("stage: quantize_mixed, max_drop: 0, target: tensorrt", "torchscript", "found int8"),
+        (
+            "stage: quantize_mixed, max_drop_points: 0, target: tensorrt",
+            "torchscript",
+            "found int8",
+        ),
         (
             "stage: quantize_aware_training, epochs: 1, target: onnxruntime-cuda",
             "torchscript",

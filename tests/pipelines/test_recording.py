@@ -84,7 +84,7 @@ def test_runs_of_a_folder_are_told_apart_and_the_log_decides_nothing(project) ->
 
 
 def test_refusals_and_failures_are_told_with_their_stage(project) -> None:
-    project.edit("points: 90", "points: -100")
+    project.edit("points: 50", "points: -100")
     with pytest.raises(GateRefused):
         project.run()
     lines = last_run(project.out)
@@ -219,7 +219,7 @@ def test_mlflow_shows_settings_curves_figures_and_the_report(project) -> None:
     lines = project.file.read_text()
     project.file.write_text(lines.replace("stages:", TRACKER % "mlflow"))
     project.run(start="train", until="train")
-    project.edit("points: 90", "points: -100")
+    project.edit("points: 50", "points: -100")
     with pytest.raises(GateRefused):
         project.run()
     folder = project.out / "tracking"

@@ -1,17 +1,22 @@
 """The page of a run: plots, layers, the proof chain, and rows of stages that did not pass."""
 
+import io
+import json
 import math
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
+from rich.console import Console
 
 from pipelines.chain import links_of, source_of
 from pipelines.curves import trainings_of
+from pipelines.measurements import Measurements
 from pipelines.page import folded
 from pipelines.report import FailureReport, Report, SkippedReport, StageReport
 from pipelines.rows import fronts_of, higher_is_better, hindrances, rows_of, shipped
+from pipelines.table import stage_table
 
 
 def many(report: Report, branches: int = 40, named: str = "branch") -> Report:
@@ -213,6 +218,43 @@ def test_a_metric_that_is_not_finite_is_in_no_plot(walked) -> None:
     told = report.model_copy(update={"stages": (*report.stages[:-1], last)})
     assert [row.name for row in fronts_of(told, rows_of(told)).absent] == [last.name]
     assert f"not measured: <b>3 {last.name}</b>" in told.html()
+
+
+@pytest.mark.parametrize("value", [-1.11, 0.0, math.nan, math.inf, None])
+def test_impossible_figures_of_an_older_run_are_not_shown(walked, value) -> None:
+    """An older version extrapolated from few calls; JSON has null for NaN."""
+    content = Report.read(walked.out).model_dump(mode="json")
+    for found in (content["baseline"], *(stage["measurements"] for stage in content["stages"])):
+        found |= {"speedup": value, "speedup_interval": [value, value]}
+        found |= {"speedup_blocks": [value or -1.0, 1.0]}
+        found["latency_ms"] |= {"p50": value, "p95": value, "ventiles": [value or -1.0] * 19}
+        del found["latency_ms"]["p50_interval"], found["latency_ms"]["p95_interval"]
+    lock = Report.read(walked.out).lock
+    old = Report.model_validate({**content, "lock": lock})
+    page = old.html(walked.out)
+    assert "not measurable" in page
+    assert not re.search(r"-1\.11|>nan|>inf", page)
+    console = Console(width=160, file=io.StringIO())
+    console.print(stage_table(old, console))
+    assert console.file.getvalue().count("n/m") == 3 * len(old.stages)
+    again = json.loads(old.model_dump_json())
+    for stage in again["stages"]:
+        measured = stage["measurements"]
+        assert measured["speedup"] is None
+        assert measured["latency_ms"]["p50"] is measured["latency_ms"]["p95"] is None
+        assert "not measurable on this machine now" in measured["speedup_reason"]
+    assert Report.model_validate({**again, "lock": lock}).html(walked.out) == page
+
+
+def test_a_source_that_seems_faster_than_itself_has_no_speedup(walked) -> None:
+    content = Report.read(walked.out).baseline.model_dump(mode="json")
+    found = Measurements.model_validate(
+        {**content, "speedup": 1.19, "speedup_interval": [0.0, 1.86]}
+    )
+    assert found.speedup is None
+    assert "0 to 1.86" in found.speedup_reason
+    whole = Measurements.model_validate({**content, "speedup": 1.19, "speedup_interval": [1, 1.86]})
+    assert whole.speedup == 1.19
 
 
 def test_a_run_without_gates_claims_no_verdict(walked) -> None:

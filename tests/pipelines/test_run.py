@@ -110,7 +110,7 @@ def test_a_refused_gate_fails_the_run_and_keeps_the_artifact(project) -> None:
 
 
 def test_a_refusal_stops_the_stages_after_it(project) -> None:
-    project.edit("points: 90", "points: -101")
+    project.edit("points: 50", "points: -101")
     with pytest.raises(GateRefused, match="prune_channels"):
         project.run()
     assert [s.name for s in Report.read(project.out).stages] == ["train", "prune_channels"]
@@ -153,7 +153,7 @@ def test_whatever_the_users_metric_raises_fails_the_run_and_the_report_says_so(p
 def test_what_is_published_is_this_runs(project) -> None:
     precious = project.out / "artifacts" / "mine.txt"
     precious.write_text("kept")
-    project.edit("points: 90", "points: -101")
+    project.edit("points: 50", "points: -101")
     with pytest.raises(GateRefused):
         project.run()
     published = {p.name for p in (project.out / "artifacts").iterdir()}

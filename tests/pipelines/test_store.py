@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,8 +18,9 @@ import torch
 
 from compress.core import files
 from compress.core.artifact import Artifact
-from compress.core.errors import CompressError, PipelineInvalid
+from compress.core.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from compress.core.files import remove, sweep, write_atomically
+from pipelines import report as report_module
 from pipelines.report import Report
 from pipelines.rewriting import rewrite
 from pipelines.run import foresee
@@ -254,6 +257,35 @@ def test_a_file_written_while_a_run_begins_and_sweeps_up_is_written(tmp_path, mo
     monkeypatch.setattr(files, "sync", sweep_once)
     write_atomically(tmp_path / "sensitivity.json", "{}")
     assert swept and [f.name for f in tmp_path.iterdir()] == ["sensitivity.json"]
+
+
+def test_a_run_that_is_killed_leaves_no_report_of_the_one_before(project) -> None:
+    project.edit("ratio: 0.4", "ratio: 0.5")
+    script = (
+        "import os; from pipelines.pipeline import Pipeline; from pipelines import walk; "
+        "walk.judged = lambda *_: os._exit(0); "
+        f"Pipeline.from_yaml({str(project.file)!r}).run({str(project.out)!r})"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=120)
+    assert done.returncode == 0
+    assert not (project.out / "report.json").exists()
+    with pytest.raises(ArtifactInvalid, match="the last run ended before it could write a report"):
+        rewrite(project.out, print)
+    at_work = pytest.raises(ArtifactInvalid, match="a run is at work")
+    with Store.locked(project.out / ".store", print), at_work:
+        rewrite(project.out, print)
+    assert project.run().status == "passed"
+    assert rewrite(project.out, print).status == "passed"
+
+
+def test_a_report_that_cannot_be_written_is_shown(project, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(report_module, "write_atomically", refuse)
+    said: list[str] = []
+    assert rewrite(project.out, said.append) == Report.read(project.out)
+    assert said == [f"{project.out}: the page is not written anew (Read-only file system)"]
 
 
 def test_a_page_is_written_anew_only_where_no_run_is_at_work(project) -> None:

@@ -1,10 +1,15 @@
-from dataclasses import replace
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from compress.core import quantiles
+from compress.core.artifact import Predictor
 from compress.core.data import Splits
 from compress.core.eager import EagerModel
 from compress.core.errors import GateRefused
@@ -197,13 +202,38 @@ def test_size_and_parameters(trained, slim, context) -> None:
     assert not MaxParameters(ratio=0.1).judge(trained, slim, context).passed
 
 
-def test_speed_is_measured(trained, slim, context) -> None:
+def test_speed_is_measured(trained, slim, context, monkeypatch) -> None:
+    monkeypatch.setattr(quantiles, "WIDEST", math.inf)  # a busy machine is no failure
     faster = MinSpeedup(ratio=1000, batch=4).judge(trained, slim, context)
     assert faster.value is not None
     assert 0 < faster.value < 1000
     assert not faster.passed
     assert MaxLatency(p95_ms=1e6).judge(trained, slim, context).passed
     assert not MaxLatency(p95_ms=1e-6).judge(trained, slim, context).passed
+
+
+@dataclass
+class Recording:
+    """An artifact that notes what it is asked."""
+
+    signature: Signature
+    asked: list[torch.Tensor] = field(default_factory=list)
+
+    @contextmanager
+    def open(self, device: str, threads: int) -> Iterator[Predictor]:
+        yield lambda x: (self.asked.append(x), (x,))[1]
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_speed_is_that_on_samples_of_val(mlp, context, blobs, batch) -> None:
+    before, after = Recording(mlp.signature), Recording(mlp.signature)
+    context.compare_latency(before, after, batch)
+    val = {*map(tuple, blobs.datasets["val"].tensors[0].tolist())}
+    assert all({*map(tuple, x.tolist())} <= val for x in after.asked)
+    assert all(len({*map(tuple, x.tolist())}) == batch for x in after.asked)
+    assert len({tuple(x.flatten().tolist()) for x in after.asked}) >= 8
+    pairs = zip(before.asked, after.asked, strict=True)
+    assert all(a.equal(b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("gate", [MaxDrop(points=100), MinMetric(at=0)])

@@ -7,14 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from torch.utils.data import TensorDataset
 
 from compress.core import memory
+from compress.core.data import Splits
 from compress.core.eager import EagerModel
 from compress.core.errors import GateRefused, StageFailed
 from compress.core.gates import MaxMemory
@@ -44,6 +47,17 @@ class Square(nn.Module):
     def forward(self, x):
         y = self.wide(x)
         return (y.unsqueeze(2) * y.unsqueeze(1)).amax((1, 2))
+
+class Greedy(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.wide = nn.Linear(4, width)
+
+    def forward(self, x):
+        y = self.wide(x)
+        if x.max() > 50:
+            y = (y.unsqueeze(2) * y.unsqueeze(1)).amax(1)
+        return y[:, :3]
 
 class Heavy(nn.Module):
     def __init__(self, width: int):
@@ -172,6 +186,15 @@ def test_an_intermediate_is_counted(make: Make, written, context, tmp_path) -> N
     assert 0 < found[1] < PRODUCT / 100 + BESIDE
     assert found[2] == pytest.approx(found[0], abs=4)
     assert context.peak_memory(large, batch=2) > found[0] + 0.9 * PRODUCT
+
+
+def test_what_samples_of_val_take_is_counted(make: Make, context: Context) -> None:
+    model = make("Greedy", width=WIDTH)
+    assert context.peak_memory(model, batch=1) < BESIDE
+    few = torch.zeros(40, 4).index_fill(0, torch.arange(5, 40, 10), 100.0)
+    data = Splits({"val": TensorDataset(few)})
+    found = replace(context, data=data).peak_memory(model, batch=1)
+    assert PRODUCT - 2 < found < PRODUCT + BESIDE
 
 
 def test_weights_are_counted(make: Make, context: Context) -> None:

@@ -70,7 +70,7 @@ def project(root: Path, *readers: str, **number: float) -> tuple[EagerModel, Con
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[EagerModel, Context, GraphModel]:
     """Return what the stage makes of a model with two layers that 8 bits ruin."""
     model, context = project(tmp_path_factory.mktemp("mixed"), "4", "10")
-    stage = QuantizeMixed(max_drop=0.05, calibration_samples=256)
+    stage = QuantizeMixed(max_drop_points=5, calibration_samples=256)
     return model, context, stage(model, context)
 
 
@@ -83,9 +83,11 @@ def test_exactly_the_layers_that_ruin_it_stay_float(
     assert facts["float_modules"] == ["10", "4"]
     assert facts["quantized_operators"]["linear"] == 5
     found = facts["mixed"]
-    assert found["drop_all_quantized"] > 0.3
-    assert found["drop"] == pytest.approx(context.score(model) - context.score(graph), abs=1e-6)
-    assert found["drop"] <= 0.05
+    assert found["drop_all_quantized_points"] > 30
+    assert found["drop_points"] == pytest.approx(
+        100 * (context.score(model) - context.score(graph)), abs=1e-4
+    )
+    assert found["drop_points"] <= 5
     formats = {layer["module"]: layer["format"] for layer in found["layers"]}
     assert {name for name, chosen in formats.items() if chosen == "float"} == {"4", "10"}
     assert [layer["module"] for layer in found["layers"]][:2] in (["4", "10"], ["10", "4"])
@@ -98,7 +100,7 @@ def test_a_rerun_gives_the_same_bytes(
     mixed: tuple[EagerModel, Context, GraphModel], tmp_path: Path
 ) -> None:
     model, context, graph = mixed
-    stage = QuantizeMixed(max_drop=0.05, calibration_samples=256)
+    stage = QuantizeMixed(max_drop_points=5, calibration_samples=256)
     assert stage(model, context.at(tmp_path / "again")).digest == graph.digest
 
 
@@ -127,7 +129,7 @@ def test_where_all_layers_may_be_quantized_they_are_as_by_quantize_static(
     tmp_path: Path, target: Target
 ) -> None:
     model, context = project(tmp_path)
-    graph = QuantizeMixed(max_drop=0.1, calibration_samples=64, target=target)(model, context)
+    graph = QuantizeMixed(max_drop_points=10, calibration_samples=64, target=target)(model, context)
     found = graph.manifest.facts["mixed"]
     assert found["evaluations"] == 1
     assert {layer["format"] for layer in found["layers"]} == {"minmax"}
@@ -141,7 +143,7 @@ def test_where_all_layers_may_be_quantized_they_are_as_by_quantize_static(
 def test_the_metric_can_rank_and_excluded_layers_are_left_alone(tmp_path: Path) -> None:
     model, context = project(tmp_path, "4")
     stage = QuantizeMixed(
-        max_drop=0.05,
+        max_drop_points=5,
         calibration_samples=64,
         sensitivity="metric",
         fallback=("float",),
@@ -152,13 +154,13 @@ def test_the_metric_can_rank_and_excluded_layers_are_left_alone(tmp_path: Path) 
     assert facts["float_modules"] == ["12", "4"]
     first = facts["mixed"]["layers"][0]
     assert (first["module"], first["format"]) == ("4", "float")
-    assert first["sensitivity"] > 0.1
+    assert first["sensitivity"] > 10
     assert sum(layer["cost"] for layer in facts["mixed"]["layers"]) == pytest.approx(1, abs=1e-3)
 
 
 def test_sixteen_bits_are_enough_for_what_eight_ruin(tmp_path: Path) -> None:
     model, context = project(tmp_path, "4", "10", number=500.0)
-    stage = QuantizeMixed(max_drop=0.05, calibration_samples=256, fallback=("uint16", "float"))
+    stage = QuantizeMixed(max_drop_points=5, calibration_samples=256, fallback=("uint16", "float"))
     graph = stage(model, context)
     facts = graph.manifest.facts
     formats = {layer["module"]: layer["format"] for layer in facts["mixed"]["layers"]}
@@ -166,8 +168,8 @@ def test_sixteen_bits_are_enough_for_what_eight_ruin(tmp_path: Path) -> None:
     assert set(formats.values()) == {"uint16", "minmax"}
     assert facts["float_modules"] == []
     assert facts["quantized_operators"]["linear"] == 7
-    assert facts["mixed"]["drop_all_quantized"] > 0.3
-    assert facts["mixed"]["drop"] <= 0.05
+    assert facts["mixed"]["drop_all_quantized_points"] > 30
+    assert facts["mixed"]["drop_points"] <= 5
     exported = ExportOnnx(gates=(Parity(atol=1e-3),))(graph, context.at(tmp_path / "onnx"))
     assert exported.manifest.facts["opset"] == 21
     # onnxruntime has no kernel that reads or gives 16 bits, so those before them are floats too.
@@ -178,7 +180,10 @@ def test_sixteen_bits_are_enough_for_what_eight_ruin(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"fallback": ("histogram",)}, r"of accuracy with 0 of 7 layers in float; add `float`"),
+        (
+            {"fallback": ("histogram",)},
+            r"points of accuracy with 0 of 7 layers in float; add `float`",
+        ),
         ({"minutes": 1e-9}, r"best of 1 candidates loses .*; the time was over, raise `minutes`"),
     ],
 )
@@ -186,22 +191,29 @@ def test_what_cannot_be_met_is_refused_with_the_best_that_was_found(
     tmp_path: Path, settings: dict[str, object], message: str
 ) -> None:
     model, context = project(tmp_path, "4")
-    stage = QuantizeMixed.model_validate({"max_drop": 0, "calibration_samples": 64, **settings})
-    with pytest.raises(StageFailed, match=rf"^max_drop 0 is not met: .*{message}"):
+    stage = QuantizeMixed.model_validate(
+        {"max_drop_points": 0, "calibration_samples": 64, **settings}
+    )
+    with pytest.raises(StageFailed, match=rf"^max_drop_points 0 is not met: .*{message}"):
         stage(model, context)
     assert not context.root.exists()
 
 
+def test_the_limit_of_older_files_is_refused_with_what_to_write() -> None:
+    with pytest.raises(ValidationError, match=r"write max_drop_points: 0\.5 for the same limit"):
+        QuantizeMixed.model_validate({"max_drop": 0.005})
+
+
 def test_a_fallback_that_is_the_observer_is_refused() -> None:
     with pytest.raises(ValidationError, match="'histogram' is the observer of all layers already"):
-        QuantizeMixed(max_drop=0, observer="histogram")
+        QuantizeMixed(max_drop_points=0, observer="histogram")
 
 
 def test_sixteen_bits_are_refused_where_nothing_reads_them() -> None:
     with pytest.raises(ValidationError, match="'uint16' is for target: onnxruntime-cpu, found"):
-        QuantizeMixed(max_drop=0, fallback=("uint16",), target="tensorrt")
-    assert QuantizeMixed(max_drop=0).activation_formats == {"uint8"}
-    stage = QuantizeMixed(max_drop=0, fallback=("uint16", "float"))
+        QuantizeMixed(max_drop_points=0, fallback=("uint16",), target="tensorrt")
+    assert QuantizeMixed(max_drop_points=0).activation_formats == {"uint8"}
+    stage = QuantizeMixed(max_drop_points=0, fallback=("uint16", "float"))
     assert stage.activation_formats == {"uint8", "uint16"}
 
 
@@ -224,7 +236,7 @@ class Known:
 
 def searched(
     lost: dict[str, float],
-    max_drop: float,
+    max_drop_points: float,
     order: list[str],
     fallback: tuple[str, ...] = ("float",),
     wide: dict[str, float] | None = None,
@@ -233,7 +245,7 @@ def searched(
 
     Args:
         lost: what each layer loses in 8 bits.
-        max_drop: what they may lose together.
+        max_drop_points: what they may lose together.
         order: the ranking.
         fallback: formats that layers may be given.
         wide: what each layer loses in 16 bits; others lose nothing.
@@ -243,7 +255,7 @@ def searched(
     candidates.build = lambda formats: type("Built", (), {"graph": formats})
     costs = dict.fromkeys(lost, 1 / len(lost))
     judge = Known(lost, wide or {})
-    search = Search(candidates, None, judge, max_drop, fallback, costs, float("inf"))
+    search = Search(candidates, None, judge, max_drop_points, fallback, costs, float("inf"))
     search._rank = lambda: None
     search._order = lambda: order
     return search
@@ -283,7 +295,7 @@ def test_all_layers_may_read_sixteen_bits(fallback: tuple[str, ...]) -> None:
 def test_that_no_choice_keeps_the_metric_is_told() -> None:
     search = searched({"a": 0.5, "b": 0.5, "c": 0.4}, 0.0, ["a", "b", "c"])
     with pytest.raises(
-        StageFailed, match=r"loses 0\.4 of accuracy with 2 of 3 layers in float; no"
+        StageFailed, match=r"loses 0\.4 points of accuracy with 2 of 3 layers in float; no"
     ):
         search.run()
 
