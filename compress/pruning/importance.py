@@ -85,7 +85,7 @@ def batch_norm_scale(family: Family, graph: AxisGraph, module: nn.Module) -> tor
     Liu et al., "Learning Efficient Convolutional Networks through Network Slimming" (2017).
     """
     scales = {
-        f"{name}.weight".lstrip("."): layer.weight.detach().abs()
+        f"{name}.weight": layer.weight.detach().abs()
         for name, layer in module.named_modules()
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.weight is not None
     }

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -63,6 +64,22 @@ def test_geometric_median_is_far_from_nobody() -> None:
         net[0].weight.copy_(torch.tensor([[0.0], [3.0], [9.0]]))
         net[2].weight.copy_(torch.tensor([[0.0, 4.0, 12.0]]))
     assert scores(net, "fpgm", 1).tolist() == pytest.approx([5 + 15, 5 + 10, 15 + 10])
+
+
+def test_geometric_median_takes_all_weights_of_a_channel() -> None:
+    net = line(3, 5, 2)
+    rows = torch.cat([net[0].weight, net[0].bias[:, None], net[2].weight.T], 1).detach()
+    distances = (rows[:, None] - rows[None]).square().sum(2).sqrt()
+    torch.testing.assert_close(scores(net, "fpgm", 3), distances.sum(1))
+
+
+def test_geometric_median_tells_channels_apart_that_are_nearly_equal() -> None:
+    net = line(1, 30, 1, bias=False)
+    with torch.no_grad():
+        net[0].weight.copy_(1e6 + 1e-3 * torch.arange(30).double()[:, None])
+        net[2].weight.zero_()
+    expected = [1e-3 * sum(abs(i - j) for j in range(30)) for i in range(30)]
+    assert scores(net, "fpgm", 1).tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_scales_of_batch_norm_alone_count() -> None:
@@ -220,6 +237,25 @@ def test_wanda_is_the_norm_of_weights_times_that_of_activations() -> None:
         activation = torch.tanh(net[0](*batch.inputs))
     expected = net[2].weight.detach().norm(dim=0) * activation.norm(dim=0)
     torch.testing.assert_close(found, expected)
+
+
+def test_wanda_adds_up_what_several_layers_read() -> None:
+    """Two layers, the first in two groups of four columns, two columns for each of two channels."""
+    drawn = np.random.default_rng(0)
+    entries = torch.tensor([[0, 2], [1, 3]])
+    weights = drawn.standard_normal((2, 4, 3)), drawn.standard_normal((1, 4, 5))
+    inputs = drawn.standard_normal((2, 9, 4)), drawn.standard_normal((1, 9, 4))
+    readings = [
+        contributions.Reading(torch.from_numpy(w), torch.from_numpy(x.swapaxes(1, 2) @ x), entries)
+        for w, x in zip(weights, inputs, strict=True)
+    ]
+    expected = np.zeros(2)
+    for w, x in zip(weights, inputs, strict=True):
+        for group, channel, entry in np.ndindex(len(w), 2, 2):
+            column = int(entries[channel, entry])
+            outputs = np.outer(x[group, :, column], w[group, column])
+            expected[channel] += (outputs**2).sum()
+    assert contributions.wanda(readings).tolist() == pytest.approx(list(expected**0.5))
 
 
 def regression_error(x: torch.Tensor, y: torch.Tensor) -> float:

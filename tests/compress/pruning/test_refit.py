@@ -12,7 +12,8 @@ from compress.core.errors import StageFailed
 from compress.core.surgery import keep_indices_
 from compress.pruning import calls
 from compress.pruning.axis_graph import trace
-from compress.pruning.refit import refit_
+from compress.pruning.moments import Moments
+from compress.pruning.refit import least_squares, refit_
 from compress.pruning.repair import output_error, repair_
 from tests.compress.pruning import pruning_linear_nets as linear_nets
 from tests.compress.pruning import pruning_nets as nets
@@ -95,6 +96,26 @@ def test_a_convolution_is_the_least_squares_solution(groups, padding, stride, di
             found = smaller[2].weight.chunk(groups)[group].flatten(1)
             torch.testing.assert_close(found, weight.T)
             torch.testing.assert_close(smaller[2].bias.chunk(groups)[group], bias)
+
+
+@pytest.mark.parametrize("intercept", [True, False])
+def test_a_ridge_is_a_row_that_wants_each_weight_to_be_zero(intercept: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = 2 + torch.randn(2, 30, 4, generator=generator, dtype=torch.float64)
+    y = 1 + torch.randn(2, 30, 3, generator=generator, dtype=torch.float64)
+    moments = Moments()
+    for part in (slice(0, 11), slice(11, 30)):
+        moments.add_(x[:, part], y[:, part])
+    assert moments.places == 30 and moments.energy == pytest.approx(float(y.square().sum()))
+    found, shift = least_squares(moments, 0.3, intercept=intercept)
+    strength = (0.3 * x.square().sum(1).mean()) ** 0.5
+    for g in range(2):
+        x_mean, y_mean = (t[g].mean(0) if intercept else 0 * t[g].mean(0) for t in (x, y))
+        rows = torch.cat([x[g] - x_mean, strength * torch.eye(4).double()])
+        wanted = torch.cat([y[g] - y_mean, torch.zeros(4, 3).double()])
+        (expected,) = lstsq(rows, wanted, intercept=False)
+        torch.testing.assert_close(found[g], expected)
+        torch.testing.assert_close(shift[g], y_mean - x_mean @ expected)
 
 
 def test_a_weight_that_lies_the_other_way_round_is_refitted() -> None:

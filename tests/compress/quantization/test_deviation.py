@@ -17,13 +17,14 @@ def deviation(expected: object, found: object) -> Deviation:
 
 def test_deviations_add_up() -> None:
     deviation, other = Deviation(), Deviation()
-    a, b = torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([[3.0, 4.0], [0.0, 1.0]])
-    for row in range(2):
+    a = torch.tensor([[2.0, 0.0], [3.0, 4.0], [1.0, 0.0]])
+    b = torch.tensor([[0.0, 2.0], [3.0, 4.0], [0.0, 1.0]])
+    for row in range(3):
         deviation.add(a[row : row + 1], b[row : row + 1])
     other.add(a, b)
     assert deviation == other
-    assert deviation.cosine == pytest.approx(0.5)
-    assert deviation.sqnr_db == pytest.approx(10 * torch.log10(torch.tensor(26 / 2)).item())
+    assert deviation.cosine == pytest.approx(1 / 3)
+    assert deviation.sqnr_db == pytest.approx(10 * torch.log10(torch.tensor(30 / 10)).item())
 
 
 def test_figures_are_those_of_rows() -> None:
@@ -46,6 +47,7 @@ def test_figures_are_those_of_rows() -> None:
         ([[0.0, 0.0]], [[0.0, 0.0]], LARGEST_DB, 1),
         ([[0.0, 0.0]], [[0.0, 1.0]], -LARGEST_DB, 0),
         ([[0.0, 1.0]], [[0.0, 0.0]], 0, 0),
+        ([[0.0, 0.0], [0.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]], 0, 0.5),
         ([[1.0, 1e-9]], [[1.0, 0.0]], LARGEST_DB, 1),
         ([[1e-9, 0.0]], [[1e-9, 1.0]], -LARGEST_DB, 1e-9),
         ([[3.0, -INF]], [[3.0, 7.0]], LARGEST_DB, 1),  # a mask

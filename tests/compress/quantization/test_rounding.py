@@ -108,7 +108,8 @@ def test_optimal_brain_is_the_update_with_the_inverse_of_what_is_left(
             into[i] = np.clip(np.round(row[i] / scale + zero), 0, 15)
             off = (row[i] - (into[i] - zero) * scale) / inverse[0, 0]
             row[i:] -= off * inverse[0]
-    assert optimal_brain(weight, 4, 32, moment).integers_OI.tolist() == expected.tolist()
+    found = optimal_brain(weight, 4, 32, moment)
+    assert found.integers_OI.tolist() == expected.tolist() and found.bits == 4
 
 
 @pytest.mark.parametrize("bits", [4, 8])
