@@ -401,6 +401,7 @@ class Reader(asyncio.BufferedProtocol):
 
     _buffer = memoryview(bytearray(BODY_READ_BYTES))
     """Of all connections: what was read is copied before another one is read."""
+    _usual = _buffer[:READ_BYTES]
 
     def __init__(self, **options: Any) -> None:
         """Make the connection, as uvicorn would."""
@@ -413,7 +414,8 @@ class Reader(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes are to be put."""
-        return self._buffer[: self._connection.bytes_to_read()]
+        size = self._connection.bytes_to_read()
+        return self._usual if size == READ_BYTES else self._buffer[:size]
 
     def buffer_updated(self, nbytes: int) -> None:
         """Give the connection what was put there."""

@@ -32,6 +32,8 @@ DATATYPES = {
 }
 WORDS = "BYTES"
 """The datatype of texts."""
+PIECE = 1 << 16
+"""Numbers that are written at once: for some 20 ms."""
 LABELS = ("labels", "probabilities")
 """Further outputs, where classes have names: the likeliest of each row."""
 
@@ -171,23 +173,33 @@ def to_protocol(
         array = outputs[name]
         datatype = DATATYPES.get(str(array.dtype), WORDS)
         tensor: dict[str, Any] = {"name": name, "shape": list(array.shape), "datatype": datatype}
-        if name in wanted["binary"] and datatype != WORDS:
+        in_bytes = name in wanted["binary"] and datatype != WORDS
+        if in_bytes:
             raw.append(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
             tensor["parameters"] = {"binary_data_size": len(raw[-1])}
         elif array.dtype.kind == "f" and np.isinf(array).any():
             message = f"{name} holds infinity, which JSON cannot: ask for binary_data_output"
             raise ValueError(NOT_ACCEPTABLE, message)
-        else:
-            tensor["data"] = array.ravel().tolist()
-        tensors.append(tensor)
+        text = json.dumps(tensor)
+        tensors.append(text if in_bytes else f'{text[:-1]}, "data": {flat_json(array)}}}')
     answer: dict[str, Any] = {"model_name": model_name}
     if wanted["id"] is not None:
         answer["id"] = str(wanted["id"])
-    text = json.dumps(answer | {"outputs": tensors}, allow_nan=False).encode()
+    body = f'{json.dumps(answer)[:-1]}, "outputs": [{", ".join(tensors)}]}}'.encode()
     if not raw:
-        return text, {"content-type": "application/json"}
-    headers = {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(text))}
-    return b"".join([text, *raw]), headers
+        return body, {"content-type": "application/json"}
+    headers = {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(body))}
+    return b"".join([body, *raw]), headers
+
+
+def flat_json(array: Array) -> str:
+    """Return an array's elements as a JSON list.
+
+    It is written in pieces: no other thread runs while ``json`` writes one.
+    """
+    flat = array.ravel()
+    pieces = (flat[at : at + PIECE].tolist() for at in range(0, flat.size, PIECE))
+    return f"[{', '.join(json.dumps(piece, allow_nan=False)[1:-1] for piece in pieces)}]"
 
 
 def parameters(owner: Named) -> Named:
