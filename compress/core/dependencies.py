@@ -57,13 +57,6 @@ class Dependencies(Settings):
     """Relative to the pipeline's folder where they lie below it or beside the user's code."""
     environment: dict[str, str | None] = {}
 
-    def __or__(self, other: Dependencies) -> Dependencies:
-        """Return both together."""
-        return Dependencies(
-            files={**self.files, **other.files},
-            environment={**self.environment, **other.environment},
-        )
-
     def change(self, folder: Path) -> str:
         """Return the first thing that is not as it was, in words; empty where all is.
 
@@ -93,7 +86,7 @@ class Recording:
     """What user code has asked for so far; it can be pickled."""
 
     files: set[str] = field(default_factory=set)
-    """Absolute paths of files that were opened for reading."""
+    """Absolute paths of files that were read, other than what the code itself had written."""
     written: set[str] = field(default_factory=set)
     """Absolute paths of files that were opened for writing."""
     environment: dict[str, str | None] = field(default_factory=dict)
@@ -101,7 +94,7 @@ class Recording:
 
     def add(self, other: Recording) -> None:
         """Take in what another one holds."""
-        self.files |= other.files
+        self.files |= other.files - self.written
         self.written |= other.written
         self.environment = {**other.environment, **self.environment}
 
@@ -121,7 +114,7 @@ class Recording:
     ) -> Dependencies:
         """Return what was read as digests.
 
-        Files that the code itself wrote are left out, and variables that it set.
+        Variables are left out that the code itself set, or that the toolkit did for this process.
 
         Args:
             folder: the pipeline's; files below it, or below that of the code, are named relative
@@ -133,19 +126,24 @@ class Recording:
         roots = start, os.path.realpath(folder), os.path.realpath(code or folder)
         left_out = tuple(map(os.path.realpath, outputs))
         files: dict[str, str | None] = {}
-        for path in sorted(self.files - self.written):
+        for path in sorted(self.files):
             if not _is_below(os.path.realpath(path), left_out) and not _is_special(path):
                 name = os.path.relpath(path, start) if _is_below(path, roots) else path
                 files[name] = digest_of(Path(path))
-        environment = {n: v for n, v in sorted(self.environment.items()) if n not in _set_by_user}
+        # A rank, or a worker, has others than this process, such as RANK.
+        environment = {
+            name: digest
+            for name, digest in sorted(self.environment.items())
+            if name not in _set_here and digest == digest_of_variable(name)
+        }
         return Dependencies(files=files, environment=environment)
 
 
 _recordings: list[Recording] = []
 """Those under way, in any thread: user code may read in threads of its own."""
 _thread = threading.local()
-_set_by_user: dict[str, str | None] = {}
-"""Variables that user code itself has set → what they were before."""
+_set_here: dict[str, str | None] = {}
+"""Variables that user code itself, or this toolkit, has set → what they were before."""
 _imports: dict[str, set[str]] = {}
 """File of user code → the modules' files that it has imported; a second import opens none."""
 _sources: dict[str, str | None] = {}
@@ -212,7 +210,7 @@ def changed_sources() -> set[str]:
 
 def digest_of_variable(name: str) -> str | None:
     """Return the SHA-256 of an environment variable as it was before user code set it."""
-    return _digest(_set_by_user[name] if name in _set_by_user else os.environ.get(name))
+    return _digest(_set_here[name] if name in _set_here else os.environ.get(name))
 
 
 def digest_of(path: Path) -> str | None:
@@ -253,7 +251,7 @@ def _install() -> None:
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and _recordings and not getattr(_thread, "paused", False):
-        with suppress(ValueError, TypeError):  # a path that `open` itself will refuse
+        with suppress(ValueError, TypeError, OSError):  # what `open` itself will refuse
             _note_open(*arguments)
 
 
@@ -267,10 +265,14 @@ def _note_open(path: Any, mode: Any, flags: int) -> None:
     if origin_of(name) != "user" or name.startswith(_NO_DATA):
         return
     is_written = flags & (os.O_WRONLY | os.O_RDWR)
+    is_read = not flags & (os.O_WRONLY | os.O_TRUNC)
     if name.endswith(".py") and not is_written:
         _imports.setdefault(asker, set()).add(name)
     for active in _recordings:
-        (active.written if is_written else active.files).add(name)
+        if is_read and name not in active.written:
+            active.files.add(name)
+        if is_written:
+            active.written.add(name)
 
 
 def _with_imports(files: set[str]) -> set[str]:
@@ -296,18 +298,18 @@ def _asking_user_code(frame: FrameType | None) -> str:
     return ""
 
 
-def _asked_directly(frame: FrameType | None) -> bool:
-    """Whether the user's code itself asked: libraries read many variables for themselves."""
+def _direct_origin(frame: FrameType | None) -> str:
+    """Return whose code itself asked: libraries read many variables for themselves."""
     while frame is not None and frame.f_code.co_filename in _MAPPINGS:
         frame = frame.f_back
-    return frame is not None and origin_of(frame.f_code.co_filename) == "user"
+    return origin_of(frame.f_code.co_filename) if frame is not None else "other"
 
 
 class _Environment(os._Environ[str]):
     """`os.environ`, which tells recordings what is asked of it."""
 
     def __getitem__(self, key: str) -> str:
-        if _recordings and isinstance(key, str) and _asked_directly(sys._getframe(1)):
+        if _recordings and isinstance(key, str) and _direct_origin(sys._getframe(1)) == "user":
             value = self._plain(key)
             for active in _recordings:
                 active.environment.setdefault(key, _digest(value))
@@ -326,8 +328,9 @@ class _Environment(os._Environ[str]):
         return {key: super(_Environment, self).__getitem__(key) for key in self}
 
     def _note_change(self, key: str) -> None:
-        if _recordings and isinstance(key, str) and _asked_directly(sys._getframe(2)):
-            _set_by_user.setdefault(key, self._plain(key))
+        origin = _direct_origin(sys._getframe(2))
+        if origin == "own" or (origin == "user" and _recordings):
+            _set_here.setdefault(key, self._plain(key))
 
     def _plain(self, key: str) -> str | None:
         try:

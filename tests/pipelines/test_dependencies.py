@@ -227,12 +227,17 @@ def test_what_is_declared_is_part_of_everything(user, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_stages_made_in_other_processes_tell_what_they_read(user) -> None:
-    user.run(jobs=2, force=True)
+@pytest.mark.parametrize("how", ["workers", "ranks"])
+def test_what_other_processes_read_is_followed(user, how) -> None:
+    jobs = 2 if how == "workers" else None
+    if how == "ranks":
+        parallel = "parallel: {strategy: ddp, processes: 2}"
+        user.edit("keep: last", f"keep: best, {parallel}")
+    user.run(jobs=jobs, force=True)
     user.run()
     assert user.ran() == {}
     (user.folder / "weight.txt").write_text("0.25")
-    user.run(jobs=2)
+    user.run()
     assert user.ran()["train"] == "file weight.txt changed"
 
 

@@ -31,6 +31,7 @@ def test_files_count_however_a_library_opens_them(file: Path, tmp_path: Path) ->
         np.load(file)
         with pytest.raises(FileNotFoundError):
             missing.read_text()
+        np.save(file, np.arange(3))  # after it was read
         (tmp_path / "log").write_text("an output")
         (tmp_path / "log").read_text()
         Path(json.__file__).read_text()
