@@ -48,17 +48,6 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     **{(m, "PosixPath"): PurePosixPath for m in ("pathlib", "pathlib._local")},
     **{(m, "WindowsPath"): PureWindowsPath for m in ("pathlib", "pathlib._local")},
 }
-_MALFORMED = (
-    pickle.UnpicklingError,
-    AttributeError,
-    EOFError,
-    IndexError,
-    KeyError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -88,7 +77,9 @@ def read_distributed(folder: Path) -> dict[Any, Any]:
                 for parent in parents:
                     branch = branch.setdefault(parent, {})
                 branch[leaf] = _stored(folder, metadata, name, entry)
-    except _MALFORMED as error:
+    except ArtifactInvalid:
+        raise
+    except Exception as error:  # an index of other values than torch writes fails anywhere
         raise _unreadable(folder, error) from error
     return state
 
@@ -101,7 +92,7 @@ def _read_metadata(folder: Path) -> dcp.Metadata:
             f"checkpoint {folder}: {METADATA} names {error}, which is no part of an index of "
             "torch.distributed.checkpoint and is never executed here; save the weights anew"
         ) from error
-    except _MALFORMED as error:
+    except Exception as error:  # of bytes that are no pickle, the reader raises what it likes
         raise _unreadable(folder, error) from error
     if not isinstance(metadata, dcp.Metadata):
         raise ArtifactInvalid(
@@ -143,18 +134,21 @@ def _assemble(
     dtype: torch.dtype,
     places: Sequence[tuple[dcp.ChunkStorageMetadata, filesystem._StorageInfo]],
 ) -> torch.Tensor:
-    whole = torch.empty(shape, dtype=dtype)
+    try:
+        whole = torch.empty(shape, dtype=dtype)
+    except (RuntimeError, TypeError) as error:
+        raise _unreadable(folder, error) from error
     for chunk, info in places:
         file = folder / info.relative_path
-        region = whole[
-            tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-        ]
         try:
+            region = whole[
+                tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+            ]
             if region.shape != chunk.sizes:
                 raise ValueError(f"a part of {tuple(chunk.sizes)} reaches beyond {shape}")
             with file.open("rb", buffering=0) as stream:
                 read_saved_(Window(stream, info.offset, info.length), region)
-        except _MALFORMED as error:
+        except Exception as error:
             raise ArtifactInvalid(
                 f"checkpoint {file}: {name} cannot be read, or truncated ({first_line(error)})"
             ) from error
