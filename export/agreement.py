@@ -81,7 +81,7 @@ def prove_equal(
         got: the exported model.
         context: with the data and threads of this run.
         limits: the largest size of each named axis that has one.
-        operators: the ONNX operators that the exported model is made of.
+        operators: those that the exported model has, by their names.
 
     Raises:
         StageFailed: they answer otherwise; the message says where.
@@ -106,7 +106,7 @@ def compare(
         got: the exported model.
         seen: batches of real inputs.
         limits: the largest size of each named axis that has one.
-        operators: the ONNX operators that the exported model is made of.
+        operators: those that the exported model has, by their names.
 
     Raises:
         StageFailed: they answer otherwise; the message says where.

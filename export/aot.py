@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -106,6 +107,9 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
         program = program_of(model)
         facts: dict[str, Any] = {"built_for": built_for(self.device)}
         facts |= {"parameters": model.parameters(), "macs": model.macs()}
+        called = program.graph_module.graph.nodes
+        operators = Counter(str(n.target) for n in called if n.op == "call_function")
+        facts["operators"] = dict(sorted(operators.items()))
         facts |= limits_of(program, model.signature, self.title)
         device = _where(self.device, context.device)
         with AotModel.sealing(
@@ -118,7 +122,7 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
                 got, again = on_cpu(compiled), self._export_again
                 account = Account(self.title, model, got, file, program, again, AOT, context)
                 with accounting(account):
-                    prove_equal(model, got, context, facts.get("axis_limits"))
+                    prove_equal(model, got, context, facts.get("axis_limits"), operators)
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
         return AotModel.at(context.root)
 

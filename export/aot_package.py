@@ -14,6 +14,7 @@ import torch
 from torch.export.pt2_archive import PT2ArchiveReader
 
 from compress.core.errors import ArtifactInvalid, StageFailed, first_line
+from compress.core.library import replaced
 from compress.core.zips import refuse_bomb
 from export.aot_lowering import merge_products_, multiply_rows_, widen_ranges_
 from export.targets import NO_WIDE_INTEGERS
@@ -173,8 +174,23 @@ def _compile(
         program = move_to_device_pass(program, device)
         settings["freezing"] = False  # it is for oneDNN's kernels
     program._example_inputs = (tuple(inputs), {})  # a stored program has none
-    with torch.no_grad(), config.patch(settings):
+    with torch.no_grad(), config.patch(settings), _exact_near_zero():
         aoti_compile_and_package(program, package_path=str(package), inductor_configs=settings)
+
+
+@contextmanager
+def _exact_near_zero() -> Iterator[None]:
+    """Have vectors computed by kernels that keep the digits of small numbers, as torch's own do.
+
+    Inductor (torch 2.13) writes expm1, and so ELU, as exp(x) - 1, and atanh by log(1 + x).
+    """
+    from torch._inductor.codegen.cpp import CppVecOverrides
+
+    with (
+        replaced(CppVecOverrides, "expm1", staticmethod(lambda x: f"{x}.expm1()")),
+        replaced(CppVecOverrides, "atanh", staticmethod(lambda x: f"{x}.atanh()")),
+    ):
+        yield
 
 
 def _without_sources(package: Path, file: Path) -> dict[str, dict[str, int]]:

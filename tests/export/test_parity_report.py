@@ -146,6 +146,23 @@ def test_the_first_wrong_layer_is_named_and_shown_in_a_fresh_process(
     assert (folder / "model.onnx").stat().st_size < 1000, "the operator alone"
 
 
+def test_an_export_that_answers_nan_is_told_as_any_other(
+    model: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def translate(x: Any) -> Any:
+        nothing = op.Sub(x, x)
+        return op.Div(nothing, nothing)
+
+    monkeypatch.setitem(TRANSLATIONS, torch.ops.aten.erf.default, translate)
+    context = Context(root=tmp_path / "onnx", data=samples())
+    with pytest.raises(StageFailed, match=r"first layer .* is blocks\.0 \(aten\.erf\.default\)"):
+        ExportOnnx()(model, context)
+    report = json.loads((tmp_path / "parity" / "export_onnx" / "parity.json").read_text())
+    row = {row["kind"]: row for row in report["kinds"]}["val, batch 0"]
+    assert row["relative"] == row["absolute"] == "not finite"
+    assert row["note"] == "no labels: the model's outputs are not all finite: some are NaN"
+
+
 def test_torchscript_is_searched_and_its_folder_is_of_the_run(
     model: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,13 @@ def test_integers_may_differ_more_than_floats() -> None:
         check_on_samples(same, off_by(0.1), BATCHES)
 
 
+@pytest.mark.parametrize(("limit", "rounded"), [(1e-3, False), (0.1, True)])
+def test_at_each_size_answers_may_differ_by_a_limit(limit: float, rounded: bool) -> None:
+    check_agreement(same, off_by(0.9 * limit), ROWS, rounded=rounded)
+    with pytest.raises(StageFailed, match="of their norm, expected at most"):
+        check_agreement(same, off_by(1.1 * limit), ROWS, rounded=rounded)
+
+
 def test_a_graph_that_says_what_it_was_traced_for_is_not_called_baked_in() -> None:
     def traced(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if len(x) == 1:

@@ -110,6 +110,20 @@ def test_caps_and_minima_are_rounded_up() -> None:
     assert allocate(family, 0.6, limits, comparable=True)[1] == 32  # 20 at least, in sixteens
 
 
+@pytest.mark.parametrize(
+    ("channels", "max_ratio", "least"), [(10, 0.75, 3), (7, 0.5, 4), (9, 0.3, 7)]
+)
+def test_no_family_loses_more_than_the_largest_share(
+    channels: int, max_ratio: float, least: int
+) -> None:
+    """Where the share is no whole number of channels, one more stays and not one less."""
+    families = ranked([9.0] * channels, [0.0] * channels)
+    limits = Limits("global", 1, 1, max_ratio=max_ratio)
+    kept = allocate(families, max_ratio, limits, comparable=True)
+    assert kept[1] == least
+    assert channels - least <= max_ratio * channels < channels - least + 1
+
+
 def test_families_of_one_structure_are_found() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*(p for _ in range(3) for p in (nn.Linear(8, 8), nn.ReLU())))

@@ -93,6 +93,38 @@ def test_a_refit_saves_what_a_cut_breaks(digits: Splits, tmp_path: Path) -> None
     assert found[0.7, True] > before - 0.03
 
 
+LINEAR = """
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 16), nn.Linear(16, 3))
+"""
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+def test_after_each_cut_layers_are_refitted_to_the_rows_that_are_left(
+    iterations: int, tmp_path: Path
+) -> None:
+    """Without activations half of the units can say all, so that a refit is exact, unit by unit."""
+    (tmp_path / "linear.py").write_text(LINEAR)
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+    recipe = Recipe(factory="linear:net")
+    torch.manual_seed(0)
+    state = recipe.build(tmp_path).state_dict()
+    model = EagerModel.create(tmp_path / "source", recipe, state, signature, folder=tmp_path)
+    x = torch.randn(64, 4)
+    data = Splits({"train": [(row, torch.tensor(0)) for row in x]}, batch_size=32)
+    stage = PruneChannels(ratio=0.5, iterations=iterations, round_to=1, importance="random")
+    slim = stage(model, Context(root=tmp_path / "slim", data=data))
+    rows = torch.arange(16)
+    for edit in slim.recipe.edits:
+        rows = rows[list(edit.kept["1.weight"][0])]
+    with torch.no_grad():
+        expected, found = model.load()[:2](x)[:, rows], slim.load()[:2](x)
+    assert len(slim.recipe.edits) == iterations
+    assert (found - expected).norm() < 0.01 * expected.norm()
+
+
 class LatePositions(nn.Module):
     """Has a layer with an entry for each position, of which short sequences read the first."""
 
