@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Parity,
     )
     from compress.core.graph import GraphModel
+    from compress.core.loss import Loss
     from compress.core.metrics import Metric
     from compress.core.native import NativeModel
     from compress.core.signature import Signature, TensorSpec
@@ -67,6 +68,7 @@ __all__ = [
     "GateRefused",
     "GraphModel",
     "LabelAgreement",
+    "Loss",
     "MaxDrop",
     "MaxLatency",
     "MaxMemory",
@@ -128,6 +130,7 @@ _HOMES = {
         "Parity",
     ),
     "compress.core.graph": ("GraphModel",),
+    "compress.core.loss": ("Loss",),
     "compress.core.metrics": ("Metric",),
     "compress.core.native": ("NativeModel",),
     "compress.core.signature": ("Signature", "TensorSpec"),

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from compress.core.batch import Batch, collate, describe
 from compress.core.cache import CachedDataset, place_of, probe
 from compress.core.contents import Contents, hashes_of, held_tensors
-from compress.core.errors import PipelineInvalid, StageFailed, first_line
+from compress.core.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.core.factory import local_sources, resolve, sources_digest
 from compress.core.loading import Loading
 from compress.core.reading import Reader
@@ -283,9 +283,10 @@ class Splits:
         try:
             yield
         except Exception as error:
+            kind = "" if isinstance(error, CompressError) else f"{type(error).__name__}: "
             raise PipelineInvalid(
                 f"{self._where}: a sample of split {split!r} cannot be read: "
-                f"{type(error).__name__}: {first_line(error)}"
+                f"{kind}{first_line(error)}"
             ) from error
 
 

@@ -39,11 +39,16 @@ def kind_of(targets: torch.Tensor) -> Targets:
     return "binary" if bool(((targets == 0) | (targets == 1)).all()) else "numbers"
 
 
+def split_of_targets(data: Splits) -> str:
+    """Return the split whose targets say what the task is."""
+    return next((n for n in ("train", "val") if n in data.datasets), next(iter(data.datasets)))
+
+
 def sampled_targets(data: Splits) -> torch.Tensor | None:
     """Return targets of some samples that are trained on; None where they have none."""
     import torch
 
-    name = next((n for n in ("train", "val") if n in data.datasets), next(iter(data.datasets)))
+    name = split_of_targets(data)
     count = len(data.stored(name))  # type: ignore[arg-type]  # Splits admits sized datasets only
     # At random, as what is evenly spaced may fall in with the order of the classes.
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
