@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING
 
 from compress.core.errors import CompressError, PipelineInvalid
 from compress.core.metrics import OF_TARGETS, usual_metric
-from compress.core.targets import fitted, form_of, sampled_targets, split_of_targets
+from compress.core.targets import (
+    are_probabilities,
+    fitted,
+    form_of,
+    sampled_targets,
+    split_of_targets,
+)
 from pipelines.needs import check_loss, refuse_falling_metric
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
     from compress.core.artifact import Artifact
     from compress.core.data import Splits
@@ -75,10 +83,24 @@ def fitting_loss(plan: Plan, pipeline: Pipeline, source: Artifact, context: Cont
         if metric.is_mean and metric.name != "fidelity":
             metric.summed(outputs, batch.target)
     check_loss(pipeline, plan.stages, replace(loss, name=found))
-    if pipeline.loss:
-        return ""
     forms = f"targets are {form_of(batch.target)} and outputs {form_of(outputs)}"
-    return f"loss: {found}, as {forms}; metric: {metric.name}"
+    line = "" if pipeline.loss else f"loss: {found}, as {forms}; metric: {metric.name}"
+    return "\n".join(filter(None, [line, _twice_normalized(found, outputs)]))
+
+
+def _twice_normalized(loss: str, outputs: torch.Tensor) -> str:
+    """Return a warning where outputs are probabilities and the loss makes some of them again."""
+    if loss == "cross_entropy" and are_probabilities(outputs):
+        mend = "leave out the softmax, or use log_softmax and loss: nll"
+    elif loss == "binary_cross_entropy" and len(outputs) == SAMPLES and _are_shares(outputs):
+        mend = "leave out the sigmoid"
+    else:
+        return ""
+    return f"warning: {loss} takes logits, and the model's outputs look like probabilities; {mend}"
+
+
+def _are_shares(outputs: torch.Tensor) -> bool:
+    return bool(((outputs >= 0) & (outputs <= 1)).all())
 
 
 @contextmanager

@@ -38,7 +38,8 @@ SHIPPED = [
 PUBLIC = {
     compress: "Artifact ArtifactInvalid CompressError Context ConvertPrecision Distill EagerModel "
     "Finetune GateRefused GraphModel LabelAgreement Loss MaxDrop MaxLatency MaxMemory "
-    "MaxParameters MaxSize Metric MinMetric MinSpeedup NativeModel Parallel Parity PipelineInvalid Predictor "
+    "MaxParameters MaxSize Metric MinMetric MinSpeedup NativeModel Parallel Parity "
+    "PipelineInvalid Predictor "
     "PruneChannels PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed "
     "QuantizeNative QuantizeStatic QuantizeWeights Signature Splits Stage StageFailed Target "
     "TensorSpec Train Training Unavailable Verdict consolidate",
