@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Parity,
     )
     from compress.core.graph import GraphModel
+    from compress.core.loss import Loss
     from compress.core.metrics import Metric
     from compress.core.signature import Signature, TensorSpec
     from compress.core.stage import Context, Stage
@@ -65,6 +66,7 @@ __all__ = [
     "GateRefused",
     "GraphModel",
     "LabelAgreement",
+    "Loss",
     "MaxDrop",
     "MaxLatency",
     "MaxMemory",
@@ -124,6 +126,7 @@ _HOMES = {
         "Parity",
     ),
     "compress.core.graph": ("GraphModel",),
+    "compress.core.loss": ("Loss",),
     "compress.core.metrics": ("Metric",),
     "compress.core.signature": ("Signature", "TensorSpec"),
     "compress.core.stage": ("Context", "Stage"),

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compress.core.errors import CompressError, PipelineInvalid
 from compress.core.metrics import OF_TARGETS, usual_metric
-from compress.core.targets import fitted, form_of, sampled_targets
+from compress.core.targets import (
+    are_probabilities,
+    fitted,
+    form_of,
+    sampled_targets,
+    split_of_targets,
+)
 from pipelines.needs import check_loss, check_metric
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
     from compress.core.artifact import Artifact
@@ -27,11 +36,12 @@ def settled(plan: Plan, pipeline: Pipeline, data: Splits | None) -> tuple[Plan, 
     """Return plan and pipeline with the loss and the metric that the data's targets ask for.
 
     Raises:
-        PipelineInvalid: a gate does not suit that metric.
+        PipelineInvalid: a sample cannot be read, or a gate does not suit that metric.
     """
     if not (_uses_loss(plan) or plan.metric.name in OF_TARGETS):
         return plan, pipeline
-    loss = plan.loss.settled(data)
+    with _placed(pipeline, "data"):
+        loss = plan.loss.settled(data)
     metric = usual_metric(loss) if pipeline.metric is None else replace(plan.metric, loss=loss)
     for stage in plan.stages:
         check_metric(pipeline, stage, metric.name)
@@ -50,40 +60,54 @@ def fitting_loss(plan: Plan, pipeline: Pipeline, source: Artifact, context: Cont
     Raises:
         PipelineInvalid: outputs and targets do not fit the loss, or settings of a training do not.
     """
-    data = context.data
+    data, loss, metric = context.data, plan.loss, plan.metric
     if data is None or not _uses_loss(plan):
         return ""
-    name = next((n for n in ("train", "val") if n in data.datasets), next(iter(data.datasets)))
-    count = min(SAMPLES, len(data.stored(name)))  # type: ignore[arg-type]  # Splits admits sized datasets only
-    batch = next(data.read(name, range(count), count))
-    if batch.target is None:
+    with _placed(pipeline, "data"):
+        name = split_of_targets(data)
+        count = min(SAMPLES, len(data.stored(name)))  # type: ignore[arg-type]  # Splits admits sized datasets only
+        batch, targets = next(data.read(name, range(count), count)), sampled_targets(data)
+    if batch.target is None or targets is None:
         return ""
     with context.opened(source) as predict:
         outputs = predict(*batch.inputs)[0].cpu()
-    key = "loss" if pipeline.loss else "data"
+    with _placed(pipeline, "loss" if pipeline.loss else "data"):
+        found = loss.name_for(outputs, batch.target)
+        loss.summed(outputs, batch.target)
+        if not loss.is_own and targets.shape[1:] == batch.target.shape[1:]:
+            # What only samples beyond the first have, such as a label out of range.
+            fitted(found, outputs[:1].expand(len(targets), *outputs.shape[1:]), targets)
+    with _placed(pipeline, "metric"):
+        if metric.is_mean and metric.name != "fidelity":
+            metric.summed(outputs, batch.target)
+    check_loss(pipeline, plan.stages, replace(loss, name=found))
+    forms = f"targets are {form_of(batch.target)} and outputs {form_of(outputs)}"
+    line = "" if pipeline.loss else f"loss: {found}, as {forms}; metric: {metric.name}"
+    return "\n".join(filter(None, [line, _twice_normalized(found, outputs)]))
+
+
+def _twice_normalized(loss: str, outputs: torch.Tensor) -> str:
+    """Return a warning where outputs are probabilities and the loss makes some of them again."""
+    if loss == "cross_entropy" and are_probabilities(outputs):
+        mend = "leave out the softmax, or use log_softmax and loss: nll"
+    elif loss == "binary_cross_entropy" and len(outputs) == SAMPLES and _are_shares(outputs):
+        mend = "leave out the sigmoid"
+    else:
+        return ""
+    return f"warning: {loss} takes logits, and the model's outputs look like probabilities; {mend}"
+
+
+def _are_shares(outputs: torch.Tensor) -> bool:
+    return bool(((outputs >= 0) & (outputs <= 1)).all())
+
+
+@contextmanager
+def _placed(pipeline: Pipeline, key: str) -> Iterator[None]:
+    """Let errors name a setting's place in the file."""
     try:
-        found = plan.loss.name_for(outputs, batch.target)
-        plan.loss.summed(outputs, batch.target)
-        if not plan.loss.is_own:
-            _refuse_others(found, outputs, batch.target, sampled_targets(data))
-        key = "metric"
-        if plan.metric.is_mean and plan.metric.name != "fidelity":
-            plan.metric.summed(outputs, batch.target)
+        yield
     except CompressError as error:
         raise PipelineInvalid(f"{pipeline.place(key)}: {error}") from error
-    check_loss(pipeline, plan.stages, replace(plan.loss, name=found))
-    if pipeline.loss:
-        return ""
-    forms = f"targets are {form_of(batch.target)} and outputs {form_of(outputs)}"
-    return f"loss: {found}, as {forms}; metric: {plan.metric.name}"
-
-
-def _refuse_others(
-    name: str, outputs: torch.Tensor, targets: torch.Tensor, more: torch.Tensor | None
-) -> None:
-    """Refuse targets that only samples beyond the first have, such as a label out of range."""
-    if more is not None and more.shape[1:] == targets.shape[1:]:
-        fitted(name, outputs[:1].expand(len(more), *outputs.shape[1:]), more)
 
 
 def _uses_loss(plan: Plan) -> bool:

@@ -37,8 +37,9 @@ SHIPPED = [
 
 PUBLIC = {
     compress: "Artifact ArtifactInvalid CompressError Context ConvertPrecision Distill EagerModel "
-    "Finetune GateRefused GraphModel LabelAgreement MaxDrop MaxLatency MaxMemory MaxParameters "
-    "MaxSize Metric MinMetric MinSpeedup Parallel Parity PipelineInvalid Predictor "
+    "Finetune GateRefused GraphModel LabelAgreement Loss MaxDrop MaxLatency MaxMemory "
+    "MaxParameters MaxSize Metric MinMetric MinSpeedup Parallel Parity "
+    "PipelineInvalid Predictor "
     "PruneChannels PruneLayers PruneWeights QuantizeAwareTraining QuantizeDynamic QuantizeMixed "
     "QuantizeStatic QuantizeWeights Signature Splits Stage StageFailed Target "
     "TensorSpec Train Training Unavailable Verdict consolidate",

@@ -34,16 +34,21 @@ def kind_of(targets: torch.Tensor) -> Targets:
     if not targets.is_floating_point():
         return "labels"
     targets = targets[with_target(targets)]
-    if targets.dim() > 1 and targets.shape[1] > 1 and _are_probabilities(targets):
+    if are_probabilities(targets):
         return "probabilities"
     return "binary" if bool(((targets == 0) | (targets == 1)).all()) else "numbers"
+
+
+def split_of_targets(data: Splits) -> str:
+    """Return the split whose targets say what the task is."""
+    return next((n for n in ("train", "val") if n in data.datasets), next(iter(data.datasets)))
 
 
 def sampled_targets(data: Splits) -> torch.Tensor | None:
     """Return targets of some samples that are trained on; None where they have none."""
     import torch
 
-    name = next((n for n in ("train", "val") if n in data.datasets), next(iter(data.datasets)))
+    name = split_of_targets(data)
     count = len(data.stored(name))  # type: ignore[arg-type]  # Splits admits sized datasets only
     # At random, as what is evenly spaced may fall in with the order of the classes.
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
@@ -109,9 +114,12 @@ def same_elements(outputs: torch.Tensor, targets: torch.Tensor) -> bool:
     return bool(outputs.dim()) and shapes[0] == shapes[1]
 
 
-def _are_probabilities(targets: torch.Tensor) -> bool:
-    sums = targets.double().sum(1)
-    return bool((targets >= 0).all()) and bool(((sums - 1).abs() <= SUM_TOLERANCE).all())
+def are_probabilities(rows: torch.Tensor) -> bool:
+    """Whether numbers on axis 1 are probabilities of at least two classes."""
+    if rows.dim() < 2 or rows.shape[1] < 2:
+        return False
+    sums = rows.double().sum(1)
+    return bool((rows >= 0).all()) and bool(((sums - 1).abs() <= SUM_TOLERANCE).all())
 
 
 def _shape_of(tensor: torch.Tensor) -> str:
@@ -133,7 +141,7 @@ def _fitted_to_classes(name: str, outputs: torch.Tensor, targets: torch.Tensor) 
             f"{float(outputs.detach().max()):.3g}; end it with log_softmax, or use cross_entropy"
         )
     if targets.is_floating_point():
-        if name == "nll" or targets.shape != outputs.shape or not _are_probabilities(targets):
+        if name == "nll" or targets.shape != outputs.shape or not are_probabilities(targets):
             soft = "" if name == "nll" else f", or probabilities {_shape_of(outputs)} that sum to 1"
             raise StageFailed(
                 f"{name} takes whole numbers as labels{soft}, found targets {form_of(targets)} and "

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from compress.core.blocks import alike_entries, keep_blocks_
 from compress.core.eager import run_in_eval
 from compress.core.errors import StageFailed, first_line
-from compress.pruning.proof import shallow_copy
+from compress.pruning.proof import shallow_copy, shapes_in_training
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -122,10 +122,17 @@ def search(
                 refused.setdefault(block.name, found)
             else:
                 harms[block] = found
-        if not harms:
+        alone = alone or dict(harms)
+        best = None
+        while harms and best is None:
+            best = min(harms, key=lambda block: harms[block].order)
+            reason = _untrainable(module, [*gone, best], judge)
+            if reason:
+                refused[best.name] = reason
+                del harms[best]
+                best = None
+        if best is None:
             raise StageFailed(_too_few(len(steps), count, refused))
-        alone = alone or harms
-        best = min(harms, key=lambda block: harms[block].order)
         steps.append((best, harms[best]))
         blocks = [block for block in blocks if block in harms]
     if tried < total:  # some could not be tried, which nobody knew before
@@ -155,6 +162,24 @@ def _try(module: nn.Module, removed: Sequence[Block], judge: Judge) -> Harm | st
         return str(error)
     except Exception as error:  # noqa: BLE001 - a forward may fail in any way
         return f"the model without it fails: {type(error).__name__}: {first_line(error)}"
+
+
+def _untrainable(module: nn.Module, removed: Sequence[Block], judge: Judge) -> str | None:
+    """Return why the model without some blocks cannot run in training mode, where the whole can."""
+    inputs = tuple(x.to(judge.context.device) for x in judge.batches[0].inputs)
+    try:
+        expected = shapes_in_training(module, inputs)
+    except Exception:  # noqa: BLE001 - a forward may fail in any way
+        return None
+    trial = shallow_copy(module)
+    try:
+        keep_blocks_(trial, kept_without(module, removed))
+        found = shapes_in_training(trial, inputs)
+    except Exception as error:  # noqa: BLE001 - a forward may fail in any way
+        return (
+            f"the model without it fails in training: {type(error).__name__}: {first_line(error)}"
+        )
+    return None if found == expected else "the outputs of the model without it differ in training"
 
 
 def _too_few(found: int, wanted: int, refused: Mapping[str, str]) -> str:

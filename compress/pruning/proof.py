@@ -122,7 +122,7 @@ class Proof:
         keep_indices_(smaller, kept, attributes)
         expected = self._in_training
         try:
-            found = expected and _shapes_in_training(smaller, self._inputs)
+            found = expected and shapes_in_training(smaller, self._inputs)
         except Exception as error:  # noqa: BLE001 - a forward may fail in any way
             return (
                 f"the smaller model fails in training: {type(error).__name__}: {first_line(error)}"
@@ -135,7 +135,7 @@ class Proof:
     def _in_training(self) -> list[torch.Size] | None:
         """Shapes of the whole model's outputs in training mode, where it runs so."""
         try:
-            return _shapes_in_training(self._module, self._inputs)
+            return shapes_in_training(self._module, self._inputs)
         except Exception:  # noqa: BLE001 - a forward may fail in any way
             return None
 
@@ -309,7 +309,7 @@ def _answers(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Outputs:
         return run_in_eval(module, inputs)
 
 
-def _shapes_in_training(module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Size]:
+def shapes_in_training(module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Size]:
     """Run a copy of a module in training mode, which changes buffers, and return output shapes."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         return [x.shape for x in flatten_outputs(copy.deepcopy(module).train()(*inputs))]

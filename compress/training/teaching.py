@@ -108,15 +108,16 @@ def need_equal_shapes(student: torch.Tensor, teacher: torch.Tensor) -> None:
 
 
 def need_task_of_classes(term: str, loss: Loss) -> None:
-    """Refuse a comparison of classes in a task whose model predicts numbers.
+    """Refuse a comparison of classes in a task whose model predicts numbers, or several yes or no.
 
     Raises:
         StageFailed: it does.
     """
-    if loss.is_of_numbers:
+    name = loss.name or {"numbers": "mse", "binary": "binary_cross_entropy"}.get(loss.targets or "")
+    if loss.is_of_numbers or name == "binary_cross_entropy":
         raise StageFailed(
-            f"loss: {term} compares probabilities of classes, and this model predicts numbers "
-            f"(the pipeline's loss: {loss.name or 'mse'}); use loss: mse"
+            f"loss: {term} compares probabilities of classes that exclude each other, and the "
+            f"model of a pipeline with loss: {name} has none; use loss: mse"
         )
 
 

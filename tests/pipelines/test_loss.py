@@ -32,6 +32,12 @@ def mlp(outputs=1, hidden=16):
 def log_probabilities():
     return nn.Sequential(mlp(3), nn.LogSoftmax(1))
 
+def probabilities():
+    return nn.Sequential(mlp(3), nn.Softmax(1))
+
+def shares():
+    return nn.Sequential(mlp(1), nn.Sigmoid())
+
 def pixels():
     return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
 
@@ -228,7 +234,7 @@ def test_another_loss_and_other_code_of_it_train_anew(tmp_path) -> None:
             "numbers",
             "",
             "{stage: distill, teacher: source, epochs: 1}",
-            r"loss: kl compares probabilities of classes, and this model predicts numbers",
+            r"loss: kl compares probabilities of classes .* with loss: mse has none",
         ),
         ("dictionaries", "", TRAIN, "target is a dict with the entries 'boxes', 'classes'"),
     ],
@@ -248,6 +254,25 @@ def test_a_label_out_of_range_is_refused_before_anything_is_trained(tmp_path) ->
     found = project(tmp_path, "log_probabilities", "classes, arguments: {labels: 4}")
     with pytest.raises(PipelineInvalid, match="label 3 is out of range: the model has 3 classes"):
         checked(found.file, models=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "mend"),
+    [
+        ("probabilities", "classes", "leave out the softmax, or use log_softmax and loss: nll"),
+        ("shares", "binary", "leave out the sigmoid"),
+    ],
+)
+def test_outputs_that_are_probabilities_already_are_warned_of(tmp_path, model, data, mend) -> None:
+    found = project(tmp_path, model, data)
+    (_, warning, _) = (line for line in checked(found.file, models=True).lines[1:])
+    assert warning.startswith("warning: ")
+    assert warning.endswith(
+        f"takes logits, and the model's outputs look like probabilities; {mend}"
+    )
+    (tmp_path / "fine").mkdir()
+    fine = project(tmp_path / "fine", "log_probabilities", "classes")
+    assert not any("warning" in line for line in checked(fine.file, models=True).lines)
 
 
 def test_the_schema_tells_the_names(tmp_path) -> None:

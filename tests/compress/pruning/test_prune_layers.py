@@ -153,3 +153,33 @@ def test_a_gate_refuses_and_the_result_is_kept(deep: EagerModel, tmp_path: Path)
     with pytest.raises(GateRefused, match="max_parameters"):
         stage(deep, Context(root=tmp_path / "slim"))
     assert EagerModel.at(tmp_path / "slim").parameters() < deep.parameters()
+
+
+SUPERVISED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.head, self.late = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        states = []
+        for block in self.blocks:
+            x = x + block(x)
+            states.append(x)
+        return (self.head(x), self.late(states[2])) if self.training else self.head(x)
+"""
+
+
+def test_a_block_that_training_needs_stays(tmp_path: Path) -> None:
+    (tmp_path / "supervised.py").write_text(SUPERVISED)
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+    recipe = Recipe(factory="supervised:Net")
+    model = import_checkpoint(
+        tmp_path / "deep", recipe, signature, checkpoint=None, folder=tmp_path
+    )
+    with pytest.raises(StageFailed, match="without it fails in training: IndexError"):
+        PruneLayers(remove=1)(model, Context(root=tmp_path / "slim"))
