@@ -1,5 +1,6 @@
 # make demo   set up .venv and run pipelines/quickstart.yaml
 # make test   set up .venv and run every check and test
+# make fuzz   set up .venv and try 5000 changed inputs of each kind; FUZZ_EXAMPLES=… for more
 # make docs   set up .venv and build the site of docs/ in build/site
 # make mutation   count the mutants of the mathematics that the tests kill (MUTANTS=compress.core.gate* for some)
 PYTHON ?= python3
@@ -10,7 +11,7 @@ WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 CHILDREN ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test lint docs mutation clean
+.PHONY: demo test fuzz lint docs mutation clean
 
 demo: .venv/demo
 	$(BIN)/compress run pipelines/quickstart.yaml
@@ -18,6 +19,10 @@ demo: .venv/demo
 test: lint docs
 	$(BIN)/pytest -q $(WORKERS)
 	$(BIN)/pytest -q $(WORKERS) -m slow
+
+# Hypothesis draws new examples each time; CI tries the same 200 in `make test`.
+fuzz: .venv/dev
+	HYPOTHESIS_PROFILE=long $(BIN)/pytest -q --timeout 0 tests/fuzz
 
 lint: .venv/dev
 	$(BIN)/ruff check .

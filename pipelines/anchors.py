@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compress.core.artifact import MANIFEST, Artifact
-from compress.core.errors import ArtifactInvalid, PipelineInvalid
+from compress.core.errors import ArtifactInvalid
 from compress.core.files import open_regular
 from pipelines import catalog  # noqa: F401 - importing it makes every kind known
 from serve.archive import TorchServeArchive
@@ -153,8 +153,6 @@ def _told(anchors: Anchors, given: Given) -> Iterator[tuple[str, frozenset[str]]
     """Yield the name of each thing that was given, and the hashes that it names."""
     if given.sha256 is not None:
         yield "--sha256", frozenset({given.sha256.lower()})
-    if given.key is not None and given.attestation is None:
-        raise PipelineInvalid("--key: checks a signature; give --attestation FILE too")
     if given.attestation is not None:
         found = read_attestation(given.attestation, given.key)
         signed = f"signed by key {found.signed_by[:16]}" if found.signed_by else "unsigned"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.core.artifact import Artifact
 from compress.core.errors import ArtifactInvalid, CompressError, PipelineInvalid
-from compress.core.files import write_atomically
+from compress.core.files import sha256_of, write_atomically
 from pipelines import catalog  # noqa: F401 - importing it makes every kind known
 from pipelines.anchors import Given, anchors_of, anchors_of_file, run_around
 from pipelines.pipeline import Pipeline
@@ -43,21 +43,24 @@ def prove(
     Raises:
         CompressError: something does not match, or a file cannot be written; the message says.
     """
+    if given.key is not None and given.attestation is None:
+        raise PipelineInvalid("--key: checks a signature; give --attestation FILE too")
     if sign_key is not None and attest is None:
         raise PipelineInvalid("--sign-key: signs an attestation; give --attest FILE too")
     for option, file in (("--report", report), ("--attest", attest)):
         _refuse_place(option, file)
     run = run_around(path)
     if path.is_file():
-        artifact = None
+        artifact, sha256 = None, sha256_of(path)
+        anchors = anchors_of_file(path, sha256, given)
         proof = verify(path, sha256=given.sha256)
-        anchors = anchors_of_file(path, proof.sha256, given)
     else:
         artifact = Artifact.at(path)
+        sha256 = artifact.manifest.files[artifact.payload_name].sha256
         anchors = anchors_of(artifact, given, run)  # before the pipeline's code runs
         proof = verify(path, sha256=given.sha256, evidence=partial(evidence_of, path))
-        if proof.digest != artifact.digest:
-            raise ArtifactInvalid(f"{path}: was changed while it was verified")
+    if (proof.digest, proof.sha256) != (artifact.digest if artifact else None, sha256):
+        raise ArtifactInvalid(f"{path}: was changed while it was verified")
     proof = anchors.added_to(proof)
     if attest is not None:
         subjects = subjects_of(artifact) if artifact else {path.name: proof.sha256}

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +29,7 @@ from compress.core.signature import Signature, TensorSpec
 from compress.core.weights import in_memory
 from pipelines.inspection import described
 from serve.archive import check_bare
-from serve.attestation import read_attestation, statement_of, subjects_of
+from serve.attestation import read_attestation, signed, statement_of, subjects_of
 from serve.mar import read_mar
 from serve.provenance import digest_of
 from serve.verify import verify
@@ -120,7 +122,7 @@ def test_a_changed_manifest_is_refused_by_who_knows_the_digest(
     folder = rewritten(eager, place, {MANIFEST: changed})
     try:
         found = Artifact.at(folder)
-        assert not [line for line in described(found) if OBEYED.search(line) and not line]
+        assert list(described(found))
         found.verify()
     except CompressError as error:
         one_line(error)
@@ -217,26 +219,28 @@ def test_a_changed_checkpoint_is_read_or_refused(
         one_line(error)
 
 
-@pytest.mark.timeout(600)
-@given(data=st.data())
-def test_a_changed_attestation_is_refused_or_says_the_same(
-    eager: EagerModel, place: Path, data: st.DataObject
-) -> None:
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-    from serve.attestation import signed
-
+@pytest.fixture(scope="module")
+def attested(eager: EagerModel, place: Path) -> tuple[bytes, bytes]:
+    """Return a statement, and the same signed with a key that lies beside its public one."""
     key = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
     pem, clear = serialization.Encoding.PEM, serialization.NoEncryption()
     (place / "key").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, clear))
     spki = serialization.PublicFormat.SubjectPublicKeyInfo
     (place / "public").write_bytes(key.public_key().public_bytes(pem, spki))
     statement = statement_of(subjects_of(eager), (), verify(eager.path))
+    return statement, signed(statement, place / "key")
+
+
+@pytest.mark.timeout(600)
+@given(data=st.data())
+def test_a_changed_attestation_is_refused_or_says_the_same(
+    attested: tuple[bytes, bytes], place: Path, data: st.DataObject
+) -> None:
+    statement, envelope = attested
     file = place / "attestation"
-    file.write_bytes(signed(statement, place / "key"))
+    file.write_bytes(envelope)
     expected = read_attestation(file, place / "public")
-    file.write_bytes(data.draw(changed_bytes(file.read_bytes())))
+    file.write_bytes(data.draw(changed_bytes(envelope)))
     try:
         assert read_attestation(file, place / "public") == expected
     except CompressError as error:
