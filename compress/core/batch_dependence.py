@@ -80,10 +80,12 @@ class BatchDependence(Settings):
 
     @property
     def why_not_joined(self) -> str:
-        """Why requests must not be answered together, and how to mend it; empty where they may."""
-        moved = self._worst(set(self.beyond_rounding) - {"unpadded"})
-        if moved:
-            return f"answers depend on what else is in the batch: {moved}"
+        """Why requests must not be answered together, and how to mend it; empty where they may.
+
+        Without figures: packages seal it, and their digests are the same on every machine.
+        """
+        if set(self.beyond_rounding) - {"unpadded"}:
+            return "answers depend on what else is in the batch"
         if self.source != "val":
             return (
                 "only seeded inputs were asked, which cannot prove that rows leave each other's "
@@ -93,11 +95,9 @@ class BatchDependence(Settings):
 
     def line(self) -> str:
         """Return how far answers moved, in words."""
-        return self._worst(set(self.beyond_rounding)) or "no answer moved"
-
-    def _worst(self, probes: set[Probe]) -> str:
+        probes = self.beyond_rounding
         if not probes:
-            return ""
+            return "no answer moved"
         # A model that answers otherwise each time moves them under every probe.
         again: Probe = "asked again"
         probe = again if again in probes else max(probes, key=lambda name: self.moves[name])

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 SAMPLES = 256
 LARGEST_BATCH = 64
+SEEDED_ROWS = 8
+"""Rows of a batch where there is no data."""
 HELD_BYTES = 2**26
 """What the results of all layers may take, which are held for one batch at a time."""
 
@@ -63,11 +65,20 @@ def compare(
     layers = {n: call for n, call in layer_calls(graph, module).items() if call[0] not in rescaled}
     in_graph = {name for node in graph.graph.nodes for name in module_names(node)}
     reference = Reference(module, {name for name, _ in layers.values()}, in_graph)
-    return compare_followed(reference, FollowedGraph(graph, layers), signature, context)
+    # Ranges of a whole call depend on its rows; such graphs are served one row at a time.
+    chosen = torch.ops.quantized_decomposed.choose_qparams.tensor
+    alone = any(node.target is chosen for node in graph.graph.nodes)
+    followed = FollowedGraph(graph, layers)
+    return compare_followed(reference, followed, signature, context, one_by_one=alone)
 
 
 def compare_followed(
-    reference: Reference, followed: Followed, signature: Signature, context: Context
+    reference: Reference,
+    followed: Followed,
+    signature: Signature,
+    context: Context,
+    *,
+    one_by_one: bool = False,
 ) -> Fidelity:
     """Return how near a quantized model stays to its float model, as :func:`compare` does.
 
@@ -76,11 +87,12 @@ def compare_followed(
         followed: the quantized model.
         signature: the interface of both.
         context: data, metric and seed.
+        one_by_one: whether each sample is a call of its own.
 
     Raises:
         StageFailed: it gives other numbers of outputs, or some that are not finite.
     """
-    found, sample = _Found(), _Sample.of(signature, context)
+    found, sample = _Found(), _Sample.of(signature, context, one_by_one=one_by_one)
     with torch.inference_mode():
         for inputs, target in sample.batches(reference):
             expected, values = reference(*inputs), reference.values
@@ -232,12 +244,15 @@ class _Sample:
     order: tuple[int, ...]
     """Indices into `val`; none where there is no data."""
     fixed: int | None
-    """Size of a batch, where the signature fixes it."""
+    """Size of a batch, where the signature fixes it or samples are asked one by one."""
+    seeded_batches: int = COMPARED_BATCHES
+    """Number of batches where there is no data."""
 
     @classmethod
-    def of(cls, signature: Signature, context: Context) -> _Sample:
+    def of(cls, signature: Signature, context: Context, *, one_by_one: bool) -> _Sample:
         """Choose a seeded sample that fills batches of a fixed size; some come twice."""
-        fixed = None if signature.batch_axis else int(next(iter(signature.inputs[0].shape), 1))
+        free = 1 if one_by_one else None
+        fixed = free if signature.batch_axis else int(next(iter(signature.inputs[0].shape), 1))
         order: list[int] = []
         if _has_val(context) and context.data is not None:
             generator = torch.Generator().manual_seed(context.seed)
@@ -245,11 +260,13 @@ class _Sample:
             order = torch.randperm(available, generator=generator)[:SAMPLES].tolist()
             missing = -len(order) % (fixed or 1)
             order += (order * (missing // len(order) + 1))[:missing]
-        return cls(signature, context, tuple(order), fixed)
+        seeded_batches = COMPARED_BATCHES * (SEEDED_ROWS if fixed == free == 1 else 1)
+        return cls(signature, context, tuple(order), fixed, seeded_batches)
 
     def __len__(self) -> int:
         """Return how many samples are compared."""
-        return len(self.order) or COMPARED_BATCHES * len(self.signature.example(batch=8)[0])
+        seeded = self.signature.example(batch=self.fixed or SEEDED_ROWS)[0]
+        return len(self.order) or self.seeded_batches * len(seeded)
 
     def batches(
         self, reference: Reference
@@ -257,8 +274,9 @@ class _Sample:
         """Yield batches in which the results of the reference's layers take bounded memory."""
         data = self.context.data
         if not self.order or data is None:
-            for i in range(COMPARED_BATCHES):
-                yield self.signature.example(batch=8, seed=self.context.seed + i), None
+            rows = self.fixed or SEEDED_ROWS
+            for i in range(self.seeded_batches):
+                yield self.signature.example(batch=rows, seed=self.context.seed + i), None
             return
         for batch in data.read("val", self.order, self.fixed or self._rows(reference)):
             yield batch.inputs, batch.target

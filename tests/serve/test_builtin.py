@@ -15,6 +15,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from compress.core.batch_dependence import BatchDependence
 from compress.core.errors import StageFailed
 from serve.client import Client
 from serve.forms import Form, Npz, OpenInference
@@ -26,7 +27,13 @@ from tests.serve.served_here import SIGNATURE, TOKEN, Served, as_json, sealed, s
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sealed(tmp_path_factory.mktemp("builtin") / "model").path
+    """Return a model in a run's folder, whose report lets requests join."""
+    folder = tmp_path_factory.mktemp("builtin")
+    model = sealed(folder / "artifacts" / "model")
+    shown = BatchDependence(rows=8, source="val").model_dump(mode="json")
+    row = {"artifact": {"digest": model.digest}, "measurements": {"batch_dependence": shown}}
+    (folder / "report.json").write_text(json.dumps({"stages": [row]}))
+    return model.path
 
 
 @pytest.fixture(scope="module")

@@ -190,3 +190,23 @@ def test_labels_are_compared_where_the_metric_is_about_labels(tmp_path: Path) ->
     model = source(tmp_path / "source", "networks:mlp")
     context = Context(tmp_path / "int8", data, metric=Metric("fidelity"))
     assert fidelity(QuantizeDynamic()(model, context)).label_agreement is not None
+
+
+def test_ranges_of_the_whole_call_are_compared_one_sample_at_a_time(tmp_path: Path) -> None:
+    """Beside rows that are far larger small ones become zeros, and none of them is served so."""
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 16)),))
+    recipe = Recipe(factory="sequences:rows")
+    weights = recipe.build(HERE).state_dict()
+    model = EagerModel.create(tmp_path / "source", recipe, weights, signature, folder=HERE)
+    sizes = torch.tensor([1.0, 1000.0]).repeat(32)[:, None]
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) * sizes
+    with model.open() as expected:
+        labels = expected(x)[0].argmax(1)
+    data = Splits({"val": TensorDataset(x, labels)})
+    quantized = QuantizeDynamic()(model, Context(root=tmp_path / "int8", data=data))
+    with quantized.open() as got:
+        alone = torch.cat([got(row[None])[0].argmax(1) for row in x])
+        together = got(x)[0].argmax(1)
+    right, in_a_batch = (float((found == labels).double().mean()) for found in (alone, together))
+    assert in_a_batch < right - 0.1
+    assert quantized.manifest.facts["fidelity"]["label_agreement"] == pytest.approx(right)
