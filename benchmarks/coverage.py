@@ -28,6 +28,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import torch_pruning_as_is as peer  # noqa: E402
 from benchmarks.apart import within  # noqa: E402
 from benchmarks.page import write_part  # noqa: E402
+from compress.core.difference import (  # noqa: E402
+    largest,
+    largest_difference,
+    largest_finite,
+)
 from compress.core.eager import run_in_eval  # noqa: E402
 from compress.core.measure import count_macs  # noqa: E402
 from compress.core.surgery import keep_indices_  # noqa: E402
@@ -86,7 +91,7 @@ def ours(case: Case) -> dict[str, object]:
     return {
         "macs": 1 - macs[1] / macs[0],
         "parameters": 1 - sizes[1] / sizes[0],
-        "error": max(map(_difference, found, expected)),
+        "error": largest(map(_difference, found, expected)),
         "stays": "; ".join(f"{reason} ({n})" for reason, n in reasons.most_common(2)),
         "heads": [name for name, reason in cut.pinned.items() if reason == OUTPUT],
     }
@@ -101,7 +106,7 @@ def theirs(case: Case, heads: list[str]) -> str:
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+    return largest_difference(expected, found) / max(largest_finite(expected), 1e-12)
 
 
 def row(case: Case, has_peer: bool) -> str:

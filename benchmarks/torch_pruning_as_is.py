@@ -12,6 +12,7 @@ import math
 import torch
 from torch import nn
 
+from compress.core.difference import largest, largest_difference, largest_finite
 from compress.core.eager import run_in_eval
 from compress.core.measure import count_macs
 
@@ -90,7 +91,7 @@ def difference_from_twin(
     narrow_norms_(twin, pruned, kept)
     expected = run_in_eval(twin, inputs)
     pairs = zip(found, expected, strict=True)
-    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-12)) for a, b in pairs)
+    return largest(largest_difference(b, a) / max(largest_finite(b), 1e-12) for a, b in pairs)
 
 
 def entries_kept(module: nn.Module, pruned: nn.Module) -> Kept | None:

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.core.batching import any_batch
-from compress.core.difference import largest, largest_difference, relative_error
+from compress.core.difference import (
+    largest,
+    largest_difference,
+    largest_finite,
+    relative_error,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -183,8 +188,7 @@ def _largest_answer(expected: Predictor, signature: Signature) -> float:
         answers = expected(*signature.example())
     except Exception:  # noqa: BLE001 - whatever the user's own code raises
         return 0.0
-    finite = [t[t.isfinite()].abs() for t in answers if t.is_floating_point()]
-    return max((float(t.max()) for t in finite if t.numel()), default=0.0)
+    return largest(largest_finite(t) for t in answers if t.is_floating_point())
 
 
 def _floats_changed(base: Outputs, change: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:

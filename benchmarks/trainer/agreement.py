@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from compress.core import difference
 from compress.core.checkpoint import import_checkpoint
 from compress.core.data import Splits
 from compress.core.recipe import Recipe
@@ -76,4 +77,4 @@ def weights(source, root: Path, optimizer: str, settings: dict) -> dict[str, tor
 
 
 def largest(one, other) -> float:
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    return difference.largest(difference.largest_difference(one[n], other[n]) for n in one)

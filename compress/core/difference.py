@@ -58,6 +58,12 @@ def largest(values: Iterable[float]) -> float:
     return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
 
 
+def largest_finite(tensor: torch.Tensor) -> float:
+    """Return the largest absolute value among the finite elements; 0 where there are none."""
+    finite = tensor.detach()[tensor.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
 def identical(expected: torch.Tensor, got: torch.Tensor) -> bool:
     """Whether two tensors have one shape and the same elements; NaN is the same as NaN."""
     return expected.shape == got.shape and bool(

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.core.batch import Batch
-from compress.core.difference import largest, largest_difference
+from compress.core.difference import largest, largest_difference, largest_finite
 from compress.core.eager import flatten_outputs, run_in_eval
 from compress.core.errors import StageFailed, first_line
 from compress.core.surgery import keep_indices_
@@ -321,6 +321,4 @@ def _any_nan(answers: Outputs) -> bool:
 
 def _relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference over the largest finite number that is expected."""
-    finite = expected[expected.isfinite()].double().abs()
-    size = float(finite.max()) if finite.numel() else 0.0
-    return largest_difference(expected, found) / max(size, 1e-12)
+    return largest_difference(expected, found) / max(largest_finite(expected), 1e-12)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from compress.core.difference import largest_difference, largest_finite
 from compress.core.eager import flatten_outputs
 
 if TYPE_CHECKING:
@@ -48,10 +49,7 @@ class Proof:
         for number, (own, whole) in enumerate(zip(outputs, self.outputs, strict=False)):
             if own.shape != whole.shape:
                 return f"output {number} has shape {list(own.shape)}, not {list(whole.shape)}"
-            if not whole.numel():
-                continue
-            difference = float((own.float() - whole.float()).abs().max())
-            largest = float(whole.float().abs().max())
+            difference, largest = largest_difference(whole, own), largest_finite(whole)
             if not difference <= TOLERANCE * largest + NEGLIGIBLE:
                 return f"output {number} differs by {difference:.2g} of {largest:.2g}"
         missing = len(outputs) != len(self.outputs)

@@ -20,7 +20,7 @@ from compress.core.stage import Context
 from compress.quantization.static_stage import QuantizeStatic
 from export import aot_package
 from export.aot import AotModel, ExportAot
-from export.aot_package import count_kernels, refuse_unrolled
+from export.aot_package import compile_package, count_kernels, load, refuse_unrolled
 from export.first_layer import Search
 from pipelines.pipeline import Pipeline
 from pipelines.plan import make_plan
@@ -270,3 +270,19 @@ def test_code_for_cuda_runs_there_alone(tmp_path: Path) -> None:
     artifact = ExportAot(device="cuda", gates=(Parity(atol=1e-3),))(model, context)
     with artifact.open("cpu") as predict:
         assert predict(*IMAGE.example(3))[0].device.type == "cuda"
+
+
+@pytest.mark.slow
+def test_small_numbers_keep_their_digits(tmp_path: Path) -> None:
+    class Functions(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.expm1(x), torch.atanh(x), torch.nn.functional.elu(x), torch.log1p(x)
+
+    names = tuple(OutputSpec(name=name) for name in ("expm1", "atanh", "elu", "log1p"))
+    rows = Signature(inputs=(TensorSpec(name="x", shape=("batch", 64)),), outputs=names)
+    program = export_program(Functions().eval(), rows)
+    compile_package(program, rows, tmp_path / "model.pt2", "cpu")
+    x = rows.example(batch=4)[0] * 1e-9
+    expected, found = Functions()(x), load(tmp_path / "model.pt2", rows, "cpu")(x)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=0)
