@@ -202,9 +202,9 @@ def _peak(questions: Questions) -> float:
     walk, name = questions.walk, questions.name
     question = {"peak memory": 2, **walk.conditions()}
     del question["metric"]
-    return float(
-        questions.ask(question, lambda: walk.context(name).peak_memory(walk.artifacts[name], 1))
-    )
+    artifact = walk.artifacts[name]
+    batch = artifact.signature.smallest_batch
+    return float(questions.ask(question, lambda: walk.context(name).peak_memory(artifact, batch)))
 
 
 class _Unmeasured(Exception):

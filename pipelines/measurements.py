@@ -114,7 +114,7 @@ class Measurements(Settings):
         if context.data is not None and "val" in context.data.datasets:
             value = context.score(artifact)
             metric = MetricReport(name=context.metric.name, split="val", value=value)
-        compared = context.compare_latency(baseline, artifact, batch=1)
+        compared = context.compare_latency(baseline, artifact, artifact.signature.smallest_batch)
         reason = ""
         if artifact.digest == baseline.digest and not 1 / SAME <= compared.speedup <= SAME:
             doubt = f"the same model seems {compared.speedup:.2f} times as fast as itself"

@@ -125,13 +125,16 @@ def _eager(model: Artifact, device: str, threads: int) -> Iterator[Predictor]:
 
 @contextmanager
 def _compiled(model: Artifact, device: str, threads: int) -> Iterator[Predictor]:
-    """Give what ``torch.compile`` makes of a model, for the sizes that it is asked with."""
+    """Give what ``torch.compile`` makes of a model: for one size, or any where it is asked several.
+
+    With ``dynamic=False`` it would be compiled for each size, and not at all beyond the eighth.
+    """
     import torch
 
     from compress.core.eager import predicting
 
     torch.compiler.reset()  # else what was compiled before counts against torch's limit
-    compiled = torch.compile(_module(model, device), dynamic=False)
+    compiled = torch.compile(_module(model, device))
     with predicting(compiled, device, threads) as predict:
         yield predict
 

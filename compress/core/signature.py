@@ -136,6 +136,12 @@ class Signature(Settings):
         return first if isinstance(first, str) else None
 
     @property
+    def smallest_batch(self) -> int:
+        """Samples of the smallest call: 1, or as many as a fixed batch has."""
+        first = self.inputs[0].shape[0] if self.inputs[0].shape else 1
+        return 1 if isinstance(first, str) else first
+
+    @property
     def dynamic_axes(self) -> tuple[str, ...]:
         """Names of all dynamic axes, each once, in order of appearance."""
         axes = (d for spec in self.inputs for d in spec.shape if isinstance(d, str))

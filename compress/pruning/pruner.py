@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from compress.core.batch import Batch
     from compress.core.eager import EagerModel
+    from compress.core.latency import Comparison
     from compress.core.recipe import AnyEdit
     from compress.core.stage import Context
     from compress.core.weights import Weights
@@ -113,7 +114,12 @@ class Pruner:
 
     def warn_unless_faster(self) -> None:
         """Log a warning where the model is not faster than it was, measured call by call."""
-        ratio = self._latency(self.module, batch=1)
+        compared = self._compared(self.module, batch=1)
+        ratio = compared.share
+        if ratio is None:
+            why = unmeasurable("the speed of what is left", compared.interval.doubt)
+            log.info("%s: %s", self._stage.title, why)
+            return
         title, found = self._stage.title, self._families.values()
         before, after = (sum(family[end] for family in found) for end in ("before", "after"))
         log.info("%s: %d of %d channels stay, %.2f of the time", title, after, before, ratio)
@@ -205,17 +211,24 @@ class Pruner:
         Raises:
             StageFailed: the machine is too busy to measure it.
         """
+        compared = self._compared(module, batch)
+        if compared.share is None:
+            raise StageFailed(unmeasurable("the latency of a cut", compared.interval.doubt))
+        return compared.share
+
+    def _compared(self, module: torch.nn.Module, batch: int) -> Comparison:
+        """Measure a module in turn with the model as it came in; a fixed batch has its own size."""
         device, threads = self._context.device, self._context.threads
-        batches = self._context.measured_batches(self._source.signature, batch)
+        signature = self._source.signature
+        size = batch if signature.batch_axis else signature.smallest_batch
+        batches = self._context.measured_batches(signature, size)
         with (
             predicting(self._original.to(device), device, threads) as slow,
             predicting(module.to(device), device, threads) as fast,
         ):
             compared = compare_latency(slow, fast, batches, seconds=MEASURED_SECONDS)
         self._original.cpu(), module.cpu()
-        if compared.share is None:
-            raise StageFailed(unmeasurable("the latency of a cut", compared.interval.doubt))
-        return compared.share
+        return compared
 
     def _remember(self, cut: ChannelCut) -> None:
         for one in cut.families:

@@ -164,7 +164,9 @@ def measure_sensitivity(
     one = tuple(x.to(context.device) for x in model.signature.example(1, context.seed))
     judge = Judge(module, model.signature, context, None, samples)
     macs = count_macs(module, one)
-    timed = context.measured_batches(model.signature, len(one[0])) if latency else []
+    timed = (
+        context.measured_batches(model.signature, model.signature.smallest_batch) if latency else []
+    )
     measuring = _Measuring(module, ranking.graph, judge, one, macs, timed, context)
     points: dict[str, list[Point]] = {}
     for done, ((name, ratio), cut) in enumerate(cuts.items(), 1):

@@ -111,9 +111,9 @@ class QuantizeMixed(Stage[EagerModel, GraphModel]):
         judge = Judge(model, context, self.sensitivity)
         candidates, observe = self._candidates(model, context)
         observe(self.observer)
-        one = model.signature.example(1)
-        timed = self.cost == "latency"
-        asked = context.measured_batches(model.signature, len(one[0])) if timed else [one]
+        asked = [model.signature.example(1)]
+        if self.cost == "latency":
+            asked = context.measured_batches(model.signature, model.signature.smallest_batch)
         costs = candidates.costs(self.cost, asked)
         search = Search(
             candidates, observe, judge, self.max_drop_points, self.fallback, costs, deadline

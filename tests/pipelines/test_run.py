@@ -104,7 +104,7 @@ def test_a_refused_gate_fails_the_run_and_keeps_the_artifact(project) -> None:
     Artifact.at(project.out / "artifacts/export_onnx").verify()
     assert project.ran() == {}, "a changed limit judges again without computing"
 
-    project.edit("ratio: 0.001", "ratio: 100")
+    project.edit("ratio: 0.001", "ratio: 4")
     assert project.run().status == "passed"
     assert project.ran() == {}
 
@@ -292,3 +292,12 @@ def test_a_training_goes_on_where_another_strategy_left_it(project, monkeypatch)
     manifest = json.loads((project.out / "artifacts" / "train" / "manifest.json").read_text())
     assert manifest["facts"]["resumed_across"] == ["1 processes, ddp", "1 processes, dp"]
     assert not list((project.out / ".store" / "work").iterdir())
+
+
+def test_a_model_whose_batch_is_fixed_is_measured_with_that_batch(project) -> None:
+    project.edit("shape: [batch, 4]", "shape: [4, 4]")
+    report = project.run()
+    assert report.status == "passed"
+    measured = report.stages[-1].measurements
+    assert measured.latency_ms.batch == 4
+    assert not measured.peak_reason
