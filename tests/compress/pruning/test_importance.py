@@ -270,6 +270,25 @@ def test_obs_is_the_rise_of_the_squared_error_by_brute_force(
     assert found[[c for c, _ in errors[1:]]].tolist() == pytest.approx(rises, rel=1e-6)
 
 
+def test_obs_takes_moments_with_a_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to leave costs w_c² / inv(G + d)_cc, whose d is a share of the mean square."""
+    monkeypatch.setattr(contributions, "RIDGE", 0.3)
+    drawn = np.random.default_rng(0)
+    weight, x = drawn.standard_normal((2, 4, 3)), drawn.standard_normal((2, 9, 4)) / 30
+    gram = x.swapaxes(1, 2) @ x
+    damped = gram + 0.3 * np.trace(gram, axis1=1, axis2=2).mean() / 4 * np.eye(4)
+    rises = (weight**2).sum(2) / np.linalg.inv(damped).diagonal(axis1=1, axis2=2)
+    expected = rises.sum(0) / (weight * (gram @ weight)).sum()
+    entries = torch.arange(4)[:, None]
+    reading = contributions.Reading(torch.from_numpy(weight), torch.from_numpy(gram), entries)
+    found = contributions.optimal_brain_surgeon([reading])
+    first = int(expected.argmin())
+    assert int(found.argmin()) == first
+    assert float(found[first]) == pytest.approx(expected[first], rel=1e-9)
+    silent = contributions.Reading(reading.weight_gio, 0 * reading.gram_gii, entries)
+    assert contributions.optimal_brain_surgeon([silent]).isfinite().all()
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_obs_of_a_convolution_takes_its_whole_window(groups: int) -> None:
     torch.manual_seed(0)
