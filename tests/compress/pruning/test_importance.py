@@ -223,6 +223,23 @@ def test_wanda_is_the_norm_of_weights_times_that_of_activations() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("criterion", ["wanda", "obs"])
+def test_a_weight_that_is_read_by_rows_ranks_as_its_transpose(criterion: str) -> None:
+    class ByRows(nn.Module):
+        def __init__(self, plain: nn.Sequential) -> None:
+            super().__init__()
+            self.first = copy.deepcopy(plain[0])
+            self.weight = nn.Parameter(plain[2].weight.detach().T.clone())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.first(x)) @ self.weight
+
+    net, batch = line(4, 6, 3), samples(40, 4)
+    expected = scores(net, criterion, 4, batches=[batch])
+    found = scores(ByRows(net).eval(), criterion, 4, batches=[batch])
+    torch.testing.assert_close(found, expected)
+
+
 def test_wanda_adds_up_what_several_layers_read() -> None:
     """Two layers, the first in two groups of four columns, two columns for each of two channels."""
     drawn = np.random.default_rng(0)
