@@ -52,10 +52,9 @@ def is_equivalent(function: str, change: str, listed: list[dict[str, str]]) -> b
 def main() -> int:
     """Print the table, what lives, and what is listed in vain."""
     listed = tomllib.loads((HERE / "equivalent.toml").read_text())["mutant"]
+    settings = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["mutmut"]
     total: Counter[str] = Counter()
-    for source in tomllib.loads(Path("pyproject.toml").read_text())["tool"]["mutmut"][
-        "only_mutate"
-    ]:
+    for source in settings["only_mutate"]:
         meta = MUTANTS / f"{source}.meta"
         counts: Counter[str] = Counter()
         alive = []

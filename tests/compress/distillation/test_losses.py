@@ -128,6 +128,15 @@ def test_relations_do_not_depend_on_the_size_of_features(logits, size):
     assert losses.relational_distances(student[:1], teacher[:1]) == 0  # nothing to be apart from
 
 
+def test_two_equal_samples_pull_at_each_other_with_bounded_force(logits):
+    student, teacher = logits[0].clone(), logits[1]
+    student[1] = student[0]
+    for distance in (losses.relational_distances, losses.relational_angles):
+        leaf = student.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(distance(leaf, teacher), leaf)
+        assert gradient.abs().max() < 1e6
+
+
 def test_attention_is_where_channels_are_large_and_maps_of_two_sizes_meet():
     student = torch.zeros(1, 2, 2, 2)
     student[0, :, 0, 0] = torch.tensor([3.0, 4.0])  # the map is 25 at one place

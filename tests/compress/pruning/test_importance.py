@@ -239,6 +239,23 @@ def test_wanda_is_the_norm_of_weights_times_that_of_activations() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("criterion", ["wanda", "obs"])
+def test_a_weight_that_is_read_by_rows_ranks_as_its_transpose(criterion: str) -> None:
+    class ByRows(nn.Module):
+        def __init__(self, plain: nn.Sequential) -> None:
+            super().__init__()
+            self.first = copy.deepcopy(plain[0])
+            self.weight = nn.Parameter(plain[2].weight.detach().T.clone())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.first(x)) @ self.weight
+
+    net, batch = line(4, 6, 3), samples(40, 4)
+    expected = scores(net, criterion, 4, batches=[batch])
+    found = scores(ByRows(net).eval(), criterion, 4, batches=[batch])
+    torch.testing.assert_close(found, expected)
+
+
 def test_wanda_adds_up_what_several_layers_read() -> None:
     """Two layers, the first in two groups of four columns, two columns for each of two channels."""
     drawn = np.random.default_rng(0)
@@ -284,6 +301,25 @@ def test_obs_is_the_rise_of_the_squared_error_by_brute_force(
     rises = [after - before for before, after in pairwise(totals)]
     rises = list(accumulate(rises, max))[1:]  # so that the order is that of leaving
     assert found[[c for c, _ in errors[1:]]].tolist() == pytest.approx(rises, rel=1e-6)
+
+
+def test_obs_takes_moments_with_a_ridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to leave costs w_c² / inv(G + d)_cc, whose d is a share of the mean square."""
+    monkeypatch.setattr(contributions, "RIDGE", 0.3)
+    drawn = np.random.default_rng(0)
+    weight, x = drawn.standard_normal((2, 4, 3)), drawn.standard_normal((2, 9, 4)) / 30
+    gram = x.swapaxes(1, 2) @ x
+    damped = gram + 0.3 * np.trace(gram, axis1=1, axis2=2).mean() / 4 * np.eye(4)
+    rises = (weight**2).sum(2) / np.linalg.inv(damped).diagonal(axis1=1, axis2=2)
+    expected = rises.sum(0) / (weight * (gram @ weight)).sum()
+    entries = torch.arange(4)[:, None]
+    reading = contributions.Reading(torch.from_numpy(weight), torch.from_numpy(gram), entries)
+    found = contributions.optimal_brain_surgeon([reading])
+    first = int(expected.argmin())
+    assert int(found.argmin()) == first
+    assert float(found[first]) == pytest.approx(expected[first], rel=1e-9)
+    silent = contributions.Reading(reading.weight_gio, 0 * reading.gram_gii, entries)
+    assert contributions.optimal_brain_surgeon([silent]).isfinite().all()
 
 
 @pytest.mark.parametrize("groups", [1, 2])

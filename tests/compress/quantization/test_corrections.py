@@ -139,6 +139,31 @@ def test_channels_that_are_never_made_or_never_read_keep_their_weights(digits: S
     assert torch.equal(weight_of(graph, first)[1], made[1])
 
 
+class ReadTwice(torch.nn.Module):
+    """What a convolution makes is read by another one, and added to what that makes."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Conv2d(i, 4, 3, padding=1) for i in (1, 4))
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.first(x)
+        read = made if self.where == "no relu" else made.relu()
+        return self.second(read) + (made if self.where == "before the relu" else read)
+
+
+@pytest.mark.parametrize("where", ["no relu", "before the relu", "behind the relu"])
+def test_what_is_read_twice_is_not_equalized(where: str) -> None:
+    graph = functional(export_program(ReadTwice(where).eval(), IMAGE)).module(check_guards=False)
+    quantizer = OnnxRuntimeQuantizer(scheme_of("onnxruntime-cpu"), "minmax")
+    assert equalize_(prepare_pt2e(graph, quantizer)) == []
+
+
+def test_equalized_modules_are_named() -> None:
+    assert equalize_(prepared("depthwise")) == ["layers.0.0", "layers.1.0"]
+
+
 def test_a_corrected_bias_takes_back_the_mean_shift(digits: Splits) -> None:
     graph, batches = prepared("depthwise"), sample(digits)
     observe_(graph, IMAGE, batches, lambda seen: None)
