@@ -77,7 +77,7 @@ def test_only_cli_knows_typer_and_nobody_imports_cli() -> None:
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda f: str(f.relative_to(ROOT)))
 def test_rooms_are_small(file: Path) -> None:
-    assert len(file.read_text().splitlines()) <= 300
+    assert len(file.read_text().splitlines()) <= 500
 
 
 def _settings_without_text(stage: type[Stage]) -> list[str]:
