@@ -122,9 +122,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     def bytes_to_read(self) -> int:
         """Return how many bytes may be read at once."""
-        return (
-            max(READ_BYTES, min(self._body_left, BODY_READ_BYTES)) if self._in_body else READ_BYTES
-        )
+        known = self._body_left if self._in_body else 0
+        return max(READ_BYTES, min(known, BODY_READ_BYTES))
 
     def data_received(self, data: bytes) -> None:
         """Parse what was read, then let other connections have their turn."""
@@ -196,8 +195,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._idle_bytes = self._discarded_bytes = 0
         super().on_headers_complete()
         self._offers_upgrade = self.parser.should_upgrade()
-        has_length = not (self._offers_upgrade and self._chunked)
-        if self._drains or self._body_left > DISCARDED_BYTES or not has_length:
+        ends_unclearly = self._offers_upgrade and self._chunked  # see _parser_of_body
+        if self._drains or self._body_left > DISCARDED_BYTES or ends_unclearly:
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
@@ -233,7 +232,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             return
-        if not self.pipeline:
+        if self._is_idle():
             self._become_idle()
         self._read_on()
 
@@ -269,8 +268,9 @@ class BoundedConnection(HttpToolsProtocol):
                 self.parser.feed_data(data[at:end] if at or end < len(data) else data)
                 if self._idle_bytes > HEAD_BYTES:
                     raise Refusal(431, f"the head has more than {HEAD_BYTES} bytes")
-            except httptools.HttpParserUpgrade:
-                # One is offered, and not taken: RFC 9110, section 7.8.
+            except httptools.HttpParserUpgrade as offer:
+                # It is not taken: RFC 9110, section 7.8.
+                end = at + offer.args[0]
                 if self._in_body:
                     self.parser = self._parser_of_body()
             except httptools.HttpParserError as error:
@@ -286,7 +286,8 @@ class BoundedConnection(HttpToolsProtocol):
     def _parser_of_body(self) -> httptools.HttpRequestParser:
         """Return a parser for the body of a request that offers an upgrade, as Java's client does.
 
-        httptools ends such a request with its head.
+        httptools ends such a request with its head. What follows the last chunk in the same step is
+        lost in this parser, so that a connection with a chunked one is closed after its answer.
         """
         events = SimpleNamespace(on_body=self.on_body, on_message_complete=self.on_message_complete)
         parser = httptools.HttpRequestParser(events)

@@ -150,7 +150,9 @@ def test_a_body_without_a_type_is_json(server: Served, content_type: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "body", [tensors(10_000), changed(data=[0] * 300_000), b"[%s0]" % (b"[]," * 300_000)]
+    "body",
+    [tensors(10_000), changed(data=[0] * 300_000), b"[%s0]" % (b"[]," * 300_000)],
+    ids=["tensors", "numbers", "lists"],
 )
 def test_json_of_more_values_than_the_inputs_have_is_not_parsed(
     server: Served, body: bytes

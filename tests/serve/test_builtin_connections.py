@@ -103,11 +103,21 @@ def test_what_is_no_request_gets_one_error(
         (head(CHUNKED + "Content-Type: application/json\r\n") + AS_CHUNK + b"\r\n") * 50,
         head(UPGRADE + LENGTH) + REQUEST + post(REQUEST),
         head(UPGRADE + LENGTH, "wrong") + REQUEST + post(REQUEST),
+        head(CHUNKED) + AS_CHUNK + b"\r\n" + head(UPGRADE + LENGTH) + REQUEST + post(REQUEST),
         head(CHUNKED) + AS_CHUNK + b"Content-Encoding: gzip\r\n\r\n" + post(REQUEST),
         b"\r\n" * 20 + post(REQUEST) + b"\r\n" * 20 + post(REQUEST),
         post(b"x" * 100_000, token="wrong") + post(REQUEST) * 3,
     ],
-    ids=["lengths", "chunks", "upgrade", "refused upgrade", "trailer", "line breaks", "refused"],
+    ids=[
+        "lengths",
+        "chunks",
+        "upgrade",
+        "refused upgrade",
+        "upgrade behind chunks",
+        "trailer",
+        "line breaks",
+        "refused",
+    ],
 )
 def test_pipelined_requests_are_answered_in_their_order(server: Served, data: bytes) -> None:
     expected = [401 if b"wrong" in part else 200 for part in data.split(b"POST ")[1:]]
