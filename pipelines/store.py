@@ -63,7 +63,9 @@ class Store:
         """Descriptor that holds the lock of an open store."""
         self.warnings: list[str] = []
         """What was found changed since it was written, for the report."""
-        self.surroundings = Surroundings(folder, code or folder, (root.parent,), self._warn)
+        self.surroundings = Surroundings(
+            folder, code or folder, (root, root.parent / "artifacts"), self._warn
+        )
         self._unusable: dict[str, str] = {}
         """Why what lies under a key was not taken."""
 

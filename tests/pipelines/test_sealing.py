@@ -146,3 +146,21 @@ def test_sealing_gives_back_what_was_sealed(content) -> None:
     for other in (raw + b" ", raw[:-1], b"", b"[]", b"7", b"{}", b"[" * 100_000):
         with pytest.raises(ArtifactInvalid):
             unsealed(other)
+
+
+def test_a_figure_is_measured_again_where_what_was_read_for_it_has_changed(
+    walked, tmp_path
+) -> None:
+    artifact = Artifact.at(walked.out / "artifacts" / "train")
+    weight, asked = tmp_path / "weight.txt", []
+
+    def measure() -> float:
+        asked.append(1)
+        return float(weight.read_text())
+
+    for content, measured in (("1.0", 1), ("1.0", 1), ("0.5", 2), ("0.5", 2)):
+        weight.write_text(content)
+        entry = Store(tmp_path / ".store", folder=tmp_path).entry({"stage": "any"})
+        entry.path.mkdir(parents=True, exist_ok=True)
+        assert entry.answer({"metric": 1}, artifact, measure) == float(content)
+        assert len(asked) == measured

@@ -16,6 +16,8 @@ from compress.core.data import DataReference, Splits
 from compress.core.dependencies import Recording, recording, unrecorded
 from compress.core.factory import resolve
 from compress.core.loading import Loading
+from compress.core.metrics import Metric
+from compress.core.stage import Context
 
 
 @pytest.fixture
@@ -197,3 +199,18 @@ def test_a_cache_of_samples_is_another_one_for_another_file_of_labels(tmp_path, 
     assert targets().sum() == 0
     relabel(labels, 1)  # none of the eight that are read anew
     assert targets().sum() == 1
+
+
+def test_a_metric_that_is_evaluated_once_counts_for_all_who_ask(mlp, blobs, tmp_path) -> None:
+    (tmp_path / "metrics_of_ours.py").write_text(
+        "from pathlib import Path\n\n"
+        "def weighted(outputs, targets):\n"
+        "    return float((Path(__file__).parent / 'weight.txt').read_text())\n"
+    )
+    (tmp_path / "weight.txt").write_text("0.5")
+    metric = Metric("metrics_of_ours:weighted", direction=True, folder=tmp_path)
+    context = Context(root=tmp_path / "none", data=blobs, metric=metric)
+    for _ in range(2):
+        with recording() as found:
+            assert context.score(mlp) == 0.5
+        assert str(tmp_path / "weight.txt") in found.files
