@@ -18,7 +18,7 @@ from compress.core.gates import (
     MinSpeedup,
     Parity,
 )
-from compress.core.metrics import Metric
+from compress.core.metrics import Metric, decisions_of
 from compress.core.recipe import KeepIndices
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context, Stage
@@ -89,6 +89,12 @@ def test_parity_works_without_data(trained, shifted, context) -> None:
 def test_label_agreement(trained, slim, mlp, context) -> None:
     assert LabelAgreement().judge(trained, slim, context).value == 1.0
     assert not LabelAgreement().judge(trained, mlp, context).passed
+
+
+def test_one_output_is_decided_by_its_sign() -> None:
+    outputs = torch.tensor([[0.5], [-0.1], [0.0]])
+    assert decisions_of(outputs).flatten().tolist() == [True, False, False]
+    assert Metric("fidelity").score(outputs, decisions_of(outputs)) == 1
 
 
 def test_drop_and_metric(trained, mlp, slim, context) -> None:
