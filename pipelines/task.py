@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from compress.core.errors import CompressError, PipelineInvalid
+from compress.core.errors import CompressError, PipelineInvalid, first_line
 from compress.core.metrics import OF_TARGETS, usual_metric
 from compress.core.targets import (
     are_probabilities,
@@ -14,6 +14,7 @@ from compress.core.targets import (
     form_of,
     sampled_targets,
     split_of_targets,
+    with_target,
 )
 from pipelines.needs import check_loss, check_metric
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from compress.core.artifact import Artifact
+    from compress.core.batch import Batch
     from compress.core.data import Splits
     from compress.core.stage import Context
     from pipelines.pipeline import Pipeline
@@ -69,21 +71,44 @@ def fitting_loss(plan: Plan, pipeline: Pipeline, source: Artifact, context: Cont
         batch, targets = next(data.read(name, range(count), count)), sampled_targets(data)
     if batch.target is None or targets is None:
         return ""
-    with context.opened(source) as predict:
-        outputs = predict(*batch.inputs)[0].cpu()
+    known = with_target(batch.target)
+    outputs, first = _answers(pipeline, source, context, batch, name)[known], batch.target[known]
+    if not len(first):
+        return ""
     with _placed(pipeline, "loss" if pipeline.loss else "data"):
-        found = loss.name_for(outputs, batch.target)
-        loss.summed(outputs, batch.target)
-        if not loss.is_own and targets.shape[1:] == batch.target.shape[1:]:
+        found = loss.name_for(outputs, first)
+        loss.summed(outputs, first)
+        if not loss.is_own and targets.shape[1:] == first.shape[1:]:
             # What only samples beyond the first have, such as a label out of range.
             fitted(found, outputs[:1].expand(len(targets), *outputs.shape[1:]), targets)
     with _placed(pipeline, "metric"):
         if metric.is_mean and metric.name != "fidelity":
-            metric.summed(outputs, batch.target)
+            metric.summed(outputs, first)
     check_loss(pipeline, plan.stages, replace(loss, name=found))
-    forms = f"targets are {form_of(batch.target)} and outputs {form_of(outputs)}"
+    forms = f"targets are {form_of(first)} and outputs {form_of(outputs)}"
     line = "" if pipeline.loss else f"loss: {found}, as {forms}; metric: {metric.name}"
     return "\n".join(filter(None, [line, _twice_normalized(found, outputs)]))
+
+
+def _answers(
+    pipeline: Pipeline, source: Artifact, context: Context, batch: Batch, split: str
+) -> torch.Tensor:
+    """Return the model's first output for a batch.
+
+    Raises:
+        PipelineInvalid: it does not take the samples.
+    """
+    try:
+        with context.opened(source) as predict:
+            return predict(*batch.inputs)[0].cpu()
+    except CompressError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(form_of(x) for x in batch.inputs)
+        raise PipelineInvalid(
+            f"{pipeline.place('data')}: the model does not take the samples of split {split!r}, "
+            f"{shapes}: {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 def _twice_normalized(loss: str, outputs: torch.Tensor) -> str:

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, WithJsonSchema
 from compress.core.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.core.targets import (
     Targets,
+    advice,
     are_classes,
     fitted,
     form_of,
@@ -176,9 +177,8 @@ class Loss:
         if name == "cross_entropy" or same_elements(outputs, targets):
             return name
         raise StageFailed(
-            f"no loss fits outputs {form_of(outputs)} and targets {form_of(targets)}; expected "
-            "labels without the outputs' axis 1 of classes, or targets of the outputs' shape; "
-            "change one of them, or write loss: module:callable"
+            f"no loss fits outputs {form_of(outputs)} and targets {form_of(targets)}; "
+            f"{advice(outputs, targets)}, or write loss: module:callable"
         )
 
     def function(self) -> Mean:
@@ -255,6 +255,8 @@ def _mean(
     samples = len(targets)
     if over_all and targets.is_floating_point():
         known = with_target(targets)
+        if not bool(known.any()):
+            return outputs.sum() * 0
         outputs, targets = outputs[known], targets[known]
     outputs, fitting = fitted(name, outputs, targets)
     settings: dict[str, Any] = {}

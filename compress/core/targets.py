@@ -45,7 +45,7 @@ def split_of_targets(data: Splits) -> str:
 
 
 def sampled_targets(data: Splits) -> torch.Tensor | None:
-    """Return targets of some samples that are trained on; None where they have none."""
+    """Return targets of some samples that are trained on, None where none has one."""
     import torch
 
     name = split_of_targets(data)
@@ -56,7 +56,8 @@ def sampled_targets(data: Splits) -> torch.Tensor | None:
     found = [b.target for b in data.read(name, indices, data.batch_size) if b.target is not None]
     # Padded batches differ in length: what kind targets are does not depend on their shapes.
     same = [target for target in found if target.shape[1:] == found[0].shape[1:]]
-    return torch.cat(same) if same else None
+    known = [target[with_target(target)] for target in same]
+    return torch.cat(known) if any(map(len, known)) else None
 
 
 def form_of(tensor: torch.Tensor) -> str:
@@ -82,7 +83,7 @@ def fitted(
     if not same_elements(outputs, targets):
         raise StageFailed(
             f"{name} takes targets of the outputs' shape, found outputs {form_of(outputs)} and "
-            f"targets {form_of(targets)}; {_advice(outputs, targets)}"
+            f"targets {form_of(targets)}; {advice(outputs, targets)}"
         )
     if name == "binary_cross_entropy":
         return _fitted_to_binary(outputs, targets)
@@ -91,7 +92,7 @@ def fitted(
             f"{name} takes targets that are numbers, found {form_of(targets)}; return floats "
             "(y.float()), or for labels use cross_entropy or binary_cross_entropy"
         )
-    return outputs, targets.to(outputs.dtype).view(outputs.shape)
+    return outputs, targets.to(outputs.dtype).reshape(outputs.shape)
 
 
 def with_target(targets: torch.Tensor) -> torch.Tensor:
@@ -133,7 +134,7 @@ def _fitted_to_classes(name: str, outputs: torch.Tensor, targets: torch.Tensor) 
     if classes < 2:
         raise StageFailed(
             f"{name} takes at least two classes on axis 1 of the outputs, found outputs "
-            f"{form_of(outputs)}; {_advice(outputs, targets)}"
+            f"{form_of(outputs)}; {advice(outputs, targets)}"
         )
     if name == "nll" and float(outputs.detach().max()) > POSITIVE_LOG:
         raise StageFailed(
@@ -145,14 +146,14 @@ def _fitted_to_classes(name: str, outputs: torch.Tensor, targets: torch.Tensor) 
             soft = "" if name == "nll" else f", or probabilities {_shape_of(outputs)} that sum to 1"
             raise StageFailed(
                 f"{name} takes whole numbers as labels{soft}, found targets {form_of(targets)} and "
-                f"outputs {form_of(outputs)}; {_advice(outputs, targets)}"
+                f"outputs {form_of(outputs)}; {advice(outputs, targets)}"
             )
         return targets.to(outputs.dtype)
     if not are_classes(outputs, targets):
         raise StageFailed(
             f"{name} takes labels of shape {_shape_of(outputs[:, 0])} for outputs "
             f"{form_of(outputs)}, whose axis 1 has the classes, found targets {form_of(targets)}; "
-            f"{_advice(outputs, targets)}"
+            f"{advice(outputs, targets)}"
         )
     labels = targets.long()
     wrong = labels[((labels < 0) | (labels >= classes)) & (labels != IGNORED_LABEL)]
@@ -184,7 +185,7 @@ def _fitted_to_binary(
     return outputs, targets.to(outputs.dtype)
 
 
-def _advice(outputs: torch.Tensor, targets: torch.Tensor) -> str:
+def advice(outputs: torch.Tensor, targets: torch.Tensor) -> str:
     """Return what would fit these outputs and targets."""
     kind, is_same = kind_of(targets), same_elements(outputs, targets)
     if kind == "labels" and are_classes(outputs, targets):

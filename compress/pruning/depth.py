@@ -122,19 +122,12 @@ def search(
                 refused.setdefault(block.name, found)
             else:
                 harms[block] = found
-        alone = alone or dict(harms)
-        best = None
-        while harms and best is None:
-            best = min(harms, key=lambda block: harms[block].order)
-            reason = _untrainable(module, [*gone, best], judge)
-            if reason:
-                refused[best.name] = reason
-                del harms[best]
-                best = None
+        alone = alone or harms
+        best = _least_harmful(module, gone, harms, judge, refused)
         if best is None:
             raise StageFailed(_too_few(len(steps), count, refused))
         steps.append((best, harms[best]))
-        blocks = [block for block in blocks if block in harms]
+        blocks = [block for block in blocks if block in harms and block.name not in refused]
     if tried < total:  # some could not be tried, which nobody knew before
         progress("remove blocks", total, total)
     return Removal(tuple(steps), alone, refused)
@@ -162,6 +155,25 @@ def _try(module: nn.Module, removed: Sequence[Block], judge: Judge) -> Harm | st
         return str(error)
     except Exception as error:  # noqa: BLE001 - a forward may fail in any way
         return f"the model without it fails: {type(error).__name__}: {first_line(error)}"
+
+
+def _least_harmful(
+    module: nn.Module,
+    gone: Sequence[Block],
+    harms: Mapping[Block, Harm],
+    judge: Judge,
+    refused: dict[str, str],
+) -> Block | None:
+    """Return the block that is missed least, of those without which the model can be trained.
+
+    Others that are missed less are added to the refused ones.
+    """
+    for block in sorted(harms, key=lambda block: harms[block].order):
+        reason = _untrainable(module, [*gone, block], judge)
+        if reason is None:
+            return block
+        refused[block.name] = reason
+    return None
 
 
 def _untrainable(module: nn.Module, removed: Sequence[Block], judge: Judge) -> str | None:

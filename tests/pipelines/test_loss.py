@@ -126,25 +126,25 @@ def test_an_lstm_learns_numbers_and_the_exported_file_predicts_them(tmp_path) ->
 @pytest.mark.parametrize(
     ("model", "data", "task", "said"),
     [
-        ("mlp", '"nets:binary"', "", "loss: binary_cross_entropy, as targets are float32 [n, 1]"),
+        ("mlp", "binary", "", "loss: binary_cross_entropy, as targets are float32 [n, 1]"),
         (
             "mlp",
-            '"nets:binary", arguments: {column: false}',
+            "binary, arguments: {column: false}",
             "",
             "loss: binary_cross_entropy, as targets are float32 [n]",
         ),
         (
             "mlp",
-            '"nets:binary", arguments: {column: false, whole: true}',
+            "binary, arguments: {column: false, whole: true}",
             "loss: binary_cross_entropy",
             None,
         ),
-        ("log_probabilities", '"nets:classes"', "loss: nll", None),
-        ("pixels", '"nets:masks"', "", "loss: cross_entropy, as targets are uint8 [n, 6, 6]"),
+        ("log_probabilities", "classes", "loss: nll", None),
+        ("pixels", "masks", "", "loss: cross_entropy, as targets are uint8 [n, 6, 6]"),
     ],
 )
 def test_a_model_of_classes_becomes_right(tmp_path, model, data, task, said) -> None:
-    found = project(tmp_path, model, data.removeprefix('"nets:').replace('"', "", 1), task)
+    found = project(tmp_path, model, data, task)
     report = found.run()
     assert [line[: len(said or "")] for line in announced(found)] == ([said] if said else [])
     (metric,) = (stage.measurements.metric for stage in report.stages)

@@ -139,7 +139,8 @@ def test_others_hear_no_more_than_before(tmp_path, caplog) -> None:
 
 
 def test_people_and_the_log_hear_the_same(walked) -> None:
-    announced = ("stage_started", "stage_finished", "stage_cached", "stage_failed", "stage_skipped")
+    stages = ("stage_started", "stage_finished", "stage_cached", "stage_failed", "stage_skipped")
+    announced = ("task_known", *stages)
     told = [line["message"] for line in logged(walked.out) if line["event"] in announced]
     assert told == walked.said
 
@@ -266,7 +267,7 @@ def test_the_page_names_every_event_and_its_fields(walked, project) -> None:
     table = page.partition("| event |")[2].partition("\n\n")[0]
     project.run()
     told = {line["event"]: line.keys() - ALWAYS for line in logged(project.out)}
-    assert len(told) == 8
+    assert len(told) == 9
     for event, fields in told.items():
         (row,) = (row for row in table.splitlines() if f"`{event}`" in row.partition(" | ")[0])
         assert {f"`{field}`" for field in fields} <= set(re.findall("`[a-z_]+`", row)), event

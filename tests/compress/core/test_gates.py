@@ -25,7 +25,7 @@ from compress.core.gates import (
     MinSpeedup,
     Parity,
 )
-from compress.core.metrics import Metric
+from compress.core.metrics import Metric, decisions_of
 from compress.core.recipe import KeepIndices, Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context, Stage
@@ -100,6 +100,12 @@ def test_label_agreement(trained, slim, mlp, context) -> None:
     x = torch.cat([batch.inputs[0] for batch in context.data.batches("val")])
     equal = trained.load()(x).argmax(1) == mlp.load()(x).argmax(1)
     assert 0 < verdict.value == int(equal.sum()) / len(x) < 1
+
+
+def test_one_output_is_decided_by_its_sign() -> None:
+    outputs = torch.tensor([[0.5], [-0.1], [0.0]])
+    assert decisions_of(outputs).flatten().tolist() == [True, False, False]
+    assert Metric("fidelity").score(outputs, decisions_of(outputs)) == 1
 
 
 def test_drop_and_metric(trained, mlp, slim, context) -> None:

@@ -118,6 +118,7 @@ def test_where_all_labels_are_left_out_the_loss_is_0_and_has_a_gradient() -> Non
 @pytest.mark.parametrize("name", ["mse", "l1", "smooth_l1", "binary_cross_entropy"])
 def test_samples_without_numbers_add_nothing_beside_a_teacher(name: str) -> None:
     targets = torch.tensor([0.5, float("nan"), 1.0, float("nan")])
+    assert value(name, FOUR, targets * float("nan"), over_all=True) == 0
     found = value(name, FOUR, targets, over_all=True)
     assert found == pytest.approx(value(name, FOUR[::2], targets[::2]) / 2)
 

@@ -156,7 +156,6 @@ def test_a_gate_refuses_and_the_result_is_kept(deep: EagerModel, tmp_path: Path)
 
 
 SUPERVISED = """
-import torch
 from torch import nn
 
 class Net(nn.Module):
