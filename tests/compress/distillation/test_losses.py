@@ -146,10 +146,10 @@ def test_attention_is_where_channels_are_large_and_maps_of_two_sizes_meet():
     assert found == pytest.approx((1 - math.sqrt(0.5)) ** 2 + 0.5)
     larger = teacher.repeat_interleave(2, 2).repeat_interleave(2, 3)
     assert float(losses.attention_distance(student, larger)) == pytest.approx(found)
-    tall, wide = torch.rand(3, 2, 4, 2), torch.rand(3, 5, 2, 6)
+    tall, wide = torch.rand(3, 2, 4, 3), torch.rand(3, 5, 2, 6)
     maps = [
-        tall.square().sum(1).reshape(3, 2, 2, 2).mean(2),  # rows by twos
-        wide.square().sum(1).reshape(3, 2, 2, 3).mean(3),  # columns by threes
+        tall.square().sum(1).reshape(3, 2, 2, 3).mean(2),  # rows by twos
+        wide.square().sum(1).reshape(3, 2, 3, 2).mean(3),  # columns by twos
     ]
     unit = [m.flatten(1) / m.flatten(1).norm(dim=1, keepdim=True) for m in maps]
     expected = float((unit[0] - unit[1]).square().sum()) / 3

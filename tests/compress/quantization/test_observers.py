@@ -290,11 +290,12 @@ def test_entropy_is_written_out_on_both_sides_of_zero(
         monkeypatch.setattr(module, "HALF", 256)
     drawn = {"below": lambda: -sample("relu", 500), "narrow": lambda: sample("normal", 500) / 9 + 1}
     x = drawn.get(kind, lambda: sample(kind, 500))()
-    low, high = (0, 15) if kind == "narrow" else (0, 7)
-    options = {"quant_min": low, "quant_max": high} | (
-        {"qscheme": torch.per_tensor_symmetric} if symmetric else {}
+    few = (
+        SYMMETRIC | {"quant_min": -4, "quant_max": 3}
+        if symmetric
+        else ASYMMETRIC | {"quant_max": 7}
     )
-    observer = EntropyObserver(**{**ASYMMETRIC, **options})
+    observer = EntropyObserver(**few)
     observer(x)
     found = [float(end) for end in observer.choose()]
     assert found == written_out(x.double().numpy(), observer, symmetric)
