@@ -280,7 +280,8 @@ def test_a_gate_without_its_data_is_refused_before_anything_runs(tmp_path: Path)
     ],
 )
 def test_a_limit_in_another_unit_is_refused(tmp_path: Path, gate: str, words: str) -> None:
-    (tmp_path / "p.yaml").write_text(GOOD.replace("gate: parity, atol: 1e-4", f"gate: {gate}"))
+    text = GOOD.replace("gate: parity, atol: 1e-4", f"gate: {gate}")
+    (tmp_path / "p.yaml").write_text(f"{text}metric: accuracy\n")
     with pytest.raises(PipelineInvalid, match=rf"p\.yaml:\d+: .*{words}"):
         _load(tmp_path / "p.yaml")
 
@@ -307,7 +308,7 @@ def test_a_loss_may_fall_by_any_number_of_points(tmp_path: Path) -> None:
 )
 def test_the_limit_of_quantize_mixed_is_in_points(tmp_path: Path, setting: str, words: str) -> None:
     mixed = f"  - {{stage: quantize_mixed, input: train, {setting}}}\n"
-    (tmp_path / "p.yaml").write_text(GOOD + mixed)
+    (tmp_path / "p.yaml").write_text(f"{GOOD}{mixed}metric: accuracy\n")
     with pytest.raises(PipelineInvalid, match=words):
         _load(tmp_path / "p.yaml")
 
