@@ -32,7 +32,7 @@ from compress.core.errors import (
 )
 from compress.core.factory import local_sources, resolve, sources_digest
 from compress.core.loading import Loading
-from compress.core.reading import Reader
+from compress.core.reading import Reader, WorkerEnded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -365,6 +365,8 @@ class Splits:
         try:
             with exits_refused():
                 yield
+        except WorkerEnded:
+            raise
         except Exception as error:
             kind = "" if isinstance(error, CompressError) else f"{type(error).__name__}: "
             raise PipelineInvalid(

@@ -31,6 +31,10 @@ DIED = re.compile(
 )
 
 
+class WorkerEnded(StageFailed):
+    """A data worker's process ended by itself: no fault of the data or of the settings."""
+
+
 class Reader:
     """A dataset and the workers that read it; they end with the reader."""
 
@@ -81,7 +85,8 @@ class Reader:
         """Yield the samples of an order in batches, from the first that has not been read.
 
         Raises:
-            StageFailed: a worker failed.
+            WorkerEnded: a worker's process ended.
+            StageFailed: reading failed in a worker.
         """
         self.plan.batches = [
             (derive_seed(seed, start), order[start : start + batch_size])
@@ -140,7 +145,7 @@ def in_its_own_words(error: Exception) -> Exception:
     died = DIED.search(f"{error} {error.__cause__ or error.__context__ or ''}")
     if died and not isinstance(error, CompressError):
         how = f"was killed by signal: {died[2]}" if died[2] else "ended unexpectedly"
-        return StageFailed(
+        return WorkerEnded(
             f"a data worker (pid {died[1]}) {how}; perhaps memory ran out: lower "
             "data.loader.workers or data.loader.prefetch_factor"
         )

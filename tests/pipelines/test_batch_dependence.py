@@ -65,12 +65,14 @@ def test_the_gate_sees_what_single_requests_get(refused: Project) -> None:
 
 def test_it_is_said_in_the_terminal_on_the_page_and_in_json(refused: Project) -> None:
     report = Report.read(refused.out)
-    (warning,) = report.warnings
+    overlap, useless, warning = report.warnings
+    assert overlap.startswith("val shares 96 of its 96 samples with test")
+    assert useless.startswith("source, export_onnx: accuracy is no better than that of one and")
     assert warning.startswith("source (and export_onnx): answers depend on what else is in")
     assert f"! {warning}" in map(str, closing_lines(report, refused.out))
     assert "answers depend on what else is in the batch" in report.html(refused.out)
     content = json.loads((refused.out / "report.json").read_text())
-    assert content["warnings"] == [warning]
+    assert content["warnings"] == [overlap, useless, warning]
     assert content["baseline"]["batch_dependence"]["beyond_rounding"]
 
 

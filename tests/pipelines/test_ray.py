@@ -131,7 +131,7 @@ def test_a_node_without_the_runs_folder_or_its_packages_is_one_line(
     pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
     from pipelines.ray_engine import _make
 
-    _, error, _ = _make("thin", b"is not unpickled", home, 0)
+    _, error, *_ = _make("thin", b"is not unpickled", home, 0)
     assert str(error).startswith(f"thin: node {socket.gethostname()} has no {store}; all nodes")
     assert Path.cwd() == folder
 

@@ -26,6 +26,7 @@ from compress.core.gates import (
     Parity,
 )
 from compress.core.metrics import Metric, decisions_of
+from compress.core.quantiles import Interval
 from compress.core.recipe import KeepIndices, Recipe
 from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context, Stage
@@ -151,7 +152,8 @@ def test_what_has_no_weights_to_count_fails(context) -> None:
 def test_latency_is_that_of_both_at_the_gates_batch(slim, trained) -> None:
     asked = []
     found = SimpleNamespace(
-        interval=SimpleNamespace(low=1.5, high=9), after=SimpleNamespace(p50=2, p95=7.0)
+        interval=Interval(1.5, 2.5),
+        after=SimpleNamespace(p50=2, p95=7.0, p95_interval=Interval(6.0, 8.0)),
     )
     timing = SimpleNamespace(compare_latency=lambda *given: asked.append(given) or found)
     assert MinSpeedup(ratio=1, batch=3).value(trained, slim, timing) == 1.5

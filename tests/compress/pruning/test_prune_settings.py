@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,7 +161,8 @@ def test_a_model_that_is_not_faster_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for ratio in (0.7, 1.2):
-        monkeypatch.setattr(Pruner, "_latency", lambda *_, found=ratio, **__: found)
+        compared = SimpleNamespace(share=ratio)
+        monkeypatch.setattr(Pruner, "_compared", lambda *_, found=compared, **__: found)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             PruneChannels(ratio=0.5)(wide, Context(root=tmp_path / str(ratio)))

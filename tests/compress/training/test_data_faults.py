@@ -8,7 +8,7 @@ import pytest
 
 from compress.core.checkpoint import import_checkpoint
 from compress.core.data import DataReference, Splits
-from compress.core.errors import StageFailed
+from compress.core.errors import PipelineInvalid, StageFailed
 from compress.core.loading import Loading
 from compress.core.recipe import Recipe
 from compress.core.signature import Signature, TensorSpec
@@ -42,22 +42,31 @@ def children() -> set[int]:
     return {child.pid for child in found if "resource_tracker" not in " ".join(child.cmdline())}
 
 
-RAISES = ("raise in a worker", r"ValueError: sample 7 cannot be read there$")
-DIES = ("die in a worker", r"a data worker \(pid \d+\) was killed by signal: Killed; .*memory")
+RAISES = (
+    "raise in a worker",
+    PipelineInvalid,
+    r"data\.factory 'nets:behaving': a sample of split 'train' cannot be read: "
+    r"ValueError: sample 7 cannot be read there$",
+)
+DIES = (
+    "die in a worker",
+    StageFailed,
+    r"a data worker \(pid \d+\) was killed by signal: Killed; .*memory",
+)
 
 
 @pytest.mark.parametrize(
-    ("processes", "behaviour", "told"),
+    ("processes", "behaviour", "failure", "told"),
     [
         (1, *RAISES),
         (1, *DIES),
         pytest.param(2, *DIES, marks=[pytest.mark.multiprocess, pytest.mark.slow]),
     ],
 )
-def test_a_failing_worker_is_one_clear_error(tmp_path, capfd, processes, behaviour, told):
+def test_a_failing_worker_is_one_clear_error(tmp_path, capfd, processes, behaviour, failure, told):
     before = children()
     splits = data("behaving", Loading(workers=2), behaviour=behaviour)
-    with pytest.raises(StageFailed, match=rf"^train: {told}"):
+    with pytest.raises(failure, match=rf"^train: {told}"):
         train(tmp_path, splits, processes)
     deadline = time.monotonic() + 60
     while children() - before:

@@ -1,5 +1,7 @@
 """A model that is to be sharded is built without weights; each rank reads its own part."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,12 @@ def test_weights_of_another_model_are_refused(tmp_path):
     del state["head.weight"], state["first.bias"], state["second.weight"]
     model.payload_path.unlink()
     save_file(state, model.payload_path)
+    manifest, raw = tmp_path / "source" / "manifest.json", model.payload_path.read_bytes()
+    content = json.loads(manifest.read_text())  # sealed with these weights, by another toolkit
+    digest = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    content["files"]["weights.safetensors"] = digest
+    manifest.unlink()
+    manifest.write_text(json.dumps(content, sort_keys=True, indent=1))
     with pytest.raises(ArtifactInvalid, match=r"weights\.safetensors: missing second\.weight$"):
         Unfilled.of(EagerModel.at(tmp_path / "source"), "cpu")
 
