@@ -164,7 +164,9 @@ def test_what_processes_cannot_serve_is_said_without_a_traceback(
     lines = done.stderr.splitlines()
     assert lines[-1] == "error: a process of the server ended by itself"
     assert all(line.startswith("error: ") for line in lines), lines
-    assert "model.onnx: " in lines[0]
+    assert "model.onnx: onnxruntime cannot load it: " in lines[0]
+    done = refused(copy)
+    assert (done.returncode, done.stderr.splitlines()) == (2, lines[:1])
 
 
 def test_processes_do_not_outlive_a_server_that_is_killed(artifact: Path) -> None:
