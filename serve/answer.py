@@ -67,11 +67,11 @@ async def send_answer(scope: Message, send: Send, answer: Answer) -> None:
     headers = {**answer.headers, "content-length": str(len(answer.body))}
     pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": answer.status, "headers": pairs})
-    left = memoryview(b"" if scope["method"] == "HEAD" else answer.body)
-    while len(left) > ANSWER_PART_BYTES:
-        part, left = left[:ANSWER_PART_BYTES], left[ANSWER_PART_BYTES:]
-        await send({"type": "http.response.body", "body": part, "more_body": True})
-    await send({"type": "http.response.body", "body": left})
+    body = b"" if scope["method"] == "HEAD" else answer.body
+    for start in range(0, max(len(body), 1), ANSWER_PART_BYTES):
+        end = start + ANSWER_PART_BYTES
+        part = body[start:end]  # not a memoryview: ASGI has bytes
+        await send({"type": "http.response.body", "body": part, "more_body": end < len(body)})
 
 
 def unread(headers: Headers) -> Headers:

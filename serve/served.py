@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from compress.core.batch_dependence import as_call
-from compress.core.errors import ArtifactInvalid, StageFailed
+from compress.core.errors import ArtifactInvalid, StageFailed, first_line
 from serve.interface import Interface, example, interface_of, refuse_bfloat16
 from serve.joinable import why_not_joined_here
 
@@ -52,7 +52,8 @@ def loaded(
         report: the report.json of the run that made it; that of its run's folder by default.
 
     Raises:
-        ArtifactInvalid: a file is not the one that was sealed, or the kind is not served.
+        ArtifactInvalid: a file is not the one that was sealed or cannot be loaded, or the kind is
+            not served.
         StageFailed: the model does not answer its own signature.
     """
     if artifact.kind not in SERVED_KINDS:
@@ -104,5 +105,9 @@ def _call_of(artifact: Artifact, threads: int) -> Iterator[Call]:
         "inputs": [spec.model_dump(mode="json") for spec in signature.inputs],
         "outputs": [output.name for output in signature.outputs],
     }
-    run = load_onnx(artifact.payload_path, settings, threads)
+    file = artifact.payload_path
+    try:
+        run = load_onnx(file, settings, threads)
+    except Exception as error:
+        raise ArtifactInvalid(f"{file}: onnxruntime cannot load it: {first_line(error)}") from error
     yield lambda *arrays: run(arrays)

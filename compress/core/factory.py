@@ -172,9 +172,11 @@ class _Import:
         """Whether any of it has changed since; an artifact's code may have been moved."""
         files = self.dependencies.files.items()
         there = {path: d for path, d in files if not path.endswith(".py") or Path(path).exists()}
-        return self.dependencies.model_copy(update={"files": there}).change(Path()) != ""
+        return self.dependencies.model_copy(update={"files": there}).change(_ANYWHERE) != ""
 
 
+_ANYWHERE = Path(os.sep)
+"""What files are told from: the current folder may be another one later, or be gone."""
 _imports: dict[str, _Import] = {}
 """By name of a module that a reference names."""
 
@@ -205,7 +207,7 @@ def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> 
         module = importlib.import_module(module_name)
     found = _read_by_import(module_name, recorded)
     _loaded[module_name] = digest
-    _imports[module_name] = _Import(found, found.dependencies(Path()))
+    _imports[module_name] = _Import(found, found.dependencies(_ANYWHERE))
     note(found)
     return module
 

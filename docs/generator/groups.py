@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from setting_text import definitions, joined, prose
 
+from compress.training.settings import Training
 from pipelines.catalog import OURS, stages
 from pipelines.pipeline import json_schema
 
@@ -31,8 +32,8 @@ SCHEMA = json_schema()
 DEFS: dict[str, Any] = SCHEMA["$defs"]
 OF_THE_FILE: dict[str, Any] = {}
 """What every stage may have in a file, though it is no setting of its class."""
-TRAIN = "Training"
-"""The group that `train` itself is, and that other trainings have too."""
+TRAIN: dict[str, Any] = {name: DEFS["Train"]["properties"][name] for name in Training.model_fields}
+"""The settings of `train` that every training has, by their names."""
 
 
 def stages_of(page: str) -> list[AnyStage]:
@@ -55,10 +56,7 @@ def homes() -> dict[str, str]:
 def group_sections(page: str) -> list[str]:
     """Return the sections of the groups that are at home on a page."""
     return [
-        part
-        for group, home in homes().items()
-        if home == page and group != TRAIN
-        for part in _section(page, group)
+        part for group, home in homes().items() if home == page for part in _section(page, group)
     ]
 
 
@@ -78,17 +76,15 @@ def link_from(page: str) -> Callable[[list[str]], str]:
 
 
 def _link(page: str, group: str) -> str:
-    home = "training" if group == TRAIN else homes()[group]
-    anchor = "train" if group == TRAIN else _anchor(group)
-    return f"[{_words(group)}]({'' if home == page else f'{home}.md'}#{anchor})"
+    home = homes()[group]
+    return f"[{_words(group)}]({'' if home == page else f'{home}.md'}#{_anchor(group)})"
 
 
 def _section(page: str, group: str) -> Iterator[str]:
     schema = DEFS[group]
     own = schema["properties"]
     if _is_a_training(group):
-        trained = DEFS[TRAIN]["properties"]
-        own = {name: told for name, told in own.items() if trained.get(name) != told}
+        own = {name: schema for name, schema in own.items() if TRAIN.get(name) != schema}
     words = _words(group)
     yield f"### {words[0].upper()}{words[1:]} {{#{_anchor(group)}}}"
     yield prose(schema.get("description", ""))
@@ -98,7 +94,7 @@ def _section(page: str, group: str) -> Iterator[str]:
 
 
 def _is_a_training(group: str) -> bool:
-    return group != TRAIN and DEFS[TRAIN]["properties"].keys() <= DEFS[group]["properties"].keys()
+    return TRAIN.keys() <= DEFS[group]["properties"].keys()
 
 
 def _groups_in(properties: dict[str, Any]) -> Iterator[str]:

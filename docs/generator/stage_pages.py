@@ -109,8 +109,7 @@ def _stage(page: str, stage: AnyStage) -> Iterator[str]:
     own = {
         setting: told
         for setting, told in schema["properties"].items()
-        if _is_own(setting, told)
-        and not (inherits and DEFS[TRAIN]["properties"].get(setting) == told)
+        if _is_own(setting, told) and not (inherits and TRAIN.get(setting) == told)
     }
     yield definitions(own, schema.get("required", ()), name, link_from(page))
     if inherits:

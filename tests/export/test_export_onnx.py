@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from export.agreement import check_agreement
 from export.onnx import ExportOnnx, OnnxModel
 from export.onnx_file import write
 from export.onnx_graph import count_macs
+from tests.forging import forge
 
 ROOT = Path(__file__).parents[2]
 NETWORKS = ROOT / "tests" / "compress" / "quantization"
@@ -226,11 +228,14 @@ def test_an_unknown_opset_is_refused() -> None:
 
 
 def test_a_truncated_file_is_refused(exported: OnnxModel, tmp_path: Path) -> None:
-    artifact = Artifact.at(exported.path)
-    half = tmp_path / "half"
-    half.mkdir()
-    (half / "model.onnx").write_bytes(artifact.payload_path.read_bytes()[:5000])
-    (half / "manifest.json").write_bytes((exported.path / "manifest.json").read_bytes())
+    half = shutil.copytree(exported.path, tmp_path / "half")
+    sealed = OnnxModel.at(half)
+    forge(half, "model.onnx", sealed.payload_path.read_bytes()[:5000])
+    with (
+        pytest.raises(ArtifactInvalid, match=r"model\.onnx is not the file that was sealed"),
+        sealed.open(),
+    ):
+        pass
     broken = OnnxModel.at(half)
     with (
         pytest.raises(ArtifactInvalid, match=r"model\.onnx: onnxruntime cannot load it"),

@@ -17,6 +17,7 @@ from compress.core.stage import Context
 from export.agreement import check_agreement
 from export.torchscript import ExportTorchScript, TorchScriptModel
 from export.torchscript_file import load, quiet
+from tests.forging import forge
 
 ROOT = Path(__file__).parents[2]
 NETWORKS = ROOT / "tests" / "compress" / "quantization"
@@ -152,8 +153,12 @@ def test_a_refusing_gate_keeps_the_artifact(resnet: EagerModel, tmp_path: Path) 
 
 def test_a_truncated_file_is_refused(resnet: EagerModel, tmp_path: Path) -> None:
     artifact = ExportTorchScript()(resnet, Context(root=tmp_path / "ts"))
-    artifact.payload_path.chmod(0o644)
-    artifact.payload_path.write_bytes(artifact.payload_path.read_bytes()[:5000])
+    forge(artifact.path, "model.ts", artifact.payload_path.read_bytes()[:5000])
+    with (
+        pytest.raises(ArtifactInvalid, match=r"model\.ts is not the file that was sealed"),
+        artifact.open(),
+    ):
+        pass
     with (
         pytest.raises(ArtifactInvalid, match=r"model\.ts: not TorchScript, or truncated"),
         TorchScriptModel.at(artifact.path).open(),

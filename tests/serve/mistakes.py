@@ -10,7 +10,7 @@ from tests.serve.attacks import npz_of_members
 from tests.serve.served_here import as_json
 
 GOOD = [0.0, 3.0, 1.5, -2.0]
-NOT_THERE = [0.0, 99.0, 1.5, -2.0]
+NOT_THERE = [0.0, 9999.0, 1.5, -2.0]
 """A place beyond the model's table: only the model itself can tell."""
 
 

@@ -33,13 +33,14 @@ def sealed(path: Path) -> OnnxModel:
 
     It turns a matrix ``steps`` times, so that a row may be slow; ``looked`` is found at ``place``
     in a table, and a place beyond it fails; a value of 3e38 overflows ``double``, and in the last
-    column makes ``zero`` NaN.
+    column makes ``zero`` NaN. The table has the places of what packaging asks beside rows of
+    values from -1 to 1, a thousand times as large.
     """
     scalar = onnx.numpy_helper.from_array
     constants = {
         "columns": np.array([0, 1, 3]),
         "two": np.array(2.0, np.float32),
-        "table": np.arange(8, dtype=np.float32),
+        "table": np.arange(1024, dtype=np.float32),
         "matrix": np.eye(256, dtype=np.float32),
         "true": np.array(True),
         "axis": np.array([1]),

@@ -14,6 +14,7 @@ import pytest
 from compress.core.errors import StageFailed
 from serve.client import Client
 from serve.forms import OpenInference
+from tests.forging import forge
 from tests.serve.served_here import SIGNATURE, TOKEN, Served, sealed, serving
 
 GOOD = [0.0, 3.0, 1.5, -2.0]
@@ -157,14 +158,15 @@ def test_what_processes_cannot_serve_is_said_without_a_traceback(
     from tests.serve.test_builtin import refused
 
     copy = shutil.copytree(artifact, tmp_path / "copy")
-    (copy / "model.onnx").chmod(0o644)
-    (copy / "model.onnx").write_bytes(b"")
+    forge(copy, "model.onnx", b"")
     done = refused(copy, "--processes", "2")
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[-1] == "error: a process of the server ended by itself"
     assert all(line.startswith("error: ") for line in lines), lines
-    assert "model.onnx is not the file" in lines[0]
+    assert "model.onnx: onnxruntime cannot load it: " in lines[0]
+    done = refused(copy)
+    assert (done.returncode, done.stderr.splitlines()) == (2, lines[:1])
 
 
 def test_processes_do_not_outlive_a_server_that_is_killed(artifact: Path) -> None:

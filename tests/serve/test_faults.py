@@ -20,7 +20,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
+from compress.core.data import Splits
 from compress.core.errors import StageFailed
 from compress.core.stage import Context
 from serve.archive import TorchServeArchive
@@ -55,7 +58,13 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> TorchServeArchive:
         max_rows=16,
         response_seconds=DEADLINE,
     )
-    return stage.run(model, Context(root=folder / "mar"))
+    rows = torch.rand(16, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [0, 1, 1, 1]
+    )
+    data = Splits({"val": TensorDataset(rows)})
+    archive = stage.run(model, Context(root=folder / "mar", data=data))
+    assert "warnings" not in archive.manifest.facts  # requests are joined
+    return archive
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,24 @@ def test_an_edited_module_is_read_again(tmp_path: Path) -> None:
     assert resolve("edited:f", folder)() == 2, "neither size nor second of the file differ"
 
 
+def test_what_an_import_read_is_known_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the current folder is another one now, or gone."""
+    reads = "from pathlib import Path\nTEXT = (Path(__file__).parent / 'x').read_text()\n"
+    folder = _write(tmp_path, reading=reads + "def f(): return TEXT\n")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    (folder / "x").write_text("1")
+    monkeypatch.chdir(folder)
+    first = resolve("reading:f", folder)
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert resolve("reading:f", folder) is first
+    (folder / "x").write_text("2")
+    assert resolve("reading:f", folder)() == "2"
+
+
 def test_a_folder_without_init_is_a_package(tmp_path: Path) -> None:
     folder = _write(tmp_path, pkg__nets="from parts.blocks import k\ndef f(): return k\n")
     _write(tmp_path, parts__blocks="k = 1\n")

@@ -15,6 +15,7 @@ from compress.core.errors import ArtifactInvalid, StageFailed
 from compress.core.graph import GraphModel
 from compress.core.program import export_program
 from compress.core.signature import Signature, TensorSpec
+from tests.forging import forge
 
 IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
@@ -115,11 +116,12 @@ def test_a_limited_batch_is_refused_with_its_limits() -> None:
 def test_a_truncated_file_is_refused(tmp_path: Path, kept: float) -> None:
     graph = sealed(tmp_path / "g", net())
     content = graph.payload_path.read_bytes()
-    graph.payload_path.chmod(0o644)
-    graph.payload_path.write_bytes(content[: int(kept if kept > 1 else kept * len(content))])
-    told = r"model\.pt2: not a (torch\.export program|readable archive)"
-    with pytest.raises(ArtifactInvalid, match=told):
+    forge(graph.path, "model.pt2", content[: int(kept if kept > 1 else kept * len(content))])
+    with pytest.raises(ArtifactInvalid, match=r"model\.pt2 is not the file that was sealed"):
         graph.program()
+    message = r"model\.pt2: not a (torch\.export program|readable archive)"
+    with pytest.raises(ArtifactInvalid, match=message):
+        GraphModel.at(graph.path).program()
 
 
 class Payload:
@@ -226,11 +228,14 @@ def test_planted_code_is_refused_and_never_runs(
     records = {n: reader.get_record(n) for n in reader.get_all_records() if n not in skipped}
     planted = tmp_path / "planted"
     plant(records, planted)
-    graph.payload_path.chmod(0o644)
-    writer = torch._C.PyTorchFileWriter(str(graph.payload_path))
+    file = tmp_path / "planted.pt2"
+    writer = torch._C.PyTorchFileWriter(str(file))
     for name, record in records.items():
         writer.write_record(name, record, len(record))
     writer.write_end_of_file()
-    with pytest.raises(ArtifactInvalid, match=r"model\.pt2: .*it was not read"):
+    forge(graph.path, "model.pt2", file.read_bytes())
+    with pytest.raises(ArtifactInvalid, match=r"model\.pt2 is not the file that was sealed"):
         graph.program()
+    with pytest.raises(ArtifactInvalid, match=r"model\.pt2: .*it was not read"):
+        GraphModel.at(graph.path).program()
     assert not planted.exists()
