@@ -97,26 +97,33 @@ def _ranges(batches: Iterable[Batch]) -> list[tuple[float, float]]:
 def constant_score(data: Splits, metric: Metric) -> float | None:
     """Return the metric on `val` of one answer to everything; None where there is none such.
 
-    Of classes that is how frequent each is, of numbers their mean.
+    Of classes that is how frequent each is, of numbers their mean or median.
     """
     known = [batch.target for batch in data.batches("val")]
     if metric.name == "fidelity" or any(target is None for target in known):
         return None
     try:
         targets = torch.cat([target for target in known if target is not None])
-        return metric.score(_constant_answer(targets, metric), targets)
+        scores = [metric.score(a, targets) for a in _constant_answers(targets, metric)]
     except Exception:  # noqa: BLE001 - a metric may want outputs of another form
         return None
+    return max(scores) if metric.higher_is_better else min(scores)
 
 
-def _constant_answer(targets: torch.Tensor, metric: Metric) -> torch.Tensor:
-    if targets.is_floating_point():
-        mean = targets.mean(0, keepdim=True)
-        is_binary = bool(((targets == 0) | (targets == 1)).all())
-        if is_binary and not (metric.loss.is_of_numbers or metric.name in OF_NUMBERS):
-            mean = mean.logit(1e-6)  # models of binary targets answer in logits
-        return mean.expand_as(targets)
-    counts = torch.bincount(targets[targets >= 0].flatten(), minlength=2)
-    scores = (counts / counts.sum()).clamp(min=1e-6).log()
-    shape = (1, len(scores), *(1 for _ in targets.shape[1:]))
-    return scores.view(shape).expand(len(targets), -1, *targets.shape[1:])
+def _constant_answers(targets: torch.Tensor, metric: Metric) -> Iterator[torch.Tensor]:
+    """Yield the answers, each the same for all samples, that score best for one kind of metric."""
+    if metric.loss.name == "binary_cross_entropy":
+        targets = targets.float()  # integers and booleans are its targets too
+    if not targets.is_floating_point():
+        counts = torch.bincount(targets[targets >= 0].flatten().long(), minlength=2)
+        scores = (counts / counts.sum()).clamp(min=1e-6).log()
+        shape = (1, len(scores), *(1 for _ in targets.shape[1:]))
+        yield scores.view(shape).expand(len(targets), -1, *targets.shape[1:])
+        return
+    mean = targets.mean(0, keepdim=True)
+    is_binary = bool(((targets == 0) | (targets == 1)).all())
+    if is_binary and not (metric.loss.is_of_numbers or metric.name in OF_NUMBERS):
+        yield mean.logit(1e-6).expand_as(targets)  # models of binary targets answer in logits
+        return
+    yield mean.expand_as(targets)
+    yield targets.quantile(0.5, dim=0, keepdim=True).expand_as(targets)  # the best for mae

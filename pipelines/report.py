@@ -242,6 +242,14 @@ def rule_in_words(verdict: Verdict, metric: str) -> str:
     return words.get(verdict.gate, verdict.rule)
 
 
+def found_in_words(verdict: Verdict, metric: str) -> str:
+    """Return what a gate measured, in the unit of :func:`rule_in_words`, or why it could not."""
+    if verdict.value is None:
+        return verdict.reason
+    in_own_unit = verdict.gate == "max_drop" and metric in FALLING
+    return f"{verdict.value / 100 if in_own_unit else verdict.value:.5g}"
+
+
 def how_to_run(file: str, out: Path) -> str:
     """Return the command that makes a report again, wherever it is given."""
     path = Path(file)

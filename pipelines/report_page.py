@@ -33,7 +33,7 @@ def page_of(report: Report, out: Path | None) -> str:
         report: what the run found.
         out: where its artifacts lie, if they do.
     """
-    from pipelines.report import rule_in_words
+    from pipelines.report import found_in_words, rule_in_words
 
     lock: Any = report.lock
     rows = rows_of(report)
@@ -66,6 +66,7 @@ def page_of(report: Report, out: Path | None) -> str:
         facts=_facts(rows),
         settings=_written(lock.get("settings")),
         rule_in_words=rule_in_words,
+        found_in_words=found_in_words,
         fidelity_of=fidelity_of,
         sameness_of=sameness_of,
     )

@@ -17,6 +17,7 @@ from pipelines.quantized import fidelity_of, sameness_of
 from pipelines.report import (
     FailureReport,
     SkippedReport,
+    found_in_words,
     readable_bytes,
     readable_count,
     rule_in_words,
@@ -87,11 +88,12 @@ def gate_lines(report: Report) -> Iterator[Text]:
     metric = _metric(report)
     for stage in report.stages:
         for v in stage.verdicts:
-            found = v.reason or f"{v.value:.5g}"
             mark, style = ("✓", "green") if v.passed else ("✗", "bold red")
             against = f" against {v.against}" if v.against else ""
             rule = rule_in_words(v, metric)
-            yield Text(f"{mark} {stage.name}: {rule}{against}: {found}", style=style)
+            yield Text(
+                f"{mark} {stage.name}: {rule}{against}: {found_in_words(v, metric)}", style=style
+            )
     for skipped in report.skipped:
         yield Text(f"– {skipped.name}: skipped, as {skipped.because} did not pass")
     for failed in report.failures:

@@ -8,7 +8,7 @@ from rich.console import Console
 from compress.core.errors import StageFailed
 from compress.core.gates import MaxDrop, MinMetric
 from pipelines.page import folded
-from pipelines.report import Report, readable_bytes, readable_count, rule_in_words
+from pipelines.report import Report, found_in_words, readable_bytes, readable_count, rule_in_words
 from pipelines.table import COLUMNS, DISPENSABLE, gate_lines, stage_table
 
 
@@ -44,6 +44,13 @@ def test_rules_are_in_plain_words() -> None:
     drop = MaxDrop(points=1).verdict(0.5)
     assert rule_in_words(drop, "accuracy") == "loses at most 1 point of accuracy"
     assert rule_in_words(drop, "loss") == "loss rises by at most 0.01"
+
+
+def test_what_a_gate_found_has_the_unit_of_its_rule() -> None:
+    drop = MaxDrop(points=1).verdict(0.5)
+    assert found_in_words(drop, "accuracy") == "0.5"
+    assert found_in_words(drop, "loss") == "0.005"
+    assert found_in_words(MaxDrop(points=1).verdict(None, "no data"), "loss") == "no data"
 
 
 def test_the_page_gives_the_command_that_makes_it_again(walked) -> None:

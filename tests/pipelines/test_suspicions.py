@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 
 from compress.core.data import Splits
 from compress.core.errors import GateRefused
+from compress.core.loss import Loss
 from compress.core.metrics import Metric
 from pipelines.checking import checked
 from pipelines.data_warnings import constant_score, doubts_of_val, unlike_val
@@ -222,6 +223,27 @@ def test_what_a_constant_answer_reaches() -> None:
     targets = torch.randn(50, 1)
     variance = float(targets.var(correction=0))
     assert constant_score(labelled(targets), squares) == pytest.approx(variance, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
+@pytest.mark.parametrize("shape", [(100,), (100, 1), (100, 4)])
+def test_what_a_constant_answer_to_yes_or_no_reaches(dtype, shape) -> None:
+    one_in_20 = (torch.arange(100) % 20 == 0).view(100, *(1 for _ in shape[1:]))
+    data, loss = labelled(one_in_20.expand(shape).to(dtype)), Loss("binary_cross_entropy")
+    assert constant_score(data, Metric(loss=loss)) == pytest.approx(0.95)
+    entropy = -sum(p * math.log(p) for p in (0.05, 0.95))
+    assert constant_score(data, Metric("loss", loss=loss)) == pytest.approx(entropy, abs=1e-4)
+
+
+def test_a_constant_answer_to_boolean_labels_of_two_classes() -> None:
+    data = labelled(torch.arange(100) % 4 == 0)
+    assert constant_score(data, Metric(loss=Loss("cross_entropy"))) == pytest.approx(0.75)
+
+
+def test_the_median_is_the_constant_answer_of_absolute_errors() -> None:
+    data = labelled(torch.tensor([0.0] * 9 + [10.0])[:, None])
+    assert constant_score(data, Metric("mae")) == pytest.approx(1.0)
+    assert constant_score(data, Metric("mse")) == pytest.approx(9.0)
 
 
 def test_a_metric_that_wants_other_outputs_has_no_constant_answer() -> None:
