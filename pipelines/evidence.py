@@ -46,7 +46,8 @@ def prove(
         attest: file to write an in-toto attestation of the proof to.
         sign_key: private key that signs the attestation.
         replay: whether the run's pipeline is loaded, which runs its code, to hash the model's
-            sources and to ask an archive for the validation split.
+            sources and to ask an archive for the validation split, and whether native code is
+            started whose hash was not given.
 
     Raises:
         CompressError: something does not match, or a file cannot be written; the message says.
@@ -64,12 +65,13 @@ def prove(
     if path.is_file():
         artifact, sha256 = None, sha256_of(path)
         anchors = anchors_of_file(path, sha256, given)
-        proof = verify(path, sha256=given.sha256)
+        proof = verify(path, sha256=given.sha256, trusted=replay)
     else:
         artifact = Artifact.at(path)
         sha256 = artifact.manifest.files[artifact.payload_name].sha256
         anchors = anchors_of(artifact, given, run)  # before the pipeline's code runs
-        proof = verify(path, sha256=given.sha256, evidence=partial(evidence_of, path, replay))
+        around = partial(evidence_of, path, replay)
+        proof = verify(path, sha256=given.sha256, evidence=around, trusted=replay)
     if (proof.digest, proof.sha256) != (artifact.digest if artifact else None, sha256):
         raise ArtifactInvalid(f"{path}: was changed while it was verified")
     proof = anchors.added_to(proof)

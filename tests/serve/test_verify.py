@@ -138,6 +138,14 @@ def test_native_code_of_unknown_origin_is_not_run(
     assert "native code, which runs unseen, so it was not started" in proof.unproven[-1]
     with pytest.raises(ArtifactInvalid, match="native code, which runs unseen: give the archive's"):
         serve_artifact(tmp_path / "x.mar", Options(), None, print)
+    folder = tmp_path / "forged"
+    folder.mkdir()
+    write_mar(folder / "model.mar", members | changed)
+    manifest = archive.manifest.model_dump(mode="json")
+    manifest["facts"]["provenance"] = digest_of(record.sealed()).sha256
+    manifest["files"] = {"model.mar": digest_of(folder / "model.mar").model_dump()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "so it was not started" in verify(folder).unproven[-1]
 
 
 @pytest.mark.usefixtures("never_started")
