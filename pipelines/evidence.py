@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from compress.core.data import Splits
 
 NO_REPLAY = (
-    "nor the source's files; --replay asks for them, and runs the code of the pipeline file that "
-    "lock.json names: give it only where you trust the whole folder"
+    "not asked again, nor are the source's files hashed; --replay does both, and runs the code of "
+    "the pipeline file that lock.json names: give it only where you trust the whole folder"
 )
 
 

@@ -400,6 +400,6 @@ def test_code_that_a_foreign_folder_names_runs_only_where_it_is_asked_for(
     monkeypatch.chdir(tmp_path)
     proof = prove(folder)
     assert not (tmp_path / "ran").exists()
-    assert "--replay asks for them, and runs the code" in proof.unproven[-1]
+    assert "--replay does both, and runs the code" in proof.unproven[-1]
     prove(folder, replay=True)
     assert (tmp_path / "ran").exists()
