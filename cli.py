@@ -54,6 +54,7 @@ OrMar = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Its directory, 
 Quick = Annotated[bool, typer.Option("--quick", help="Leave out model and data.")]
 Sha256 = Annotated[str | None, typer.Option(help="Its file's hash, or its digest.")]
 ProofFile = Annotated[Path | None, typer.Option(help="Write the proof: .json, .md, .html.")]
+Replay = Annotated[bool, typer.Option("--replay", help="Ask val again; runs its run's code.")]
 StoreUrl = Annotated[str | None, typer.Option("--store", help="URL of a store to share, s3://…")]
 
 
@@ -179,13 +180,15 @@ def verify(
     attest: Annotated[Path | None, typer.Option(help="Write an in-toto attestation.")] = None,
     sign_key: Annotated[Path | None, typer.Option(help="Private key to sign it, PEM.")] = None,
     report: ProofFile = None,
+    replay: Replay = False,
 ) -> None:
     """Prove an artifact is what was sealed; serve a .mar."""
     from pipelines.anchors import Given
     from pipelines.evidence import prove
 
     given = Given(sha256, attestation, key)
-    proof = prove(artifact, given, report=report, attest=attest, sign_key=sign_key)
+    written: Any = {"report": report, "attest": attest, "sign_key": sign_key}
+    proof = prove(artifact, given, replay=replay, **written)
     tell({"artifact": str(artifact), **proof.model_dump(mode="json")}, proof.told())
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from compress.core.artifact import MANIFEST, Artifact
 from compress.core.errors import ArtifactInvalid
 from compress.core.files import open_regular
+from compress.core.sealed import refuse_changed_run
 from pipelines import catalog  # noqa: F401 - importing it makes every kind known
 from serve.archive import TorchServeArchive
 from serve.attestation import read_attestation
@@ -81,12 +82,21 @@ class Run:
 
 
 def run_around(path: Path) -> Run | None:
-    """Return the run in whose results an artifact lies; None where it lies elsewhere."""
+    """Return the run in whose results an artifact lies; None where it lies elsewhere.
+
+    Raises:
+        ArtifactInvalid: the run's records are not as it wrote them.
+    """
     folder = path.resolve().parent
     out = folder.parent
     if path.is_file() or folder.name != ARTIFACTS:
         return None
     report, lock = (_record(out / name) for name in RECORDS)
+    if report and lock:
+        try:
+            refuse_changed_run(report, lock)
+        except ArtifactInvalid as error:
+            raise ArtifactInvalid(f"{out}: {error}") from None
     digests: dict[str, dict[str, str]] = {}
     inputs: dict[str, str] = {}
     with suppress(KeyError, TypeError, ValueError):  # what is no record of a run names nothing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from compress.core.artifact import Artifact
+from compress.core.artifact import MANIFEST, Artifact
 from compress.core.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from compress.core.files import sha256_of, write_atomically
 from pipelines import catalog  # noqa: F401 - importing it makes every kind known
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
     from compress.core.data import Splits
 
+NO_REPLAY = (
+    "not asked again, nor are the source's files hashed; --replay does both, and runs the code of "
+    "the pipeline file that lock.json names: give it only where you trust the whole folder"
+)
+
 
 def prove(
     path: Path,
@@ -30,6 +35,7 @@ def prove(
     report: Path | None = None,
     attest: Path | None = None,
     sign_key: Path | None = None,
+    replay: bool = False,
 ) -> Proof:
     """Return what was proven of an artifact, and write it where that is asked for.
 
@@ -39,6 +45,9 @@ def prove(
         report: file to write: a page where it ends in `.html`, text where in `.md`, else JSON.
         attest: file to write an in-toto attestation of the proof to.
         sign_key: private key that signs the attestation.
+        replay: whether the run's pipeline is loaded, which runs its code, to hash the model's
+            sources and to ask an archive for the validation split, and whether native code is
+            started whose hash was not given.
 
     Raises:
         CompressError: something does not match, or a file cannot be written; the message says.
@@ -47,18 +56,22 @@ def prove(
         raise PipelineInvalid("--key: checks a signature; give --attestation FILE too")
     if sign_key is not None and attest is None:
         raise PipelineInvalid("--sign-key: signs an attestation; give --attest FILE too")
+    read = {file.resolve() for file in (path, given.attestation, given.key, sign_key) if file}
     for option, file in (("--report", report), ("--attest", attest)):
-        _refuse_place(option, file)
+        if file is not None:
+            _refuse_place(option, file, read)
+            read.add(file.resolve())
     run = run_around(path)
     if path.is_file():
         artifact, sha256 = None, sha256_of(path)
         anchors = anchors_of_file(path, sha256, given)
-        proof = verify(path, sha256=given.sha256)
+        proof = verify(path, sha256=given.sha256, trusted=replay)
     else:
         artifact = Artifact.at(path)
         sha256 = artifact.manifest.files[artifact.payload_name].sha256
         anchors = anchors_of(artifact, given, run)  # before the pipeline's code runs
-        proof = verify(path, sha256=given.sha256, evidence=partial(evidence_of, path))
+        around = partial(evidence_of, path, replay)
+        proof = verify(path, sha256=given.sha256, evidence=around, trusted=replay)
     if (proof.digest, proof.sha256) != (artifact.digest if artifact else None, sha256):
         raise ArtifactInvalid(f"{path}: was changed while it was verified")
     proof = anchors.added_to(proof)
@@ -73,23 +86,38 @@ def prove(
     return proof
 
 
-def _refuse_place(option: str, file: Path | None) -> None:
-    if file is not None and (file.is_dir() or not file.parent.is_dir()):
-        found = "a directory is there" if file.is_dir() else f"{file.parent} is no directory"
-        raise PipelineInvalid(f"{option} {file}: cannot be written, {found}")
+def _refuse_place(option: str, file: Path, taken: set[Path]) -> None:
+    """Refuse a file that cannot be written, or that would replace or alter what is read here."""
+    place = file.resolve()
+    if file.is_dir():
+        found = "a directory is there"
+    elif not file.parent.is_dir():
+        found = f"{file.parent} is no directory"
+    elif place in taken:
+        found = "another option names that file, too"
+    elif any((folder / MANIFEST).is_file() for folder in place.parents):
+        found = "it lies in an artifact, which holds its sealed files alone"
+    else:
+        return
+    raise PipelineInvalid(f"{option} {file}: cannot be written, {found}")
 
 
-def evidence_of(path: Path) -> Evidence | None:
+def evidence_of(path: Path, replay: bool) -> Evidence | None:
     """Return what a run left around an archive; None where none did.
 
-    The pipeline's data are loaded again: its own code runs, as in the run.
+    Args:
+        path: the archive's directory.
+        replay: whether the pipeline file that `lock.json` names is loaded, and its data: its own
+            code runs, as in the run.
     """
-    from pipelines.inputs import settle, source_parts  # imports torch, which few proofs need
-
     run = run_around(path)
     if run is None or not run.lock or not isinstance(Artifact.at(path), TorchServeArchive):
         return None
     artifacts = {artifact.digest: artifact for artifact in run.artifacts.values()}
+    if not replay:
+        return Evidence(artifacts, source={}, data=None, missing=NO_REPLAY)
+    from pipelines.inputs import settle, source_parts  # imports torch, which few proofs need
+
     source: dict[str, Any] = {}
     data: Splits | None = None
     missing = ""

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
 
 
 def described(found: Artifact) -> Iterator[str]:
-    """Yield a line for each thing that an artifact's manifest holds."""
+    """Yield a line for each thing that an artifact's manifest holds.
+
+    A line break in a name is shown as such: what follows would pass for a line of its own.
+    """
+    yield from (line.replace("\n", r"\n") for line in _lines(found))
+
+
+def _lines(found: Artifact) -> Iterator[str]:
     manifest = found.manifest.model_dump(mode="json")
     yield f"{found.kind} artifact, digest {found.digest}"
     for label in ("inputs", "outputs"):

@@ -13,7 +13,7 @@ from compress.core.errors import ArtifactInvalid
 from compress.core.files import write_atomically
 from compress.core.gate import Verdict
 from compress.core.metrics import FALLING
-from compress.core.sealed import seal_of
+from compress.core.sealed import RUN_SEAL, refuse_changed_run, seal_of_run
 from compress.core.settings import Settings
 from pipelines.interruption import INTERRUPTED
 from pipelines.measurements import Measurements
@@ -152,7 +152,7 @@ class Report(Settings):
         write_atomically(out / "lock.json", json.dumps(self.lock, indent=1, sort_keys=True) + "\n")
         write_atomically(out / PAGE, self.html(out))
         content = json.loads(self.model_dump_json())
-        content["seal"] = _seal_of_both(content, json.loads(json.dumps(self.lock)))
+        content[RUN_SEAL] = seal_of_run(content, json.loads(json.dumps(self.lock)))
         text = json.dumps(content, indent=1, ensure_ascii=False)
         write_atomically(out / REPORT, text + "\n")
 
@@ -169,16 +169,13 @@ class Report(Settings):
             if not {"settings", "versions", "machine"} <= {*lock}:
                 raise ValueError("lock.json is not the lock of a run")
             content = {**content}
-            seal = content.pop("seal", None)  # older versions wrote none
-            if seal is not None and seal != _seal_of_both(content, lock):
-                raise ValueError(
-                    "report.json or lock.json is not as the run wrote it; run the pipeline again"
-                )
+            refuse_changed_run(content, lock)
+            content.pop(RUN_SEAL, None)
             return cls.model_validate({**content, "lock": lock})
         except ValidationError as error:
             place, told = error.errors()[0]["loc"], error.errors()[0]["msg"]
             why = f"{'.'.join(map(str, place))}: {told}"
-        except (OSError, ValueError, TypeError) as error:
+        except (ArtifactInvalid, OSError, ValueError, TypeError) as error:
             why = str(error)
         raise ArtifactInvalid(f"{out}: holds no readable report ({why})")
 
@@ -192,10 +189,6 @@ class Report(Settings):
         from pipelines.report_page import page_of
 
         return page_of(self, out)
-
-
-def _seal_of_both(report: dict[str, Any], lock: dict[str, Any]) -> str:
-    return seal_of({"report": report, "lock": lock})
 
 
 def withdraw_report(out: Path) -> None:

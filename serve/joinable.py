@@ -20,6 +20,8 @@ from compress.core.batch_dependence import (
     seeded_rows,
 )
 from compress.core.errors import ArtifactInvalid
+from compress.core.files import open_regular
+from compress.core.sealed import refuse_changed_run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from compress.core.artifact import Artifact
     from serve.interface import Call
 
-REPORT = "report.json"
+REPORT, LOCK = "report.json", "lock.json"
 OTHER_AXES = "axis 0 of the inputs and outputs does not count the rows of a batch"
 NO_REPORT = (
     "no run's report shows that rows leave each other's answers alone; serve the artifact in its "
@@ -78,15 +80,24 @@ def recorded_dependence(artifact: Artifact, report: Path | None) -> BatchDepende
     """
     file = report or artifact.path.resolve().parent.parent / REPORT
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content = _json_in(file)
+        if (lock := file.parent / LOCK).is_file():  # a copy of the report may lie alone
+            refuse_changed_run(content, _json_in(lock))
         for stage in content["stages"]:
             if stage["artifact"]["digest"] == artifact.digest:
                 found = stage["measurements"].get("batch_dependence")
                 if found is not None:
                     return BatchDependence.model_validate(found)
         why = f"says nothing of {artifact.path} (digest {artifact.digest[:12]})"
+    except ArtifactInvalid as error:
+        why = str(error).removeprefix(f"{file}: ")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ValidationError) as error:
         why = f"is no report of a run ({type(error).__name__})"
     if report is not None:
         raise ArtifactInvalid(f"{report}: {why}; expected the {REPORT} of the run that made it")
     return None
+
+
+def _json_in(file: Path) -> Any:
+    with open_regular(file) as stream:
+        return json.load(stream)

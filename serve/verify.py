@@ -32,7 +32,7 @@ ARTIFACT_MODULES = (
 )
 NATIVE = (
     "that it answers: its model is native code, which runs unseen, so it was not started; give the "
-    "archive's sha256, as you were told it, with --sha256"
+    "archive's sha256, as you were told it, with --sha256, or --replay for a run that you trust"
 )
 
 
@@ -41,6 +41,7 @@ def verify(
     *,
     sha256: str | None = None,
     evidence: Callable[[], Evidence | None] = lambda: None,
+    trusted: bool = False,
 ) -> Proof:
     """Return what was proven of an artifact's directory, or of a bare ``.mar``.
 
@@ -52,21 +53,23 @@ def verify(
         sha256: what the deployed file must hash to, or an artifact's digest, where you were told.
         evidence: gives what lies around an artifact of a run: its ancestors and the validation
             split. It is called once every hash is found right, as it may run the pipeline's code.
+        trusted: whether an archive of native code is started without its hash being given, too.
 
     Raises:
         ArtifactInvalid: a file or member does not match; the message names it.
         StageFailed: the served model does not become ready.
     """
     path = Path(path)
+    starts_native = trusted or sha256 is not None
     if path.is_file():
         refuse_bare(path, "verify")
         refuse_other(path, sha256)
-        return _prove_bare(path, trusted=sha256 is not None)
+        return _prove_bare(path, sha256, starts_native)
     _know_every_kind()
     artifact = Artifact.at(path)
     refuse_other_artifact(artifact, sha256)
     if isinstance(artifact, TorchServeArchive):
-        return _prove_archive(artifact, evidence)
+        return _prove_archive(artifact, evidence, starts_native)
     artifact.verify()
     return _of_files(artifact)
 
@@ -83,23 +86,27 @@ def _of_files(artifact: Artifact) -> Proof:
     return Proof(kind=artifact.kind, sha256=payload, digest=artifact.digest, proven=lines)
 
 
-def _prove_archive(artifact: TorchServeArchive, evidence: Callable[[], Evidence | None]) -> Proof:
+def _prove_archive(
+    artifact: TorchServeArchive, evidence: Callable[[], Evidence | None], starts_native: bool
+) -> Proof:
     mar = artifact.payload_path
     members, origin = artifact.check()
     proof = _of_files(artifact).with_lines(*_member_lines(members, origin))
     around = evidence()
     proof = prove_chain(proof, origin, around, str(mar))
+    if origin.artifact.kind == "aot" and not starts_native:
+        return proof.lacking(NATIVE)
     return prove_answers(proof, mar, members, origin, around)
 
 
-def _prove_bare(mar: Path, *, trusted: bool) -> Proof:
+def _prove_bare(mar: Path, given: str | None, starts_native: bool) -> Proof:
     members, origin = check_bare(mar)
     sha256 = sha256_of(mar)
-    told = "as you were told" if trusted else "compare it with the one you were given"
+    told = "as you were told" if given else "compare it with the one you were given"
     lines = (f"{mar.name}: sha256 {sha256}; {told}", *_member_lines(members, origin))
     proof = Proof(kind=TorchServeArchive.kind, sha256=sha256, proven=lines)
     proof = prove_chain(proof, origin, None, str(mar))
-    if origin.artifact.kind == "aot" and not trusted:
+    if origin.artifact.kind == "aot" and not starts_native:
         return proof.lacking(NATIVE)
     return prove_answers(proof, mar, members, origin, None)
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 SEAL = "sha256"
 """Key of the digest, which is over the canonical JSON of all other keys."""
+RUN_SEAL = "seal"
+"""The same in `report.json`, over that and `lock.json`."""
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
@@ -26,6 +28,29 @@ def sealed(content: Mapping[str, Any]) -> bytes:
 def seal_of(content: Mapping[str, Any]) -> str:
     """Return the digest of a mapping; equal mappings have equal ones."""
     return hashlib.sha256(_canonical(content)).hexdigest()
+
+
+def seal_of_run(report: Mapping[str, Any], lock: Mapping[str, Any]) -> str:
+    """Return the digest that a run's `report.json` holds: of itself, and of `lock.json`."""
+    return seal_of({"report": report, "lock": lock})
+
+
+def refuse_changed_run(report: Mapping[str, Any], lock: Mapping[str, Any]) -> None:
+    """Refuse the records of a run where one of them is not as the run wrote it.
+
+    Args:
+        report: content of `report.json`.
+        lock: content of `lock.json`.
+
+    Raises:
+        ArtifactInvalid: the digest in the report is of other contents.
+    """
+    content = {**report}
+    seal = content.pop(RUN_SEAL, None)  # older versions wrote none
+    if seal is not None and seal != seal_of_run(content, lock):
+        raise ArtifactInvalid(
+            "report.json or lock.json is not as the run wrote it; run the pipeline again"
+        )
 
 
 def unsealed(raw: bytes) -> dict[str, Any]:

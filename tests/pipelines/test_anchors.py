@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from compress.core.artifact import Artifact
 from compress.core.errors import ArtifactInvalid, PipelineInvalid, Unavailable
+from compress.core.sealed import seal_of_run
 from pipelines.anchors import Given
 from pipelines.evidence import prove
 from serve import attestation
@@ -81,6 +82,12 @@ def test_what_was_made_of_it_is_an_anchor_where_the_records_were_changed_too(pro
     for name in ("report.json", "lock.json"):
         file = project.out / name
         file.write_text(file.read_text().replace(before, after))
+    with pytest.raises(ArtifactInvalid, match=r"lock\.json is not as the run wrote it"):
+        prove(folder)
+    report, lock = (json.loads((project.out / n).read_text()) for n in ("report.json", "lock.json"))
+    del report["seal"]
+    report["seal"] = seal_of_run(report, lock)
+    (project.out / "report.json").write_text(json.dumps(report))
     with pytest.raises(ArtifactInvalid, match=r"export_onnx/manifest\.json names "):
         prove(folder)
 
@@ -229,6 +236,22 @@ def test_the_libraries_of_the_formats_authors_read_it(walked, tmp_path: Path, ke
     materials = predicate["buildDefinition"]["resolvedDependencies"]
     lineage = Artifact.at(walked.out / "artifacts" / "export_onnx").manifest.lineage
     assert [m["digest"]["sha256"] for m in materials] == [s.inputs["input"] for s in lineage]
+
+
+def test_what_is_written_replaces_nothing_that_is_read_and_alters_no_artifact(
+    walked, tmp_path: Path, keys
+) -> None:
+    key, folder = keys[0], walked.out / "artifacts" / "export_onnx"
+    before = key.read_bytes()
+    with pytest.raises(PipelineInvalid, match=r"--attest .* another option names that file"):
+        prove(folder, attest=key, sign_key=key)
+    assert key.read_bytes() == before
+    both = tmp_path / "proof.json"
+    with pytest.raises(PipelineInvalid, match=r"--attest .* another option names that file"):
+        prove(folder, report=both, attest=both)
+    with pytest.raises(PipelineInvalid, match=r"--report .* it lies in an artifact"):
+        prove(folder, report=folder / "proof.html")
+    prove(folder)
 
 
 def test_the_command_says_what_the_anchor_is_and_ends_with_two(project) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -18,13 +19,14 @@ from compress.core.data import Splits
 from compress.core.errors import ArtifactInvalid
 from compress.core.gates import LabelAgreement
 from compress.core.recipe import Recipe
+from compress.core.sealed import seal_of_run
 from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from compress.quantization.dynamic_stage import QuantizeDynamic
 from export.onnx import ExportOnnx, OnnxModel
 from serve import foreground
 from serve.batching import Batcher
-from serve.joinable import NO_REPORT
+from serve.joinable import NO_REPORT, recorded_dependence
 from serve.kserve import PackageKServe
 from serve.mar import read_mar
 from serve.options import Options
@@ -136,6 +138,23 @@ def test_nothing_is_joined_that_no_report_speaks_for(
         loaded(models["row"], "text", 1, report),
     ):
         pass
+
+
+def test_a_report_that_was_edited_or_is_no_file_lets_nothing_join(
+    models: dict[str, OnnxModel], context: Context, tmp_path: Path
+) -> None:
+    report = report_on(tmp_path, models["row"], context)
+    content = json.loads(report.read_text())
+    (tmp_path / "lock.json").write_text("{}")
+    report.write_text(json.dumps({**content, "seal": seal_of_run(content, {})}))
+    assert recorded_dependence(models["row"], report)
+    report.write_text(json.dumps({**content, "edited": 1, "seal": seal_of_run(content, {})}))
+    with pytest.raises(ArtifactInvalid, match=r"lock\.json is not as the run wrote it"):
+        recorded_dependence(models["row"], report)
+    report.unlink()
+    os.mkfifo(report)  # opening it waits for a writer
+    with pytest.raises(ArtifactInvalid, match="pipe"):
+        recorded_dependence(models["row"], report)
 
 
 def test_a_report_is_not_believed_where_this_machine_shows_otherwise(

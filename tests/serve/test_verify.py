@@ -138,6 +138,14 @@ def test_native_code_of_unknown_origin_is_not_run(
     assert "native code, which runs unseen, so it was not started" in proof.unproven[-1]
     with pytest.raises(ArtifactInvalid, match="native code, which runs unseen: give the archive's"):
         serve_artifact(tmp_path / "x.mar", Options(), None, print)
+    folder = tmp_path / "forged"
+    folder.mkdir()
+    write_mar(folder / "model.mar", members | changed)
+    manifest = archive.manifest.model_dump(mode="json")
+    manifest["facts"]["provenance"] = digest_of(record.sealed()).sha256
+    manifest["files"] = {"model.mar": digest_of(folder / "model.mar").model_dump()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "so it was not started" in verify(folder).unproven[-1]
 
 
 @pytest.mark.usefixtures("never_started")
@@ -341,7 +349,7 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
     ) == {"cached"}
 
     monkeypatch.setenv("PATH", str(tmp_path))
-    proof = prove(mars[0].parent)
+    proof = prove(mars[0].parent, replay=True)
     assert [(r.what, r.samples) for r in proof.replays] == [
         ("the recorded probe", 4),
         ("the validation split", 360),
@@ -357,17 +365,41 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
     onnx.unlink()
     onnx.write_bytes(b"other")
     with pytest.raises(ArtifactInvalid, match=r"model\.onnx is not the file that was sealed"):
-        prove(mars[0].parent)
+        prove(mars[0].parent, replay=True)
     shutil.rmtree(onnx.parent)
     code = tmp_path / "one" / "pipeline" / "models.py"
     code.write_text(code.read_text() + "\n# changed\n")
     with pytest.raises(ArtifactInvalid, match="the code of the model as it came in was"):
-        prove(mars[0].parent)
+        prove(mars[0].parent, replay=True)
     shutil.rmtree(code.parent)
-    proof = prove(mars[0].parent)
+    proof = prove(mars[0].parent, replay=True)
     found, split = proof.unproven
     assert found == "onnx: not here" and "validation split: PipelineInvalid" in split
 
 
 def test_nothing_lies_around_an_artifact_outside_a_run(archive: TorchServeArchive) -> None:
-    assert evidence_of(archive.path) is None and evidence_of(archive.payload_path) is None
+    for path in (archive.path, archive.payload_path):
+        assert evidence_of(path, replay=True) is None
+
+
+def test_code_that_a_foreign_folder_names_runs_only_where_it_is_asked_for(
+    archive: TorchServeArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run" / "artifacts" / "mar"
+    shutil.copytree(archive.path, folder)
+    (tmp_path / "planted.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(
+        "version: 1\nname: foreign\n"
+        "model: {factory: 'planted:net', inputs: [{name: x, shape: [batch, 4]}]}\n"
+        "data: {factory: 'planted:data'}\nmetric: accuracy\nstages: [{stage: export_onnx}]\n"
+    )
+    lock = {"file": str(file), "artifacts": {"mar": archive.digest}}
+    (tmp_path / "run" / "lock.json").write_text(json.dumps(lock))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    proof = prove(folder)
+    assert not (tmp_path / "ran").exists()
+    assert "--replay does both, and runs the code" in proof.unproven[-1]
+    prove(folder, replay=True)
+    assert (tmp_path / "ran").exists()
