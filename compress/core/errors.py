@@ -58,19 +58,23 @@ class Unavailable(CompressError):
     exit_code = 4
 
 
+class SignalExit(SystemExit):
+    """A signal asked the process to end; its code is the shell's for that signal."""
+
+
 @contextmanager
 def exits_refused() -> Iterator[None]:
     """Let no code within a block end the process: `sys.exit()` in user code is a failure.
 
     A model, a metric or a dataset that ends the process would end the run with an exit code of its
-    own choice, with no gate judged. Ctrl-C still interrupts.
+    own choice, with no gate judged. Signals still interrupt.
 
     Raises:
         StageFailed: in place of SystemExit and whatever else is no Exception.
     """
     try:
         yield
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt, SignalExit):
         raise
     except BaseException as error:
         raise StageFailed(f"user code {told_of_exit(error)}") from error

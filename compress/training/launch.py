@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from compress.core.dependencies import Recording, note
-from compress.core.errors import StageFailed
+from compress.core.errors import SignalExit, StageFailed
 from compress.core.files import write_atomically
 from compress.training.addresses import interface_named, own_address
 from compress.training.failure import (
@@ -131,7 +131,7 @@ def run_ranks(meeting: Meeting, folder: Path, *, hosts: bool) -> None:
         # order, so that nothing half-written is left, with the shell's code for the signal.
         if callable(signal.getsignal(error.sigval)):
             signal.raise_signal(error.sigval)
-        raise SystemExit(128 + error.sigval) from None
+        raise SignalExit(128 + error.sigval) from None
 
 
 def _config(meeting: Meeting, folder: Path, address: str, hosts: bool) -> LaunchConfig:

@@ -40,7 +40,7 @@ def test_a_teacher_teaches_a_spread_model_whose_frozen_weights_stay(tmp_path, pa
     student = make_source(tmp_path / "student", frozen_layers=1)
     teacher = make_source(tmp_path / "teacher", 1)
     training = Training(epochs=1, label_smoothing=0.0)
-    objective = Teaching(temperature=2.0).objective(teacher, training)
+    objective = Teaching(temperature=2.0).objective(teacher, TargetLoss(training.label_smoothing))
     alone = run(tmp_path / "alone", student, objective)
     spread = run(tmp_path / "spread", student, objective, processes=2, **parallel)
     expected, got = alone.module.state_dict(), spread.module.state_dict()
