@@ -49,6 +49,9 @@ UNLIKE: Mapping[str, tuple[str, ...]] = {
     "aten.erf.default": (TINY_KIND,),
     # Scores that are all 1, as large numbers make them, are ties: runtimes break them as they like.
     **dict.fromkeys(("TopK", "NonMaxSuppression"), (*LARGE_KINDS, MIXED_KIND)),
+    # 8 bits for numbers of which the largest is 1e12 times the smallest: a step of the range, which
+    # each runtime finds in its own way, is more than most of them.
+    "DynamicQuantizeLSTM": (MIXED_KIND,),
 }
 """Operators, of ONNX or of a graph that was compiled → kinds of inputs to which they answer
 otherwise than torch's, by their nature."""

@@ -178,6 +178,8 @@ def test_what_a_runtime_computes_otherwise_by_its_nature_is_left_out() -> None:
     assert everything.keys() - rounded.keys() == {TINY_KIND}
     chosen = dict(hostile_inputs(ROWS, [SEEN], {"TopK": 1}))
     assert everything.keys() - chosen.keys() == {*LARGE_KINDS, MIXED_KIND}
+    recurrent = dict(hostile_inputs(ROWS, [SEEN], {"DynamicQuantizeLSTM": 1}))
+    assert everything.keys() - recurrent.keys() == {MIXED_KIND}
 
 
 def refused_on(source: EagerModel, got: Predictor) -> str:
