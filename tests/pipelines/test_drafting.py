@@ -232,12 +232,12 @@ def test_a_file_that_was_written_runs_and_its_gates_pass(tmp_path: Path) -> None
 
 
 def test_a_model_of_numbers_gets_a_loss_and_a_metric_that_it_can_have(user: Path) -> None:
-    (user / "numbers.py").write_text(
+    (user / "regression.py").write_text(
         "import torch\nfrom torch.utils.data import TensorDataset\n"
         "def data():\n    x = torch.randn(60, 4)\n"
         "    return {n: TensorDataset(x, x[:, :3] * 2) for n in ('train', 'val')}\n"
     )
-    found = draft(user / "p.yaml", Wish("nets:mlp", data="numbers:data"))
+    found = draft(user / "p.yaml", Wish("nets:mlp", data="regression:data"))
     content = yaml.safe_load(found.text)
     assert (content["loss"], content["metric"]) == ("mse", "r2")
     assert found.stages[0] == "train"

@@ -62,5 +62,5 @@ def test_what_is_refused_is_said(client: InferenceServerClient) -> None:
     with pytest.raises(InferenceServerException, match="no valid token"):
         client.infer("model", [given(ROWS, binary=False)])
     with pytest.raises(InferenceServerException, match="out of data bounds"):
-        client.infer("model", [given(ROWS + 90, binary=False)], headers=headers())
+        client.infer("model", [given(ROWS + 9990, binary=False)], headers=headers())
     assert client.infer("model", [given(ROWS, binary=False)], headers=headers())
