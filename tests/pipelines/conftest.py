@@ -52,32 +52,15 @@ stages:
 """
 
 
-_brief = threading.RLock()
-_blocks: list[pytest.MonkeyPatch] = []
-
-
 @contextmanager
 def measured_briefly() -> Iterator[None]:
-    """Measure for a moment in a block: how long models take is of no interest here.
-
-    Blocks of several threads may overlap: the last one to end puts back what was before the first.
-    """
-    with _brief:
-        patch = pytest.MonkeyPatch()
-        if not _blocks:
-            patch.setattr(compare_latency, "__defaults__", (0.001,))
-            # So few calls are seldom sure.
-            patch.setattr(quantiles, "WIDEST", math.inf)
-            patch.setattr(measurements, "SAME", math.inf)
-        _blocks.append(patch)
-    try:
+    """Measure for a moment in a block: how long models take is of no interest here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare_latency, "__defaults__", (0.001,))
+        # So few calls are seldom sure.
+        patch.setattr(quantiles, "WIDEST", math.inf)
+        patch.setattr(measurements, "SAME", math.inf)
         yield
-    finally:
-        with _brief:
-            if len(_blocks) == 1:
-                _blocks.pop().undo()
-            else:
-                _blocks.pop(1)  # the first holds what was before
 
 
 @pytest.fixture(autouse=True)
