@@ -11,14 +11,18 @@ WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 CHILDREN ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test fuzz lint docs mutation clean
+# make soak   run the tests that want a quiet machine, one after the other
+.PHONY: demo test soak fuzz lint docs mutation clean
 
 demo: .venv/demo
 	$(BIN)/compress run pipelines/quickstart.yaml
 
 test: lint docs
 	$(BIN)/pytest -q $(WORKERS)
-	$(BIN)/pytest -q $(WORKERS) -m slow
+	$(BIN)/pytest -q $(WORKERS) -m 'slow and not soak'
+
+soak: .venv/dev
+	$(BIN)/pytest -q -m soak
 
 # Hypothesis draws new examples each time; CI tries the same 200 in `make test`.
 fuzz: .venv/dev
