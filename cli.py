@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from compress import __version__
-from pipelines import importing
-from pipelines.answers import manner
-from pipelines.completion import run_names, stage_names
-from pipelines.terminal import asker, framed, inform, show, started, tell
+from pipelines.commands.completion import run_names, stage_names
+from pipelines.terminal import fast_imports
+from pipelines.terminal.console import asker, framed, inform, show, started, tell
+from pipelines.terminal.output_mode import manner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,12 +90,12 @@ def run(
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
 ) -> None:
     """Walk a pipeline; write the report and the artifacts."""
-    with importing.quickly():
-        from pipelines.pipeline import Pipeline
+    with fast_imports.quickly():
+        from pipelines.config.pipeline import Pipeline
     pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
-    with importing.quickly():
-        from pipelines.progress import shown
-        from pipelines.run import foresee
+    with fast_imports.quickly():
+        from pipelines.runner.run import foresee
+        from pipelines.terminal.progress_bars import shown
     directory = out or Path("runs") / pipeline.name
     options: dict[str, Any] = {"start": start, "until": until, "force": force, "store": store}
     if dry_run:
@@ -115,7 +115,7 @@ def join(
 ) -> None:
     """Take part in a run's trainings on another node."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a run that ended is no stack trace
-    from pipelines.joining import join as take_part
+    from pipelines.executors.join import join as take_part
 
     trainings = take_part(directory, inform, wait=wait, silence=silence)
     tell({"directory": str(directory), "trainings": trainings}, ())
@@ -124,8 +124,8 @@ def join(
 @command
 def check(file: PipelineFile, quick: Quick = False) -> None:
     """Refuse what can be refused without running a stage."""
-    with importing.quickly():
-        from pipelines.checking import checked
+    with fast_imports.quickly():
+        from pipelines.commands.check import checked
 
     found = checked(file, models=not quick)
     tell(found.content, found.lines, warnings=found.warnings)
@@ -140,9 +140,9 @@ def sensitivity(
     latency: Annotated[bool, typer.Option(help="Measure the latency of each cut.")] = True,
 ) -> None:
     """Show what cutting each family of channels does."""
-    from pipelines.pipeline import Pipeline
-    from pipelines.progress import shown
-    from pipelines.sensitivity import lines_below, measure, table
+    from pipelines.commands.sensitivity import lines_below, measure, table
+    from pipelines.config.pipeline import Pipeline
+    from pipelines.terminal.progress_bars import shown
 
     pipeline = Pipeline.from_yaml(file)
     directory = out or Path("runs") / pipeline.name
@@ -154,7 +154,7 @@ def sensitivity(
 @command
 def schema() -> None:
     """Print the JSON Schema of the pipeline file, for editors."""
-    from pipelines.pipeline import json_schema
+    from pipelines.config.pipeline import json_schema
 
     content = json_schema()
     tell(content, json.dumps(content, indent=1).splitlines())
@@ -163,9 +163,9 @@ def schema() -> None:
 @command
 def inspect(artifact: ArtifactPath) -> None:
     """Show what an artifact says about itself."""
-    from compress.core.artifact import Artifact
-    from pipelines import catalog  # noqa: F401 - importing it makes every kind known
-    from pipelines.inspection import described
+    from compress.artifacts.artifact import Artifact
+    from pipelines.commands.inspect import described
+    from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
 
     found = Artifact.at(artifact)
     tell({"digest": found.digest} | found.manifest.model_dump(mode="json"), described(found))
@@ -183,8 +183,8 @@ def verify(
     replay: Replay = False,
 ) -> None:
     """Prove an artifact is what was sealed; serve a .mar."""
-    from pipelines.anchors import Given
-    from pipelines.evidence import prove
+    from pipelines.commands.verify import prove
+    from pipelines.commands.verify_anchors import Given
 
     given = Given(sha256, attestation, key)
     written: Any = {"report": report, "attest": attest, "sign_key": sign_key}
@@ -195,8 +195,8 @@ def verify(
 @command
 def why(file: PipelineFile, stage: StageName, out: Out = None, store: StoreUrl = None) -> None:
     """Show what decides a stage, and why it is cached or runs."""
-    from pipelines.pipeline import Pipeline
-    from pipelines.why import why as explain
+    from pipelines.commands.cache_miss import why as explain
+    from pipelines.config.pipeline import Pipeline
 
     pipeline = Pipeline.from_yaml(file)
     reason = explain(pipeline, out or Path("runs") / pipeline.name, stage, store)
@@ -206,8 +206,8 @@ def why(file: PipelineFile, stage: StageName, out: Out = None, store: StoreUrl =
 @command
 def diff(before: RunDirectory, after: RunDirectory) -> None:
     """Show two runs side by side, as far as they differ."""
-    from pipelines.diff import compare
-    from pipelines.table import difference_lines, difference_table
+    from pipelines.reporting.terminal_table import difference_lines, difference_table
+    from pipelines.results.comparison import compare
 
     found = compare(before, after)
     tell(found, difference_lines(found), lambda _: difference_table(found))
@@ -219,7 +219,7 @@ def report(
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show a run's report again, and write its page anew."""
-    from pipelines.rewriting import rewrite
+    from pipelines.commands.report import rewrite
 
     found = rewrite(directory, inform)
     show(found, out=directory)
@@ -234,7 +234,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option(help="Show what would go, and remove nothing.")] = False,
 ) -> None:
     """Remove what is long unused, of a run or at a store's URL."""
-    from pipelines.cleaning import clean
+    from pipelines.store.gc import clean
 
     found = clean(place, older_than, dry_run, inform)
     tell(found, found.lines())
@@ -243,7 +243,7 @@ def gc(
 @command
 def doctor() -> None:
     """Show what this machine has, and what each stage lacks."""
-    from pipelines.doctor import examine
+    from pipelines.commands.doctor import examine
 
     found = examine()
     tell(found, found.lines())
@@ -266,10 +266,10 @@ def serve(
     report: Annotated[Path | None, typer.Option(help="The run's report.json.")] = None,
 ) -> None:
     """Answer over HTTP until a signal; a .mar by TorchServe."""
-    with importing.quickly():
-        from pipelines import catalog  # noqa: F401 - importing it makes every kind known
-        from serve.foreground import serve_artifact
-        from serve.options import Limits, Options
+    with fast_imports.quickly():
+        from pipelines.config import registry as catalog  # noqa: F401 - importing it makes every kind known
+        from serve.http.options import Limits, Options
+        from serve.serve_command import serve_artifact
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "sha256": sha256}
     sizes |= {"report": report}
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
@@ -297,14 +297,14 @@ def init(
 ) -> None:
     """Write a pipeline for a model, or a batch script."""
     if not slurm:
-        from pipelines.drafting import write_draft
-        from pipelines.wish import Wish
+        from pipelines.commands.init import write_draft
+        from pipelines.commands.init_options import Wish
 
         wish = Wish(model, argument, checkpoint, inputs, data, target, goal)
         draft = write_draft(file, wish, force, asker())
         tell(draft.content(), draft.lines(), warnings=draft.warnings)
         return
-    from pipelines.slurm import Cluster, write_script
+    from pipelines.executors.slurm import Cluster, write_script
 
     cluster = Cluster(
         nodes=nodes, gpus_per_node=gpus_per_node, cpus_per_node=cpus_per_node, hours=hours

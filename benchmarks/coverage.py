@@ -28,17 +28,17 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import torch_pruning_as_is as peer  # noqa: E402
 from benchmarks.apart import within  # noqa: E402
 from benchmarks.page import write_part  # noqa: E402
-from compress.core.difference import (  # noqa: E402
+from compress.artifacts.eager_model import run_in_eval  # noqa: E402
+from compress.artifacts.edits.slicing import keep_indices_  # noqa: E402
+from compress.common.tensor_difference import (  # noqa: E402
     largest,
     largest_difference,
     largest_finite,
 )
-from compress.core.eager import run_in_eval  # noqa: E402
-from compress.core.measure import count_macs  # noqa: E402
-from compress.core.surgery import keep_indices_  # noqa: E402
-from compress.pruning.plan import plan_cut  # noqa: E402
-from compress.pruning.proof import silenced  # noqa: E402
-from compress.pruning.rewriting import rewrite_  # noqa: E402
+from compress.graph.flops import count_macs  # noqa: E402
+from compress.pruning.allocation.ranking import plan_cut  # noqa: E402
+from compress.pruning.verification.masked_equivalence import silenced  # noqa: E402
+from compress.pruning.verification.module_rewrites import rewrite_  # noqa: E402
 from tests.compress.pruning.zoo.architectures import TRANSFORMERS  # noqa: E402
 from tests.compress.pruning.zoo.registry import HAND, Case  # noqa: E402
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from compress.core.resident import forget_peak, kibibytes
+from compress.profiling.rss import forget_peak, kibibytes
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "pipelines" / "quickstart.yaml"
@@ -29,7 +29,7 @@ PARTS = ("overhead", "store")
 COMMAND = """
 import sys, time
 import cli
-from pipelines.walk import Walk
+from pipelines.runner.executor import Walk
 
 def timed(self, test=Walk.test):
     began = time.monotonic()
@@ -77,9 +77,9 @@ def _run(code: str, *arguments: str | Path) -> tuple[float, float, str]:
 
 
 def store(folder: Path) -> None:
-    from compress.core.signature import Signature, TensorSpec
-    from export.onnx import OnnxModel
-    from pipelines.store import Record, Store, publish, unpublish
+    from compress.common.signature import Signature, TensorSpec
+    from export.onnx.stage import OnnxModel
+    from pipelines.store.local import Record, Store, publish, unpublish
 
     entry = Store(folder / ".store").entry({"stage": "large"})
     published = folder / "artifacts" / "large"

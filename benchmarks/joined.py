@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 
-from pipelines.pipeline import Pipeline
-from serve.server import TorchServe
+from pipelines.config.pipeline import Pipeline
+from serve.torchserve.process import TorchServe
 from serve.worker.wire import from_npz, to_npz
 from tests.serve.text_nets import RARE, TOKENS, texts
 

@@ -16,15 +16,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from compress.core.eager import EagerModel
-from compress.core.recipe import Recipe
-from compress.core.resident import forget_peak, kibibytes
-from compress.core.signature import Signature, TensorSpec
-from compress.training.activations import checkpoint_activations_
-from compress.training.parallel import Parallel
-from compress.training.settings import Training
-from compress.training.sharding import Sharded
-from compress.training.strategy import process_group
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import Recipe
+from compress.common.signature import Signature, TensorSpec
+from compress.profiling.rss import forget_peak, kibibytes
+from compress.training.config.parallel import Parallel
+from compress.training.config.training import Training
+from compress.training.distributed.base import process_group
+from compress.training.distributed.fsdp import Sharded
+from compress.training.optim.activation_checkpoint import checkpoint_activations_
 
 HERE = Path(__file__).parent
 WIDTH, DEPTH = 1024, 12

@@ -21,8 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.server.contenders import Case, InProcess, Server, bare, built_in, torchserve
-from compress.core.errors import Unavailable
-from export.onnx import OnnxModel
+from compress.common.errors import Unavailable
+from export.onnx.stage import OnnxModel
 
 CASES = [Case(connections, rows) for rows in (1, 16) for connections in (1, 8, 32)]
 ONE, EIGHT = CASES[0], CASES[1]

@@ -12,9 +12,9 @@ import math
 import torch
 from torch import nn
 
-from compress.core.difference import largest, largest_difference, largest_finite
-from compress.core.eager import run_in_eval
-from compress.core.measure import count_macs
+from compress.artifacts.eager_model import run_in_eval
+from compress.common.tensor_difference import largest, largest_difference, largest_finite
+from compress.graph.flops import count_macs
 
 RIGHT = 1e-6
 """Largest difference from the masked twin, relative to its largest output, in double precision."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compress.core.lazy import imported_on_use
+from compress.common.lazy_imports import imported_on_use
 
 if TYPE_CHECKING:
-    from compress.core.artifact import Artifact, Predictor
-    from compress.core.checkpoint import consolidate
-    from compress.core.data import Splits
-    from compress.core.eager import EagerModel
-    from compress.core.errors import (
+    from compress.artifacts.artifact import Artifact, Predictor
+    from compress.artifacts.eager_model import EagerModel
+    from compress.artifacts.graph_model import GraphModel
+    from compress.checkpoint.loading import consolidate
+    from compress.common.errors import (
         ArtifactInvalid,
         CompressError,
         GateRefused,
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         StageFailed,
         Unavailable,
     )
+    from compress.common.signature import Signature, TensorSpec
     from compress.core.gate import Verdict
     from compress.core.gates import (
         LabelAgreement,
@@ -31,25 +32,24 @@ if TYPE_CHECKING:
         MinSpeedup,
         Parity,
     )
-    from compress.core.graph import GraphModel
     from compress.core.loss import Loss
     from compress.core.metrics import Metric
-    from compress.core.signature import Signature, TensorSpec
     from compress.core.stage import Context, Stage
+    from compress.data.splits import Splits
     from compress.distillation.stage import Distill
-    from compress.pruning.finetuning import Finetune
-    from compress.pruning.layers_stage import PruneLayers
-    from compress.pruning.stage import PruneChannels
-    from compress.pruning.targets import Target
-    from compress.pruning.weights_stage import PruneWeights
-    from compress.quantization.dynamic_stage import QuantizeDynamic
-    from compress.quantization.mixed_stage import QuantizeMixed
-    from compress.quantization.precision_stage import ConvertPrecision
-    from compress.quantization.qat_stage import QuantizeAwareTraining
-    from compress.quantization.static_stage import QuantizeStatic
-    from compress.quantization.weights_stage import QuantizeWeights
-    from compress.training.parallel import Parallel
-    from compress.training.settings import Training
+    from compress.pruning.allocation.targets import Target
+    from compress.pruning.blocks_stage import PruneLayers
+    from compress.pruning.channels_stage import PruneChannels
+    from compress.pruning.finetune import Finetune
+    from compress.pruning.unstructured_stage import PruneWeights
+    from compress.quantization.stages.dynamic import QuantizeDynamic
+    from compress.quantization.stages.half_precision import ConvertPrecision
+    from compress.quantization.stages.mixed_precision import QuantizeMixed
+    from compress.quantization.stages.qat import QuantizeAwareTraining
+    from compress.quantization.stages.static import QuantizeStatic
+    from compress.quantization.stages.weight_only import QuantizeWeights
+    from compress.training.config.parallel import Parallel
+    from compress.training.config.training import Training
     from compress.training.stage import Train
 
 __version__ = "0.1.0.dev0"
@@ -101,11 +101,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "compress.core.artifact": ("Artifact", "Predictor"),
-    "compress.core.checkpoint": ("consolidate",),
-    "compress.core.data": ("Splits",),
-    "compress.core.eager": ("EagerModel",),
-    "compress.core.errors": (
+    "compress.artifacts.artifact": ("Artifact", "Predictor"),
+    "compress.checkpoint.loading": ("consolidate",),
+    "compress.data.splits": ("Splits",),
+    "compress.artifacts.eager_model": ("EagerModel",),
+    "compress.common.errors": (
         "ArtifactInvalid",
         "CompressError",
         "GateRefused",
@@ -125,25 +125,25 @@ _HOMES = {
         "MinSpeedup",
         "Parity",
     ),
-    "compress.core.graph": ("GraphModel",),
+    "compress.artifacts.graph_model": ("GraphModel",),
     "compress.core.loss": ("Loss",),
     "compress.core.metrics": ("Metric",),
-    "compress.core.signature": ("Signature", "TensorSpec"),
+    "compress.common.signature": ("Signature", "TensorSpec"),
     "compress.core.stage": ("Context", "Stage"),
     "compress.distillation.stage": ("Distill",),
-    "compress.pruning.finetuning": ("Finetune",),
-    "compress.pruning.layers_stage": ("PruneLayers",),
-    "compress.pruning.stage": ("PruneChannels",),
-    "compress.pruning.targets": ("Target",),
-    "compress.pruning.weights_stage": ("PruneWeights",),
-    "compress.quantization.dynamic_stage": ("QuantizeDynamic",),
-    "compress.quantization.qat_stage": ("QuantizeAwareTraining",),
-    "compress.quantization.mixed_stage": ("QuantizeMixed",),
-    "compress.quantization.precision_stage": ("ConvertPrecision",),
-    "compress.quantization.static_stage": ("QuantizeStatic",),
-    "compress.quantization.weights_stage": ("QuantizeWeights",),
-    "compress.training.parallel": ("Parallel",),
-    "compress.training.settings": ("Training",),
+    "compress.pruning.finetune": ("Finetune",),
+    "compress.pruning.blocks_stage": ("PruneLayers",),
+    "compress.pruning.channels_stage": ("PruneChannels",),
+    "compress.pruning.allocation.targets": ("Target",),
+    "compress.pruning.unstructured_stage": ("PruneWeights",),
+    "compress.quantization.stages.dynamic": ("QuantizeDynamic",),
+    "compress.quantization.stages.qat": ("QuantizeAwareTraining",),
+    "compress.quantization.stages.mixed_precision": ("QuantizeMixed",),
+    "compress.quantization.stages.half_precision": ("ConvertPrecision",),
+    "compress.quantization.stages.static": ("QuantizeStatic",),
+    "compress.quantization.stages.weight_only": ("QuantizeWeights",),
+    "compress.training.config.parallel": ("Parallel",),
+    "compress.training.config.training": ("Training",),
     "compress.training.stage": ("Train",),
 }
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compress.core.lazy import imported_on_use
-from compress.core.runtimes import RUNTIMES, Runtime
-from export.plain_onnx import in_onnxruntime
+from compress.common.lazy_imports import imported_on_use
+from compress.core.baselines import RUNTIMES, Runtime
+from export.onnx.float_baseline import in_onnxruntime
 
 if TYPE_CHECKING:
-    from export.aot import AotModel, ExportAot
-    from export.onnx import ExportOnnx, OnnxModel
-    from export.program import ExportProgram
-    from export.tensorrt import ExportTensorRT, TensorRTEngine
-    from export.torchscript import ExportTorchScript, TorchScriptModel
+    from export.aotinductor.stage import AotModel, ExportAot
+    from export.exported_program import ExportProgram
+    from export.onnx.stage import ExportOnnx, OnnxModel
+    from export.tensorrt.stage import ExportTensorRT, TensorRTEngine
+    from export.torchscript.stage import ExportTorchScript, TorchScriptModel
 
 __all__ = [
     "AotModel",
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "export.aot": ("AotModel", "ExportAot"),
-    "export.onnx": ("ExportOnnx", "OnnxModel"),
-    "export.program": ("ExportProgram",),
-    "export.tensorrt": ("ExportTensorRT", "TensorRTEngine"),
-    "export.torchscript": ("ExportTorchScript", "TorchScriptModel"),
+    "export.aotinductor.stage": ("AotModel", "ExportAot"),
+    "export.onnx.stage": ("ExportOnnx", "OnnxModel"),
+    "export.exported_program": ("ExportProgram",),
+    "export.tensorrt.stage": ("ExportTensorRT", "TensorRTEngine"),
+    "export.torchscript.stage": ("ExportTorchScript", "TorchScriptModel"),
 }
 
 RUNTIMES["onnxruntime"] = Runtime(in_onnxruntime, frozenset({"eager", "graph", "onnx"}))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compress.core.lazy import imported_on_use
+from compress.common.lazy_imports import imported_on_use
 
 if TYPE_CHECKING:
-    from serve.archive import TorchServeArchive
-    from serve.client import Client
-    from serve.kserve import KServeService, PackageKServe
-    from serve.server import TorchServe
-    from serve.stage import PackageTorchServe
-    from serve.triton import PackageTriton, TritonRepository
+    from serve.client.client import Client
+    from serve.repository.kserve import KServeService, PackageKServe
+    from serve.repository.triton import PackageTriton, TritonRepository
+    from serve.torchserve.artifact import TorchServeArchive
+    from serve.torchserve.process import TorchServe
+    from serve.torchserve.stage import PackageTorchServe
 
 __all__ = [
     "Client",
@@ -26,12 +26,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "serve.archive": ("TorchServeArchive",),
-    "serve.client": ("Client",),
-    "serve.kserve": ("KServeService", "PackageKServe"),
-    "serve.server": ("TorchServe",),
-    "serve.stage": ("PackageTorchServe",),
-    "serve.triton": ("PackageTriton", "TritonRepository"),
+    "serve.torchserve.artifact": ("TorchServeArchive",),
+    "serve.client.client": ("Client",),
+    "serve.repository.kserve": ("KServeService", "PackageKServe"),
+    "serve.torchserve.process": ("TorchServe",),
+    "serve.torchserve.stage": ("PackageTorchServe",),
+    "serve.repository.triton": ("PackageTriton", "TritonRepository"),
 }
 
 __getattr__ = imported_on_use(__name__, _HOMES)

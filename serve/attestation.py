@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress import __version__
-from compress.core.artifact import MANIFEST, canonical_json, without_double_keys
-from compress.core.errors import ArtifactInvalid, PipelineInvalid, Unavailable
-from compress.core.files import open_regular
-from compress.core.requirement import Requirement
+from compress.artifacts.artifact import MANIFEST, canonical_json, without_double_keys
+from compress.common.atomic_files import open_regular
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, Unavailable
+from compress.common.requirements import Requirement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from compress.core.artifact import Artifact, Step
-    from serve.proof import Proof
+    from compress.artifacts.artifact import Artifact, Step
+    from serve.torchserve.answer_check import Proof
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"

@@ -6,29 +6,29 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compress.core.artifact import Artifact
-from compress.core.files import sha256_of
-from serve.archive import (
+from compress.artifacts.artifact import Artifact
+from compress.common.atomic_files import sha256_of
+from serve.packaging.provenance import PROVENANCE, Provenance
+from serve.torchserve.answer_check import Evidence, Proof, prove_answers, prove_chain
+from serve.torchserve.artifact import (
     TorchServeArchive,
     check_bare,
     refuse_bare,
     refuse_other,
     refuse_other_artifact,
 )
-from serve.proof import Evidence, Proof, prove_answers, prove_chain
-from serve.provenance import PROVENANCE, Provenance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 ARTIFACT_MODULES = (
-    "compress.core.eager",
-    "compress.core.graph",
-    "export.aot",
-    "export.onnx",
-    "export.torchscript",
-    "serve.kserve",
-    "serve.triton",
+    "compress.artifacts.eager_model",
+    "compress.artifacts.graph_model",
+    "export.aotinductor.stage",
+    "export.onnx.stage",
+    "export.torchscript.stage",
+    "serve.repository.kserve",
+    "serve.repository.triton",
 )
 NATIVE = (
     "that it answers: its model is native code, which runs unseen, so it was not started; give the "

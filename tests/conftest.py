@@ -17,13 +17,13 @@ import torch
 from torch.utils.data import TensorDataset
 
 # Before a test calls a command, which would import settings without their descriptions.
-import pipelines.pipeline  # noqa: F401
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference, Splits
-from compress.core.eager import EagerModel
-from compress.core.memory import measuring
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
+import pipelines.config.pipeline  # noqa: F401
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.data.splits import DataReference, Splits
+from compress.profiling.peak_memory import measuring
 from tests.forking import Forks
 
 ROOT = Path(__file__).parents[1]

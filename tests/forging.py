@@ -4,7 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from compress.core.artifact import MANIFEST
+from compress.artifacts.artifact import MANIFEST
 
 
 def forge(folder: Path, name: str, content: bytes) -> None:

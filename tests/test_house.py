@@ -19,13 +19,13 @@ import export
 import serve
 from compress import Train, Training
 from compress.core.stage import Stage
-from compress.distillation.terms import AnyTerm
-from compress.quantization.patterns import Target as Runtime
-from compress.quantization.scheme import Observer
-from pipelines.catalog import stages
-from pipelines.model import SOURCES, ModelSpec
-from pipelines.pipeline import Pipeline
-from pipelines.plan import make_plan
+from compress.distillation.loss_terms import AnyTerm
+from compress.quantization.config.backend_targets import Target as Runtime
+from compress.quantization.config.dtype_scheme import Observer
+from pipelines.config.model_spec import SOURCES, ModelSpec
+from pipelines.config.pipeline import Pipeline
+from pipelines.config.registry import stages
+from pipelines.planning.plan import make_plan
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -63,7 +63,8 @@ def test_every_stage_is_public() -> None:
 
 def test_reading_a_pipeline_or_verifying_imports_no_heavy_library() -> None:
     code = (
-        "import sys, pipelines.pipeline, pipelines.plan, pipelines.evidence\n"
+        "import sys, pipelines.config.pipeline, pipelines.planning.plan\n"
+        "import pipelines.commands.verify\n"
         "print([m for m in ('torch', 'onnx', 'onnxruntime', 'ts', 'torchao') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

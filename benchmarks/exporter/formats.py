@@ -28,11 +28,11 @@ from pathlib import Path
 import torch
 
 from compress import Context
-from compress.core.artifact import Artifact
-from compress.core.eager import EagerModel, predicting
-from compress.core.errors import CompressError
-from compress.core.latency import latencies
-from compress.core.resident import forget_peak, kibibytes
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel, predicting
+from compress.common.errors import CompressError
+from compress.profiling.benchmark import latencies
+from compress.profiling.rss import forget_peak, kibibytes
 from export import ExportAot, ExportOnnx, ExportTorchScript
 from exporter.models import MODELS, imported, made
 

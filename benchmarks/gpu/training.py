@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.core.data import Batch
-from compress.training.learner import Learner
-from compress.training.objective import TargetLoss
-from compress.training.prefetch import on_device
-from compress.training.replicated import Alone
-from compress.training.settings import Training
-from compress.training.strategy import process_group, strategy_of
+from compress.data.splits import Batch
+from compress.training.config.training import Training
+from compress.training.distributed.base import process_group, strategy_of
+from compress.training.distributed.ddp import Alone
+from compress.training.loop.cuda_prefetch import on_device
+from compress.training.loop.train_state import Learner
+from compress.training.objectives.objective import TargetLoss
 
 FSDP = {"strategy": "fsdp", "wrap": ["Block"]}
 SETTINGS = {

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from shapes import minilm, resnet50
 
-from compress.core.resident import forget_peak, kibibytes
+from compress.profiling.rss import forget_peak, kibibytes
 
 RESNET = "ResNet-50-shaped, 2×3×224×224"
 MINILM = "MiniLM-shaped, 2×128 tokens"
@@ -71,7 +71,7 @@ def model(name: str, depth: int) -> tuple[torch.nn.Module, tuple[torch.Tensor, .
 
 def warm_up() -> None:
     """Import what the first use of torch.export and of the planner imports."""
-    from compress.pruning.plan import plan_cut
+    from compress.pruning.allocation.ranking import plan_cut
 
     small = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     plan_cut(small.eval(), (torch.randn(2, 4),), ratio=0.5)
@@ -79,8 +79,8 @@ def warm_up() -> None:
 
 def measured(name: str, depth: int, what: str) -> tuple[float, float, float]:
     """Return seconds of the processor, seconds of the clock, and MiB above what was there."""
-    from compress.pruning.axis_graph import trace
-    from compress.pruning.plan import plan_cut
+    from compress.pruning.allocation.ranking import plan_cut
+    from compress.pruning.dependency.graph import trace
 
     module, inputs = model(name, depth)
     forget_peak()
@@ -96,19 +96,19 @@ def measured(name: str, depth: int, what: str) -> tuple[float, float, float]:
 
 def split(name: str, depth: int) -> tuple[int, float, float]:
     """Return the number of operators, the exporter's seconds and those of following labels."""
-    from compress.pruning import axis_graph
+    from compress.pruning.dependency import graph
 
     module, inputs = model(name, depth)
-    export, spent = axis_graph._export, []
+    export, spent = graph._export, []
 
     def timed(*arguments):
         start = time.process_time()
         spent.append((export(*arguments), time.process_time() - start))
         return spent[-1][0]
 
-    axis_graph._export = timed
+    graph._export = timed
     start = time.process_time()
-    axis_graph.trace(module, inputs)
+    graph.trace(module, inputs)
     whole = time.process_time() - start
     program, seconds = spent[0]
     operators = sum(node.op == "call_function" for node in program.graph.nodes)

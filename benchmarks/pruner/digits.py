@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from compress import Context, PruneChannels, Splits, Train
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference
-from compress.core.eager import EagerModel
-from compress.core.latency import compare_latency
-from compress.core.measure import count_macs
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.signature import Signature, TensorSpec
+from compress.data.splits import DataReference
+from compress.graph.flops import count_macs
+from compress.profiling.benchmark import compare_latency
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"
 OURS = ("l2", "l1", "taylor", "hessian", "fpgm", "lamp", "bn_scale", "wanda", "obs", "random")

@@ -18,14 +18,14 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is impo
 import torch
 from torch.utils.data import TensorDataset
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference, Splits
-from compress.core.eager import EagerModel
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
+from compress.data.splits import DataReference, Splits
 from compress.distillation.stage import Distill
-from compress.pruning.stage import PruneChannels
+from compress.pruning.channels_stage import PruneChannels
 from compress.training.stage import Train
 
 HERE = Path(__file__).parent

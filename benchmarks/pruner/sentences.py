@@ -147,9 +147,9 @@ def minilm(root: Path, batch_size: int = 32, **sizes: int):
     from safetensors.torch import save_file
 
     from compress import Context, Metric, Signature, TensorSpec
-    from compress.core.checkpoint import import_checkpoint
-    from compress.core.data import DataReference
-    from compress.core.recipe import Recipe
+    from compress.artifacts.recipe import Recipe
+    from compress.checkpoint.loading import import_checkpoint
+    from compress.data.splits import DataReference
 
     here, file = Path(__file__).parent, root / "minilm.safetensors"
     save_file(weights(), file)

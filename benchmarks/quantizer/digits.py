@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from compress import QuantizeStatic
-from compress.core.latency import compare_latency
-from export.onnx_session import session_predictor
+from compress.profiling.benchmark import compare_latency
+from export.onnx.session import session_predictor
 from quantizer.peers import peers
 from quantizer.sources import HERE, at, megabytes, onnx, trained
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from compress import Context, QuantizeStatic, Splits
-from compress.quantization.scheme import Observer
+from compress.quantization.config.dtype_scheme import Observer
 from quantizer.sources import HERE, at, image_model
 
 COUNTS = (64, 512, 2048)

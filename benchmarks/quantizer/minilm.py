@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from compress import QuantizeDynamic, QuantizeStatic, QuantizeWeights
-from compress.core.errors import CompressError
+from compress.common.errors import CompressError
 from export import ExportAot
 from quantizer.sources import PRUNER, at, megabytes, minilm, onnx
 

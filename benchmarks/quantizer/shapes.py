@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from compress import Context, QuantizeStatic, Splits
-from compress.core.errors import CompressError
+from compress.common.errors import CompressError
 from export import ExportAot, ExportTorchScript
 from quantizer.sources import HERE, at, image_model, megabytes, onnx
 

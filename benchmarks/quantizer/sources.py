@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 
 from compress import Context, Signature, TensorSpec, Train
-from compress.core.artifact import Artifact
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference
-from compress.core.eager import EagerModel
-from compress.core.recipe import Recipe
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.data.splits import DataReference
 from export import ExportOnnx
 
 HERE = Path(__file__).parent

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from compress.core.data import Splits
 from compress.core.stage import Context
-from serve.server import TorchServe, free_ports
-from serve.stage import PackageTorchServe
+from compress.data.splits import Splits
+from serve.torchserve.process import TorchServe, free_ports
+from serve.torchserve.stage import PackageTorchServe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from compress.core.artifact import Artifact
+    from compress.artifacts.artifact import Artifact
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 
-from compress.core.quantiles import quantile
+from compress.profiling.quantiles import quantile
 
 RECEIVED = 1 << 18
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import torch
 
-from compress.core import difference
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import Splits
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common import tensor_difference
+from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
+from compress.data.splits import Splits
+from compress.training.config.training import Training
 from compress.training.fit import fit
-from compress.training.objective import TargetLoss
-from compress.training.settings import Training
+from compress.training.objectives.objective import TargetLoss
 
 HERE = Path(__file__).parent
 WIDTH, DEPTH, LENGTH, BATCH, STEPS = 32, 4, 8, 16, 20
@@ -77,4 +77,6 @@ def weights(source, root: Path, optimizer: str, settings: dict) -> dict[str, tor
 
 
 def largest(one, other) -> float:
-    return difference.largest(difference.largest_difference(one[n], other[n]) for n in one)
+    return tensor_difference.largest(
+        tensor_difference.largest_difference(one[n], other[n]) for n in one
+    )

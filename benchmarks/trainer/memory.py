@@ -3,7 +3,7 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from compress.core.resident import forget_peak, kibibytes
+from compress.profiling.rss import forget_peak, kibibytes
 from trainer.nets import Transformer, batch, learner
 from trainer.ranks import on_ranks
 

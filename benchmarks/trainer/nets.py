@@ -4,12 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.core.data import Batch
-from compress.training.learner import Learner
-from compress.training.objective import TargetLoss
-from compress.training.replicated import Alone
-from compress.training.settings import Training
-from compress.training.strategy import strategy_of
+from compress.data.splits import Batch
+from compress.training.config.training import Training
+from compress.training.distributed.base import strategy_of
+from compress.training.distributed.ddp import Alone
+from compress.training.loop.train_state import Learner
+from compress.training.objectives.objective import TargetLoss
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from compress.training.strategy import process_group
+from compress.training.distributed.base import process_group
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

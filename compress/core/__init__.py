@@ -1,1 +1,1 @@
-"""Types that every station of the road shares; imports no torch until a model is touched."""
+"""The contract of the toolkit: stage, context, gate and metric."""

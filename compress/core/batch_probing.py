@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from compress.core.batch_dependence import (
+from compress.profiling.batch_dependence import (
     ROWS,
     as_arrays,
     as_call,
@@ -14,11 +14,11 @@ from compress.core.batch_dependence import (
 )
 
 if TYPE_CHECKING:
-    from compress.core.artifact import Artifact
-    from compress.core.batch_dependence import Array, BatchDependence
-    from compress.core.data import Splits
-    from compress.core.signature import Signature
+    from compress.artifacts.artifact import Artifact
+    from compress.common.signature import Signature
     from compress.core.stage import Context
+    from compress.data.splits import Splits
+    from compress.profiling.batch_dependence import Array, BatchDependence
 
 SPLIT: Literal["val"] = "val"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar
 
-from compress.core.errors import CompressError, Unavailable, exits_refused
-from compress.core.settings import Settings
+from compress.common.config import Settings
+from compress.common.errors import CompressError, Unavailable, exits_refused
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-    from compress.core.artifact import Artifact
+    from compress.artifacts.artifact import Artifact
     from compress.core.stage import Context
 
 

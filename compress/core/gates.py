@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.core.errors import StageFailed
+from compress.common.config import Count, Fraction, Positive
+from compress.common.errors import StageFailed
 from compress.core.gate import Gate
-from compress.core.latency import unmeasurable
-from compress.core.settings import Count, Fraction, Positive
+from compress.profiling.benchmark import unmeasurable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from pydantic import JsonValue
 
-    from compress.core.artifact import Artifact
+    from compress.artifacts.artifact import Artifact
     from compress.core.stage import Context
 
 
@@ -39,7 +39,7 @@ class Parity(Gate):
 
     def value(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the largest absolute difference."""
-        from compress.core.difference import largest, largest_difference
+        from compress.common.tensor_difference import largest, largest_difference
 
         differences, elements = [], 0
         for expected, got in _paired_outputs(before, after, context):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from pydantic import AfterValidator, WithJsonSchema
 
-from compress.core.errors import CompressError, PipelineInvalid, StageFailed, first_line
+from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
 from compress.core.targets import (
     Targets,
     advice,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from pydantic import JsonValue
 
-    from compress.core.data import Splits
+    from compress.data.splits import Splits
 
 OF_CLASSES = ("cross_entropy", "binary_cross_entropy", "nll")
 """Losses of models that choose among classes."""
@@ -140,7 +140,7 @@ class Loss:
         """Return what decides the loss beside data and model: its name, and the user's code."""
         code = ""
         if self.is_own:
-            from compress.core.factory import local_sources, sources_digest
+            from compress.common.factories import local_sources, sources_digest
 
             code = sources_digest(local_sources(str(self.name), self.folder))
         return {"name": self.name, "code": code}
@@ -204,7 +204,7 @@ class Loss:
         return float(values.double().sum()), _counted(name, targets)
 
     def _own(self) -> Any:
-        from compress.core.factory import resolve
+        from compress.common.factories import resolve
 
         return resolve(str(self.name), self.folder)
 
@@ -340,7 +340,7 @@ def _counted(name: str, targets: torch.Tensor) -> int:
         name: a built-in loss.
         targets: as :func:`fitted` returns them.
     """
-    from compress.core.batch import IGNORED_LABEL
+    from compress.data.batch import IGNORED_LABEL
 
     if name not in WEIGHTED:
         return targets.numel()

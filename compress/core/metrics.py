@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path  # noqa: TC003 - a dataclass field
 from typing import TYPE_CHECKING, Any
 
-from compress.core.errors import PipelineInvalid, StageFailed, Unavailable
+from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.core.loss import INFERRED, Loss
 from compress.core.targets import are_classes, fitted, form_of, kind_of, same_elements
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import torch
     from pydantic import JsonValue
 
-    from compress.core.artifact import Predictor
-    from compress.core.data import Batch, Splits
+    from compress.artifacts.artifact import Predictor
     from compress.core.stage import Progress
+    from compress.data.splits import Batch, Splits
 
 OF_NUMBERS = ("mse", "mae", "r2")
 """Metrics of models that predict numbers."""
@@ -78,7 +78,7 @@ class Metric:
         """Return what decides a measured value, the user's own code included."""
         code = ""
         if ":" in self.name:
-            from compress.core.factory import local_sources, sources_digest
+            from compress.common.factories import local_sources, sources_digest
 
             code = sources_digest(local_sources(self.name, self.folder))
         loss = self.loss.identity() if self.name in OF_TARGETS else None
@@ -112,7 +112,7 @@ class Metric:
             metric = self._torchmetric()
             metric.update(outputs, targets)
             return float(metric.compute())
-        from compress.core.factory import resolve
+        from compress.common.factories import resolve
 
         function: Callable[..., Any] = resolve(self.name, self.folder)
         with torch.inference_mode():
@@ -149,7 +149,7 @@ class Metric:
                 raise PipelineInvalid(f"metric {self.name!r} takes no settings")
             return
         if ":" in self.name:
-            from compress.core.factory import resolve
+            from compress.common.factories import resolve
 
             resolve(self.name, self.folder)
         elif not self.name.startswith("torchmetrics."):
@@ -228,7 +228,7 @@ def _right_labels(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> t
 
 def _are_yes_or_no(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> bool:
     """Whether each output is a logit of its own, and its target 0 or 1 or left out."""
-    from compress.core.batch import IGNORED_LABEL
+    from compress.data.batch import IGNORED_LABEL
 
     if are_classes(outputs, targets) or not same_elements(outputs, targets):
         return False
@@ -260,7 +260,7 @@ def _not_measurable(outputs: torch.Tensor) -> str:
 def _share_of_right_labels(
     name: str, labels: torch.Tensor, targets: torch.Tensor
 ) -> tuple[float, int]:
-    from compress.core.batch import IGNORED_LABEL
+    from compress.data.batch import IGNORED_LABEL
 
     if labels.shape != targets.shape:
         raise StageFailed(

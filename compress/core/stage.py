@@ -6,18 +6,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from compress.core.artifact import Artifact, Step
-from compress.core.collecting import only_new
-from compress.core.dependencies import Recording, note, recording
-from compress.core.errors import GateRefused, StageFailed, exits_refused
-from compress.core.files import remove
+from compress.artifacts.artifact import Artifact, Step
+from compress.common.atomic_files import remove
+from compress.common.config import Settings, StageName
+from compress.common.dependency_recorder import Recording, note, recording
+from compress.common.errors import GateRefused, StageFailed, exits_refused
+from compress.common.process import only_new
+from compress.common.requirements import Requirement, requirements_of
+from compress.core.baselines import opponent_of
 from compress.core.gate import Verdict, explain
 from compress.core.gates import AnyGate
 from compress.core.loss import INFERRED, Loss
 from compress.core.metrics import Metric
-from compress.core.requirement import Requirement, requirements_of
-from compress.core.runtimes import opponent_of
-from compress.core.settings import Settings, StageName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Set
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compress.core.artifact import Predictor
-    from compress.core.batch_dependence import BatchDependence
-    from compress.core.data import Splits
-    from compress.core.history import History
-    from compress.core.latency import Comparison
-    from compress.core.signature import Signature
+    from compress.artifacts.artifact import Predictor
+    from compress.common.signature import Signature
+    from compress.core.run_history import History
+    from compress.data.splits import Splits
+    from compress.profiling.batch_dependence import BatchDependence
+    from compress.profiling.benchmark import Comparison
 
 Reads = TypeVar("Reads", bound=Artifact)
 Writes = TypeVar("Writes", bound=Artifact)
@@ -171,14 +171,14 @@ class Context:
     @contextmanager
     def opened(self, artifact: Artifact) -> Iterator[Predictor]:
         """Give an artifact as a predictor that takes any number of samples."""
-        from compress.core.batching import any_batch
+        from compress.data.fixed_batch import any_batch
 
         with artifact.open(self.device, self.threads) as predict:
             yield any_batch(predict, artifact.signature)
 
     def compare_latency(self, before: Artifact, after: Artifact, batch: int) -> Comparison:
         """Measure two artifacts' latencies in turn, with equal threads, on samples of `val`."""
-        from compress.core.latency import compare_latency
+        from compress.profiling.benchmark import compare_latency
 
         batches = self.measured_batches(before.signature, batch)
         with (
@@ -189,7 +189,7 @@ class Context:
 
     def peak_memory(self, artifact: Artifact, batch: int) -> float:
         """Return the mebibytes that opening an artifact and calls with samples take at most."""
-        from compress.core.memory import peak_memory
+        from compress.profiling.peak_memory import peak_memory
 
         batches = self.measured_batches(artifact.signature, batch)
         return peak_memory(artifact, self.device, self.threads, batches)
@@ -200,7 +200,7 @@ class Context:
         Raises:
             StageFailed: the model takes another number of samples.
         """
-        from compress.core.latency import measured_batches
+        from compress.profiling.benchmark import measured_batches
 
         return measured_batches(self.data, signature, batch, self.seed)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from compress.core.errors import StageFailed
+from compress.common.errors import StageFailed
 
 if TYPE_CHECKING:
     import torch
 
-    from compress.core.data import Splits
+    from compress.data.splits import Splits
 
 SAMPLES = 512
 """Samples whose targets decide what kind they are."""
@@ -97,7 +97,7 @@ def fitted(
 
 def with_target(targets: torch.Tensor) -> torch.Tensor:
     """Return which samples have a target: a label, or numbers."""
-    from compress.core.batch import IGNORED_LABEL
+    from compress.data.batch import IGNORED_LABEL
 
     missing = targets.isnan() if targets.is_floating_point() else targets == IGNORED_LABEL
     return ~missing.reshape(len(targets), -1).all(1)
@@ -128,7 +128,7 @@ def _shape_of(tensor: torch.Tensor) -> str:
 
 
 def _fitted_to_classes(name: str, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    from compress.core.batch import IGNORED_LABEL
+    from compress.data.batch import IGNORED_LABEL
 
     classes = outputs.shape[1] if outputs.dim() > 1 else 1
     if classes < 2:
@@ -169,7 +169,7 @@ def _fitted_to_classes(name: str, outputs: torch.Tensor, targets: torch.Tensor) 
 def _fitted_to_binary(
     outputs: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from compress.core.batch import IGNORED_LABEL
+    from compress.data.batch import IGNORED_LABEL
 
     targets = targets.reshape(outputs.shape)
     if not targets.is_floating_point():

@@ -1,1 +1,1 @@
-"""Distillation: a model learns from the answers of another."""
+"""Distillation: a student trained on a teacher's outputs and features."""

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from compress.core.artifact import Artifact, Step
-from compress.core.eager import EagerModel
-from compress.core.errors import CompressError, StageFailed
-from compress.core.origin import Origin
-from compress.core.signature import Signature
+from compress.artifacts.artifact import Artifact, Step
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.model_source import Origin
+from compress.common.errors import CompressError, StageFailed
+from compress.common.signature import Signature
 from compress.core.stage import Stage
-from compress.distillation.output_terms import Cosine, Kl, Labels, Mse, Term
+from compress.distillation.loss_terms import AnyTerm
+from compress.distillation.output_losses import Cosine, Kl, Labels, Mse, Term
 from compress.distillation.student import SomeBlocks
 from compress.distillation.teacher import OnnxFile, Teacher
-from compress.distillation.terms import AnyTerm
-from compress.training.settings import Training
-from compress.training.teaching import Teaching
+from compress.training.config.training import Training
+from compress.training.objectives.teacher_objective import Teaching
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
     from pydantic import JsonValue
 
-    from compress.core.data import Splits
     from compress.core.loss import Loss
     from compress.core.stage import Context
-    from compress.distillation.features import Pairs
-    from compress.distillation.objective import Lessons
+    from compress.data.splits import Splits
+    from compress.distillation.distillation_objective import Lessons
+    from compress.distillation.feature_hooks import Pairs
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
 
     def check_loss(self, loss: Loss) -> None:
         """Refuse settings that do not go with the task's loss."""
-        from compress.training.teaching import need_task_of_classes
+        from compress.training.objectives.teacher_objective import need_task_of_classes
 
         if self.uses_loss:
             self.check_targets_loss(loss)
@@ -163,7 +163,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         Raises:
             StageFailed: the teacher cannot be compared with the student, or training failed.
         """
-        from compress.core.views import with_unlabelled
+        from compress.data.splits import with_unlabelled
         from compress.training.fit import fit
 
         context = replace(context, data=with_unlabelled(context.need_data(self.title)))
@@ -196,7 +196,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         self, model: EagerModel, teacher: Teacher, context: Context
     ) -> tuple[EagerModel, dict[str, JsonValue]]:
         """Return the model that learns, and how its blocks were chosen."""
-        from compress.distillation.objective import distance_to
+        from compress.distillation.distillation_objective import distance_to
 
         where = context.work / "student"
         if self.student is None:
@@ -207,9 +207,9 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         return self.student.cut(model, where, distance)
 
     def _lessons(self, student: EagerModel, teacher: Teacher, context: Context) -> Lessons:
-        from compress.distillation.features import pairs_of
-        from compress.distillation.objective import Lessons
-        from compress.training.objective import TargetLoss
+        from compress.distillation.distillation_objective import Lessons
+        from compress.distillation.feature_hooks import pairs_of
+        from compress.training.objectives.objective import TargetLoss
 
         terms, targets = self.terms, TargetLoss.for_training(self, context)
         self.check_loss(targets.loss)
@@ -220,7 +220,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
 
     def _with_answers(self, lessons: Lessons, context: Context) -> Splits:
         """Return the data with the teacher's answers, where they can and shall be kept."""
-        from compress.distillation.answers import CannotKeep, with_answers
+        from compress.distillation.teacher_cache import CannotKeep, with_answers
 
         data = context.need_data(self.title)
         repeats = self.epochs > 1 and not lessons.asked

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, field_validator
 
-from compress.core.errors import StageFailed
-from compress.core.recipe import KeepBlocks
-from compress.core.settings import Count, Settings
+from compress.artifacts.recipe import KeepBlocks
+from compress.common.config import Count, Settings
+from compress.common.errors import StageFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from pydantic import JsonValue
 
-    from compress.core.eager import EagerModel
+    from compress.artifacts.eager_model import EagerModel
 
     Distance = Callable[[torch.nn.Module], float]
 
@@ -53,7 +53,7 @@ class SomeBlocks(Settings):
         Raises:
             StageFailed: there is none, or not the one that is named, or it has no such blocks.
         """
-        from compress.core.blocks import blocks_of
+        from compress.artifacts.edits.block_removal import blocks_of
 
         known = blocks_of(module)
         if not known or (self.blocks is not None and self.blocks not in known):

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from compress.core.artifact import Artifact  # noqa: TC001 - a dataclass field
-from compress.core.batching import any_batch
-from compress.core.eager import EagerModel, flatten_outputs
-from compress.core.errors import ArtifactInvalid, StageFailed, Unavailable, first_line
-from compress.core.settings import Settings
+from compress.artifacts.artifact import Artifact  # noqa: TC001 - a dataclass field
+from compress.artifacts.eager_model import EagerModel, flatten_outputs
+from compress.common.config import Settings
+from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, first_line
+from compress.data.fixed_batch import any_batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
 
-    from compress.core.artifact import Predictor
+    from compress.artifacts.artifact import Predictor
 
 INSTALL = "pip install onnxruntime"
 
@@ -42,7 +42,7 @@ class OnnxFile(Settings):
 
     def identity(self) -> dict[str, Any]:
         """Return what decides its answers."""
-        from compress.core.files import sha256_of
+        from compress.common.atomic_files import sha256_of
 
         return {"onnx": sha256_of(Path(self.onnx))}
 
@@ -92,7 +92,7 @@ class Teacher:
 
         if self.kind is None or not issubclass(self.kind, EagerModel):
             return self._by_outputs(device)
-        from compress.distillation.features import Recorder
+        from compress.distillation.feature_hooks import Recorder
 
         module = self.module.to(device)
         recorder = Recorder(module, modules)

@@ -1,1 +1,1 @@
-"""Removing whole channels, heads and neurons; imports no torch until a model is touched."""
+"""Pruning: channels, heads, blocks and single weights."""

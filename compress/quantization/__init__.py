@@ -1,1 +1,1 @@
-"""Quantization: the same model computed in small integers."""
+"""Quantization: post-training, quantization-aware, dynamic, weight-only, mixed precision."""

@@ -1,1 +1,1 @@
-"""Training: the step loop, its parallel strategies, and resuming where it was interrupted."""
+"""Training: the step loop, parallel strategies and resuming."""

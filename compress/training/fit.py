@@ -8,36 +8,36 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from compress.core.artifact import canonical_json
-from compress.core.cores import threads_to_use
-from compress.core.errors import CompressError, StageFailed, Unavailable
-from compress.training.compilation import need_compiler
-from compress.training.failure import one_line
-from compress.training.launch import train_on_ranks
-from compress.training.loop import Job, train
-from compress.training.outcome import Fit, outcome
-from compress.training.progress import is_over
-from compress.training.replicated import Alone
-from compress.training.resume import (
+from compress.artifacts.artifact import canonical_json
+from compress.common.errors import CompressError, StageFailed, Unavailable
+from compress.common.process import threads_to_use
+from compress.training.checkpoint.metadata import (
     FOLDER,
     Progress,
     need_whole,
     newest,
     read_progress,
 )
-from compress.training.tracking import figures_of, refuse_missing, tracking
+from compress.training.distributed.ddp import Alone
+from compress.training.launch.launcher import train_on_ranks
+from compress.training.launch.worker_errors import one_line
+from compress.training.loop.early_stopping import is_over
+from compress.training.loop.loggers import figures_of, refuse_missing, tracking
+from compress.training.loop.trainer import Job, train
+from compress.training.optim.compile import need_compiler
+from compress.training.result import Fit, outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from compress.core.data import Splits
-    from compress.core.eager import EagerModel
+    from compress.artifacts.eager_model import EagerModel
     from compress.core.stage import Context
-    from compress.training.constraint import Constraint
-    from compress.training.objective import Objective
-    from compress.training.settings import Training
-    from compress.training.watch import MeasuredEpoch
+    from compress.data.splits import Splits
+    from compress.training.config.training import Training
+    from compress.training.loop.step_metrics import MeasuredEpoch
+    from compress.training.objectives.objective import Objective
+    from compress.training.objectives.weight_constraint import Constraint
 
 AGAINST_DP = (
     "DataParallel's threads share one interpreter and copy the model in each step; "

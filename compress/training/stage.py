@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from compress.core.eager import EagerModel
+from compress.artifacts.eager_model import EagerModel
 from compress.core.stage import Stage
-from compress.training.settings import Training
+from compress.training.config.training import Training
 
 if TYPE_CHECKING:
     from compress.core.loss import Loss
@@ -40,7 +40,7 @@ class Train(Stage[EagerModel, EagerModel], Training):
                 finite, or a process failed.
         """
         from compress.training.fit import fit
-        from compress.training.objective import TargetLoss
+        from compress.training.objectives.objective import TargetLoss
 
         objective = TargetLoss.for_training(self, context)
         trained = fit(model, self, objective, context, self.title)

@@ -8,8 +8,8 @@ import typer.main
 from setting_text import code, prose
 
 import cli
-from compress.core.errors import CompressError
-from pipelines.interruption import SIGNALS
+from compress.common.errors import CompressError
+from pipelines.system.signals import SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

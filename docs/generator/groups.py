@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from setting_text import definitions, joined, prose
 
-from compress.training.settings import Training
-from pipelines.catalog import OURS, stages
-from pipelines.pipeline import json_schema
+from compress.training.config.training import Training
+from pipelines.config.pipeline import json_schema
+from pipelines.config.registry import OURS, stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

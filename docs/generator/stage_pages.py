@@ -8,10 +8,10 @@ import yaml
 from groups import DEFS, OF_THE_FILE, SCHEMA, STATIONS, TRAIN, group_sections, link_from, stages_of
 from setting_text import definitions, paragraphs, prose
 
-from compress.core.artifact import Artifact
+from compress.artifacts.artifact import Artifact
 from compress.core.stage import Stage
-from compress.training.settings import Training
-from pipelines.catalog import stage_type
+from compress.training.config.training import Training
+from pipelines.config.registry import stage_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,1 +1,1 @@
-"""What travels in every ``.mar``: joined into its one ``handler.py``, importing nothing of ours."""
+"""The code that travels in an archive: reads requests, asks the model, writes responses."""

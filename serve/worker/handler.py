@@ -16,11 +16,11 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serve.worker.inference_protocol import LABELS, wanted_of
-from serve.worker.joining import together
+from serve.worker.batching import together
+from serve.worker.http_errors import BROKEN, UNREADABLE, blame, what_failed
 from serve.worker.loaders import LOADERS, THREADS_VARIABLE, replay
-from serve.worker.readers import readers_of
-from serve.worker.refusals import BROKEN, UNREADABLE, blame, what_failed
+from serve.worker.oip import LABELS, wanted_of
+from serve.worker.preprocess import readers_of
 from serve.worker.tensors import check
 from serve.worker.wire import JSON, NPZ, decode, encode, from_npz, refusal
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from compress.core.plain_program import code_in
+from compress.checkpoint.pt2_safety import code_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,7 +69,8 @@ def load_graph(payload: Path, settings: Named, threads: int) -> Run:
 def find_ranges_of_nothing_(module: Any) -> None:
     """Let ranges that are found at run time be those of a zero where a request has no rows.
 
-    torch's own operator (2.13) raises there. As in ``compress.core.graph``, which is not here.
+    torch's own operator (2.13) raises there. As in ``compress.artifacts.graph_model``, which is not
+    here.
     """
     import torch
 

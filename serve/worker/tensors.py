@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.worker.refusals import TOO_LARGE, UNREADABLE, shown
+from serve.worker.http_errors import TOO_LARGE, UNREADABLE, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.worker.inference_protocol import (
+from serve.worker.http_errors import NOT_ACCEPTABLE, UNKNOWN_FORM, UNREADABLE, told
+from serve.worker.oip import (
     HEADER_LENGTH,
     from_protocol,
     is_protocol,
     split,
     to_protocol,
 )
-from serve.worker.refusals import NOT_ACCEPTABLE, UNKNOWN_FORM, UNREADABLE, told
 from serve.worker.tensors import exact, in_order, likeliest
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import yaml
 
 from compress.core.gate import explain
 from compress.core.gates import AnyGate, MaxSize
-from pipelines.pipeline import Pipeline
-from pipelines.plan import make_plan
+from pipelines.config.pipeline import Pipeline
+from pipelines.planning.plan import make_plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 

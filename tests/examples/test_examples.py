@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import cli
-from compress.core.artifact import Artifact
-from pipelines.report import Report
+from compress.artifacts.artifact import Artifact
+from pipelines.results.schema import Report
 from tests.pipelines.conftest import measured_briefly
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

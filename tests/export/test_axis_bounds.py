@@ -7,15 +7,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from compress.core.bounds import axis_limits
-from compress.core.eager import EagerModel
-from compress.core.errors import StageFailed
-from compress.core.recipe import Recipe
-from compress.core.signature import AxisBounds, Signature, TensorSpec
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import StageFailed
+from compress.common.signature import AxisBounds, Signature, TensorSpec
 from compress.core.stage import Context
-from export import agreement
-from export.program import ExportProgram
-from export.tensorrt_shapes import sizes_of
+from compress.graph.axis_bounds import axis_limits
+from export.exported_program import ExportProgram
+from export.parity import compare
+from export.tensorrt.shape_profiles import sizes_of
 from serve.worker.tensors import check
 
 SHORT = """
@@ -61,7 +61,7 @@ def test_an_export_is_traced_and_compared_within_the_bounds(bounds, tmp_path: Pa
 
 def test_the_sizes_tried_are_those_allowed() -> None:
     def tried(**bounds: int) -> tuple[int, ...]:
-        return agreement._sizes(signature(**bounds), "length", None)
+        return compare._sizes(signature(**bounds), "length", None)
 
     assert tried() == (8, 16, 4, 7)
     assert tried(max=512) == (8, 16, 4, 7, 512)
@@ -110,6 +110,6 @@ def test_a_sample_outside_is_named(tmp_path: Path) -> None:
     recipe = Recipe(factory="windows:window")
     model = EagerModel.create(tmp_path / "m", recipe, {}, signature(min=6), folder=tmp_path)
     with model.open() as predict:
-        agreement.compare(model, predict, predict, [(torch.ones(2, 6, 2),)])
+        compare.compare(model, predict, predict, [(torch.ones(2, 6, 2),)])
         with pytest.raises(StageFailed, match=r"'length' has size 5 .* allows 6 or more"):
-            agreement.compare(model, predict, predict, [(torch.ones(2, 5, 2),)])
+            compare.compare(model, predict, predict, [(torch.ones(2, 5, 2),)])

@@ -7,23 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.core.artifact import Artifact
-from compress.core.data import Splits
-from compress.core.eager import EagerModel
-from compress.core.errors import ArtifactInvalid, StageFailed, Unavailable
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import Parity
-from compress.core.graph import GraphModel
-from compress.core.program import export_program
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from compress.quantization.static_stage import QuantizeStatic
-from export import aot_package
-from export.aot import AotModel, ExportAot
-from export.aot_package import compile_package, count_kernels, load, refuse_unrolled
-from export.first_layer import Search
-from pipelines.pipeline import Pipeline
-from pipelines.plan import make_plan
+from compress.data.splits import Splits
+from compress.graph.torch_export import export_program
+from compress.quantization.stages.static import QuantizeStatic
+from export.aotinductor import package as aot_package
+from export.aotinductor.package import compile_package, count_kernels, load, refuse_unrolled
+from export.aotinductor.stage import AotModel, ExportAot
+from export.parity.bisect import Search
+from pipelines.config.pipeline import Pipeline
+from pipelines.planning.plan import make_plan
 
 NETWORKS = Path(__file__).parents[1] / "compress" / "quantization"
 IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))

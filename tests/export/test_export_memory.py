@@ -11,19 +11,19 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from compress.core import difference
-from compress.core.artifact import Predictor
-from compress.core.difference import relative_error
-from compress.core.eager import EagerModel
-from compress.core.program import export_program
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
-from export import answers
-from export.answers import recorded
-from export.onnx_file import is_plain, size_of, write
-from export.onnx_lowering import lower
-from export.onnx_mapped import mapped, write_mapped
-from export.onnx_session import session_predictor
+from compress.artifacts.artifact import Predictor
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import Recipe
+from compress.common import tensor_difference
+from compress.common.signature import Signature, TensorSpec
+from compress.common.tensor_difference import relative_error
+from compress.graph.torch_export import export_program
+from export.onnx.external_data import mapped, write_mapped
+from export.onnx.lowering import lower
+from export.onnx.proto_io import is_plain, size_of, write
+from export.onnx.session import session_predictor
+from export.parity import reference_outputs
+from export.parity.reference_outputs import recorded
 
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 20)),))
 LINEAR = Recipe(factory="torch.nn:Linear", arguments={"in_features": 20, "out_features": 20})
@@ -148,7 +148,7 @@ def test_a_source_is_asked_once_and_let_go(tmp_path: Path, monkeypatch: pytest.M
         answer(two)
         answer(two)
         assert (len(opened), asked) == (2, [1, -1, 2, 2])
-    monkeypatch.setattr(answers, "LARGEST", 1)
+    monkeypatch.setattr(reference_outputs, "LARGEST", 1)
     asked.clear()
     with recorded(model, [(one,), (two,)], 1) as answer:
         assert asked == [1]  # there is no room for more
@@ -157,7 +157,7 @@ def test_a_source_is_asked_once_and_let_go(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_answer_is_kept_without_what_it_is_a_part_of(tmp_path: Path) -> None:
-    kept = answers._Answers(tmp_path)
+    kept = reference_outputs._Answers(tmp_path)
     (x,) = kept.keeping(lambda x: (x.expand(1000, 1000).clone()[:1],))(torch.ones(1))
     assert torch.equal(kept.read((torch.ones(1),))[0], x)
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 10_000
@@ -169,7 +169,7 @@ def test_errors_are_the_same_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     a[1, 1] = b[1, 1] = torch.nan
     copies = a.clone(), b.clone()
     whole = relative_error(a, b)
-    monkeypatch.setattr(difference, "AT_ONCE", 4)
+    monkeypatch.setattr(tensor_difference, "AT_ONCE", 4)
     assert relative_error(a, b) == pytest.approx(whole, rel=1e-12)
     for tensor, copy in zip((a, b), copies, strict=True):
         assert torch.equal(tensor.nan_to_num(0), copy.nan_to_num(0))
@@ -188,8 +188,8 @@ import warnings; warnings.simplefilter("ignore")
 from pathlib import Path
 import torch
 from compress import Context
-from compress.core.eager import EagerModel
-from compress.core.resident import forget_peak, kibibytes
+from compress.artifacts.eager_model import EagerModel
+from compress.profiling.rss import forget_peak, kibibytes
 from export import ExportOnnx
 
 def source(size):

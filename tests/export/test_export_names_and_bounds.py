@@ -7,14 +7,14 @@ import onnx
 import pytest
 import torch
 
-from compress.core.eager import EagerModel
-from compress.core.errors import StageFailed
-from compress.core.graph import GraphModel
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from export.agreement import prove_equal
-from export.onnx import ExportOnnx
+from export.onnx.stage import ExportOnnx
+from export.parity.compare import prove_equal
 
 SOURCE = """
 import torch
@@ -89,7 +89,7 @@ def test_outputs_may_be_named_like_operators_and_axes_may_end(
 def test_a_stored_graph_still_knows_where_an_axis_ends(
     source: Callable[..., EagerModel], tmp_path: Path
 ) -> None:
-    from compress.core.bounds import axis_limits
+    from compress.graph.axis_bounds import axis_limits
 
     model = source("stored", tokens("states", "logits"))
     graph = GraphModel.of(model, tmp_path / "graph")

@@ -8,20 +8,20 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 
-from compress.core.artifact import Artifact
-from compress.core.data import Splits
-from compress.core.eager import EagerModel
-from compress.core.errors import ArtifactInvalid, GateRefused, StageFailed
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import ArtifactInvalid, GateRefused, StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import LabelAgreement, Parity
-from compress.core.graph import GraphModel
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from compress.quantization.static_stage import QuantizeStatic
-from export.agreement import check_agreement
-from export.onnx import ExportOnnx, OnnxModel
-from export.onnx_file import write
-from export.onnx_graph import count_macs
+from compress.data.splits import Splits
+from compress.quantization.stages.static import QuantizeStatic
+from export.onnx.graph import count_macs
+from export.onnx.proto_io import write
+from export.onnx.stage import ExportOnnx, OnnxModel
+from export.parity.compare import check_agreement
 from tests.forging import forge
 
 ROOT = Path(__file__).parents[2]
@@ -345,5 +345,8 @@ def test_a_layer_left_in_floats_is_logged(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_settings_import_neither_torch_nor_onnx(fresh_process: Callable[[str], str]) -> None:
-    code = "import export.onnx, export.torchscript, sys; print({'torch', 'onnx'} & {*sys.modules})"
+    code = (
+        "import export.onnx.stage, export.torchscript.stage, sys; "
+        "print({'torch', 'onnx'} & {*sys.modules})"
+    )
     assert fresh_process(code) == "set()"

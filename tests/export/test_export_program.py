@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.core.eager import EagerModel
-from compress.core.errors import StageFailed
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import StageFailed
+from compress.common.signature import Signature, TensorSpec
 from compress.core.gates import Parity
-from compress.core.graph import GraphModel
-from compress.core.program import export_program
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
-from export.program import ExportProgram
-from export.torchscript import ExportTorchScript
+from compress.graph.torch_export import export_program
+from export.exported_program import ExportProgram
+from export.torchscript.stage import ExportTorchScript
 
 HERE = Path(__file__).parent
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))

@@ -11,27 +11,27 @@ import torch
 from onnx import numpy_helper
 from pydantic import ValidationError
 
-from compress.core.artifact import Predictor
-from compress.core.data import Splits
-from compress.core.eager import EagerModel
-from compress.core.errors import StageFailed, Unavailable
+from compress.artifacts.artifact import Predictor
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import StageFailed, Unavailable
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import Parity
-from compress.core.graph import GraphModel
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from compress.quantization.dynamic_stage import QuantizeDynamic
-from compress.quantization.precision_stage import ConvertPrecision
-from compress.quantization.static_stage import QuantizeStatic
-from export.onnx import ExportOnnx
-from export.tensorrt import ExportTensorRT, TensorRTEngine
-from export.tensorrt_build import conversion_settings, refuse_integers, write_onnx
-from export.tensorrt_machine import difference
-from export.tensorrt_proof import prove_equal
-from export.tensorrt_run import in_order, in_parts
-from export.tensorrt_shapes import shapes_of, sizes_of
-from pipelines.pipeline import Pipeline
-from pipelines.plan import make_plan
+from compress.data.splits import Splits
+from compress.quantization.stages.dynamic import QuantizeDynamic
+from compress.quantization.stages.half_precision import ConvertPrecision
+from compress.quantization.stages.static import QuantizeStatic
+from export.onnx.stage import ExportOnnx
+from export.tensorrt.build import conversion_settings, refuse_integers, write_onnx
+from export.tensorrt.host_check import difference
+from export.tensorrt.parity import prove_equal
+from export.tensorrt.runtime import in_order, in_parts
+from export.tensorrt.shape_profiles import shapes_of, sizes_of
+from export.tensorrt.stage import ExportTensorRT, TensorRTEngine
+from pipelines.config.pipeline import Pipeline
+from pipelines.planning.plan import make_plan
 
 NETWORKS = Path(__file__).parents[1] / "compress" / "quantization"
 IMAGE = Signature(

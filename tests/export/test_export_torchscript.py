@@ -6,17 +6,17 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from compress.core.artifact import Artifact
-from compress.core.data import Splits
-from compress.core.eager import EagerModel
-from compress.core.errors import ArtifactInvalid, GateRefused, StageFailed
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import ArtifactInvalid, GateRefused, StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import Parity
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from export.agreement import check_agreement
-from export.torchscript import ExportTorchScript, TorchScriptModel
-from export.torchscript_file import load, quiet
+from compress.data.splits import Splits
+from export.parity.compare import check_agreement
+from export.torchscript.file_io import load, quiet
+from export.torchscript.stage import ExportTorchScript, TorchScriptModel
 from tests.forging import forge
 
 ROOT = Path(__file__).parents[2]

@@ -8,18 +8,18 @@ import onnxruntime
 import pytest
 import torch
 
-from compress.core.eager import EagerModel
-from compress.core.errors import StageFailed
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import MaxSize, Parity
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from export import onnx_file
-from export.onnx import ExportOnnx, OnnxModel
-from export.onnx_metadata import refuse_misfit
-from serve.pack import members_of
-from serve.probe import record_probe
-from serve.stage import PackageTorchServe
+from export.onnx import proto_io
+from export.onnx.metadata import refuse_misfit
+from export.onnx.stage import ExportOnnx, OnnxModel
+from serve.packaging.recorded_probe import record_probe
+from serve.torchserve.pack import members_of
+from serve.torchserve.stage import PackageTorchServe
 
 HERE = Path(__file__).parent
 LOGITS = (OutputSpec(name="logits"),)
@@ -106,7 +106,7 @@ def test_weights_that_protobuf_cannot_hold_lie_beside_the_file(
     model: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = exported(model, tmp_path / "whole")
-    monkeypatch.setattr(onnx_file, "LARGEST", 4096)
+    monkeypatch.setattr(proto_io, "LARGEST", 4096)
     artifact = exported(model, tmp_path / "onnx", optimize="basic")
     names = sorted(f.name for f in artifact.path.iterdir())
     assert names == ["manifest.json", "model.onnx", "model.onnx.data"]

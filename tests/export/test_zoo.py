@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from compress.core.eager import EagerModel
+from compress.artifacts.eager_model import EagerModel
 from tests.export.zoo.hard import HARD
 from tests.export.zoo.models import ZOO
 from tests.export.zoo.walk import FORMATS, LARGEST_ERROR, OPENING, Cell, imported, walk

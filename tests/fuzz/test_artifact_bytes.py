@@ -17,21 +17,21 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.core.artifact import MANIFEST, Artifact
-from compress.core.checkpoint import import_checkpoint, read_state_dict
-from compress.core.eager import EagerModel
-from compress.core.errors import ArtifactInvalid, CompressError, told_of
-from compress.core.graph import GraphModel
-from compress.core.printable import OBEYED
-from compress.core.recipe import Recipe
-from compress.core.safetensors_file import write_safetensors
-from compress.core.signature import Signature, TensorSpec
-from compress.core.weights import in_memory
-from pipelines.inspection import described
-from serve.archive import check_bare
+from compress.artifacts.artifact import MANIFEST, Artifact
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint, read_state_dict
+from compress.checkpoint.safetensors_io import write_safetensors
+from compress.checkpoint.state_dict import in_memory
+from compress.common.errors import ArtifactInvalid, CompressError, told_of
+from compress.common.printable import OBEYED
+from compress.common.signature import Signature, TensorSpec
+from pipelines.commands.inspect import described
 from serve.attestation import read_attestation, signed, statement_of, subjects_of
-from serve.mar import read_mar
-from serve.provenance import digest_of
+from serve.packaging.provenance import digest_of
+from serve.torchserve.artifact import check_bare
+from serve.torchserve.mar_file import read_mar
 from serve.verify import verify
 from tests.fuzz.mutations import changed_bytes, changed_value
 
@@ -72,11 +72,11 @@ def graph(eager: EagerModel, place: Path) -> GraphModel:
 def mar(graph: GraphModel, place: Path) -> bytes:
     """Return a `.mar` as the stage packs it; TorchServe is not asked whether it answers."""
     from compress.core.stage import Context
-    from serve.archive import PROBE
-    from serve.mar import write_mar
-    from serve.pack import members_of
-    from serve.probe import record_probe
-    from serve.stage import PackageTorchServe
+    from serve.packaging.recorded_probe import record_probe
+    from serve.torchserve.artifact import PROBE
+    from serve.torchserve.mar_file import write_mar
+    from serve.torchserve.pack import members_of
+    from serve.torchserve.stage import PackageTorchServe
 
     context, stage = Context(root=place / "packing"), PackageTorchServe()
     members = members_of(graph, graph, stage, record_probe(graph, context, 4), None)

@@ -10,11 +10,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.core.errors import CompressError, told_of
-from compress.core.printable import OBEYED
-from pipelines.catalog import stages
-from pipelines.checking import checked
-from pipelines.pipeline import Pipeline
+from compress.common.errors import CompressError, told_of
+from compress.common.printable import OBEYED
+from pipelines.commands.check import checked
+from pipelines.config.pipeline import Pipeline
+from pipelines.config.registry import stages
 from tests.fuzz.mutations import changed_bytes, changed_value
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.core.printable import OBEYED
-from compress.core.signature import Signature, TensorSpec
-from serve.worker.inference_protocol import HEADER_LENGTH, wanted_of
-from serve.worker.refusals import told
+from compress.common.printable import OBEYED
+from compress.common.signature import Signature, TensorSpec
+from serve.worker.http_errors import told
+from serve.worker.oip import HEADER_LENGTH, wanted_of
 from serve.worker.tensors import check
 from serve.worker.wire import JSON, NPY, NPZ, RAW, TEXT, decode, encode, to_npz
 from tests.fuzz.mutations import changed_bytes, changed_value

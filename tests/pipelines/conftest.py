@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from compress.core import quantiles
-from compress.core.latency import compare_latency
-from pipelines import measurements
-from pipelines.pipeline import Pipeline
-from pipelines.report import Report
+from compress.profiling import quantiles
+from compress.profiling.benchmark import compare_latency
+from pipelines.config.pipeline import Pipeline
+from pipelines.results import measurements
+from pipelines.results.schema import Report
 
 DEADLINE = 120
 """Seconds for a server to begin, however busy the machine is."""

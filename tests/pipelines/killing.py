@@ -113,7 +113,7 @@ class Killed:
 
     def refuse_halves(self) -> None:
         """Look at what a killed run left: nothing that has a name of its own may be a half."""
-        from compress.core.artifact import MANIFEST, Artifact
+        from compress.artifacts.artifact import MANIFEST, Artifact
 
         for name in ("report.json", "lock.json"):
             if (self.out / name).exists():
@@ -166,7 +166,7 @@ class Killed:
         os._exit(code)
 
     def _walk(self, operation: int, log: io.TextIOBase) -> None:
-        from pipelines.pipeline import Pipeline
+        from pipelines.config.pipeline import Pipeline
 
         tempfile.tempdir = os.environ["TMPDIR"] = str(self.temporary)
         count = 0
@@ -252,20 +252,20 @@ def _keep_what_is_imported() -> None:
 
 def _leave_the_server_out() -> None:
     """Answer with the packed model itself, and measure briefly: figures are not compared."""
-    from compress.core import latency, memory, quantiles
-    from serve.archive import TorchServeArchive
+    from compress.profiling import benchmark, peak_memory, quantiles
+    from serve.torchserve.artifact import TorchServeArchive
 
     def inner(self: TorchServeArchive, device: str = "cpu", threads: int = 1):
-        from export.onnx import OnnxModel
+        from export.onnx.stage import OnnxModel
 
         store = self.path.parent.parent
         (packed,) = store.glob("*/artifact/model.onnx")
         return OnnxModel.at(packed.parent).open(device, threads)
 
     TorchServeArchive.open = inner
-    latency.compare_latency.__defaults__ = (0.01,)
+    benchmark.compare_latency.__defaults__ = (0.01,)
     quantiles.WIDEST = math.inf  # or what is said of figures would differ from run to run
-    memory.peak_memory = lambda *_: 0.0  # each fork would import torch once more
+    peak_memory.peak_memory = lambda *_: 0.0  # each fork would import torch once more
 
 
 def main(folder: Path, seed: int, times: int) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from compress.core.errors import CompressError, PipelineInvalid
-from pipelines.inputs import check_model
-from pipelines.pipeline import Pipeline
-from pipelines.plan import make_plan
+from compress.common.errors import CompressError, PipelineInvalid
+from pipelines.config.pipeline import Pipeline
+from pipelines.planning.plan import make_plan
+from pipelines.runner.inputs import check_model
 
 GOOD = """\
 version: 1
@@ -242,9 +242,9 @@ def test_what_has_no_end_is_no_pipeline_file(tmp_path: Path) -> None:
 def test_a_missing_library_is_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from compress.core.errors import Unavailable
-    from compress.core.requirement import Requirement
-    from export.onnx import ExportOnnx
+    from compress.common.errors import Unavailable
+    from compress.common.requirements import Requirement
+    from export.onnx.stage import ExportOnnx
 
     gone = Requirement(what="no_such_library", install="pip install no-such-library")
     monkeypatch.setattr(ExportOnnx, "requirements", (gone,))

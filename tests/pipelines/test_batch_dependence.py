@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from compress.core.errors import GateRefused
-from pipelines.pipeline import Pipeline
-from pipelines.report import Report
-from pipelines.table import closing_lines
+from compress.common.errors import GateRefused
+from pipelines.config.pipeline import Pipeline
+from pipelines.reporting.terminal_table import closing_lines
+from pipelines.results.schema import Report
 from tests.pipelines.conftest import Project, measured_briefly
 
 NETS = """

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from compress.core import contents
-from compress.core.errors import PipelineInvalid
-from pipelines.pipeline import Pipeline
-from pipelines.report import Report
-from pipelines.why import why
+from compress.common.errors import PipelineInvalid
+from compress.data import fingerprint
+from pipelines.commands.cache_miss import why
+from pipelines.config.pipeline import Pipeline
+from pipelines.results.schema import Report
 
 NETS = """
 import importlib
@@ -92,7 +92,7 @@ def user(project, tmp_path, monkeypatch):
     (elsewhere / "widths.py").write_text("WIDTH = 2\n")
     monkeypatch.syspath_prepend(elsewhere)
     monkeypatch.delenv("HIDDEN_UNITS", raising=False)
-    monkeypatch.setattr(contents, "SAMPLED_FOR_FINGERPRINT", 8)
+    monkeypatch.setattr(fingerprint, "SAMPLED_FOR_FINGERPRINT", 8)
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     folder = project.folder

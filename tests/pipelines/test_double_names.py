@@ -6,9 +6,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from compress.core.errors import ArtifactInvalid, PipelineInvalid
-from pipelines.model_files import signature_of
-from pipelines.pipeline import Pipeline
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from pipelines.config.pipeline import Pipeline
+from pipelines.models.exported_files import signature_of
 
 X = "{name: x, shape: [batch, 4]}"
 TWICE = r"input and output names must differ; found twice: \['x'\]"

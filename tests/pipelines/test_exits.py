@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from compress.core.errors import CompressError
-from pipelines.pipeline import Pipeline
-from pipelines.report import Report
+from compress.common.errors import CompressError
+from pipelines.config.pipeline import Pipeline
+from pipelines.results.schema import Report
 
 PLACES = """
 import os, sys, threading
@@ -48,7 +48,7 @@ class Net(nn.Module):
                 leave("forward in training")
             if len(x) == 1:
                 leave("forward of one sample")
-            if "pipelines.worker" in sys.modules:
+            if "pipelines.executors.process_worker" in sys.modules:
                 leave("forward in a job")
         return self.body(x)
 
@@ -95,8 +95,9 @@ stages:
   - {stage: prune_weights, input: train, amount: 0.3, gates: [{gate: min_metric, at: 0.01}]}
 """
 BRIEFLY = (
-    "import math, sys; from compress.core import latency, quantiles; quantiles.WIDEST = math.inf; "
-    "latency.compare_latency.__defaults__ = (0.001,); import cli; "
+    "import math, sys; from compress.profiling import benchmark, quantiles; "
+    "quantiles.WIDEST = math.inf; "
+    "benchmark.compare_latency.__defaults__ = (0.001,); import cli; "
     "sys.argv = ['compress', *sys.argv[1:]]; cli.main()"
 )
 CALLED = "user code called sys.exit(0) in nets.py, line "

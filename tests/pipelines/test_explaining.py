@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from compress.core.errors import ArtifactInvalid, PipelineInvalid
-from pipelines import doctor
-from pipelines.diff import compare, row_of
-from pipelines.history import history_parts
-from pipelines.pipeline import Pipeline
-from pipelines.report import Report
-from pipelines.run import look_ahead
-from pipelines.why import why
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from pipelines.commands import doctor
+from pipelines.commands.cache_miss import why
+from pipelines.config.pipeline import Pipeline
+from pipelines.results.comparison import compare, row_of
+from pipelines.results.schema import Report
+from pipelines.runner.run import look_ahead
+from pipelines.runner.run_history import history_parts
 
 NAMES = ("status", "test", "failed")
 

@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from compress import PruneChannels, Target, Train
-from compress.core.errors import StageFailed, told_of
-from compress.core.requirement import undisturbed
-from pipelines.events import LOG
-from pipelines.making import Made
-from pipelines.pipeline import Pipeline
-from pipelines.report import Report
+from compress.common.errors import StageFailed, told_of
+from compress.common.requirements import undisturbed
+from pipelines.config.pipeline import Pipeline
+from pipelines.executors.task import Made
+from pipelines.results.schema import Report
+from pipelines.system.jsonl_log import LOG
 
 ROOT = Path(__file__).parents[2]
 NETS = """
@@ -27,7 +27,7 @@ from torch import nn
 HERE = pathlib.Path("FOLDER")
 
 def mlp(hidden=16):
-    if "pipelines.worker" in sys.modules:
+    if "pipelines.executors.process_worker" in sys.modules:
         in_a_worker()
     return nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 3))
 
@@ -100,7 +100,7 @@ class InThisProcess:
 def test_nothing_is_judged_while_something_is_made(file, monkeypatch) -> None:
     events: list[tuple[str, str]] = []
     monkeypatch.setattr(InThisProcess, "events", events, raising=False)
-    monkeypatch.setattr("pipelines.engines.Workers", InThisProcess)
+    monkeypatch.setattr("pipelines.executors.factory.Workers", InThisProcess)
 
     def announce(line: str) -> None:
         name, _, what = line.partition(": ")
@@ -134,7 +134,7 @@ def test_all_that_was_under_way_when_a_run_was_ended_is_told(file, monkeypatch, 
 
     under_way = ["thin-amount=0.25", "thin-amount=0.5"]
     monkeypatch.setattr(Ended, "events", [], raising=False)
-    monkeypatch.setattr("pipelines.engines.Workers", Ended)
+    monkeypatch.setattr("pipelines.executors.factory.Workers", Ended)
     with pytest.raises((KeyboardInterrupt, StageFailed)) as caught:
         Pipeline.from_yaml(file).run(file.parent / "out", jobs=2)
     report = Report.read(file.parent / "out")
@@ -248,11 +248,11 @@ def test_what_measures_time_or_waits_for_other_nodes_is_made_alone() -> None:
 
 
 def test_threads_are_divided_unless_each_process_has_its_own_number(monkeypatch) -> None:
-    from pipelines.workers import threads_each
+    from pipelines.executors.process_pool import threads_each
 
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads_each(2) == 3
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)), raising=False)
-    monkeypatch.setattr("compress.core.cores.cpu_quota", lambda: None)
+    monkeypatch.setattr("compress.common.process.cpu_quota", lambda: None)
     assert [threads_each(jobs) for jobs in (2, 4, 20)] == [4, 2, 1]

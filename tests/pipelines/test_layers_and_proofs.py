@@ -6,13 +6,13 @@ import struct
 import pytest
 from safetensors.torch import load_file
 
-from compress.core.errors import PipelineInvalid
-from pipelines.evidence import prove
-from pipelines.layers import sensitivities_of, sizes_of
-from pipelines.proof_page import as_text
-from pipelines.report import Report
-from pipelines.rows import rows_of
-from serve.proof import Proof, Replay
+from compress.common.errors import PipelineInvalid
+from pipelines.commands.verify import prove
+from pipelines.reporting.layer_sizes import sensitivities_of, sizes_of
+from pipelines.reporting.stage_rows import rows_of
+from pipelines.reporting.verification_page import as_text
+from pipelines.results.schema import Report
+from serve.torchserve.answer_check import Proof, Replay
 
 
 def test_sizes_by_layer_are_those_of_the_sealed_weights(walked) -> None:

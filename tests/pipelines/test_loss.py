@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.core.artifact import Artifact
-from compress.core.data import DataReference
-from compress.core.errors import PipelineInvalid
-from pipelines.checking import checked
-from pipelines.pipeline import Pipeline
-from pipelines.report import Report
+from compress.artifacts.artifact import Artifact
+from compress.common.errors import PipelineInvalid
+from compress.data.splits import DataReference
+from pipelines.commands.check import checked
+from pipelines.config.pipeline import Pipeline
+from pipelines.results.schema import Report
 from tests.pipelines.conftest import Project
 
 NETS = """

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from compress.core.errors import StageFailed
-from pipelines.pipeline import Pipeline
+from compress.common.errors import StageFailed
+from pipelines.config.pipeline import Pipeline
 
 NETS = """
 import torch

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from compress.core.errors import PipelineInvalid, StageFailed, Unavailable
-from compress.core.latency import compare_latency
-from compress.core.requirement import Requirement
-from pipelines import engines, node
-from pipelines.joining import run_told_in, told_to_other_nodes
-from pipelines.node import Surroundings
-from pipelines.pipeline import Pipeline
+from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
+from compress.common.requirements import Requirement
+from compress.profiling.benchmark import compare_latency
+from pipelines.config.pipeline import Pipeline
+from pipelines.executors import factory, node_environment
+from pipelines.executors.join import run_told_in, told_to_other_nodes
+from pipelines.executors.node_environment import Surroundings
 
 NETS = """
 import os, pathlib, signal, sys, time
@@ -62,7 +62,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_an_engine_that_is_not_installed_is_refused_before_anything_runs(file, monkeypatch) -> None:
     missing = Requirement(what="no_such_library", install="install it")
-    monkeypatch.setattr(engines, "RAY", missing)
+    monkeypatch.setattr(factory, "RAY", missing)
     out = file.parent / "out"
     with pytest.raises(Unavailable, match=r"^--engine ray needs no_such_library, .*; install it$"):
         Pipeline.from_yaml(file).run(out, engine="ray")
@@ -70,7 +70,7 @@ def test_an_engine_that_is_not_installed_is_refused_before_anything_runs(file, m
 
 
 def test_a_gpu_is_refused(file, monkeypatch) -> None:
-    monkeypatch.setattr(engines, "RAY", Requirement(what="os", install=""))
+    monkeypatch.setattr(factory, "RAY", Requirement(what="os", install=""))
     file.write_text(FILE.replace("device: cpu", "device: cuda"))
     with pytest.raises(PipelineInvalid, match=r"ray.yaml:2: device: .*use --jobs"):
         Pipeline.from_yaml(file).run(file.parent / "out", engine="ray")
@@ -109,7 +109,7 @@ def test_a_node_without_the_runs_folder_or_its_packages_is_one_line(
     folder, store = Path.cwd(), tmp_path / "out" / ".store"
     for made in (store, tmp_path / "late"):
         made.mkdir(parents=True)
-    monkeypatch.setattr(node, "SECONDS_TO_BE_SEEN", 0.3)
+    monkeypatch.setattr(node_environment, "SECONDS_TO_BE_SEEN", 0.3)
     with told_to_other_nodes(store):
         home = Surroundings.of_run(store)
         home.enter()
@@ -129,7 +129,7 @@ def test_a_node_without_the_runs_folder_or_its_packages_is_one_line(
         replace(home, run=run_told_in(tmp_path / "late")).enter()
     shutil.rmtree(store)
     pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
-    from pipelines.ray_engine import _make
+    from pipelines.executors.ray import _make
 
     _, error, *_ = _make("thin", b"is not unpickled", home, 0)
     assert str(error).startswith(f"thin: node {socket.gethostname()} has no {store}; all nodes")
@@ -198,6 +198,6 @@ def test_two_nodes_make_branches_for_a_bucket_and_one_of_them_is_lost(
         assert made[0].read_bytes() == made[1].read_bytes()
 
     cluster.remove_node(next(n for n in added if n.node_id == lost[1]), allow_graceful=False)
-    monkeypatch.setattr("pipelines.ray_engine.SECONDS_WITHOUT_NODES", 1.0)
+    monkeypatch.setattr("pipelines.executors.ray.SECONDS_WITHOUT_NODES", 1.0)
     with pytest.raises(StageFailed, match=r"thin-amount=0.25: the cluster has had no node of 1 co"):
         Pipeline.from_yaml(file).run(folder / "alone", engine="ray")

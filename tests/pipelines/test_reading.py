@@ -15,15 +15,15 @@ import onnx
 import pytest
 import torch
 
-from compress.core import zips
-from compress.core.artifact import MANIFEST, Artifact
-from compress.core.checkpoint import read_state_dict
-from compress.core.errors import ArtifactInvalid, CompressError
-from compress.core.hugging_face import refuse_foreign_folder
-from pipelines.model_files import import_file, signature_of
-from pipelines.pipeline import Pipeline
-from pipelines.report import Report
-from serve.mar import MAR_MANIFEST, model_name_of, read_mar
+from compress.artifacts.artifact import MANIFEST, Artifact
+from compress.artifacts.hf_folder import refuse_foreign_folder
+from compress.checkpoint import safe_zip
+from compress.checkpoint.loading import read_state_dict
+from compress.common.errors import ArtifactInvalid, CompressError
+from pipelines.config.pipeline import Pipeline
+from pipelines.models.exported_files import import_file, signature_of
+from pipelines.results.schema import Report
+from serve.torchserve.mar_file import MAR_MANIFEST, model_name_of, read_mar
 from serve.verify import verify
 from serve.worker.wire import from_npz, to_npz
 
@@ -178,7 +178,7 @@ def _double(file: Path) -> None:
 
 BOMBS = {
     "far more than itself": (
-        lambda f: _compressed(f, zips.UNFOLDED + 1),
+        lambda f: _compressed(f, safe_zip.UNFOLDED + 1),
         "compressed and unfolds",
     ),
     "shared bytes": (_shared, "its members share bytes"),
@@ -231,7 +231,7 @@ def _patched(content: bytes, offset: int, bytes_: bytes) -> bytes:
 @pytest.mark.parametrize("opened", OPENED)
 def test_an_archive_whose_directory_cannot_be_read_is_refused(tmp_path, opened, hidden) -> None:
     given = tmp_path / "given.mar"
-    _compressed(given, zips.UNFOLDED + 1)
+    _compressed(given, safe_zip.UNFOLDED + 1)
     given.write_bytes(HIDDEN[hidden](given.read_bytes()))
     with pytest.raises(ArtifactInvalid, match=r"not a (readable|\.mar)") as refused:
         OPENED[opened](given)
@@ -240,18 +240,18 @@ def test_an_archive_whose_directory_cannot_be_read_is_refused(tmp_path, opened, 
 
 def test_what_torch_compresses_itself_is_taken_and_a_mar_may_hold_nothing_so(tmp_path) -> None:
     _compressed(tmp_path / "given", 1000)
-    zips.refuse_bomb(tmp_path / "given")
+    safe_zip.refuse_bomb(tmp_path / "given")
     with pytest.raises(ArtifactInvalid, match="is compressed"):
         read_mar(tmp_path / "given")
 
 
 def test_an_archive_holds_a_number_of_members(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(zips, "MEMBERS", 2)
+    monkeypatch.setattr(safe_zip, "MEMBERS", 2)
     _zip(tmp_path / "given", "a", "b").close()
-    zips.refuse_bomb(tmp_path / "given")
+    safe_zip.refuse_bomb(tmp_path / "given")
     _zip(tmp_path / "given", "a", "b", "c").close()
     with pytest.raises(ArtifactInvalid, match="holds 3 members, more than 2"):
-        zips.refuse_bomb(tmp_path / "given")
+        safe_zip.refuse_bomb(tmp_path / "given")
 
 
 def test_arrays_of_a_request_that_share_their_bytes_are_refused() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from compress.core.errors import CompressError
-from pipelines.proof_page import as_text
-from pipelines.report import Report
-from pipelines.rows import rows_of
-from serve.proof import Proof, Replay
+from compress.common.errors import CompressError
+from pipelines.reporting.stage_rows import rows_of
+from pipelines.reporting.verification_page import as_text
+from pipelines.results.schema import Report
+from serve.torchserve.answer_check import Proof, Replay
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from compress.core.artifact import Artifact
-from compress.core.errors import PipelineInvalid
-from pipelines.cleaning import clean, clean_shared
-from pipelines.report import Report
+from compress.artifacts.artifact import Artifact
+from compress.common.errors import PipelineInvalid
+from pipelines.results.schema import Report
+from pipelines.store.gc import clean, clean_shared
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,8 +28,8 @@ pytestmark = [
 DIES_IN_MID_UPLOAD = """
 import os, signal, sys
 from pathlib import Path
-from pipelines.objects import Objects
-from pipelines.pipeline import Pipeline
+from pipelines.store.object_store import Objects
+from pipelines.config.pipeline import Pipeline
 
 write, left = Objects.write, int(sys.argv[3])
 

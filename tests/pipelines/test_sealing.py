@@ -6,13 +6,13 @@ import shutil
 
 import pytest
 
-from compress.core.artifact import Artifact
-from compress.core.errors import ArtifactInvalid, GateRefused
-from compress.core.sealed import sealed, unsealed
-from pipelines.diff import compare
-from pipelines.entry import ANSWERS, RECORD
-from pipelines.report import Report
-from pipelines.store import Store
+from compress.artifacts.artifact import Artifact
+from compress.checkpoint.sealed_json import sealed, unsealed
+from compress.common.errors import ArtifactInvalid, GateRefused
+from pipelines.results.comparison import compare
+from pipelines.results.schema import Report
+from pipelines.store.entry import ANSWERS, RECORD
+from pipelines.store.local import Store
 
 FLIPS = 300
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from compress.core.artifact import Artifact
-from compress.core.errors import CompressError, PipelineInvalid, Unavailable
-from compress.core.requirement import Requirement
-from pipelines.inputs import check_model, import_source, settle, source_parts
-from pipelines.pipeline import Pipeline
-from pipelines.plan import make_plan
+from compress.artifacts.artifact import Artifact
+from compress.common.errors import CompressError, PipelineInvalid, Unavailable
+from compress.common.requirements import Requirement
+from pipelines.config.pipeline import Pipeline
+from pipelines.planning.plan import make_plan
+from pipelines.runner.inputs import check_model, import_source, settle, source_parts
 
 NETS = """
 import torch

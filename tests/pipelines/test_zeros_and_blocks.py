@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from compress.core.eager import EagerModel
-from pipelines.pipeline import Pipeline
+from compress.artifacts.eager_model import EagerModel
+from pipelines.config.pipeline import Pipeline
 
 NETS = """
 import torch

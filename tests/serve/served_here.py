@@ -16,8 +16,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from compress.core.signature import OutputSpec, Signature, TensorSpec
-from export.onnx import OnnxModel
+from compress.common.signature import OutputSpec, Signature, TensorSpec
+from export.onnx.stage import OnnxModel
 
 ROOT = Path(__file__).parents[2]
 COMPRESS = [sys.executable, "-c", "import cli; cli.main()"]

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from compress.core.errors import StageFailed
-from serve.client import Client
-from serve.forms import OpenInference
+from compress.common.errors import StageFailed
+from serve.client.client import Client
+from serve.client.wire_format import OpenInference
 from tests.forging import forge
 from tests.serve.served_here import SIGNATURE, TOKEN, Served, sealed, serving
 
@@ -111,7 +111,7 @@ def test_a_client_goes_on_with_a_server_that_was_killed_and_started_again(artifa
 
 
 def test_a_taken_port_is_named(artifact: Path, impatient: Served) -> None:
-    from tests.serve.test_builtin import refused
+    from tests.serve.http.test_uvicorn_server import refused
 
     port = str(place_of(impatient)[1])
     done = refused(artifact, "--port", port)
@@ -155,7 +155,7 @@ def test_several_processes_answer_at_one_address_and_end_together(artifact: Path
 def test_what_processes_cannot_serve_is_said_without_a_traceback(
     artifact: Path, tmp_path: Path
 ) -> None:
-    from tests.serve.test_builtin import refused
+    from tests.serve.http.test_uvicorn_server import refused
 
     copy = shutil.copytree(artifact, tmp_path / "copy")
     forge(copy, "model.onnx", b"")

@@ -23,15 +23,15 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from compress.core.data import Splits
-from compress.core.errors import StageFailed
+from compress.common.errors import StageFailed
 from compress.core.stage import Context
-from serve.archive import TorchServeArchive
-from serve.client import Client
-from serve.forms import OpenInference
-from serve.mar import read_mar, write_mar
-from serve.server import TorchServe
-from serve.stage import PackageTorchServe
+from compress.data.splits import Splits
+from serve.client.client import Client
+from serve.client.wire_format import OpenInference
+from serve.torchserve.artifact import TorchServeArchive
+from serve.torchserve.mar_file import read_mar, write_mar
+from serve.torchserve.process import TorchServe
+from serve.torchserve.stage import PackageTorchServe
 from serve.worker.wire import JSON, NPZ, from_npz, to_npz
 from tests.serve.mistakes import GOOD, MISTAKES
 from tests.serve.served_here import sealed

@@ -22,9 +22,9 @@ import yaml
 from onnx import TensorProto, helper
 
 from serve import worker
-from serve.joined import MODULES, handler_text
-from serve.mar import mar_manifest
-from serve.provenance import digest_of
+from serve.packaging.provenance import digest_of
+from serve.torchserve.handler_bundle import MODULES, handler_text
+from serve.torchserve.mar_file import mar_manifest
 from serve.worker.wire import JSON, NPY, NPZ, RAW, from_npz, from_raw, to_npz
 
 ONE_INPUT = [{"name": "x", "shape": ["batch", 3], "dtype": "float32"}]

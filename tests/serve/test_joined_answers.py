@@ -13,26 +13,26 @@ import numpy as np
 import pytest
 import yaml
 
-from compress.core.artifact import Artifact
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import Splits
-from compress.core.errors import ArtifactInvalid
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.checkpoint.sealed_json import seal_of_run
+from compress.common.errors import ArtifactInvalid
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import LabelAgreement
-from compress.core.recipe import Recipe
-from compress.core.sealed import seal_of_run
-from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from compress.quantization.dynamic_stage import QuantizeDynamic
-from export.onnx import ExportOnnx, OnnxModel
-from serve import foreground
-from serve.batching import Batcher
-from serve.joinable import NO_REPORT, recorded_dependence
-from serve.kserve import PackageKServe
-from serve.mar import read_mar
-from serve.options import Options
-from serve.served import ServedModel, loaded
-from serve.stage import PackageTorchServe
-from serve.triton import PackageTriton
+from compress.data.splits import Splits
+from compress.quantization.stages.dynamic import QuantizeDynamic
+from export.onnx.stage import ExportOnnx, OnnxModel
+from serve import serve_command
+from serve.http.dynamic_batcher import Batcher
+from serve.http.loaded_model import ServedModel, loaded
+from serve.http.options import Options
+from serve.packaging.joinable import NO_REPORT, recorded_dependence
+from serve.repository.kserve import PackageKServe
+from serve.repository.triton import PackageTriton
+from serve.torchserve.mar_file import read_mar
+from serve.torchserve.stage import PackageTorchServe
 from tests.serve import text_nets
 from tests.serve.text_nets import RARE, TOKENS, texts
 
@@ -179,9 +179,9 @@ def test_the_report_of_the_runs_folder_is_found(
 def test_why_requests_are_not_joined_is_told_in_one_line(
     models: dict[str, OnnxModel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(foreground.builtin, "serve", lambda *_: None)
+    monkeypatch.setattr(serve_command.uvicorn_server, "serve", lambda *_: None)
     with caplog.at_level(logging.ERROR), socket.socket() as listener:
-        foreground._answer(models["float"], listener, Options(), lambda: None)
+        serve_command._answer(models["float"], listener, Options(), lambda: None)
     assert caplog.messages == [f"note: requests are not joined: {NO_REPORT}"]
 
 

@@ -12,27 +12,27 @@ import yaml
 from tokenizers import Tokenizer, models
 from torch.export.pt2_archive import PT2ArchiveReader
 
-from compress.core.artifact import Artifact
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import Splits
-from compress.core.eager import EagerModel
-from compress.core.errors import StageFailed
-from compress.core.graph import GraphModel
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from compress.quantization.static_stage import QuantizeStatic
-from export.aot import AotModel, ExportAot
-from export.onnx import ExportOnnx, OnnxModel
-from export.torchscript import ExportTorchScript
-from serve.harness import Harness
-from serve.inputs import TextInput
-from serve.mar import read_mar
-from serve.probe import Probe
-from serve.provenance import Provenance, digests_of
-from serve.stage import PackageTorchServe
+from compress.data.splits import Splits
+from compress.quantization.stages.static import QuantizeStatic
+from export.aotinductor.stage import AotModel, ExportAot
+from export.onnx.stage import ExportOnnx, OnnxModel
+from export.torchscript.stage import ExportTorchScript
+from serve.packaging.preprocessing import TextInput
+from serve.packaging.provenance import Provenance, digests_of
+from serve.packaging.recorded_probe import Probe
+from serve.torchserve.handler_runner import Harness
+from serve.torchserve.mar_file import read_mar
+from serve.torchserve.stage import PackageTorchServe
 from serve.worker.loaders import lacking_here, load_graph
-from serve.worker.readers import readers_of
+from serve.worker.preprocess import readers_of
 from serve.worker.wire import decode
 
 pytestmark = pytest.mark.torchserve

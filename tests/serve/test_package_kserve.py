@@ -11,10 +11,10 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from compress.core.artifact import Artifact
+from compress.artifacts.artifact import Artifact
 from compress.core.stage import Context
-from serve.kserve import NOT_RUN, KServeService, PackageKServe
-from serve.triton import PackageTriton, TritonRepository
+from serve.repository.kserve import NOT_RUN, KServeService, PackageKServe
+from serve.repository.triton import PackageTriton, TritonRepository
 from tests.serve.served_here import SIGNATURE, sealed
 
 PUBLISHED = Path(__file__).with_name("kserve_models.json")

@@ -12,22 +12,22 @@ import pytest
 import torch
 import yaml
 
-from compress.core.artifact import Artifact
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import Splits
-from compress.core.errors import ArtifactInvalid, GateRefused, StageFailed, Unavailable
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import ArtifactInvalid, GateRefused, StageFailed, Unavailable
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import MaxSize
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from export.onnx import ExportOnnx, OnnxModel
-from export.torchscript import ExportTorchScript
-from serve.archive import TorchServeArchive
-from serve.joined import handler_text
-from serve.mar import check_member_name, mar_manifest, read_mar, write_mar
-from serve.probe import rows_stay_first
-from serve.provenance import Provenance
-from serve.stage import PackageTorchServe
+from compress.data.splits import Splits
+from export.onnx.stage import ExportOnnx, OnnxModel
+from export.torchscript.stage import ExportTorchScript
+from serve.packaging.provenance import Provenance
+from serve.packaging.recorded_probe import rows_stay_first
+from serve.torchserve.artifact import TorchServeArchive
+from serve.torchserve.handler_bundle import handler_text
+from serve.torchserve.mar_file import check_member_name, mar_manifest, read_mar, write_mar
+from serve.torchserve.stage import PackageTorchServe
 from serve.verify import verify
 from serve.worker.wire import from_npz
 
@@ -188,8 +188,8 @@ def test_it_reads_back_in_a_fresh_process_without_torch(
     archive: TorchServeArchive, fresh_process: Callable[[str], str]
 ) -> None:
     code = (
-        "import sys; from serve.stage import PackageTorchServe; "
-        "from compress.core.artifact import Artifact; "
+        "import sys; from serve.torchserve.stage import PackageTorchServe; "
+        "from compress.artifacts.artifact import Artifact; "
         f"print(Artifact.at({str(archive.path)!r}).digest, PackageTorchServe().gates[1].atol); "
         "print({'torch', 'onnx', 'onnxruntime', 'ts'} & set(sys.modules))"
     )
@@ -224,7 +224,7 @@ def test_a_damaged_model_is_not_packed(model: OnnxModel, tmp_path: Path) -> None
 
 
 def test_bfloat16_is_refused(tmp_path: Path) -> None:
-    from serve.probe import as_arrays
+    from serve.packaging.recorded_probe import as_arrays
 
     with pytest.raises(StageFailed, match="x is bfloat16"):
         as_arrays({"x": torch.zeros(1, dtype=torch.bfloat16)})
@@ -335,7 +335,9 @@ def test_foreign_code_is_not_run_however_consistent_its_hashes(
     def digest_of(data: bytes) -> dict[str, str | int]:
         return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
-    monkeypatch.setattr("serve.server.TorchServe.__enter__", lambda server: pytest.fail("started"))
+    monkeypatch.setattr(
+        "serve.torchserve.process.TorchServe.__enter__", lambda server: pytest.fail("started")
+    )
     members = read_mar(archive.payload_path)
     provenance = json.loads(members["provenance.json"])
     provenance["members"][name] = digest_of(FOREIGN[name])

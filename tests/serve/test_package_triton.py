@@ -10,20 +10,20 @@ import pytest
 import torch
 from google.protobuf import text_format
 
-from compress.core.artifact import Artifact
-from compress.core.batch_dependence import as_call
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import Splits
-from compress.core.errors import ArtifactInvalid, StageFailed
-from compress.core.files import sha256_of
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.atomic_files import sha256_of
+from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from export.onnx import ExportOnnx, OnnxModel
-from export.torchscript import ExportTorchScript
-from serve.interface import Interface, Tensor, interface_of
-from serve.triton import NOT_RUN, PackageTriton, TritonRepository
-from serve.triton_config import config_of
+from compress.data.splits import Splits
+from compress.profiling.batch_dependence import as_call
+from export.onnx.stage import ExportOnnx, OnnxModel
+from export.torchscript.stage import ExportTorchScript
+from serve.packaging.model_interface import Interface, Tensor, interface_of
+from serve.repository.triton import NOT_RUN, PackageTriton, TritonRepository
+from serve.repository.triton_config import config_of
 from serve.verify import verify
 
 NETS = """

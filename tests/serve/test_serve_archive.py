@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from compress.core.errors import PipelineInvalid
+from compress.common.errors import PipelineInvalid
 from compress.core.stage import Context
-from serve.foreground import serve_artifact
-from serve.options import Limits, Options
-from serve.stage import PackageTorchServe
+from serve.http.options import Limits, Options
+from serve.serve_command import serve_artifact
+from serve.torchserve.stage import PackageTorchServe
 from tests.serve.served_here import COMPRESS, ROOT, sealed
 
 pytestmark = [pytest.mark.torchserve, pytest.mark.slow]

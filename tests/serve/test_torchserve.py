@@ -19,23 +19,23 @@ import pytest
 import torch
 from PIL import Image
 
-from compress.core.artifact import Artifact
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference
-from compress.core.errors import StageFailed
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import LabelAgreement, MaxLatency, Parity
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from export.onnx import ExportOnnx
-from export.torchscript import ExportTorchScript
-from serve.archive import TorchServeArchive
-from serve.client import Client
-from serve.inputs import ImageInput
-from serve.mar import read_mar, write_mar
-from serve.provenance import digest_of
-from serve.server import TorchServe, has_ended, last_lines, stop
-from serve.stage import PackageTorchServe
+from compress.data.splits import DataReference
+from export.onnx.stage import ExportOnnx
+from export.torchscript.stage import ExportTorchScript
+from serve.client.client import Client
+from serve.packaging.preprocessing import ImageInput
+from serve.packaging.provenance import digest_of
+from serve.torchserve.artifact import TorchServeArchive
+from serve.torchserve.mar_file import read_mar, write_mar
+from serve.torchserve.process import TorchServe, has_ended, last_lines, stop
+from serve.torchserve.stage import PackageTorchServe
 from serve.worker.wire import NPZ, from_npz, to_npz
 from tests.pipelines.conftest import measured_briefly
 
@@ -321,7 +321,8 @@ def test_an_exception_inside_leaves_nothing(archive: TorchServeArchive) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_leaves_no_process(archive: TorchServeArchive, number: int) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from serve.server import TorchServe\n"
+        "import sys, time; from pathlib import Path\n"
+        "from serve.torchserve.process import TorchServe\n"
         f"with TorchServe(Path({str(archive.payload_path)!r})) as server:\n"
         "    print(server.folder, flush=True); time.sleep(100)"
     )

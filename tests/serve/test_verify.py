@@ -8,26 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import Splits
-from compress.core.errors import ArtifactInvalid, StageFailed
-from compress.core.history import History, PastStage
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.run_history import History, PastStage
 from compress.core.stage import Context
-from export.onnx import ExportOnnx, OnnxModel
-from pipelines.anchors import Given
-from pipelines.evidence import evidence_of, prove
-from pipelines.pipeline import Pipeline
-from pipelines.run import foresee
-from serve.archive import TorchServeArchive
-from serve.card import card
-from serve.foreground import serve_artifact
-from serve.mar import read_mar, write_mar
-from serve.options import Options
-from serve.proof import replayed
-from serve.provenance import Provenance, digest_of, refuse_broken_chain
-from serve.stage import PackageTorchServe
+from compress.data.splits import Splits
+from export.onnx.stage import ExportOnnx, OnnxModel
+from pipelines.commands.verify import evidence_of, prove
+from pipelines.commands.verify_anchors import Given
+from pipelines.config.pipeline import Pipeline
+from pipelines.runner.run import foresee
+from serve.http.options import Options
+from serve.packaging.model_card import card
+from serve.packaging.provenance import Provenance, digest_of, refuse_broken_chain
+from serve.serve_command import serve_artifact
+from serve.torchserve.answer_check import replayed
+from serve.torchserve.artifact import TorchServeArchive
+from serve.torchserve.mar_file import read_mar, write_mar
+from serve.torchserve.stage import PackageTorchServe
 from serve.verify import verify
 from tests.pipelines.conftest import measured_briefly
 
@@ -56,7 +56,7 @@ def archive(exported: OnnxModel, blobs: Splits, tmp_path: Path) -> TorchServeArc
 
 @pytest.fixture
 def never_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    for what in ("serve.server.TorchServe", "serve.harness.Harness"):
+    for what in ("serve.torchserve.process.TorchServe", "serve.torchserve.handler_runner.Harness"):
         monkeypatch.setattr(f"{what}.__enter__", lambda _: pytest.fail("it was started"))
 
 
@@ -227,7 +227,7 @@ def test_without_java_the_handler_answers_alone_and_the_proof_says_so(
 def test_answers_that_differ_from_the_recorded_ones_are_refused(
     archive: TorchServeArchive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from serve.harness import Harness
+    from serve.torchserve.handler_runner import Harness
 
     predict = Harness.predict
     monkeypatch.setattr(Harness, "predict", lambda *given: (predict(*given)[0] + 1,))
@@ -236,7 +236,7 @@ def test_answers_that_differ_from_the_recorded_ones_are_refused(
 
 
 def test_a_handler_whose_process_ends_is_told_of_every_time() -> None:
-    from serve.harness import Harness
+    from serve.torchserve.handler_runner import Harness
 
     handler = (
         "import os\n"

@@ -1,6 +1,6 @@
 from collections.abc import Callable
 
-from compress.core.eager import EagerModel
+from compress.artifacts.eager_model import EagerModel
 
 
 def test_any_kind_is_known_in_a_fresh_process(

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from compress import consolidate
-from compress.core import chunks
-from compress.core.checkpoint import read_state_dict
-from compress.core.errors import ArtifactInvalid
-from compress.core.safetensors_file import DTYPES, write_safetensors
-from compress.core.weights import StoredTensor
+from compress.checkpoint import storage_reader
+from compress.checkpoint.loading import read_state_dict
+from compress.checkpoint.safetensors_io import DTYPES, write_safetensors
+from compress.checkpoint.state_dict import StoredTensor
+from compress.common.errors import ArtifactInvalid
 from tests.compress.forked import launch
 
 HERE = Path(__file__).parent
@@ -29,7 +29,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 MEASURE = """
 import sys
 from pathlib import Path
-from compress.core.checkpoint import consolidate
+from compress.checkpoint.loading import consolidate
 
 def kilobytes(key):
     return int(Path("/proc/self/status").read_text().partition(key + ":")[2].split()[0])
@@ -73,7 +73,7 @@ def test_the_peak_is_one_tensor_and_a_fifth(saved) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("bytes_at_once", [8, 30, 1000])
 def test_pieces_of_every_size_end_where_they_belong(saved, monkeypatch, bytes_at_once) -> None:
-    monkeypatch.setattr(chunks, "BYTES_AT_ONCE", bytes_at_once)
+    monkeypatch.setattr(storage_reader, "BYTES_AT_ONCE", bytes_at_once)
     for name, tensor in read_state_dict(saved / "warm-up").items():
         seed = ("rows", "columns", "here").index(name)
         whole = torch.empty(5, 3).normal_(generator=torch.Generator().manual_seed(seed))

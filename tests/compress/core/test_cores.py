@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.core.cores import cpu_quota, threads_to_use, usable_cores, within_quota
+from compress.common.process import cpu_quota, threads_to_use, usable_cores, within_quota
 
 
 def system(folder: Path, own: str, files: dict[str, str]) -> tuple[Path, Path]:
@@ -56,7 +56,7 @@ def test_affinity_and_quota_limit_threads(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     allowed = len(os.sched_getaffinity(0))
     for quota, expected in ((None, allowed), (0.5, 1), (allowed + 7.0, allowed)):
-        monkeypatch.setattr("compress.core.cores.cpu_quota", lambda quota=quota: quota)
+        monkeypatch.setattr("compress.common.process.cpu_quota", lambda quota=quota: quota)
         assert usable_cores() == threads_to_use() == expected
     monkeypatch.setenv("OMP_NUM_THREADS", "7,2")
     assert threads_to_use() == 7
@@ -66,7 +66,7 @@ def test_torch_computes_with_no_more_threads_than_the_quota_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("compress.core.cores.cpu_quota", lambda: 0.5)
+    monkeypatch.setattr("compress.common.process.cpu_quota", lambda: 0.5)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

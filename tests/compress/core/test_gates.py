@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from compress.core import quantiles
-from compress.core.artifact import Predictor
-from compress.core.data import Splits
-from compress.core.eager import EagerModel
-from compress.core.errors import GateRefused
+from compress.artifacts.artifact import Predictor
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import KeepIndices, Recipe
+from compress.common.errors import GateRefused
+from compress.common.signature import Signature, TensorSpec
 from compress.core.gate import Gate, explain
 from compress.core.gates import (
     LabelAgreement,
@@ -26,10 +26,10 @@ from compress.core.gates import (
     Parity,
 )
 from compress.core.metrics import Metric, decisions_of
-from compress.core.quantiles import Interval
-from compress.core.recipe import KeepIndices, Recipe
-from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context, Stage
+from compress.data.splits import Splits
+from compress.profiling import quantiles
+from compress.profiling.quantiles import Interval
 
 
 @pytest.fixture

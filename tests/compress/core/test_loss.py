@@ -3,11 +3,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
-from compress.core.data import Splits
-from compress.core.errors import PipelineInvalid, StageFailed
+from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.loss import Loss
 from compress.core.metrics import Metric
 from compress.core.targets import kind_of
+from compress.data.splits import Splits
 
 FOUR = torch.tensor([[0.5], [-1.0], [2.0], [0.25]])
 CLASSES = torch.tensor([[2.0, 0.0, -1.0], [0.0, 1.0, 0.0], [0.5, 0.5, 3.0], [1.0, 0.0, 0.0]])

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from compress.core.data import Splits
-from compress.core.errors import PipelineInvalid, StageFailed
+from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.metrics import Metric, evaluate
+from compress.data.splits import Splits
 
 
 def _first_features(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.errors import StageFailed
-from compress.core.graph import GraphModel
-from compress.core.recipe import KeepBlocks, KeepIndices, Recipe
-from compress.core.signature import Signature, TensorSpec
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import KeepBlocks, KeepIndices, Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import StageFailed
+from compress.common.signature import Signature, TensorSpec
 
 NET = """
 import torch

@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference
-from compress.core.eager import EagerModel
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
+from compress.data.splits import DataReference
 from compress.distillation.stage import Distill
 from compress.training.stage import Train
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference, Splits
-from compress.core.errors import GateRefused, StageFailed
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import GateRefused, StageFailed
+from compress.common.signature import Signature, TensorSpec
 from compress.core.gates import MinMetric
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
+from compress.data.splits import DataReference, Splits
 from compress.distillation.stage import Distill
 from compress.training.stage import Train
 
@@ -71,7 +71,7 @@ def test_a_student_learns_without_a_single_label_and_opens_in_a_fresh_process(
     x = FEATURES.example(batch=4)
     torch.save([x, learnt.load()(*x).detach()], tmp_path / "expected.pt")
     code = (
-        "import torch; from compress.core.eager import EagerModel; "
+        "import torch; from compress.artifacts.eager_model import EagerModel; "
         f"x, y = torch.load({str(tmp_path / 'expected.pt')!r}, weights_only=True); "
         f"assert torch.equal(EagerModel.at({str(learnt.path)!r}).load()(*x), y)"
     )

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from compress.core.errors import StageFailed
+from compress.common.errors import StageFailed
 from compress.distillation import losses
-from compress.distillation.output_terms import Cosine, Dist, Dkd, Kl, Labels, Said
-from compress.training.objective import TargetLoss
-from compress.training.teaching import soft_cross_entropy
+from compress.distillation.output_losses import Cosine, Dist, Dkd, Kl, Labels, Said
+from compress.training.objectives.objective import TargetLoss
+from compress.training.objectives.teacher_objective import soft_cross_entropy
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from compress.core.eager import EagerModel
-from compress.core.errors import StageFailed
-from compress.core.recipe import KeepBlocks
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import KeepBlocks
+from compress.common.errors import StageFailed
 from compress.distillation.student import SomeBlocks
 
 
@@ -21,7 +21,7 @@ def test_named_layers_of_the_input_learn_and_load_again_elsewhere(school):
     x = torch.randn(3, 4)
     torch.save([x, learnt.load()(x).detach()], school.root / "expected.pt")
     code = (
-        "import torch; from compress.core.eager import EagerModel; "
+        "import torch; from compress.artifacts.eager_model import EagerModel; "
         f"x, y = torch.load({str(school.root / 'expected.pt')!r}, weights_only=True); "
         f"assert torch.equal(EagerModel.at({str(learnt.path)!r}).load()(x), y)"
     )

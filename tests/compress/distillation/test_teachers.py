@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from compress.core.errors import ArtifactInvalid, PipelineInvalid, StageFailed
-from compress.core.graph import GraphModel
+from compress.artifacts.graph_model import GraphModel
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.distillation.stage import Distill
 from compress.distillation.teacher import OnnxFile, Teacher
-from export.onnx import ExportOnnx
-from export.torchscript import ExportTorchScript
-from pipelines.pipeline import Pipeline
-from pipelines.plan import make_plan
+from export.onnx.stage import ExportOnnx
+from export.torchscript.stage import ExportTorchScript
+from pipelines.config.pipeline import Pipeline
+from pipelines.planning.plan import make_plan
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compress.core.batch import collate
-from compress.core.data import Splits
-from compress.core.views import with_unlabelled
+from compress.data.batch import collate
+from compress.data.splits import Splits, with_unlabelled
 
 
 def test_unlabelled_samples_come_after_those_of_train_without_their_labels(school):

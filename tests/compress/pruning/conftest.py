@@ -5,15 +5,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from compress.core import quantiles
-from compress.pruning import pruner
+from compress.profiling import quantiles
+from compress.pruning import channel_pruner
 
 
 @pytest.fixture(scope="session", autouse=True)
 def few_calls() -> Iterator[None]:
     """Measure a pruned model with the fewest calls: half a second is as long as most cuts take."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pruner, "MEASURED_SECONDS", 0.0)
+        patch.setattr(channel_pruner, "MEASURED_SECONDS", 0.0)
         yield
 
 

@@ -10,13 +10,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.eager import EagerModel, run_in_eval
-from compress.core.recipe import KeepIndices
-from compress.core.signature import TensorSpec
+from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.recipe import KeepIndices
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.signature import TensorSpec
 from compress.core.stage import Context
-from compress.pruning.stage import PruneChannels
-from export.onnx import ExportOnnx
+from compress.pruning.channels_stage import PruneChannels
+from export.onnx.stage import ExportOnnx
 from tests.compress.pruning.zoo.architectures import TRANSFORMERS
 from tests.compress.pruning.zoo.registry import Case
 
@@ -131,7 +131,7 @@ def test_all_load_again_bit_identically_in_a_fresh_process(
     code = (
         "import json, sys, torch; torch.set_num_threads(1)\n"
         f"sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.core.eager import EagerModel, run_in_eval\n"
+        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
         "def digest(path):\n"
         "    model = EagerModel.at(path)\n"
         "    outputs = run_in_eval(model.load(), model.signature.example(seed=7))\n"

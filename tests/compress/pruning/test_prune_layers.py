@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import Splits
-from compress.core.eager import EagerModel, run_in_eval
-from compress.core.errors import GateRefused, PipelineInvalid, StageFailed
+from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
+from compress.common.signature import Signature, TensorSpec
 from compress.core.gates import MaxParameters
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
-from compress.pruning.finetuning import Finetune
-from compress.pruning.layers_stage import PruneLayers
-from compress.training.settings import Training
-from compress.training.teaching import Teaching
+from compress.data.splits import Splits
+from compress.pruning.blocks_stage import PruneLayers
+from compress.pruning.finetune import Finetune
+from compress.training.config.training import Training
+from compress.training.objectives.teacher_objective import Teaching
 
 HERE = Path(__file__).parent
 
@@ -65,7 +65,7 @@ def test_a_fresh_process_answers_bit_identically(
     slim = PruneLayers(ratio=0.5)(deep, Context(root=tmp_path / "slim"))
     found = fresh_process(
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.core.eager import EagerModel, run_in_eval\n"
+        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
         f"model = EagerModel.at({str(slim.path)!r})\n"
         "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
     )

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import Splits
-from compress.core.eager import EagerModel, run_in_eval
-from compress.core.errors import StageFailed
+from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import StageFailed
+from compress.common.signature import Signature, TensorSpec
 from compress.core.metrics import Metric
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
-from compress.pruning.finetuning import Finetune
-from compress.pruning.pruner import Pruner, composed
-from compress.pruning.stage import PruneChannels
-from compress.pruning.targets import Target
-from compress.training.settings import Training
+from compress.data.splits import Splits
+from compress.pruning.allocation.targets import Target
+from compress.pruning.channel_pruner import Pruner, composed
+from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.finetune import Finetune
+from compress.training.config.training import Training
 
 HERE = Path(__file__).parent
 

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import Splits
-from compress.core.eager import EagerModel, run_in_eval
-from compress.core.errors import GateRefused, PipelineInvalid, StageFailed
+from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
+from compress.common.signature import Signature, TensorSpec
 from compress.core.gates import MaxParameters
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
-from compress.pruning.repair import reestimate_batch_norms_
-from compress.pruning.stage import PruneChannels
-from compress.training.settings import Training
+from compress.data.splits import Splits
+from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.recovery.recovery import reestimate_batch_norms_
+from compress.training.config.training import Training
 from compress.training.stage import Train
 
 HERE = Path(__file__).parent
@@ -62,7 +62,7 @@ def test_a_fresh_process_answers_bit_identically(
     found = fresh_process(
         "import torch; torch.set_num_threads(1)\n"
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.core.eager import EagerModel, run_in_eval\n"
+        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
         f"model = EagerModel.at({str(pruned.path)!r})\n"
         "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
     )
@@ -176,7 +176,7 @@ def test_a_gate_refuses_and_the_result_is_kept(mlp: EagerModel, tmp_path: Path) 
 def test_settings_are_read_without_torch(fresh_process: Callable[[str], str]) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.pruning.stage import PruneChannels\n"
+        "from compress.pruning.channels_stage import PruneChannels\n"
         "PruneChannels(ratio=0.5); print('torch' in sys.modules)"
     )
     assert fresh_process(code) == "False"

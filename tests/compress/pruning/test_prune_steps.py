@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import Splits
-from compress.core.eager import EagerModel, run_in_eval
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
+from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
-from compress.pruning.allocation import Limits
-from compress.pruning.finetuning import Finetune
-from compress.pruning.plan import rank
-from compress.pruning.proof_inputs import other_sizes
-from compress.pruning.stage import PruneChannels
-from compress.pruning.targets import Target
+from compress.data.splits import Splits
+from compress.pruning.allocation.ranking import rank
+from compress.pruning.allocation.ratios import Limits
+from compress.pruning.allocation.targets import Target
+from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.finetune import Finetune
+from compress.pruning.verification.verification_inputs import other_sizes
 from compress.training.stage import Train
 
 DIGITS = Path(__file__).parents[3] / "examples" / "digits"
@@ -37,7 +37,7 @@ def answers_of(model: EagerModel, fresh_process: Callable[[str], str]) -> object
         fresh_process(
             "import torch; torch.set_num_threads(1)\n"
             f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-            "from compress.core.eager import EagerModel, run_in_eval\n"
+            "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
             f"model = EagerModel.at({str(model.path)!r})\n"
             "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
         )

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference, Splits
-from compress.core.eager import EagerModel, run_in_eval
-from compress.core.errors import GateRefused, StageFailed
+from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import GateRefused, StageFailed
+from compress.common.signature import Signature, TensorSpec
 from compress.core.gates import MinMetric
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
-from compress.pruning.finetuning import Finetune
-from compress.pruning.weights_stage import PruneWeights
-from compress.training.settings import Training
+from compress.data.splits import DataReference, Splits
+from compress.pruning.finetune import Finetune
+from compress.pruning.unstructured_stage import PruneWeights
+from compress.training.config.training import Training
+from compress.training.objectives.teacher_objective import Teaching
 from compress.training.stage import Train
-from compress.training.teaching import Teaching
 
 HERE = Path(__file__).parent
 TRAINING = HERE.parent / "training"
@@ -68,7 +68,7 @@ def test_a_fresh_process_answers_bit_identically(
     slim = stage(wide, Context(root=tmp_path / "slim", data=blobs))
     found = fresh_process(
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.core.eager import EagerModel, run_in_eval\n"
+        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
         f"model = EagerModel.at({str(slim.path)!r})\n"
         "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
     )

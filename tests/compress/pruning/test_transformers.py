@@ -7,12 +7,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.eager import EagerModel, run_in_eval
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
+from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
-from compress.pruning.stage import PruneChannels
+from compress.pruning.channels_stage import PruneChannels
 
 HERE = Path(__file__).parent
 WORDS = tuple(

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from compress.core.eager import EagerModel, name_outputs, run_in_eval
-from compress.core.errors import StageFailed
+from compress.artifacts.eager_model import EagerModel, name_outputs, run_in_eval
+from compress.common.errors import StageFailed
 from compress.core.stage import Context
-from compress.pruning.stage import PruneChannels
-from export.onnx import ExportOnnx
+from compress.pruning.channels_stage import PruneChannels
+from export.onnx.stage import ExportOnnx
 from tests.compress.pruning.zoo.registry import CASES, Case
 
 ROUND_TO = {0.25: 1, 0.5: 16}
@@ -138,7 +138,7 @@ LOADING = """
 import json, sys, torch
 sys.path.insert(0, {folder!r})
 torch.set_num_threads(1)
-from compress.core.eager import EagerModel, run_in_eval
+from compress.artifacts.eager_model import EagerModel, run_in_eval
 for path in {paths!r}:
     model = EagerModel.at(path)
     outputs = run_in_eval(model.load(), model.signature.example(seed=7))

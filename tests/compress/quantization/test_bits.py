@@ -4,16 +4,16 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from compress.core.data import Splits
-from compress.core.eager import EagerModel
-from compress.core.errors import StageFailed
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import Parity
-from compress.core.graph import GraphModel
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from compress.quantization.static_stage import QuantizeStatic
-from export.onnx import ExportOnnx
+from compress.data.splits import Splits
+from compress.quantization.stages.static import QuantizeStatic
+from export.onnx.stage import ExportOnnx
 
 HERE = Path(__file__).parent
 IMAGE = Signature(

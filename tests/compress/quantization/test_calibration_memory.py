@@ -6,15 +6,15 @@ CALIBRATE = """
 import copy, resource
 import torch
 from torch.utils.data import Dataset
-from compress.core.data import Splits
-from compress.core.signature import Signature, TensorSpec
-from compress.quantization.calibrate import observe_, traced
-from compress.quantization.observers import OBSERVERS
-from compress.quantization.pt2e import prepare_pt2e
-from compress.quantization.quantizer import OnnxRuntimeQuantizer
-from compress.quantization.ranges import fit_ranges_, watching
-from compress.quantization.samples import Calibration
-from compress.quantization.scheme import scheme_of
+from compress.data.splits import Splits
+from compress.common.signature import Signature, TensorSpec
+from compress.quantization.ptq.calibrate import observe_, traced
+from compress.quantization.pt2e.observers import OBSERVERS
+from compress.quantization.pt2e.torchao_api import prepare_pt2e
+from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
+from compress.quantization.pt2e.observer_ranges import fit_ranges_, watching
+from compress.quantization.config.calibration_data import Calibration
+from compress.quantization.config.dtype_scheme import scheme_of
 
 class Images(Dataset):
     def __len__(self):

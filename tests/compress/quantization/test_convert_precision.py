@@ -6,17 +6,17 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from compress.core.artifact import Artifact
-from compress.core.data import Splits
-from compress.core.eager import EagerModel
-from compress.core.errors import StageFailed
-from compress.core.graph import GraphModel
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import StageFailed
+from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
-from compress.quantization.precision_stage import ConvertPrecision
-from export.onnx import ExportOnnx
-from export.torchscript import ExportTorchScript
+from compress.data.splits import Splits
+from compress.quantization.stages.half_precision import ConvertPrecision
+from export.onnx.stage import ExportOnnx
+from export.torchscript.stage import ExportTorchScript
 
 HERE = Path(__file__).parent
 IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
@@ -189,7 +189,7 @@ def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_torch: Callable[[st
     assert (
         fresh_torch(f"""
 import torch
-from compress.core.graph import GraphModel
+from compress.artifacts.graph_model import GraphModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})
 with GraphModel.at({str(half.path)!r}).open() as predict:
     print(torch.equal(predict(saved["tokens"])[0], saved["expected"]))

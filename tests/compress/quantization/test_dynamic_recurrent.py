@@ -5,15 +5,15 @@ import onnx
 import pytest
 import torch
 
-from compress.core.artifact import Artifact
-from compress.core.eager import EagerModel
-from compress.core.graph import GraphModel
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
-from compress.quantization.dynamic_stage import QuantizeDynamic
-from export.onnx import ExportOnnx
-from export.torchscript import ExportTorchScript
+from compress.quantization.stages.dynamic import QuantizeDynamic
+from export.onnx.stage import ExportOnnx
+from export.torchscript.stage import ExportTorchScript
 
 HERE = Path(__file__).parent
 LENGTH = 12
@@ -90,7 +90,7 @@ def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_torch: Callable[[st
     assert (
         fresh_torch(f"""
 import torch
-from compress.core.graph import GraphModel
+from compress.artifacts.graph_model import GraphModel
 tokens = torch.randint(0, 50, (5, 12), generator=torch.Generator().manual_seed(0))
 with GraphModel.at({str(small.path)!r}).open() as predict:
     print(torch.equal(predict(tokens)[0], torch.load({str(tmp_path / "answer.pt")!r})))

@@ -6,21 +6,21 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import Splits
-from compress.core.eager import EagerModel
-from compress.core.errors import PipelineInvalid, StageFailed
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import PipelineInvalid, StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import LabelAgreement
-from compress.core.graph import GraphModel
 from compress.core.metrics import Metric
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from compress.quantization.qat_stage import QuantizeAwareTraining
-from compress.quantization.static_stage import QuantizeStatic
-from compress.quantization.trained import sameness
+from compress.data.splits import Splits
+from compress.quantization.qat.label_parity import sameness
+from compress.quantization.stages.qat import QuantizeAwareTraining
+from compress.quantization.stages.static import QuantizeStatic
 from compress.training.stage import Train
-from export.onnx import ExportOnnx
+from export.onnx.stage import ExportOnnx
 
 HERE = Path(__file__).parent
 IMAGE = Signature(

@@ -4,15 +4,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.core.eager import EagerModel
-from compress.core.errors import StageFailed
-from compress.core.graph import GraphModel
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from compress.quantization.dynamic_stage import QuantizeDynamic
-from export.aot import ExportAot
-from export.onnx import ExportOnnx, OnnxModel
+from compress.quantization.stages.dynamic import QuantizeDynamic
+from export.aotinductor.stage import ExportAot
+from export.onnx.stage import ExportOnnx, OnnxModel
 from serve.worker.loaders import load_graph
 
 HERE = Path(__file__).parent
@@ -141,7 +141,7 @@ def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_torch: Callable[[st
     assert (
         fresh_torch(f"""
 import torch
-from compress.core.graph import GraphModel
+from compress.artifacts.graph_model import GraphModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})
 with GraphModel.at({str(quantized.path)!r}).open() as predict:
     print(torch.equal(predict(saved["tokens"])[0], saved["expected"]))

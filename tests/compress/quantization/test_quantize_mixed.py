@@ -9,20 +9,20 @@ from pydantic import ValidationError
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from compress.core.data import Splits
-from compress.core.eager import EagerModel
-from compress.core.errors import StageFailed
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import Parity
-from compress.core.graph import GraphModel
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from compress.quantization.candidates import Candidates
-from compress.quantization.mixed_stage import QuantizeMixed
-from compress.quantization.scheme import Target, scheme_of
-from compress.quantization.search import Search
-from compress.quantization.static_stage import QuantizeStatic
-from export.onnx import ExportOnnx
+from compress.data.splits import Splits
+from compress.quantization.config.dtype_scheme import Target, scheme_of
+from compress.quantization.mixed_precision.bit_candidates import Candidates
+from compress.quantization.mixed_precision.bit_search import Search
+from compress.quantization.stages.mixed_precision import QuantizeMixed
+from compress.quantization.stages.static import QuantizeStatic
+from export.onnx.stage import ExportOnnx
 
 HERE = Path(__file__).parent
 ROWS = Signature(
@@ -116,7 +116,7 @@ def test_a_fresh_process_answers_alike(
     torch.save({"x": x, "expected": expected}, tmp_path / "answer.pt")
     code = f"""
 import torch
-from compress.core.graph import GraphModel
+from compress.artifacts.graph_model import GraphModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})
 with GraphModel.at({str(mixed[2].path)!r}).open() as predict:
     print(torch.equal(predict(saved["x"])[0], saved["expected"]))

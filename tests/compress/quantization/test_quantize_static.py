@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from compress.core.artifact import Artifact
-from compress.core.data import Splits
-from compress.core.eager import EagerModel
-from compress.core.errors import GateRefused, PipelineInvalid, StageFailed
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import LabelAgreement, Parity
-from compress.core.graph import GraphModel
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from compress.quantization.scheme import Observer
-from compress.quantization.static_stage import QuantizeStatic
+from compress.data.splits import Splits
+from compress.quantization.config.dtype_scheme import Observer
+from compress.quantization.stages.static import QuantizeStatic
 
 HERE = Path(__file__).parent
 DIGITS = Path(__file__).parents[3] / "examples" / "digits"
@@ -107,7 +107,7 @@ def test_a_fresh_process_answers_alike(
     assert (
         fresh_torch(f"""
 import torch
-from compress.core.graph import GraphModel
+from compress.artifacts.graph_model import GraphModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})
 with GraphModel.at({str(quantized.path)!r}).open() as predict:
     print(torch.equal(predict(saved["image"])[0], saved["expected"]))
@@ -382,5 +382,5 @@ def test_progress_counts_samples(tmp_path: Path) -> None:
 
 
 def test_settings_import_no_torch(fresh_process: Callable[[str], str]) -> None:
-    code = "import compress.quantization.static_stage, sys; print('torch' in sys.modules)"
+    code = "import compress.quantization.stages.static, sys; print('torch' in sys.modules)"
     assert fresh_process(code) == "False"

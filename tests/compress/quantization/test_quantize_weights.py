@@ -6,16 +6,16 @@ import torch
 from pydantic import ValidationError
 from torch.utils.data import TensorDataset
 
-from compress.core.data import Splits
-from compress.core.eager import EagerModel
-from compress.core.errors import PipelineInvalid, StageFailed
-from compress.core.graph import GraphModel
-from compress.core.recipe import Recipe
-from compress.core.signature import OutputSpec, Signature, TensorSpec
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import PipelineInvalid, StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
-from compress.quantization.rounding import half_quadratic, round_to_nearest
-from compress.quantization.weights_stage import QuantizeWeights
-from export.onnx import ExportOnnx, OnnxModel
+from compress.data.splits import Splits
+from compress.quantization.algorithms.weight_rounding import half_quadratic, round_to_nearest
+from compress.quantization.stages.weight_only import QuantizeWeights
+from export.onnx.stage import ExportOnnx, OnnxModel
 
 HERE = Path(__file__).parent
 TOKENS = Signature(
@@ -123,7 +123,7 @@ def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_torch: Callable[[st
     assert (
         fresh_torch(f"""
 import torch
-from compress.core.graph import GraphModel
+from compress.artifacts.graph_model import GraphModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})
 with GraphModel.at({str(small.path)!r}).open() as predict:
     print(torch.equal(predict(saved["tokens"])[0], saved["expected"]))

@@ -7,15 +7,15 @@ import torch
 from pydantic import ValidationError
 from torch.fx import Node
 
-from compress.core.data import Splits
-from compress.core.eager import EagerModel
-from compress.core.graph import GraphModel
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
-from compress.quantization.dynamic_stage import QuantizeDynamic
-from compress.quantization.static_stage import QuantizeStatic
-from export.onnx import ExportOnnx
+from compress.data.splits import Splits
+from compress.quantization.stages.dynamic import QuantizeDynamic
+from compress.quantization.stages.static import QuantizeStatic
+from export.onnx.stage import ExportOnnx
 
 HERE = Path(__file__).parent
 CONVOLUTION, ADDITION = "aten.conv2d.default", "aten.add.Tensor"

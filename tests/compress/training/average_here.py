@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from compress.training.communication import Gradients, WithFeedback
-from compress.training.parallel import Parallel
+from compress.training.config.parallel import Parallel
+from compress.training.distributed.comm_hooks import Gradients, WithFeedback
 
 SETTINGS = {
     "none": {},

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.core.sharded import read_distributed
-from compress.training.resume import FOLDER, Epoch, checkpoints, read_progress
+from compress.checkpoint.distributed_checkpoint import read_distributed
+from compress.training.checkpoint.metadata import FOLDER, Epoch, checkpoints, read_progress
 
 
 @dataclass

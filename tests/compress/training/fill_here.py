@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from compress.core.eager import EagerModel
-from compress.training.parallel import Parallel
-from compress.training.settings import Training
-from compress.training.sharding import Sharded
+from compress.artifacts.eager_model import EagerModel
+from compress.training.config.parallel import Parallel
+from compress.training.config.training import Training
+from compress.training.distributed.fsdp import Sharded
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 SETTINGS = {

@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from transformers_here import batch
 
-from compress.core.data import Batch
-from compress.core.eager import EagerModel
-from compress.core.errors import StageFailed
-from compress.training.learner import Learner
-from compress.training.mesh import local
-from compress.training.objective import TargetLoss
-from compress.training.replicated import Alone
-from compress.training.settings import Training
-from compress.training.strategy import process_group, strategy_of
+from compress.artifacts.eager_model import EagerModel
+from compress.common.errors import StageFailed
+from compress.data.splits import Batch
+from compress.training.config.training import Training
+from compress.training.distributed.base import process_group, strategy_of
+from compress.training.distributed.ddp import Alone
+from compress.training.distributed.device_mesh import local
+from compress.training.loop.train_state import Learner
+from compress.training.objectives.objective import TargetLoss
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 WHOLE = StateDictOptions(full_state_dict=True)

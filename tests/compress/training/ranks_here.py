@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from compress.core.data import DataReference
 from compress.core.metrics import Metric
-from compress.training.loop import Job, train
-from compress.training.objective import TargetLoss
-from compress.training.replicated import Alone
-from compress.training.resume import Epoch
-from compress.training.settings import Training
-from compress.training.strategy import process_group, strategy_of
+from compress.data.splits import DataReference
+from compress.training.checkpoint.metadata import Epoch
+from compress.training.config.training import Training
+from compress.training.distributed.base import process_group, strategy_of
+from compress.training.distributed.ddp import Alone
+from compress.training.loop.trainer import Job, train
+from compress.training.objectives.objective import TargetLoss
 
 HERE = Path(__file__).parent
 

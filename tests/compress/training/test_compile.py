@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference
-from compress.core.errors import StageFailed, Unavailable
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import StageFailed, Unavailable
+from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
-from compress.training.compilation import compile_, need_compiler
+from compress.data.splits import DataReference
+from compress.training.config.training import Training
 from compress.training.fit import fit
-from compress.training.objective import TargetLoss
-from compress.training.settings import Training
+from compress.training.objectives.objective import TargetLoss
+from compress.training.optim.compile import compile_, need_compiler
 from tests.compress.forked import launch
 
 HERE = Path(__file__).parent

@@ -6,16 +6,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference, Splits
-from compress.core.errors import PipelineInvalid, StageFailed
-from compress.core.loading import Loading
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import PipelineInvalid, StageFailed
+from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
+from compress.data.loader_config import Loading
+from compress.data.splits import DataReference, Splits
+from compress.training.config.training import Training
 from compress.training.fit import Fit, fit
-from compress.training.objective import TargetLoss
-from compress.training.settings import Training
+from compress.training.objectives.objective import TargetLoss
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -3,18 +3,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference
-from compress.core.errors import ArtifactInvalid, PipelineInvalid, StageFailed
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
+from compress.common.signature import Signature, TensorSpec
 from compress.core.metrics import Metric
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
+from compress.data.splits import DataReference
+from compress.training.checkpoint.metadata import (
+    Epoch,
+    Progress,
+    begin,
+    checkpoints,
+    commit,
+    name_of,
+    rotate,
+)
+from compress.training.config.training import Training
 from compress.training.fit import fit
-from compress.training.objective import TargetLoss
-from compress.training.progress import is_better
-from compress.training.resume import Epoch, Progress, begin, checkpoints, commit, name_of, rotate
-from compress.training.settings import Training
+from compress.training.loop.early_stopping import is_better
+from compress.training.objectives.objective import TargetLoss
 
 HERE = Path(__file__).parent
 FEATURES = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))

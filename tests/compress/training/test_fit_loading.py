@@ -5,16 +5,16 @@ import psutil
 import pytest
 import torch
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference
-from compress.core.errors import PipelineInvalid
-from compress.core.loading import Loading
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import PipelineInvalid
+from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
+from compress.data.loader_config import Loading
+from compress.data.splits import DataReference
+from compress.training.config.training import Training
 from compress.training.fit import Fit, fit
-from compress.training.objective import TargetLoss
-from compress.training.settings import Training
+from compress.training.objectives.objective import TargetLoss
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference, Splits
-from compress.core.errors import PipelineInvalid, StageFailed
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import PipelineInvalid, StageFailed
+from compress.common.signature import Signature, TensorSpec
 from compress.core.metrics import Metric
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
+from compress.data.splits import DataReference, Splits
+from compress.training.checkpoint.metadata import newest, read_progress
+from compress.training.config.training import Training
 from compress.training.fit import fit
-from compress.training.objective import TargetLoss
-from compress.training.resume import newest, read_progress
-from compress.training.settings import Training
-from compress.training.start import start_rank
+from compress.training.launch.spawn import start_rank
+from compress.training.objectives.objective import TargetLoss
 
 pytestmark = pytest.mark.multiprocess
 
@@ -180,7 +180,7 @@ import sys
 from pathlib import Path
 import torch
 from compress import Context, Splits, Train
-from compress.core.eager import EagerModel
+from compress.artifacts.eager_model import EagerModel
 
 root = Path(sys.argv[1])
 x, y = torch.randn(9000, 4), torch.zeros(9000, dtype=torch.int64)  # more than a pipe holds

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference, Splits
-from compress.core.errors import StageFailed
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import StageFailed
+from compress.common.signature import Signature, TensorSpec
 from compress.core.metrics import Metric
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
+from compress.data.splits import DataReference, Splits
+from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.fit import fit
-from compress.training.objective import TargetLoss
-from compress.training.settings import DEFAULT_LEARNING_RATE, Training
+from compress.training.objectives.objective import TargetLoss
 
 HERE = Path(__file__).parent
 FEATURES = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))

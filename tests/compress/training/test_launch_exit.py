@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
+from compress.data.splits import DataReference
+from compress.training.config.training import Training
 from compress.training.fit import fit
-from compress.training.objective import TargetLoss
-from compress.training.settings import Training
+from compress.training.objectives.objective import TargetLoss
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -5,11 +5,11 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from compress.core.errors import StageFailed
-from compress.training.parallel import Parallel
-from compress.training.partition import partition_of, strip_
-from compress.training.settings import Training
-from compress.training.tensor import plan_of, refuse_what_does_not_divide
+from compress.common.errors import StageFailed
+from compress.training.config.parallel import Parallel
+from compress.training.config.training import Training
+from compress.training.model_parallel.pipeline_split import partition_of, strip_
+from compress.training.model_parallel.tensor_parallel import plan_of, refuse_what_does_not_divide
 
 
 class Layers(nn.Module):

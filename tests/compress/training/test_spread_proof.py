@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from compress.training.proof import Proof
+from compress.training.model_parallel.equivalence_check import Proof
 
 
 def test_a_spread_model_is_held_against_what_is_finite_of_the_whole_one() -> None:

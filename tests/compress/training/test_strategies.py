@@ -8,10 +8,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
-from compress.training.sharding import prefetch_
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.signature import Signature, TensorSpec
+from compress.training.distributed.fsdp import prefetch_
 from tests.compress.forked import launch
 
 pytestmark = pytest.mark.multiprocess

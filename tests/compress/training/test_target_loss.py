@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference, Splits
-from compress.core.errors import StageFailed
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import StageFailed
+from compress.common.signature import Signature, TensorSpec
 from compress.core.loss import Loss
 from compress.core.metrics import Metric
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
-from compress.pruning.stage import PruneChannels
+from compress.data.splits import DataReference, Splits
+from compress.pruning.channels_stage import PruneChannels
+from compress.training.config.training import Training
 from compress.training.fit import fit
-from compress.training.objective import TargetLoss
-from compress.training.settings import Training
+from compress.training.objectives.objective import TargetLoss
 from compress.training.stage import Train
 
 HERE = Path(__file__).parent

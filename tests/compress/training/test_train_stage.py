@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.core.checkpoint import import_checkpoint
-from compress.core.data import DataReference
-from compress.core.errors import GateRefused
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import GateRefused
+from compress.common.signature import Signature, TensorSpec
 from compress.core.gates import MinMetric
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
 from compress.core.stage import Context
+from compress.data.splits import DataReference
 from compress.training.stage import Train
 
 HERE = Path(__file__).parent
@@ -45,7 +45,7 @@ def test_training_twice_seals_the_same_artifact_which_opens_in_a_fresh_process(t
     x = first.signature.example(batch=4)
     torch.save([x, first.load()(*x).detach()], tmp_path / "expected.pt")
     code = (
-        "import torch; from compress.core.eager import EagerModel; "
+        "import torch; from compress.artifacts.eager_model import EagerModel; "
         f"x, y = torch.load({str(tmp_path / 'expected.pt')!r}, weights_only=True); "
         f"assert torch.equal(EagerModel.at({str(first.path)!r}).load()(*x), y)"
     )

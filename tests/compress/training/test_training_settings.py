@@ -4,8 +4,8 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from compress.core.eager import EagerModel
-from compress.training.settings import DEFAULT_LEARNING_RATE, Training
+from compress.artifacts.eager_model import EagerModel
+from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.stage import Train
 
 
@@ -59,7 +59,7 @@ def test_settings_are_documented_and_importing_the_stages_leaves_torch_alone():
         undocumented = [n for n, f in stage.model_fields.items() if not f.description]
         assert set(undocumented) <= {"stage"}
     code = (
-        "import sys, compress.training.stage, compress.training.objective, "
+        "import sys, compress.training.stage, compress.training.objectives.objective, "
         "compress.distillation.stage; "
         "sys.exit(str([m for m in ('torch', 'onnx', 'onnxruntime') if m in sys.modules]) "
         "if 'torch' in sys.modules else 0)"

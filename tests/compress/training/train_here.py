@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from compress.core.data import DataReference
-from compress.core.eager import EagerModel
+from compress.artifacts.eager_model import EagerModel
 from compress.core.stage import Context
+from compress.data.splits import DataReference
 from compress.training.stage import Train
 
 HERE = Path(__file__).parent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from compress.core.signature import Dimension, Dtype, Signature, TensorSpec
+from compress.common.signature import Dimension, Dtype, Signature, TensorSpec
 from tests.compress.pruning.zoo.registry import Case
 
 HERE = Path(__file__).parent

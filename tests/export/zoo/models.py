@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compress.core.signature import Signature, TensorSpec
+from compress.common.signature import Signature, TensorSpec
 from tests.compress.pruning.zoo import architectures, registry
 from tests.compress.pruning.zoo.registry import Case
 from tests.export.zoo import more_architectures

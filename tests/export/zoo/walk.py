@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.core.eager import EagerModel, name_outputs, run_in_eval
-from compress.core.errors import CompressError
+from compress.artifacts.eager_model import EagerModel, name_outputs, run_in_eval
+from compress.common.errors import CompressError
 from compress.core.stage import Context
-from export.aot import ExportAot
-from export.onnx import ExportOnnx
-from export.program import ExportProgram
-from export.torchscript import ExportTorchScript
+from export.aotinductor.stage import ExportAot
+from export.exported_program import ExportProgram
+from export.onnx.stage import ExportOnnx
+from export.torchscript.stage import ExportTorchScript
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from compress.core.artifact import Artifact
+    from compress.artifacts.artifact import Artifact
     from tests.compress.pruning.zoo.registry import Case
 
 FORMATS: Mapping[str, tuple[Any, ...]] = {
@@ -41,9 +41,10 @@ import sys
 sys.path.insert(0, {folder!r})
 import torch
 torch.set_num_threads(1)
-import export.aot, export.onnx, export.program, export.torchscript
+import export.aotinductor.stage, export.onnx.stage
+import export.exported_program, export.torchscript.stage
 from tests.export.zoo.walk import answers, digest
-from compress.core.artifact import Artifact
+from compress.artifacts.artifact import Artifact
 for path in {paths!r}:
     print(digest(answers(Artifact.at(path))), flush=True)
 """

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from compress.core.signature import Signature, TensorSpec
+from compress.common.signature import Signature, TensorSpec
 from tests.compress.pruning.zoo.registry import Case
 
 ENCODER = {

@@ -21,9 +21,9 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from compress.core.factory import resolve
-from compress.core.recipe import Recipe
-from compress.core.signature import Signature, TensorSpec
+from compress.artifacts.recipe import Recipe
+from compress.common.factories import resolve
+from compress.common.signature import Signature, TensorSpec
 
 ZOO = Path(__file__).parent
 PRUNING = ZOO.parent

@@ -1,0 +1,1 @@
+"""Sealed model directories, and how a module is rebuilt from one."""

@@ -1,0 +1,305 @@
+"""EagerModel: a PyTorch module as recipe plus weights, loadable anywhere, no code unpickled."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from compress.artifacts.artifact import Artifact, Predictor, Step
+from compress.checkpoint.state_dict import load_state_
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.factories import local_sources
+from compress.common.signature import Signature
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from compress.artifacts.recipe import AnyEdit, Recipe
+    from compress.checkpoint.state_dict import Weights
+
+CODE = "code"
+
+
+class EagerModel(Artifact):
+    """A module's recipe, its weights, and a copy of the user's source that the recipe needs."""
+
+    kind: ClassVar[str] = "eager"
+    payload: ClassVar[str] = "weights.safetensors"
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        recipe: Recipe,
+        state: Weights,
+        signature: Signature,
+        *,
+        folder: Path | None = None,
+        lineage: tuple[Step, ...] = (),
+        facts: dict[str, Any] | None = None,
+    ) -> EagerModel:
+        """Seal a model given its recipe and state dict.
+
+        Args:
+            path: directory of the artifact.
+            recipe: how to build the module.
+            state: the module's state dict, in memory or on disk; tied tensors are stored once.
+            signature: the model's interface.
+            folder: where the factory's source lies.
+            lineage: the stages so far.
+            facts: what the producing stage found out.
+        """
+        from compress.checkpoint.safetensors_io import write_safetensors
+
+        sources = local_sources(recipe.factory, folder)
+        with cls.sealing(path, signature, recipe=recipe, lineage=lineage, facts=facts) as partial:
+            write_safetensors(partial / cls.payload, state)
+            write_sources(partial, sources)
+        return cls.at(path)
+
+    @classmethod
+    def from_module(
+        cls,
+        module: torch.nn.Module,
+        *,
+        example_inputs: Sequence[torch.Tensor] | Mapping[str, torch.Tensor] | None = None,
+        factory: str | None = None,
+        signature: Signature | None = None,
+        arguments: dict[str, Any] | None = None,
+        root: Path | None = None,
+    ) -> EagerModel:
+        """Seal a module that is in memory, and prove that its factory rebuilds it.
+
+        Args:
+            module: a trained module; it is not changed.
+            example_inputs: inputs from which the signature is inferred (first axis dynamic); a
+                mapping names them as forward's parameters.
+            factory: ``module:callable`` that returns the same architecture; by default the module's
+                class, or its config where it is one of transformers.
+            signature: the interface, where it should not be inferred.
+            arguments: keyword arguments of the factory.
+            root: directory of the artifact; a temporary one when left out.
+
+        Raises:
+            PipelineInvalid: neither inputs nor signature given, or the factory cannot be imported.
+            ArtifactInvalid: the factory builds another architecture, or one that answers otherwise.
+        """
+        from compress.artifacts.recipe_inference import fitted_recipe, recipe_of
+
+        if signature is None:
+            if example_inputs is None:
+                raise PipelineInvalid("from_module needs example_inputs or a signature")
+            signature = Signature.of(example_inputs)
+        if isinstance(example_inputs, Mapping):
+            example_inputs = [example_inputs[spec.name] for spec in signature.inputs]
+        inputs = tuple(example_inputs or signature.example())
+        recipe = recipe_of(module, factory, arguments)
+        recipe, signature = fitted_recipe(module, recipe, signature, inputs)
+        path = root or _temporary_folder() / "source"
+        return cls.create(path, recipe, module.state_dict(), signature)
+
+    @property
+    def recipe(self) -> Recipe:
+        """How to build the module."""
+        if self.manifest.recipe is None:
+            raise ArtifactInvalid(f"{self.path}: the manifest of an eager model needs a recipe")
+        return self.manifest.recipe
+
+    @property
+    def code(self) -> Path | None:
+        """The folder with the user's source, or None when the factory is an installed package."""
+        return sealed_code(self)
+
+    def load(self, device: str = "cpu") -> torch.nn.Module:
+        """Return a fresh module in eval mode that the caller owns.
+
+        Raises:
+            ArtifactInvalid: the weights do not fit the recipe.
+        """
+        from compress.checkpoint.safetensors_io import tensors_in
+
+        self.refuse_altered()
+        module = self.recipe.build(self.code)
+        with self.payload_path.open("rb", buffering=0) as stream:
+            load_state_(module, tensors_in(stream), str(self.payload_path))
+        return module.eval().to(device)
+
+    def skeleton(self) -> torch.nn.Module | None:
+        """Return the module in eval mode without weights: its parameters are on the meta device.
+
+        None where the factory needs its parameters' values.
+        """
+        from compress.artifacts.meta_init import build_skeleton
+
+        module = build_skeleton(self.recipe, self.code)
+        return None if module is None else module.eval()
+
+    def derive(
+        self,
+        path: Path,
+        weights: torch.nn.Module | Weights,
+        *,
+        edits: Sequence[AnyEdit] = (),
+        lineage: tuple[Step, ...] = (),
+        facts: dict[str, Any] | None = None,
+    ) -> EagerModel:
+        """Seal a changed version of this model: new weights, and the edits that led to them.
+
+        Weights on disk (:func:`~compress.checkpoint.loading.read_state_dict`) go there tensor by
+        tensor, and give the same digest as the module with those weights.
+
+        Raises:
+            ArtifactInvalid: the weights do not fit the recipe.
+        """
+        from compress.artifacts.meta_init import fitted
+
+        recipe = self.recipe.model_copy(update={"edits": (*self.recipe.edits, *edits)})
+        if isinstance(weights, Mapping):
+            state = fitted(weights, recipe, self.code, str(path))
+        else:
+            state = weights.state_dict()
+        return self.create(
+            path,
+            recipe,
+            state,
+            self.signature,
+            folder=self.code,
+            lineage=lineage,
+            facts=facts,
+        )
+
+    @contextmanager
+    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
+        """Give the eager module as a predictor."""
+        with predicting(self.load(device), device, threads) as predict:
+            yield predict
+
+    def parameters(self) -> int:
+        """Count the weights, tied ones once."""
+        return sum(p.numel() for p in self.load().parameters())
+
+    def macs(self) -> int:
+        """Count multiply-accumulates for one sample."""
+        from compress.graph.flops import count_macs
+
+        return count_macs(self.load(), self.signature.example(batch=1))
+
+
+def sealed_code(artifact: Artifact) -> Path | None:
+    """Return the folder with an artifact's Python sources, which were hashed just now.
+
+    Whoever asks for it runs them. None where the artifact has no sources.
+
+    Raises:
+        ArtifactInvalid: a file of the artifact is missing or a link, one was added, or a source is
+            not the one that was sealed.
+    """
+    sources = [name for name in artifact.manifest.files if name.startswith(f"{CODE}/")]
+    artifact.check_files(hashed=sources)
+    return artifact.path / CODE if sources else None
+
+
+def write_sources(folder: Path, sources: Mapping[str, Path]) -> None:
+    """Copy the user's source files, by their names, into an artifact that is being written."""
+    for name, source in sources.items():
+        copy = folder / CODE / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(source.read_bytes())
+
+
+@contextmanager
+def predicting(module: Any, device: str, threads: int) -> Iterator[Predictor]:
+    """Give a torch callable as a predictor that runs on a number of threads.
+
+    A call returns when its outputs are there, on a CUDA device too.
+    """
+    import torch
+
+    previous = torch.get_num_threads()
+    torch.set_num_threads(threads)
+
+    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.inference_mode():
+            outputs = flatten_outputs(module(*(x.to(device) for x in inputs)))
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        return outputs
+
+    try:
+        yield predict
+    finally:
+        torch.set_num_threads(previous)
+
+
+def flatten_outputs(output: Any) -> tuple[torch.Tensor, ...]:
+    """Return a model's output as a tuple of tensors.
+
+    A tensor, a (nested) sequence or mapping of them, or an object with ``.logits``.
+
+    Raises:
+        ArtifactInvalid: there is no tensor in it.
+    """
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        return (output,)
+    if hasattr(output, "logits"):
+        return (output.logits,)
+    values = output.values() if isinstance(output, dict) else output
+    if isinstance(output, dict | list | tuple):
+        found = tuple(t for v in values if v is not None for t in flatten_outputs(v))
+        if found:
+            return found
+    raise ArtifactInvalid(f"the model returned {type(output).__name__}, expected tensors")
+
+
+def run_in_eval(
+    module: torch.nn.Module, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Run a module in eval mode without gradients, and put each part back into its own mode."""
+    import torch
+
+    with kept_modes(module), torch.inference_mode():
+        return flatten_outputs(module.eval()(*inputs))
+
+
+@contextmanager
+def kept_modes(module: torch.nn.Module) -> Iterator[None]:
+    """Put each part of a module back into its own mode, training or eval, after a block."""
+    modes = {part: part.training for part in module.modules()}
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
+
+
+def name_outputs(signature: Signature, count: int) -> Signature:
+    """Return the signature with as many output names as the model has outputs.
+
+    Raises:
+        PipelineInvalid: names were given, and there are more or fewer outputs.
+    """
+    from compress.common.signature import OutputSpec
+
+    if len(signature.outputs) == count:
+        return signature
+    if "outputs" in signature.model_fields_set:
+        names = [o.name for o in signature.outputs]
+        raise PipelineInvalid(f"model.outputs names {names}, and the model returns {count} tensors")
+    outputs = tuple(OutputSpec(name=f"output_{i}") for i in range(count))
+    return signature.model_copy(update={"outputs": outputs})
+
+
+def _temporary_folder() -> Path:
+    """Return a folder that goes when this process ends."""
+    folder = tempfile.mkdtemp(prefix="compress-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)

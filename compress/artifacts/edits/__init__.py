@@ -1,0 +1,1 @@
+"""Architecture changes that a recipe records and replays: sliced, removed or wrapped modules."""

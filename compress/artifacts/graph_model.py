@@ -1,0 +1,180 @@
+"""GraphModel: a torch.export program at rest; what quantization writes and exporters lower."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from compress.artifacts.artifact import Artifact, Predictor, Step
+from compress.artifacts.eager_model import EagerModel, flatten_outputs, predicting, run_in_eval
+from compress.common.errors import StageFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import torch
+
+    from compress.common.signature import Signature
+
+
+class GraphModel(Artifact):
+    """An ATen graph with its weights, quantize and dequantize operators included."""
+
+    kind: ClassVar[str] = "graph"
+    payload: ClassVar[str] = "model.pt2"
+    opened_with: ClassVar[tuple[str, ...]] = ("compress.graph.torch_export",)
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        program: torch.export.ExportedProgram,
+        signature: Signature,
+        *,
+        lineage: tuple[Step, ...] = (),
+        facts: dict[str, Any] | None = None,
+    ) -> GraphModel:
+        """Seal a program.
+
+        Args:
+            path: directory of the artifact.
+            program: the exported program; it is not changed.
+            signature: the model's interface.
+            lineage: the stages so far.
+            facts: what the producing stage found out.
+        """
+        from compress.graph.torch_export import save_program
+
+        with cls.sealing(path, signature, lineage=lineage, facts=facts) as partial:
+            save_program(program, partial / cls.payload)
+        return cls.at(path)
+
+    @classmethod
+    def of(cls, model: EagerModel, path: Path) -> GraphModel:
+        """Seal an eager model's graph: one `.pt2` file for those who do not have its class.
+
+        Pruned, cut and distilled models are written as they are. The file is compared with the
+        model at two sizes of every named axis.
+
+        Args:
+            model: the model; it stays what it is.
+            path: directory of the artifact.
+
+        Raises:
+            StageFailed: the model cannot be traced, or its graph answers otherwise.
+        """
+        from compress.graph.torch_export import export_program
+
+        program = export_program(model.load(), model.signature)
+        refuse_other_answers(model.load(), program, model.signature)
+        lineage, facts = model.manifest.lineage, model.manifest.facts
+        return cls.create(path, program, model.signature, lineage=lineage, facts=dict(facts))
+
+    def program(self) -> torch.export.ExportedProgram:
+        """Return the exported program; no code that the file might bring is executed.
+
+        Raises:
+            ArtifactInvalid: the file was altered, or holds anything but tensors and a graph.
+        """
+        from compress.graph.torch_export import load_program
+
+        self.refuse_altered()
+        return load_program(self.payload_path)
+
+    @contextmanager
+    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
+        """Give the graph, run by PyTorch, as a predictor."""
+        module = self.program().module()
+        find_ranges_of_nothing_(module)
+        with predicting(module.to(device), device, threads) as predict:
+            yield predict
+
+    def parameters(self) -> int:
+        """Count the weights; scales and zero points are not weights."""
+        from compress.graph.flops import count_graph_weights
+
+        return count_graph_weights(self.program())
+
+    def macs(self) -> int:
+        """Count multiply-accumulates for one sample."""
+        from compress.graph.flops import count_macs
+
+        module = self.program().module()
+        reshape_views_(module)
+        return count_macs(module, self.signature.example(batch=1))
+
+
+def program_of(model: Artifact) -> torch.export.ExportedProgram:
+    """Return a model's graph: the stored one, or that of an eager model traced.
+
+    Raises:
+        StageFailed: the model cannot be traced, or has no graph.
+    """
+    from compress.graph.torch_export import export_program
+
+    if isinstance(model, GraphModel):
+        return model.program()
+    if isinstance(model, EagerModel):
+        return export_program(model.load(), model.signature)
+    raise StageFailed(f"{model.kind} artifacts have no graph")
+
+
+def find_ranges_of_nothing_(module: Any) -> None:
+    """Let ranges that are found at run time be those of a zero where a batch has no rows, in place.
+
+    torch's own operator (2.13) raises there; onnxruntime and torch's integer kernels answer.
+    """
+    import torch
+    import torch.ao.quantization.fx._decomposed  # registers choose_qparams
+
+    choose = torch.ops.quantized_decomposed.choose_qparams.tensor
+
+    def choose_range(x: torch.Tensor, *limits: Any) -> Any:
+        return choose(x if x.numel() else x.new_zeros(1), *limits)
+
+    for node in module.graph.find_nodes(op="call_function", target=choose):
+        node.target = choose_range
+    module.recompile()
+
+
+def reshape_views_(module: Any) -> None:
+    """Let views of a graph be copies where need be, in place.
+
+    A kernel that computes an operator otherwise than the one that was traced, as attention that is
+    counted as the products it is made of, may answer with other strides: a view may not exist.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    for view in (aten.view.default, aten._unsafe_view.default):
+        for node in module.graph.find_nodes(op="call_function", target=view):
+            node.target = aten.reshape.default
+    module.recompile()
+
+
+def refuse_other_answers(
+    module: torch.nn.Module, program: torch.export.ExportedProgram, signature: Signature
+) -> None:
+    """Refuse a program that does not answer as the module it was traced from.
+
+    Raises:
+        StageFailed: answers differ by more than rounding.
+    """
+    import torch
+
+    from compress.common.tensor_difference import largest_difference
+
+    graph = program.module()
+    for size in (2, 5):
+        sizes = {axis: signature.bounds(axis).nearest(size) for axis in signature.dynamic_axes}
+        inputs = signature.example(seed=size, sizes=sizes)
+        expected, found = run_in_eval(module, inputs), flatten_outputs(graph(*inputs))
+        for a, b in zip(expected, found, strict=True):
+            same = a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-5, equal_nan=True)
+            if not same:
+                raise StageFailed(
+                    f"the traced graph answers otherwise than the model, by up to "
+                    f"{largest_difference(a, b):.3g}; the model's code may draw random numbers or "
+                    "depend on values"
+                )

@@ -1,0 +1,239 @@
+"""Models of a local Hugging Face folder: nothing is downloaded, and no code of the folder is run.
+
+The folder's weights are read by transformers itself, which knows how each architecture's names were
+changed over the years. What is sealed is the architecture's name, its config and the weights, so
+that the folder is not needed again.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from compress.common.atomic_files import open_regular
+from compress.common.errors import ArtifactInvalid, first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import nn
+
+    from compress.artifacts.recipe import Recipe
+
+Task = Literal[
+    "audio-classification",
+    "automatic-speech-recognition",
+    "feature-extraction",
+    "fill-mask",
+    "image-classification",
+    "image-segmentation",
+    "multiple-choice",
+    "object-detection",
+    "question-answering",
+    "text-classification",
+    "text-generation",
+    "text2text-generation",
+    "token-classification",
+    "video-classification",
+]
+"""What a model is for, by the name that transformers' pipelines have for it."""
+
+CLASSES = (
+    "AutoModelForAudioClassification",
+    "AutoModelForCTC",
+    "AutoModel",
+    "AutoModelForMaskedLM",
+    "AutoModelForImageClassification",
+    "AutoModelForSemanticSegmentation",
+    "AutoModelForMultipleChoice",
+    "AutoModelForObjectDetection",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForSequenceClassification",
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForTokenClassification",
+    "AutoModelForVideoClassification",
+)
+OUTPUTS: dict[str | None, tuple[str, ...]] = {"object-detection": ("logits", "pred_boxes")}
+"""Outputs of a task whose answer is more than `logits`."""
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+CONFIG = "config.json"
+ATTENTION = ("attn_implementation", "_attn_implementation")
+FACTORY = "compress.artifacts.hf_folder:build"
+OF_THE_AUTHOR = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "auto_map")
+"""Entries of a config that change no answer of a float32 model."""
+
+
+def build(architecture: str, config: dict[str, Any]) -> nn.Module:
+    """Return a model of transformers with random weights; the factory of sealed recipes.
+
+    Args:
+        architecture: name of its class, `BertModel` for example.
+        config: the content of its `config.json`.
+
+    Raises:
+        ArtifactInvalid: transformers has no such model.
+    """
+    import transformers
+
+    found = getattr(transformers, architecture, None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise ArtifactInvalid(
+            f"transformers {transformers.__version__} has no model {architecture!r}"
+        )
+    kind: Any = found.config_class
+    module: nn.Module = found(kind.from_dict(config))
+    return module
+
+
+def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tuple[Recipe, Any]:
+    """Return the recipe of a folder's model, and the model with the folder's weights in float32.
+
+    Weights that the folder lacks are drawn at random, by the generator as it stands.
+
+    Args:
+        folder: a folder with `config.json` and safetensors weights.
+        task: what the model is for; the class that its config names, by default.
+        untrained_head: whether weights may be missing, because training comes next.
+
+    Raises:
+        ArtifactInvalid: files are missing, the folder brings code of its own or is quantized, it
+            has no model for the task, or weights are missing.
+    """
+    refuse_foreign_folder(folder)
+    with _silent():
+        try:
+            config, kind = _class_of(folder, task)
+            config.use_cache = False  # keys and values of former tokens are no output here
+            # dtype: half floats are made whole, since every stage computes and compares in them.
+            module, loaded = kind.from_pretrained(
+                folder,
+                config=config,
+                dtype="float32",
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except ArtifactInvalid:
+            raise
+        except Exception as error:
+            raise ArtifactInvalid(
+                f"{folder}: transformers cannot read it: {type(error).__name__}: "
+                f"{first_line(error)}"
+            ) from error
+    missing = sorted(loaded["missing_keys"])
+    if missing and not untrained_head:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ArtifactInvalid(
+            f"{folder}: has no weights for {', '.join(missing[:3])}{more} of {kind.__name__}; name "
+            "the task that it was trained for, or begin with a stage `train`"
+        )
+    return recipe_from(module), module.eval()
+
+
+def recipe_from(module: Any) -> Recipe:
+    """Return the recipe of a model of transformers, by its class and its config."""
+    from compress.artifacts.recipe import Recipe
+
+    content = json.loads(module.config.to_json_string(use_diff=False))
+    for name in OF_THE_AUTHOR:
+        content.pop(name, None)
+    arguments = {"architecture": type(module).__name__, "config": content}
+    return Recipe(factory=FACTORY, arguments=arguments)
+
+
+def refuse_foreign_folder(folder: Path) -> None:
+    """Refuse a folder that is not one of plain weights, before transformers sees it.
+
+    Raises:
+        ArtifactInvalid: a file is missing or unreadable, or the model is quantized already.
+    """
+    from compress.checkpoint.safetensors_io import read_header
+
+    if not folder.is_dir():
+        raise ArtifactInvalid(f"{folder}: no such folder; models are never downloaded")
+    try:
+        with open_regular(folder / CONFIG) as stream:
+            config = json.load(stream)
+    except FileNotFoundError:
+        raise ArtifactInvalid(f"{folder}: holds no {CONFIG}") from None
+    except (ValueError, RecursionError) as error:
+        raise ArtifactInvalid(f"{folder / CONFIG}: not JSON: {first_line(error)}") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ArtifactInvalid(f"{folder / CONFIG}: names no model_type of transformers")
+    if not any((folder / name).is_file() for name in WEIGHTS):
+        raise ArtifactInvalid(
+            f"{folder}: holds no {' or '.join(WEIGHTS)}; save it with "
+            "model.save_pretrained(…), which writes safetensors"
+        )
+    for weights in folder.glob("*.safetensors"):
+        with open_regular(weights) as stream:
+            read_header(stream)
+    if "quantization_config" in config:
+        raise ArtifactInvalid(f"{folder}: is quantized already; give the float model")
+    if any("/" in str(config.get(key)) for key in ATTENTION if key in config):
+        raise ArtifactInvalid(
+            f"{folder / CONFIG}: names attention code of a hub; remove that entry"
+        )
+
+
+def folder_digest(folder: Path) -> str | None:
+    """Return a SHA-256 of a folder's config and weights; None where they are not there."""
+    import hashlib
+
+    from compress.checkpoint.loading import checkpoint_digest
+
+    weights, config = checkpoint_digest(folder), folder / CONFIG
+    if weights is None or not config.is_file():
+        return None
+    return hashlib.sha256(config.read_bytes() + weights.encode()).hexdigest()
+
+
+def _class_of(folder: Path, task: Task | None) -> tuple[Any, Any]:
+    """Return the config, and the class of models that is to be built from it."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+    if task is None:
+        names = config.architectures or ["none"]
+        found = getattr(transformers, names[0], None)
+        if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+            raise ArtifactInvalid(
+                f"{folder / CONFIG}: names {names[0]!r}, which transformers "
+                f"{transformers.__version__} does not have; code of the folder is never run; "
+                f"name a `task:` ({', '.join(get_args(Task))})"
+            )
+        return config, found
+    auto: Any = getattr(transformers, dict(zip(get_args(Task), CLASSES, strict=True))[task])
+    try:
+        found = auto._model_mapping[type(config)]
+    except KeyError:
+        raise ArtifactInvalid(
+            f"{folder}: transformers has no {config.model_type} for {task}"
+        ) from None
+    fitting = found if isinstance(found, tuple) else (found,)
+    named = (c for c in fitting if c.__name__ in (config.architectures or ()))
+    return config, next(named, fitting[0])
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep transformers from printing bars and warnings; what matters is raised."""
+    import logging as levels
+
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(levels.CRITICAL)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # transformers

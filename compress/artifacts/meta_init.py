@@ -1,0 +1,108 @@
+"""Modules whose parameters have shapes and no values, so that building them costs no memory."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from compress.checkpoint.state_dict import StoredTensor, differences, in_memory, place_of
+from compress.common.errors import ArtifactInvalid
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from compress.artifacts.recipe import Recipe
+    from compress.checkpoint.state_dict import Weights
+
+log = logging.getLogger(__name__)
+
+
+def build_skeleton(recipe: Recipe, folder: Path | None) -> nn.Module | None:
+    """Return a recipe's module with parameters on the meta device; buffers are the factory's own.
+
+    None where the factory, or an edit, does something that needs the parameters' values.
+
+    Raises:
+        PipelineInvalid: the factory cannot be imported.
+    """
+    try:
+        with parameters_on_meta():
+            module = recipe.build(folder)
+    except (ArtifactInvalid, RuntimeError) as error:  # torch's own refusal is a RuntimeError
+        log.info("%s is built with its weights: %s", recipe.factory, error)
+        return None
+    obstacle = _what_is_wrong(module)
+    if obstacle:
+        log.info("%s is built with its weights: %s", recipe.factory, obstacle)
+        return None
+    return module
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Put each parameter on the meta device when a module takes it, for a block; ties survive."""
+    register = nn.Module.register_parameter
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if type(param) is nn.Parameter and not param.is_meta:
+            twin: nn.Parameter | None = getattr(param, "_on_meta", None)
+            if twin is None:
+                twin = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+                param._on_meta = twin  # type: ignore[attr-defined]  # for its next owner
+            param = twin
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def fitted(weights: Weights, recipe: Recipe, folder: Path | None, source: str) -> Weights:
+    """Return weights as the state dict of a recipe's module: its names, dtypes and ties.
+
+    Tensors on disk stay there, and nothing is computed.
+
+    Raises:
+        ArtifactInvalid: they are not the weights of such a module.
+    """
+    module = build_skeleton(recipe, folder)
+    module = recipe.build(folder) if module is None else module
+    own = module.state_dict(keep_vars=True)
+    problems = differences(own, weights)
+    if problems:
+        raise ArtifactInvalid(
+            f"{source} does not hold the weights of {recipe.factory!r}: {'; '.join(problems)}"
+        )
+    givers: dict[tuple[object, ...], torch.Tensor | StoredTensor] = {}
+    for name, tensor in own.items():
+        if name in weights:
+            givers.setdefault(place_of(tensor), _as_dtype(weights[name], tensor.dtype))
+    return {name: givers[place_of(tensor)] for name, tensor in own.items()}
+
+
+def _as_dtype(tensor: torch.Tensor | StoredTensor, dtype: torch.dtype) -> Any:
+    if tensor.dtype == dtype:
+        return tensor
+    return StoredTensor(tuple(tensor.shape), dtype, lambda: in_memory(tensor).to(dtype))
+
+
+def _what_is_wrong(module: nn.Module) -> str | None:
+    """Return what of a skeleton has no values and should have, or has and should not."""
+    for name, param in module.named_parameters():
+        if not param.is_meta:
+            return f"{name} is a {type(param).__name__}"
+    parameters = {id(param) for param in module.parameters()}
+    for name, part in module.named_modules():
+        for key, value in {**part._buffers, **vars(part)}.items():
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                on_meta = isinstance(tensor, torch.Tensor) and tensor.is_meta
+                if on_meta and id(tensor) not in parameters:
+                    return f"{name}.{key} is computed from weights".removeprefix(".")
+    return None

@@ -1,0 +1,91 @@
+"""Origin: a model that a stage reads besides those of the pipeline."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import JsonValue, PrivateAttr
+
+from compress.common.config import Settings
+from compress.common.errors import ArtifactInvalid
+from compress.common.factories import Reference, local_sources, sources_digest
+
+if TYPE_CHECKING:
+    from compress.artifacts.eager_model import EagerModel
+    from compress.common.signature import Signature
+
+
+class Origin(Settings):
+    """A model as its factory and its checkpoint."""
+
+    factory: Reference
+    """`module:callable` that returns the torch.nn.Module; looked up in the code folder first."""
+    arguments: dict[str, JsonValue] = {}
+    """Keyword arguments of the factory."""
+    checkpoint: str | None = None
+    """Weights, relative to the pipeline file, of any form that `model.checkpoint` takes; without it
+    the factory's own."""
+
+    _code: Path | None = PrivateAttr(default=None)
+
+    def beside(self, folder: Path, code: Path) -> Origin:
+        """Return the same model with its paths relative to a pipeline's folders.
+
+        Raises:
+            ArtifactInvalid: there is no such checkpoint.
+        """
+        if self.checkpoint is None:
+            found = self.model_copy()
+        else:
+            checkpoint = (folder / self.checkpoint).absolute()
+            if not checkpoint.exists():
+                raise ArtifactInvalid(f"checkpoint {checkpoint}: no such file")
+            found = self.model_copy(update={"checkpoint": str(checkpoint)})
+        found._code = code
+        return found
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides the model: the factory's source or version, and the weights."""
+        from compress.checkpoint.loading import checkpoint_digest
+
+        sources = local_sources(self.factory, self._code)
+        return {
+            "factory": self.factory,
+            "arguments": self.arguments,
+            "code": sources_digest(sources) if sources else _installed(self.factory),
+            "checkpoint": checkpoint_digest(Path(self.checkpoint)) if self.checkpoint else None,
+        }
+
+    def seal(self, path: Path, signature: Signature, seed: int) -> EagerModel:
+        """Return the model, sealed at a path.
+
+        Args:
+            path: directory of the artifact.
+            signature: what the model takes and gives.
+            seed: seed of the factory's own weights.
+
+        Raises:
+            ArtifactInvalid: the checkpoint is another model's, or the model takes other inputs.
+        """
+        from compress.artifacts.recipe import Recipe
+        from compress.checkpoint.loading import import_checkpoint
+
+        return import_checkpoint(
+            path,
+            Recipe(factory=self.factory, arguments=self.arguments),
+            signature,
+            checkpoint=Path(self.checkpoint) if self.checkpoint else None,
+            folder=self._code,
+            seed=seed,
+        )
+
+
+@cache
+def _installed(reference: str) -> str | None:
+    """Return the version of the installed package that a factory is in."""
+    package = reference.partition(":")[0].partition(".")[0]
+    found = packages_distributions().get(package, ())
+    return next((f"{name} {version(name)}" for name in found), None)

@@ -1,0 +1,125 @@
+"""How to build a model's module again: a factory, its arguments, and the edits made since."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, JsonValue
+
+from compress.common.config import Settings
+from compress.common.errors import ArtifactInvalid
+from compress.common.factories import Reference, resolve
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+
+class KeepIndices(Settings):
+    """The entries kept along axes of parameters and buffers when channels were pruned."""
+
+    edit: Literal["keep_indices"] = "keep_indices"
+    kept: dict[str, dict[int, tuple[int, ...]]]
+    """Tensor name → axis → indices kept, ascending."""
+    attributes: dict[str, JsonValue] = {}
+    """Module attribute (dotted) → new value, for integers baked into a forward pass."""
+
+    def apply_(self, module: torch.nn.Module) -> None:
+        """Cut the tensors and mend the modules' recorded sizes, in place."""
+        from compress.artifacts.edits.slicing import keep_indices_
+
+        keep_indices_(module, self.kept, self.attributes)
+
+
+class SplitAttention(Settings):
+    """Torch's attention modules replaced by equal ones whose heads can be cut."""
+
+    edit: Literal["split_attention"] = "split_attention"
+    modules: tuple[str, ...]
+    """Names of the modules replaced; each once, wherever it is held."""
+
+    def apply_(self, module: torch.nn.Module) -> None:
+        """Replace the modules, in place."""
+        from compress.artifacts.edits.split_attention import split_attention_
+
+        split_attention_(module, self.modules)
+
+
+class KeepBlocks(Settings):
+    """The blocks kept of lists and sequences when whole layers were removed."""
+
+    edit: Literal["keep_blocks"] = "keep_blocks"
+    kept: dict[str, tuple[int, ...]]
+    """Container of blocks → indices of the entries kept, ascending, as they were before."""
+
+    def apply_(self, module: torch.nn.Module) -> None:
+        """Take the other blocks out, and mend what counts them, in place."""
+        from compress.artifacts.edits.block_removal import keep_blocks_
+
+        keep_blocks_(module, self.kept)
+
+
+class CallByName(Settings):
+    """Inputs passed to forward by keyword, and the entries kept of what it returns.
+
+    Every stage calls a module with tensors in the signature's order; this makes that call right.
+    """
+
+    edit: Literal["call_by_name"] = "call_by_name"
+    inputs: tuple[str, ...] = ()
+    """Parameter of forward for each input, in the signature's order; by position where empty."""
+    outputs: tuple[str, ...] = ()
+    """Entries of the answer, in the signature's order; the whole answer where empty."""
+
+    def apply_(self, module: torch.nn.Module) -> None:
+        """Let the module be called in the signature's order, in place."""
+        from compress.artifacts.edits.call_adapter import call_by_name_
+
+        call_by_name_(module, self.inputs, self.outputs)
+
+
+AnyEdit = Annotated[
+    KeepIndices | KeepBlocks | SplitAttention | CallByName, Field(discriminator="edit")
+]
+"""A change to an architecture, told from the others by its key ``edit``."""
+
+
+class Recipe(Settings):
+    """A model's architecture as code plus data; never a pickled module."""
+
+    factory: Reference
+    """``module:callable`` that returns the module."""
+    arguments: dict[str, JsonValue] = {}
+    """Keyword arguments of the factory."""
+    edits: tuple[AnyEdit, ...] = ()
+    """Changes to the architecture since, in order."""
+
+    def build(self, folder: Path | None = None) -> torch.nn.Module:
+        """Return a fresh module with the recipe's architecture; its weights are the factory's.
+
+        Args:
+            folder: where the factory's source lies.
+
+        Raises:
+            PipelineInvalid: the factory cannot be imported.
+            ArtifactInvalid: the factory failed or did not return a module.
+        """
+        import torch
+
+        factory: Any = resolve(self.factory, folder)
+        try:
+            module = factory(**self.arguments)
+        except (Exception, SystemExit) as error:
+            raise ArtifactInvalid(
+                f"factory {self.factory!r} with arguments {self.arguments}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(module, torch.nn.Module):
+            raise ArtifactInvalid(
+                f"factory {self.factory!r} returned {type(module).__name__}, "
+                "expected torch.nn.Module"
+            )
+        for edit in self.edits:
+            edit.apply_(module)
+        return module

@@ -1,0 +1,1 @@
+"""Reading and writing weights without unpickling anything."""

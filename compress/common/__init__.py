@@ -1,0 +1,1 @@
+"""Types and helpers that know no model format: errors, settings, signature, forward calls."""

@@ -1,0 +1,304 @@
+"""References to the user's own code: ``module:callable``, looked up beside a file first.
+
+The code that a reference needs is found by reading its import statements, so that it can be hashed
+into cache keys and copied into artifacts, which then load again wherever they are carried. What it
+imports and opens otherwise is recorded while it runs; see
+:mod:`compress.common.dependency_recorder`.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from compress.common.dependency_recorder import (
+    INSTALLED,
+    OWN_PACKAGES,
+    Dependencies,
+    Recording,
+    changed_sources,
+    note,
+    origin_of,
+    recording,
+)
+from compress.common.errors import PipelineInvalid
+from compress.common.process import uncollected
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence, Set
+    from types import CodeType
+
+Reference = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+"""``module:callable``; looked up beside the pipeline file first, then as installed."""
+
+
+def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:
+    """Import what ``module:callable`` names.
+
+    Args:
+        reference: the module's dotted name, a colon, the callable's name.
+        folder: where the user's modules lie; a module found there wins over an installed one.
+
+    Raises:
+        PipelineInvalid: the module cannot be imported or has no such callable.
+    """
+    module_name, _, attribute = reference.partition(":")
+    try:
+        with nullcontext() if folder else _as_installed(module_name):
+            module = _import(module_name, folder, local_sources(reference, folder))
+    except (Exception, SystemExit) as error:
+        where = f" (looked in {folder}, then among installed packages)" if folder else ""
+        raise PipelineInvalid(
+            f"cannot import {module_name!r} for {reference!r}{where}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    target: Any = module
+    for part in attribute.split("."):
+        target = getattr(target, part, None)
+    if not callable(target):
+        names = [n for n in vars(module) if callable(getattr(module, n)) and not n.startswith("_")]
+        raise PipelineInvalid(
+            f"{reference!r}: module {module_name!r} ({getattr(module, '__file__', '?')}) has no "
+            f"callable {attribute!r}; it has {', '.join(sorted(names)[:12]) or 'none'}"
+        )
+    return target  # type: ignore[no-any-return]
+
+
+def local_sources(reference: str, folder: Path | None = None) -> dict[str, Path]:
+    """Return the user's own source files that a reference needs, by path relative to their root.
+
+    Installed packages and the standard library are left out: their versions identify them.
+    """
+    module_name = reference.partition(":")[0]
+    root = folder if folder and _find(module_name, folder) else _origin_root(module_name)
+    if root is None:
+        return {}
+    found: dict[str, Path] = {}
+    queue = [module_name]
+    while queue:
+        name = queue.pop()
+        for part in _with_parents(name):
+            path = None if part.partition(".")[0] in OWN_PACKAGES else _find(part, root)
+            if path is None:
+                continue
+            key = path.relative_to(root.absolute()).as_posix()
+            if key not in found:
+                found[key] = path
+                queue += _imported_names(path.read_bytes(), part, path.name == "__init__.py")
+    return dict(sorted(found.items()))
+
+
+def is_library(name: str) -> bool:
+    """Whether a module that was imported is an installed one or of this toolkit."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    origin = getattr(spec, "origin", None)
+    if name.partition(".")[0] in OWN_PACKAGES:
+        return True
+    path = Path(origin or ".").resolve()
+    return any(path.is_relative_to(place) for place in INSTALLED)
+
+
+def sources_digest(sources: dict[str, Path]) -> str:
+    """Return the SHA-256 of a set of source files, names and contents."""
+    digest = hashlib.sha256()
+    for name, path in sources.items():
+        digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+class _FromSource(SourceFileLoader):
+    """Compiles a file as it is now: cached bytecode may be an older one, or a planted one."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+class _UserModules(MetaPathFinder):
+    """Finds modules in the folder of the reference that was resolved last.
+
+    It stays in place after the import, so that a factory may import more when it is called.
+    """
+
+    folder: Path | None = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: object = None
+    ) -> ModuleSpec | None:
+        if self.folder is None or fullname.partition(".")[0] in OWN_PACKAGES:
+            return None
+        if path is not None and not any(Path(p).is_relative_to(self.folder) for p in path):
+            return None
+        file = _find(fullname, self.folder)
+        if file is not None:
+            places = [str(file.parent)] if file.name == "__init__.py" else None
+            loader = _FromSource(fullname, str(file))
+            return importlib.util.spec_from_file_location(
+                fullname, file, loader=loader, submodule_search_locations=places
+            )
+        namespace = self.folder.joinpath(*fullname.split("."))
+        if not namespace.is_dir() or not any(namespace.rglob("*.py")):
+            return None
+        spec = ModuleSpec(fullname, None, is_package=True)
+        spec.submodule_search_locations = [str(namespace)]
+        return spec
+
+
+_finder = _UserModules()
+_loaded: dict[str, str] = {}
+"""Digest of the sources that each of the user's modules was last imported from."""
+
+
+@dataclass(frozen=True)
+class _Import:
+    """What a module read when it was imported."""
+
+    recorded: Recording
+    dependencies: Dependencies
+
+    def is_stale(self) -> bool:
+        """Whether any of it has changed since; an artifact's code may have been moved."""
+        files = self.dependencies.files.items()
+        there = {path: d for path, d in files if not path.endswith(".py") or Path(path).exists()}
+        return self.dependencies.model_copy(update={"files": there}).change(_ANYWHERE) != ""
+
+
+_ANYWHERE = Path(os.sep)
+"""What files are told from: the current folder may be another one later, or be gone."""
+_imports: dict[str, _Import] = {}
+"""By name of a module that a reference names."""
+
+
+def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> Any:
+    digest = sources_digest(sources)
+    if folder is not None and sources:
+        _finder.folder = folder.absolute()
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
+    for name in _modules_of(changed_sources()):
+        sys.modules.pop(name, None)  # a function may import it again
+    loaded, before = sys.modules.get(module_name), _imports.get(module_name)
+    is_current = _loaded.get(module_name, digest if not folder else "") == digest
+    if loaded is not None and is_current and not (before and before.is_stale()):
+        note(before.recorded if before else _read_by_import(module_name, Recording()))
+        return loaded
+    # A module of the same name from another folder (each artifact carries its own copy), or from
+    # before an edit, gives way; objects made from it live on.
+    for key in sources:
+        parts = key.removesuffix(".py").removesuffix("/__init__").split("/")
+        for name in _with_parents(".".join(parts)):
+            sys.modules.pop(name, None)
+    for name in _modules_of(before.recorded.files) if before else ():
+        sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+    with uncollected(), recording() as recorded:
+        module = importlib.import_module(module_name)
+    found = _read_by_import(module_name, recorded)
+    _loaded[module_name] = digest
+    _imports[module_name] = _Import(found, found.dependencies(_ANYWHERE))
+    note(found)
+    return module
+
+
+def _read_by_import(module_name: str, recorded: Recording) -> Recording:
+    """Return what a module read when it was imported, with modules that others had imported."""
+    found, queue = Recording(), [module_name]
+    found.add(recorded)
+    seen: set[str] = set()
+    while queue:
+        name = queue.pop()
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if name in seen or not file or not file.endswith(".py") or origin_of(file) != "user":
+            continue
+        seen.add(name)
+        found.files.add(os.path.abspath(file))  # noqa: PTH100 - as it is named elsewhere
+        with suppress(OSError):
+            queue += _imported_names(Path(file).read_bytes(), name, hasattr(module, "__path__"))
+    return found
+
+
+def _modules_of(files: Set[str]) -> list[str]:
+    """Return the names of the modules that were imported from some files."""
+    modules = list(sys.modules.items())
+    return [n for n, m in modules if n != "__main__" and getattr(m, "__file__", None) in files]
+
+
+@contextmanager
+def _as_installed(module_name: str) -> Iterator[None]:
+    """Leave out what was found beside a file: another's module may have the same name."""
+    top = module_name.partition(".")[0]
+    spec = getattr(sys.modules.get(top), "__spec__", None)
+    if isinstance(getattr(spec, "loader", None), _FromSource):
+        for name in [n for n in sys.modules if n == top or n.startswith(f"{top}.")]:
+            del sys.modules[name]
+    last, _finder.folder = _finder.folder, None
+    try:
+        yield
+    finally:
+        _finder.folder = last
+
+
+def _find(module_name: str, root: Path) -> Path | None:
+    """Return the source file of a module below a folder; a folder alone is a namespace."""
+    place = root.absolute()
+    path: Path | None = None
+    for part in module_name.split("."):
+        spec = PathFinder.find_spec(part, [str(place)])
+        origin = spec.origin if spec else None
+        path = Path(origin) if origin and origin.endswith(".py") else None
+        if spec is None or (path is None and origin is not None):
+            return None
+        place = place / part
+    return path
+
+
+def _origin_root(module_name: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module_name.split(".")[0])
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    path = Path(spec.origin).absolute()
+    if any(path.resolve().is_relative_to(place) for place in INSTALLED):
+        return None
+    return path.parent.parent if path.name == "__init__.py" else path.parent
+
+
+def _with_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+
+
+@lru_cache(maxsize=256)
+def _imported_names(source: bytes, module_name: str, is_package: bool) -> tuple[str, ...]:
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return ()  # the import itself reports it, with the line
+    package = module_name if is_package else module_name.rpartition(".")[0]
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            kept = parents[: len(parents) - node.level + 1] if node.level else []
+            base = ".".join([*filter(None, kept), *([node.module] if node.module else [])])
+            names += [base] if base else []
+            names += [f"{base}.{alias.name}" if base else alias.name for alias in node.names]
+    return tuple(names)

@@ -1,0 +1,276 @@
+"""What goes into a model and what comes out: names, dtypes and shapes with named dynamic axes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+
+from compress.common.config import Count, Settings
+from compress.common.errors import ArtifactInvalid
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+Dtype = Literal[
+    "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"
+]
+
+
+def _dimension(value: int | str) -> int | str:
+    if value.isidentifier() if isinstance(value, str) else value > 0:
+        return value
+    raise ValueError(f"a dimension is a size above 0 or a name such as batch, found {value!r}")
+
+
+Dimension = Annotated[int | str, AfterValidator(_dimension)]
+
+
+class TensorSpec(Settings):
+    """Name, shape and dtype of one tensor."""
+
+    name: str
+    """Name of the tensor in every exported format."""
+    shape: tuple[Dimension, ...] = ()
+    """Sizes; a name instead of a number makes that axis dynamic. The first axis is the batch."""
+    dtype: Dtype = "float32"
+    """Element type."""
+
+    def sized(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape with each named axis replaced by its size (2 where none is given)."""
+        return tuple(d if isinstance(d, int) else sizes.get(d, 2) for d in self.shape)
+
+    def nbytes(self, sizes: Mapping[str, int]) -> int:
+        """Return how many bytes the tensor has with these sizes of named axes."""
+        bits = re.search(r"\d+$", self.dtype)  # `bool` tells none, and has a byte
+        return prod(self.sized(sizes)) * (int(bits[0]) // 8 if bits else 1)
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether it says which elements of a row count, as its name and dtype tell."""
+        whole = self.dtype == "bool" or "int" in self.dtype
+        return whole and "mask" in self.name.lower() and len(self.shape) > 1
+
+
+class AxisBounds(Settings):
+    """The sizes that a named axis may have."""
+
+    min: Count = 1
+    """The smallest."""
+    max: Count | None = None
+    """The largest; any where left out."""
+
+    @model_validator(mode="after")
+    def _are_several(self) -> Self:
+        if self.max is not None and self.max <= self.min:
+            raise ValueError(
+                f"max {self.max} is not above min {self.min}; of an axis that has one size, "
+                "declare the number instead of the name"
+            )
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.min} or more" if self.max is None else f"{self.min} to {self.max}"
+
+    def __contains__(self, size: int) -> bool:
+        """Whether a size is allowed."""
+        return self.nearest(size) == size
+
+    def nearest(self, size: int) -> int:
+        """Return the allowed size that is nearest to one."""
+        return max(self.min, size if self.max is None else min(size, self.max))
+
+
+ANY_SIZE = AxisBounds()
+
+
+class OutputSpec(Settings):
+    """Name of one output; its shape follows from the model."""
+
+    name: str
+    """Name of the output in every exported format."""
+
+
+class Signature(Settings):
+    """The interface of a model, the same in every format it takes on the road."""
+
+    inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
+    """Inputs in the order in which the model's forward takes them."""
+    outputs: tuple[OutputSpec, ...] = (OutputSpec(name="output"),)
+    """Outputs, flattened, in order."""
+    axes: dict[str, AxisBounds] = {}
+    """Named axis → smallest and largest size, where not every size is allowed."""
+
+    @model_serializer(mode="wrap")
+    def _without_no_bounds(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out bounds where there are none: manifests and digests stay those of before."""
+        dumped: dict[str, Any] = dump(self)
+        return dumped if self.axes else {k: v for k, v in dumped.items() if k != "axes"}
+
+    @model_validator(mode="after")
+    def _bounds_are_of_axes(self) -> Self:
+        refuse_other_axes(self.inputs, self.axes)
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        refuse_double_names(self.inputs, self.outputs)
+        return self
+
+    @property
+    def batch_axis(self) -> str | None:
+        """Name of the dynamic batch axis, or None when the batch size is fixed."""
+        first = self.inputs[0].shape[0] if self.inputs[0].shape else None
+        return first if isinstance(first, str) else None
+
+    @property
+    def smallest_batch(self) -> int:
+        """Samples of the smallest call: 1, or as many as a fixed batch has."""
+        first = self.inputs[0].shape[0] if self.inputs[0].shape else 1
+        return 1 if isinstance(first, str) else first
+
+    @property
+    def dynamic_axes(self) -> tuple[str, ...]:
+        """Names of all dynamic axes, each once, in order of appearance."""
+        axes = (d for spec in self.inputs for d in spec.shape if isinstance(d, str))
+        return tuple(dict.fromkeys(axes))
+
+    def bounds(self, axis: str) -> AxisBounds:
+        """Return the sizes that a named axis may have."""
+        return self.axes.get(axis, ANY_SIZE)
+
+    def refuse_too_large(self, sizes: Mapping[str, int]) -> None:
+        """Refuse inputs that take more than half of this machine's memory, before they are made.
+
+        Args:
+            sizes: the size of each named axis.
+
+        Raises:
+            ArtifactInvalid: they do; the message names the largest.
+        """
+        needed = {spec.name: spec.nbytes(sizes) for spec in self.inputs}
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if sum(needed.values()) > memory / 2:
+            name = max(needed, key=needed.__getitem__)
+            spec = next(spec for spec in self.inputs if spec.name == name)
+            gibibytes = min(needed[name], 10**30) / 2**30  # a float has no larger ones
+            raise ArtifactInvalid(
+                f"model.inputs: {name} of {list(spec.sized(sizes))} {spec.dtype} takes "
+                f"{gibibytes:.3g} GiB, expected at most half of this machine's "
+                f"{memory / 2**30:.3g} GiB; declare smaller sizes"
+            )
+
+    def announced(self) -> list[dict[str, Any]]:
+        """Return the inputs for servers, which hold requests against them, bounds included."""
+        told = []
+        for spec in self.inputs:
+            own = {d: self.axes[d] for d in spec.shape if isinstance(d, str) and d in self.axes}
+            bounds = {axis: [bound.min, bound.max] for axis, bound in own.items()}
+            more = {"bounds": bounds} if bounds else {}
+            told.append({**spec.model_dump(mode="json"), **more})
+        return told
+
+    def example(
+        self,
+        batch: int = 2,
+        seed: int = 0,
+        device: str = "cpu",
+        sizes: Mapping[str, int] | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return seeded inputs: standard normal for floats, 0 or 1 for integers.
+
+        Masks let through one element at least of each row, from the left: a row of which nothing
+        counts has no meaning, and models answer anything to it.
+
+        Args:
+            batch: size of the batch axis; other named axes get 8 elements, or the number nearest
+                to that which is allowed.
+            seed: seed of the generator.
+            device: where the tensors live.
+            sizes: sizes of named axes, in place of the above.
+
+        Raises:
+            ArtifactInvalid: they would not fit into memory.
+        """
+        import torch
+
+        axes = {axis: self.bounds(axis).nearest(8) for axis in self.dynamic_axes}
+        axes |= {self.batch_axis or "": batch}
+        axes |= sizes or {}
+        self.refuse_too_large(axes)
+        generator = torch.Generator().manual_seed(seed)
+        tensors = []
+        for spec in self.inputs:
+            dtype, shape = getattr(torch, spec.dtype), spec.sized(axes)
+            if spec.is_mask and shape[-1]:
+                lengths = torch.randint(1, shape[-1] + 1, (*shape[:-1], 1), generator=generator)
+                value = (torch.arange(shape[-1]) < lengths).to(dtype)
+            elif dtype.is_floating_point:
+                value = torch.randn(shape, generator=generator).to(dtype)
+            else:
+                value = torch.randint(0, 2, shape, generator=generator).to(dtype)
+            tensors.append(value.to(device))
+        return tuple(tensors)
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
+        batch_axis: str | None = "batch",
+    ) -> Signature:
+        """Infer a signature from example inputs, named or not; the first axis becomes dynamic."""
+        specs = []
+        if isinstance(inputs, Mapping):
+            names, inputs = [*inputs], [*inputs.values()]
+        else:
+            names = [f"input_{i}" for i in range(len(inputs))] if len(inputs) > 1 else ["input"]
+        for name, tensor in zip(names, inputs, strict=True):
+            rest = tuple(tensor.shape[1:])
+            head = (batch_axis or tensor.shape[0],) if tensor.dim() else ()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            specs.append(
+                TensorSpec.model_validate({"name": name, "shape": (*head, *rest), "dtype": dtype})
+            )
+        return cls(inputs=tuple(specs))
+
+
+def refuse_double_names(inputs: Sequence[TensorSpec], outputs: Sequence[OutputSpec]) -> None:
+    """Refuse tensors of one name.
+
+    Raises:
+        ValueError: the message lists the names.
+    """
+    names = [*(spec.name for spec in inputs), *(spec.name for spec in outputs)]
+    doubles = sorted({n for n in names if names.count(n) > 1})
+    if doubles:
+        raise ValueError(f"input and output names must differ; found twice: {doubles}")
+
+
+def refuse_other_axes(inputs: Sequence[TensorSpec], bounded: Mapping[str, AxisBounds]) -> None:
+    """Refuse bounds of what is no named axis of the inputs, or is the batch.
+
+    Raises:
+        ValueError: the message names the axis, and those that there are.
+    """
+    batches = {spec.shape[0] for spec in inputs[:1] if spec.shape}
+    named = {d: 0 for spec in inputs for d in spec.shape if isinstance(d, str) and d not in batches}
+    for axis in bounded:
+        if axis in batches:
+            raise ValueError(f"axes: {axis!r} is the batch, of which any size is answered")
+        if axis not in named:
+            raise ValueError(
+                f"axes: {axis!r} is no named axis of the inputs; they have "
+                f"{', '.join(named) or 'none'} beside the batch"
+            )

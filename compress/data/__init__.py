@@ -1,0 +1,1 @@
+"""Splits, batches, loaders, the sample cache and the data's fingerprint."""

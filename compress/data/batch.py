@@ -1,0 +1,185 @@
+"""Batch: what a model takes, and what it is to predict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from compress.common.errors import PipelineInvalid
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+LABELS = "labels"
+IGNORED_LABEL = -100
+"""The target that torch's cross-entropy leaves out."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Model inputs in the signature's order, and what is to be predicted (None: unlabelled)."""
+
+    inputs: tuple[torch.Tensor, ...]
+    target: torch.Tensor | None
+    taught: tuple[torch.Tensor, ...] = ()
+    """What a teacher answered, where its answers were kept."""
+
+    def __len__(self) -> int:
+        return len(self.inputs[0])
+
+    def to(self, device: str) -> Batch:
+        """Return the batch on a device."""
+        return self._each(lambda x: x.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in page-locked memory; torch's loader calls this."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return all that is in it."""
+        return (*self.inputs, *([] if self.target is None else [self.target]), *self.taught)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        target = None if self.target is None else change(self.target)
+        return Batch(tuple(map(change, self.inputs)), target, tuple(map(change, self.taught)))
+
+
+@dataclass(frozen=True)
+class TaughtSample:
+    """A sample, and what a teacher answered to it."""
+
+    sample: Any
+    answers: tuple[torch.Tensor, ...]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.sample[key]
+
+
+def collate(
+    samples: list[Any],
+    pad_values: Mapping[str, float] | None = None,
+    input_names: Sequence[str] = (),
+) -> Batch:
+    """Stack samples into a batch; sequences in mappings are padded to the longest of the batch.
+
+    Args:
+        samples: the samples.
+        pad_values: what fills up an input of mappings; 0 by default, and -100 for ``labels``.
+        input_names: order of a mapping's inputs; the first sample's own by default.
+
+    Raises:
+        PipelineInvalid: a sample has none of the accepted forms, or shapes differ.
+    """
+    if isinstance(samples[0], TaughtSample):
+        batch = collate([taught.sample for taught in samples], pad_values, input_names)
+        answers = zip(*(taught.answers for taught in samples), strict=True)
+        return replace(batch, taught=tuple(torch.stack(list(column)) for column in answers))
+    names = _input_names(samples[0], input_names)
+    fill = {LABELS: IGNORED_LABEL, **(pad_values or {})}
+    pairs = [adapt(sample, names or ()) for sample in samples]
+    columns = list(zip(*(x for x, _ in pairs), strict=True))
+    inputs = tuple(_stack(c, n, fill) for c, n in zip(columns, names or columns, strict=True))
+    targets = _targets([y for _, y in pairs])
+    return Batch(inputs, _stack(targets, LABELS if names else None, fill) if targets else None)
+
+
+def adapt(
+    sample: Any, input_names: Sequence[str] = ()
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    """Return a sample's inputs and target.
+
+    Args:
+        sample: the sample.
+        input_names: order of a mapping's inputs; its own by default.
+
+    Raises:
+        PipelineInvalid: it has none of the accepted forms, or other entries.
+    """
+    target = None
+    if isinstance(sample, TaughtSample):
+        return adapt(sample.sample, input_names)
+    if isinstance(sample, Mapping):
+        target = sample.get(LABELS)
+        own = [k for k in sample if k != LABELS]
+        names = input_names or own
+        if set(names) != set(own):
+            raise PipelineInvalid(
+                f"a sample has the entries {', '.join(map(repr, sample))}, expected "
+                f'{", ".join(map(repr, names))} and "labels"; name them as model.inputs does'
+            )
+        inputs: Any = tuple(sample[k] for k in names)
+    elif isinstance(sample, tuple | list) and len(sample) == 2:
+        inputs, target = sample
+    elif isinstance(sample, torch.Tensor):
+        inputs = sample
+    elif isinstance(sample, tuple | list) and len(sample) == 1:
+        inputs = sample[0]
+    else:
+        raise PipelineInvalid(
+            f"a sample is {describe(sample)}, expected (x, y), ((x1, x2), y) "
+            'or a mapping of tensors with "labels"'
+        )
+    columns = inputs if isinstance(inputs, tuple | list) else (inputs,)
+    return (
+        tuple(_tensor(x, "input") for x in columns),
+        None if target is None else _tensor(target, "target"),
+    )
+
+
+def _tensor(value: Any, role: str) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PipelineInvalid(
+            f"a sample's {role} is {describe(value)}, expected one tensor, array or number; "
+            "several targets can be one tensor, such as torch.stack([y1, y2])"
+            if role == "target"
+            else f"a sample's {role} is {describe(value)}, expected a tensor, array or number"
+        ) from error
+
+
+def describe(value: Any) -> str:
+    """Return a value's type in words, with the entries of a mapping."""
+    if isinstance(value, Mapping):
+        entries = ", ".join(repr(key) for key in value)
+        return f"a {type(value).__name__} with the entries {entries or 'none'}"
+    return "nothing (None)" if value is None else f"a {type(value).__name__}"
+
+
+def _input_names(sample: Any, wanted: Sequence[str]) -> list[str] | None:
+    """Return the names of a mapping's inputs in order, or None for another form."""
+    if not isinstance(sample, Mapping):
+        return None
+    return list(wanted) or [k for k in sample if k != LABELS]
+
+
+def _targets(given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Return a batch's targets; none where no sample has one.
+
+    A sample without one gets -100 among labels, and NaN among floats.
+    """
+    known = [y for y in given if y is not None]
+    if not known:
+        return []
+    missing = math.nan if known[0].is_floating_point() else IGNORED_LABEL
+    return [torch.full_like(known[0], missing) if y is None else y for y in given]
+
+
+def _stack(
+    tensors: Sequence[torch.Tensor], name: object, fill: Mapping[str, float]
+) -> torch.Tensor:
+    shapes = {tuple(t.shape) for t in tensors}
+    if len(shapes) == 1:
+        return torch.stack(list(tensors))
+    if isinstance(name, str) and all(len(shape) == 1 for shape in shapes):
+        return pad_sequence(list(tensors), batch_first=True, padding_value=fill.get(name, 0))
+    shown = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
+    raise PipelineInvalid(
+        f"samples of one batch have shapes {shown}; only 1-D tensors of mapping samples are "
+        "padded, all others must be equal"
+    )

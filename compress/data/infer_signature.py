@@ -1,0 +1,110 @@
+"""A model's inputs as the samples of its data show them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from compress.common.errors import CompressError, PipelineInvalid, first_line
+from compress.common.signature import TensorSpec
+from compress.data.batch import LABELS, TaughtSample, adapt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch
+
+    from compress.data.splits import Splits
+
+SAMPLES = 32
+"""Samples looked at in each split, evenly spaced."""
+BATCH, LENGTH = "batch", "length"
+
+
+def inputs_of(splits: Splits, parameters: Callable[[], Sequence[str]]) -> tuple[TensorSpec, ...]:
+    """Return the inputs that samples have: the batch named, an axis that varies too, others fixed.
+
+    Axes that vary alike share a name. Mappings name their inputs; others have the names of
+    forward's parameters.
+
+    Args:
+        splits: the data.
+        parameters: gives the names of forward's positional parameters; called where need be.
+
+    Raises:
+        PipelineInvalid: a sample cannot be read, or samples differ in more than sizes.
+    """
+    names: list[str] = []
+    found: list[tuple[torch.Tensor, ...]] = []
+    for place, sample in _samples(splits):
+        try:
+            tensors = adapt(sample, names if isinstance(sample, Mapping) else ())[0]
+        except PipelineInvalid as error:
+            raise PipelineInvalid(f"{place}: {error}") from error
+        if not found:
+            names = _names(sample, len(tensors), parameters)
+        kinds = [[(x.dim(), x.dtype) for x in each] for each in (tensors, *found[:1])]
+        if kinds[0] != kinds[-1]:
+            raise PipelineInvalid(
+                f"{place} has other dimensions or element types than the samples before it; "
+                "declare model.inputs, and let samples differ in sizes alone"
+            )
+        found.append(tensors)
+    return tuple(_specs(names, list(zip(*found, strict=True))))
+
+
+def _samples(splits: Splits) -> Iterator[tuple[str, Any]]:
+    for name in [n for n in ("train", "val") if n in splits.datasets] or [*splits.datasets]:
+        dataset: Any = splits.split(name)
+        count = len(dataset)
+        for index in sorted({i * (count - 1) // (SAMPLES - 1) for i in range(SAMPLES)}):
+            place = f"sample {index} of split {name!r}"
+            try:
+                sample = dataset[index]
+            except CompressError:
+                raise
+            except Exception as error:
+                raise PipelineInvalid(
+                    f"{place} cannot be read: {type(error).__name__}: {first_line(error)}"
+                ) from error
+            yield place, sample.sample if isinstance(sample, TaughtSample) else sample
+
+
+def _names(sample: Any, count: int, parameters: Callable[[], Sequence[str]]) -> list[str]:
+    if isinstance(sample, Mapping):
+        return [name for name in sample if name != LABELS]
+    known = list(parameters())[:count]
+    if len(known) == count:
+        return known
+    return ["input"] if count == 1 else [f"input_{i}" for i in range(count)]
+
+
+def _specs(names: list[str], columns: list[tuple[torch.Tensor, ...]]) -> Iterator[TensorSpec]:
+    axes: dict[tuple[int, ...], str] = {}
+    for name, column in zip(names, columns, strict=True):
+        shape: list[int | str] = [BATCH]
+        for axis in range(column[0].dim()):
+            sizes = tuple(x.shape[axis] for x in column)
+            if len(set(sizes)) == 1:
+                shape.append(sizes[0])
+                continue
+            own = LENGTH if column[0].dim() == 1 else f"{name}_{axis + 1}"
+            own = f"{name}_{own}" if sizes not in axes and own in axes.values() else own
+            shape.append(axes.setdefault(sizes, own))
+        dtype = str(column[0].dtype).removeprefix("torch.")
+        try:
+            yield TensorSpec.model_validate({"name": name, "shape": shape, "dtype": dtype})
+        except ValidationError as error:
+            problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise PipelineInvalid(
+                f"input {name!r} of the samples, {dtype} {shape}: {problem}; declare model.inputs"
+            ) from None
+
+
+def described(inputs: Sequence[TensorSpec]) -> str:
+    """Return inputs in words: name, shape and element type of each."""
+    return ", ".join(
+        f"{spec.name} [{', '.join(map(str, spec.shape))}] {spec.dtype}" for spec in inputs
+    )

@@ -1,0 +1,40 @@
+"""How samples are read and put together into batches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Self
+
+from pydantic import Field
+
+from compress.common.config import Count, Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Loading(Settings):
+    """How samples are read; the number of workers never changes a batch."""
+
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that read samples ahead, beside each training process; 0 reads in that process."""
+    persistent_workers: bool = True
+    """Whether workers live on from epoch to epoch, or are started for each."""
+    prefetch_factor: Count = 2
+    """Batches that each worker reads ahead."""
+    pin_memory: bool = True
+    """Whether batches wait in page-locked memory, where there is an accelerator to copy them to."""
+    bucket_by: str | None = None
+    """Input of a mapping sample (`input_ids`, say) by whose length training puts batches together,
+    so that less is padded; every sample is read once to learn its length."""
+    pad_values: dict[str, int | float] = {}
+    """What fills up shorter inputs of mapping samples; 0 by default, and -100 for `labels`."""
+    cache: str | None = None
+    """Folder, relative to the pipeline file, in which each sample is kept once it is read, for all
+    processes and later runs; for slow datasets that give the same sample each time. At the start of
+    a run a few samples are read anew, so that other data are noticed; the folder may be removed."""
+
+    def beside(self, folder: Path) -> Self:
+        """Return the same settings with paths relative to a folder."""
+        if self.cache is None:
+            return self
+        return self.model_copy(update={"cache": str((folder / self.cache).absolute())})

@@ -1,0 +1,427 @@
+"""The user's data: named splits, batches of them, a fingerprint, and views of `train`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset
+
+from compress.common.dependency_recorder import Recording, note, recording
+from compress.common.errors import (
+    CompressError,
+    PipelineInvalid,
+    StageFailed,
+    exits_refused,
+    first_line,
+)
+from compress.common.factories import local_sources, resolve, sources_digest
+from compress.data.batch import LABELS, Batch, adapt, collate, describe
+from compress.data.dataloader import Reader, WorkerEnded
+from compress.data.fingerprint import (
+    Contents,
+    as_hashes,
+    digest_of_hashes,
+    hash_samples,
+    hashes_of_tensors,
+    held_tensors,
+    indices_to_hash,
+)
+from compress.data.loader_config import Loading
+from compress.data.sample_cache import CachedDataset, place_of, probe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["Batch", "DataReference", "Splits", "collate"]
+
+
+@dataclass(frozen=True)
+class DataReference:
+    """Where the splits come from, small enough to be sent to another process."""
+
+    factory: str
+    arguments: dict[str, Any]
+    folder: Path | None
+    batch_size: int
+    loading: Loading = field(default_factory=Loading)
+    input_names: tuple[str, ...] = ()
+
+    def load(self) -> Splits:
+        """Call the factory.
+
+        Raises:
+            PipelineInvalid: it failed, or did not return a mapping of datasets.
+        """
+        try:
+            with recording() as recorded:
+                datasets = resolve(self.factory, self.folder)(**self.arguments)
+        except PipelineInvalid:
+            raise
+        except (Exception, SystemExit) as error:
+            raise PipelineInvalid(
+                f"data.factory {self.factory!r}: {type(error).__name__}: {error}"
+            ) from error
+        splits = Splits(datasets, self.batch_size, self.loading, self.input_names, source=self)
+        return replace(splits, recorded=recorded)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Datasets by name: ``train``, ``val``, and as needed ``calibration`` and ``test``.
+
+    A sample is ``(x, y)``, ``((x1, x2), y)``, a mapping of tensors with ``labels``, or bare inputs.
+    Training uses ``train``, and where a teacher answers also ``unlabelled``; calibration a seeded
+    sample of ``calibration``, else ``train``; every decision and gate uses ``val``; ``test`` is
+    touched once, for the report.
+    """
+
+    datasets: Mapping[str, Dataset[Any]]
+    batch_size: int = 128
+    """Samples per batch in evaluation."""
+    loading: Loading = field(default_factory=Loading)
+    """How samples are read."""
+    input_names: tuple[str, ...] = ()
+    """Order in which the model takes the entries of a mapping; the mapping's own by default."""
+    source: DataReference | None = field(default=None, compare=False)
+    """How another process obtains the same splits; without it they are pickled."""
+    views: tuple[View, ...] = ()
+    """What the samples of ``train`` are seen through, in order; they can be pickled."""
+    recorded: Recording = field(default_factory=Recording, compare=False, repr=False)
+    """What the factory read."""
+    _opened: Recording = field(default_factory=Recording, compare=False, repr=False)
+    """What datasets have read whose samples were not all hashed."""
+    _kept: list[dict[str, Reader]] = field(default_factory=list, compare=False, repr=False)
+    """Readers by split whose workers are kept, for each :meth:`keeping_workers` that is open."""
+    _lengths: dict[str, list[int]] = field(default_factory=dict, compare=False, repr=False)
+    """Lengths by split, once they are known."""
+    _caches: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)
+    """Folders of cached samples by split, once they are known."""
+    _cached: dict[str, CachedDataset] = field(default_factory=dict, compare=False, repr=False)
+    _viewed: list[Dataset[Any]] = field(default_factory=list, compare=False, repr=False)
+    """The dataset of ``train`` as the views show it, once it is known."""
+    _hashes: dict[tuple[str, Sequence[int]], NDArray[np.uint64]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """Hashes by split and indices of datasets that are read sample by sample: once a run."""
+
+    def __post_init__(self) -> None:
+        where = self._where
+        if not isinstance(self.datasets, Mapping) or not self.datasets:
+            raise PipelineInvalid(
+                f"{where} returned {describe(self.datasets)}, "
+                'expected {"train": Dataset, "val": Dataset, …}'
+            )
+        for name, dataset in self.datasets.items():
+            # torch gives an iterable dataset a __getitem__ that raises.
+            by_index = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+            if not isinstance(dataset, Sized) or not by_index:
+                raise PipelineInvalid(
+                    f"{where}: split {name!r} is {describe(dataset)}, "
+                    "expected a Dataset with a length and samples by index"
+                )
+            if len(dataset) == 0:
+                raise PipelineInvalid(f"{where}: split {name!r} is empty")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make: Callable[..., Splits] = Splits
+        given: Any = (dict(self.datasets), self.batch_size, self.loading, self.input_names)
+        if self.source is not None:
+            make, given = DataReference.load, (self.source,)
+        return _arrived, (make, given, self._caches, self.views, self._hashes)
+
+    def seen_through(self, view: View) -> Splits:
+        """Return the splits with ``train`` as a view shows it."""
+        hashes = {key: found for key, found in self._hashes.items() if key[0] != "train"}
+        views = (*self.views, view)
+        return replace(self, views=views, _kept=[], _lengths={}, _viewed=[], _hashes=hashes)
+
+    def split(self, name: str) -> Dataset[Any]:
+        """Return one dataset, through the cache and the views where there are any.
+
+        Raises:
+            PipelineInvalid: it cannot be cached.
+            StageFailed: there is no such split.
+        """
+        if name != "train" or not self.views:
+            return self.stored(name)
+        if not self._viewed:
+            dataset = self.stored(name)
+            for view in self.views:
+                dataset = view(self, dataset)
+            self._viewed.append(dataset)
+        return self._viewed[0]
+
+    def stored(self, name: str) -> Dataset[Any]:
+        """Return one dataset, through the cache where there is one.
+
+        Raises:
+            PipelineInvalid: it cannot be cached.
+            StageFailed: there is no such split.
+        """
+        if name not in self.datasets:
+            raise StageFailed(f"the data has no split {name!r}; it has {', '.join(self.datasets)}")
+        dataset = self.datasets[name]
+        if self.loading.cache is None or held_tensors(dataset) is not None:
+            return dataset
+        if name in self._cached:
+            return self._cached[name]
+        if name not in self._caches:
+            with self._telling_of_samples(name), recording() as read:
+                probes = probe(dataset)
+            self._opened.add(read)
+            # Only a few samples are read anew: a changed file of labels has to be seen in itself.
+            read.add(self.recorded)
+            opened = read.dependencies(Path()).model_dump()
+            origin = f"{len(dataset)} {self._origin()} {opened}"  # type: ignore[arg-type]
+            cache = Path(self.loading.cache).absolute()
+            self._caches[name] = place_of(cache, name, origin, probes)
+        self._cached[name] = CachedDataset(dataset, self._caches[name])
+        return self._cached[name]
+
+    def batches(
+        self, name: str, batch_size: int | None = None, limit: int | None = None
+    ) -> Iterator[Batch]:
+        """Yield a split's batches in order.
+
+        Args:
+            name: the split.
+            batch_size: samples per batch; the splits' own by default.
+            limit: stop after this many samples.
+        """
+        samples = len(self.split(name))  # type: ignore[arg-type]
+        count = samples if limit is None else min(limit, samples)
+        yield from self.read(name, range(count), batch_size or self.batch_size)
+
+    def read(
+        self, name: str, order: Sequence[int], batch_size: int, seed: int = 0, first: int = 0
+    ) -> Iterator[Batch]:
+        """Yield a split's samples in an order, in batches.
+
+        Args:
+            name: the split.
+            order: indices of samples.
+            batch_size: samples per batch.
+            seed: decides what is drawn at random while samples are read.
+            first: place in the order to begin at, where an earlier reading ended.
+        """
+        yield from self._reader(name).read(order, batch_size, seed, first)
+
+    @contextmanager
+    def keeping_workers(self) -> Iterator[None]:
+        """Let the workers that read live on until the end of a block."""
+        self._kept.append({})
+        try:
+            yield
+        finally:
+            self._kept.pop()
+
+    def lengths(self, name: str) -> list[int] | None:
+        """Return the length of each sample, where training is to put batches together by it.
+
+        Raises:
+            PipelineInvalid: a sample is no mapping with the input that `bucket_by` names.
+        """
+        key = self.loading.bucket_by
+        if key is None:
+            return None
+        if name in self._lengths:
+            return self._lengths[name]
+        dataset: Any = self.split(name)
+        try:
+            self._lengths[name] = [len(dataset[index][key]) for index in range(len(dataset))]
+            return self._lengths[name]
+        except (KeyError, IndexError, TypeError) as error:
+            raise PipelineInvalid(
+                f"data.loader.bucket_by: samples of split {name!r} have no {key!r} with a length"
+            ) from error
+
+    def _reader(self, name: str) -> Reader:
+        if not self._kept:
+            return Reader(self.split(name), self.loading, self.input_names, keeps_workers=False)
+        readers = self._kept[-1]
+        if name not in readers:
+            readers[name] = Reader(
+                self.split(name), self.loading, self.input_names, keeps_workers=True
+            )
+        return readers[name]
+
+    @property
+    def calibration_split(self) -> str:
+        """Name of the split that is calibrated on."""
+        return "calibration" if "calibration" in self.datasets else "train"
+
+    def calibration(self, samples: int, seed: int) -> Iterator[Batch]:
+        """Return a seeded random sample of ``calibration``, or of ``train`` where there is none.
+
+        Raises:
+            StageFailed: there are fewer samples than asked for.
+        """
+        name = self.calibration_split
+        available = len(self.split(name))  # type: ignore[arg-type]
+        if samples > available:
+            raise StageFailed(
+                f"{samples} calibration samples asked for and split {name!r} has {available}; "
+                "lower calibration_samples or bring more data"
+            )
+        return self.read(name, self._calibration_order(samples, seed), self.batch_size)
+
+    def _calibration_order(self, samples: int, seed: int) -> list[int]:
+        available = len(self.split(self.calibration_split))  # type: ignore[arg-type]
+        order = torch.randperm(available, generator=torch.Generator().manual_seed(seed))
+        return order[:samples].tolist()
+
+    def calibration_digest(self, samples: int, seed: int) -> str | None:
+        """Return a digest of the samples that :meth:`calibration` gives.
+
+        None where :meth:`contents` accounts for each of them, or there is no such split.
+
+        Raises:
+            PipelineInvalid: a sample cannot be read.
+        """
+        name = self.calibration_split
+        if name not in self.datasets or name not in self.contents().sampled:
+            return None
+        return digest_of_hashes(self._hashes_of(name, self._calibration_order(samples, seed)))
+
+    def read_by_user_code(self) -> Recording:
+        """Return what the factory read, and datasets whose samples were not all hashed."""
+        found = Recording()
+        found.add(self.recorded)
+        found.add(self._opened)
+        return found
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 over :meth:`contents`, which also says what may be raised."""
+        return self.contents().fingerprint
+
+    def contents(self) -> Contents:
+        """Return what decides what comes out of the data: samples, batches, the code behind them.
+
+        Raises:
+            PipelineInvalid: a sample cannot be read.
+        """
+        made = {"batch_size": self.batch_size, **self._origin()}
+        if self.loading.bucket_by or self.loading.pad_values:
+            made["loader"] = f"{self.loading.bucket_by} {self.loading.pad_values}"
+        lengths, hashes, counts = {}, {}, {}
+        for name in sorted(self.datasets):
+            dataset = self.split(name)
+            lengths[name] = counts[name] = len(dataset)  # type: ignore[arg-type]
+            held = held_tensors(dataset)
+            if held is not None:
+                hashes[name] = hashes_of_tensors(held)
+            else:
+                indices = indices_to_hash(name, lengths[name])
+                counts[name], hashes[name] = len(indices), self._hashes_of(name, indices)
+        return Contents(made, lengths, hashes, counts, frozenset(self._cached))
+
+    def _hashes_of(self, name: str, indices: Sequence[int]) -> NDArray[np.uint64]:
+        """Return hashes of some samples, which the loader's workers read, [samples, 2]."""
+        key = name, tuple(indices) if isinstance(indices, list) else indices
+        if key not in self._hashes:
+            dataset = self.split(name)
+            is_sampled = len(indices) < len(dataset)  # type: ignore[arg-type]
+            reader = Reader(
+                dataset,
+                self.loading,
+                keeps_workers=False,
+                collate_fn=hash_samples,
+                records=is_sampled,
+            )
+            found = []
+            with self._telling_of_samples(name), recording() as recorded:
+                for hashes, read_there in reader.read(indices, self.batch_size, seed=0):
+                    found.append(hashes)
+                    note(read_there)
+            self._opened.add(recorded)
+            self._hashes[key] = as_hashes(found)
+        return self._hashes[key]
+
+    @property
+    def _where(self) -> str:
+        return f"data.factory {self.source.factory!r}" if self.source else "the data"
+
+    def _origin(self) -> dict[str, Any]:
+        """Return what is known of the datasets' making."""
+        if self.source is None:
+            return {}
+        code = sources_digest(local_sources(self.source.factory, self.source.folder))
+        arguments = {name: repr(value) for name, value in sorted(self.source.arguments.items())}
+        return {"factory": self.source.factory, "arguments": arguments, "code": code}
+
+    @contextmanager
+    def _telling_of_samples(self, split: str) -> Iterator[None]:
+        try:
+            with exits_refused():
+                yield
+        except WorkerEnded:
+            raise
+        except Exception as error:
+            kind = "" if isinstance(error, CompressError) else f"{type(error).__name__}: "
+            raise PipelineInvalid(
+                f"{self._where}: a sample of split {split!r} cannot be read: "
+                f"{kind}{first_line(error)}"
+            ) from error
+
+
+def _arrived(
+    make: Callable[..., Splits],
+    given: Any,
+    caches: dict[str, Path],
+    views: tuple[View, ...],
+    hashes: dict[tuple[str, Sequence[int]], NDArray[np.uint64]],
+) -> Splits:
+    """Return splits in the process that they were sent to."""
+    splits = make(*given)
+    splits._caches.update(caches)
+    splits._hashes.update(hashes)
+    return replace(splits, views=views)
+
+
+UNLABELLED = "unlabelled"
+
+
+class View(Protocol):
+    """Turns the dataset of `train` into another one; small enough to be sent to other processes."""
+
+    def __call__(self, splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
+        """Return the dataset that is seen."""
+        ...
+
+
+@dataclass(frozen=True)
+class WithUnlabelled:
+    """`train`, and after it the samples of `unlabelled`, whose labels are taken away if any."""
+
+    def __call__(self, splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
+        """Return both as one."""
+        return ConcatDataset([dataset, WithoutLabels(splits.stored(UNLABELLED))])
+
+
+class WithoutLabels(Dataset[Any]):
+    """A dataset's samples without what was to be predicted."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # Splits admits sized datasets only
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.dataset[index]
+        if hasattr(sample, "keys"):
+            return {name: sample[name] for name in sample if name != LABELS}
+        return (adapt(sample)[0],)
+
+
+def with_unlabelled(splits: Splits) -> Splits:
+    """Return the splits with `unlabelled` beside `train`, or as they are without that split."""
+    return splits.seen_through(WithUnlabelled()) if UNLABELLED in splits.datasets else splits

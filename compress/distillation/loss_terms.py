@@ -1,0 +1,32 @@
+"""The terms that a distillation's loss is a sum of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from compress.distillation.feature_losses import (
+    Attention,
+    Contrastive,
+    Hint,
+    Relational,
+    Similarity,
+)
+from compress.distillation.output_losses import Cosine, Dist, Dkd, Kl, Labels, Mse
+
+AnyTerm = Annotated[
+    Labels
+    | Kl
+    | Dkd
+    | Dist
+    | Mse
+    | Cosine
+    | Relational
+    | Hint
+    | Attention
+    | Similarity
+    | Contrastive,
+    Field(discriminator="loss"),
+]
+"""A term of the loss, told from the others by its key ``loss``."""

@@ -1,0 +1,1 @@
+"""torch.export programs: tracing, axis bounds, counting multiply-accumulates."""

@@ -1,0 +1,202 @@
+"""torch.export programs: traced from modules, written byte for byte alike, read without risk.
+
+:func:`load_program` reads a file only after every record and every string in it was found to be
+plain data: see :mod:`compress.checkpoint.pt2_safety`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import re
+import sys
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
+from torch import nn
+from torch.export.pt2_archive import PT2ArchiveReader
+
+from compress.artifacts.eager_model import flatten_outputs
+from compress.checkpoint.pt2_safety import GRAPH, SAMPLE_INPUTS, code_in
+from compress.checkpoint.safe_zip import refuse_bomb
+from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.graph.axis_bounds import trace
+from compress.graph.library_cache import types_read_once
+from compress.graph.shape_specialization import described, noting_places
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+    from traceback import FrameSummary
+
+    from torch.export import ExportedProgram
+
+    from compress.common.signature import Signature
+
+
+def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
+    """Trace a module in eval mode into an ATen graph whose named axes are dynamic.
+
+    An axis that the model's code bounds, as a table of positions does, is dynamic up to there.
+    Outputs are flattened into the order of the signature. The module is not changed.
+
+    Raises:
+        StageFailed: the module cannot be traced, or its code fixes the size of a named axis.
+    """
+    inputs = signature.example()
+    with (
+        torch.no_grad(),
+        warnings.catch_warnings(),
+        _silent_at_failures(),
+        noting_places() as places,
+    ):
+        # LSTM and GRU keep a second list of their own weights, which tracing swaps and restores.
+        warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")
+        try:
+            flat = with_flat_outputs(module, inputs)
+            return trace(flat, inputs, signature, gathered=_gathering(flat))
+        except Exception as error:
+            reason = _reason(error, places)
+            raise StageFailed(f"torch.export cannot trace the model: {reason}") from error
+
+
+def _gathering(module: nn.Module) -> str:
+    """Return the name of the parameter that takes all inputs, or nothing."""
+    first = next(iter(inspect.signature(module.forward).parameters.values()), None)
+    variable = first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL
+    return first.name if first is not None and variable else ""
+
+
+@contextlib.contextmanager
+def _silent_at_failures() -> Iterator[None]:
+    """Drop what is printed where tracing fails: torch prints the graph so far, and then raises."""
+    held = io.StringIO()
+    with contextlib.redirect_stderr(held):
+        yield
+    sys.stderr.write(held.getvalue())
+
+
+def with_flat_outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> nn.Module:
+    """Return the module, wrapped where it gives anything but a tensor or a tuple of tensors."""
+    output = module(*inputs)
+    tensors: Sequence[object] = output if isinstance(output, tuple) else (output,)
+    flat = all(isinstance(t, torch.Tensor) for t in tensors)
+    return module if flat else FlatOutputs(module).eval()
+
+
+class FlatOutputs(nn.Module):
+    """A module whose outputs are a plain tuple of tensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the wrapped module's outputs, flattened."""
+        return flatten_outputs(self.module(*inputs))
+
+
+def save_program(program: ExportedProgram, file: Path) -> None:
+    """Write a program; equal programs give equal bytes, whatever machine or folder they come from.
+
+    Stack traces, sample inputs and guards are left out: the first name the author's folders, the
+    others are pickles and source code, which :func:`load_program` refuses.
+    """
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    copy_plain(PT2ArchiveReader(buffer), file)
+
+
+def copy_plain(reader: PT2ArchiveReader, file: Path) -> None:
+    """Write what is plain data of an archive, without reading it; :func:`load_program` judges."""
+    with file.open("wb") as stream:
+        writer = torch._C.PyTorchFileWriter(stream)
+        writer.set_min_version(6)  # as torch's own writer of these archives does
+        for name in sorted(n for n in reader.get_file_names() if not n.startswith(".data/")):
+            if name == "byteorder":
+                continue  # the writer adds it
+            record = b"" if name == SAMPLE_INPUTS else reader.read_bytes(name)
+            if name == GRAPH:
+                record = _without_provenance(record)
+            writer.write_record(name, record, len(record))
+        writer.write_end_of_file()
+
+
+def load_program(file: Path) -> ExportedProgram:
+    """Read a program that :func:`save_program` wrote, executing nothing that the file brings.
+
+    Raises:
+        ArtifactInvalid: the file is truncated, or holds anything but tensors and a graph.
+    """
+    from torch.export.pt2_archive._package import load_pt2
+
+    refuse_bomb(file)
+    content = file.read_bytes()
+    try:
+        for danger in code_in(PT2ArchiveReader(io.BytesIO(content))):
+            raise ArtifactInvalid(f"{file}: {danger}; it was not read")
+        # Not torch.export.load: on an error it falls back to an older format, which is pickled.
+        with types_read_once():
+            return load_pt2(io.BytesIO(content)).exported_programs["model"]
+    except ArtifactInvalid:
+        raise
+    except Exception as error:
+        raise ArtifactInvalid(
+            f"{file}: not a torch.export program that torch {torch.__version__} can read, or "
+            f"truncated ({type(error).__name__}: {_first_sentence(error)})"
+        ) from error
+
+
+def _without_provenance(record: bytes) -> bytes:
+    graph = json.loads(record)
+    graph["guards_code"] = []
+    graphs = [graph["graph_module"]["graph"]]
+    while graphs:
+        for node in graphs.pop()["nodes"]:
+            node["metadata"] = {}
+            graphs += [
+                i["arg"]["as_graph"]["graph"] for i in node["inputs"] if "as_graph" in i["arg"]
+            ]
+    return json.dumps(graph, separators=(",", ":")).encode()
+
+
+def _reason(error: Exception, places: Mapping[int, FrameSummary]) -> str:
+    text = str(error)
+    fixed = re.search(
+        r"You marked (\w+) as dynamic but your code specialized it .*?\((\d+)\)", text
+    )
+    if fixed:
+        axis, size = fixed.groups()
+        place = described(places.get(int(size)))
+        return (
+            f"axis {axis!r} is baked in: the model's code fixes it to {size}{place}; compute it "
+            f"from the input's shape, or declare the number {size} instead of the name in "
+            "model.inputs"
+        )
+    limited = re.search(
+        r"Not all values of (\w+) = (\S+) in the specified range (?:\S.* )?satisfy the generated "
+        r"guard (.+)",
+        text,
+    )
+    if limited:
+        axis, expression, guard = limited.groups()
+        # torch never tries sizes 0 and 1, so this bound is its own and not the model's.
+        limits = guard.rstrip(".").replace(expression, axis).removeprefix(f"2 <= {axis} and ")
+        limits = limits.removesuffix(f" and {axis} <= IntInfinity()")
+        least = re.search(rf"{axis} = Dim\('{axis}', min=(\d+)", text)
+        bounds = f"declare model.axes: {{{axis}: {{min: {least[1]}}}}}, " if least else ""
+        return (
+            f"axis {axis!r} is declared dynamic and the model's code takes only some sizes, those "
+            f"where {limits}; lift this limit, {bounds}or declare a number instead of the name in "
+            "model.inputs"
+        )
+    return f"{type(error).__name__}: {_first_sentence(error)}"
+
+
+def _first_sentence(error: Exception) -> str:
+    return re.split(r"\n|\. ", str(error).strip())[0]

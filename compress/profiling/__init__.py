@@ -1,0 +1,1 @@
+"""Latency and peak memory of models, measured."""

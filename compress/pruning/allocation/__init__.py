@@ -1,0 +1,1 @@
+"""How many channels leave each layer, and within which budget."""

@@ -1,0 +1,54 @@
+"""How much of a model should remain, instead of how many channels should leave."""
+
+from __future__ import annotations
+
+from typing import Literal, Self, TypeAlias
+
+from pydantic import model_validator
+
+from compress.common.config import Count, Ratio, Settings
+
+Quantity: TypeAlias = Literal["macs", "parameters", "latency"]
+
+
+class Target(Settings):
+    """The share of the model's cost that remains after the cut; exactly one quantity."""
+
+    macs: Ratio | None = None
+    """Share of the multiply-accumulates that remains: 0.5 leaves at most half of them."""
+    parameters: Ratio | None = None
+    """Share of the weights that remains."""
+    latency: Ratio | None = None
+    """Share of the time of a call that remains, measured in eager mode on whole candidates, call by
+    call in turn with the uncut model. Timing varies, so two runs may cut differently."""
+    batch: Count = 1
+    """Samples per call when `latency` is measured."""
+
+    @model_validator(mode="after")
+    def _one_quantity(self) -> Self:
+        given = [name for name in ("macs", "parameters", "latency") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(
+                f"target needs exactly one of macs, parameters and latency, found "
+                f"{' and '.join(given) or 'none'}; write target: {{macs: 0.5}}"
+            )
+        if "batch" in self.model_fields_set and self.latency is None:
+            raise ValueError("target.batch is for latency; leave it out")
+        return self
+
+    @property
+    def quantity(self) -> Quantity:
+        """What is to be smaller."""
+        if self.macs:
+            return "macs"
+        return "parameters" if self.parameters else "latency"
+
+    @property
+    def undisturbed(self) -> bool:
+        """Whether time is measured, which nothing else may take meanwhile."""
+        return self.latency is not None
+
+    @property
+    def share(self) -> float:
+        """The share of it that remains."""
+        return self.macs or self.parameters or self.latency or 1.0

@@ -1,0 +1,1 @@
+"""Which channels are coupled: labels propagated through the exported graph."""

@@ -1,0 +1,1 @@
+"""How channel labels pass through each kind of operator."""

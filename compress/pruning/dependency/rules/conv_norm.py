@@ -1,0 +1,122 @@
+"""Rules for convolutions, normalisations and embeddings."""
+
+from __future__ import annotations
+
+import torch
+
+from compress.pruning.dependency.rules.channel_labels import (
+    WILD,
+    LabelBook,
+    Labels,
+    Weight,
+    channels_first,
+)
+from compress.pruning.dependency.rules.op_call import COMPUTED, Call, Result, Rule, leave_alone
+
+
+def convolution(call: Call, book: LabelBook) -> Result:
+    """Read the weight's second axis and make its first; a depthwise one passes channels on."""
+    weight = call["weight"]
+    if not isinstance(weight, Weight):
+        return leave_alone(call, book, COMPUTED)
+    axis = len(call.shape) - len(weight.shape) + 1
+    input_CX = channels_first(book.of(call["input"]), axis)
+    output_O = book.rows(weight, 0)
+    groups: int = call["groups"]
+    if groups > 1 and weight.shape[1] == 1:
+        book.equate(input_CX[:, None], output_O.view(groups, -1, 1))
+    else:
+        # The weight has one set of columns for all groups: the same places leave each of them.
+        book.consume(weight, (1,), input_CX.view(groups, weight.shape[1], -1).transpose(0, 1))
+        book.equate(output_O.view(groups, -1), output_O.view(groups, -1)[:1])
+    book.follow(call["bias"], output_O)
+    return _along(output_O, axis, call.shape)
+
+
+def transposed_convolution(call: Call, book: LabelBook) -> Result:
+    """Read the weight's first axis and make its second, in groups or not."""
+    weight = call["weight"]
+    if not isinstance(weight, Weight):
+        return leave_alone(call, book, COMPUTED)
+    axis = len(call.shape) - len(weight.shape) + 1
+    groups: int = call["groups"]
+    book.consume(weight, (0,), channels_first(book.of(call["input"]), axis))
+    if groups > 1 and weight.shape[0] == groups:  # depthwise: what comes out goes with its input
+        output_O = book.rows(weight, 0).repeat_interleave(weight.shape[1])
+    else:
+        input_GI = book.axis(weight, 0).view(groups, -1)
+        book.equate(input_GI, input_GI[:1])
+        output_O = book.rows(weight, 1).repeat(groups)
+    book.follow(call["bias"], output_O)
+    return _along(output_O, axis, call.shape)
+
+
+def batch_norm(call: Call, book: LabelBook) -> Result:
+    """Pass channels on; scale, shift and statistics go with them."""
+    labels = book.of(call["input"])
+    _follow_channels(call, book, ("weight", "bias", "running_mean", "running_var"))
+    return labels
+
+
+def group_norm(call: Call, book: LabelBook) -> Result:
+    """Pass channels on; those of one group can only leave together."""
+    labels = book.of(call["input"])
+    groups: int = call["num_groups"]
+    if groups == 1:
+        return norm_over_channels(call, book)
+    channels_GCX = channels_first(labels, 1)
+    channels_GCX = channels_GCX.view(groups, -1, channels_GCX.shape[1])
+    book.equate(channels_GCX, channels_GCX[:, :1])
+    _follow_channels(call, book, ("weight", "bias"))
+    return labels
+
+
+def norm_over_channels(call: Call, book: LabelBook) -> Result:
+    """Pin: statistics over channels change when one of them leaves."""
+    labels = book.of(call["input"])
+    book.pin(labels, f"{call.operator} takes statistics over its channels")
+    return labels
+
+
+def embedding(call: Call, book: LabelBook) -> Result:
+    """Make the weight's second axis."""
+    weight = call["weight"]
+    if not isinstance(weight, Weight):
+        return leave_alone(call, book, COMPUTED)
+    return book.rows(weight, 1).expand(call.shape)
+
+
+def embedding_bag(call: Call, book: LabelBook) -> Result:
+    """Make the weight's second axis, summed over words."""
+    weight = call["weight"]
+    if not isinstance(weight, Weight):
+        return leave_alone(call, book, COMPUTED)
+    rest = [torch.tensor(WILD).expand(shape) for shape in call.shapes[1:]]
+    return [book.rows(weight, 1).expand(call.shape), *rest]
+
+
+def _follow_channels(call: Call, book: LabelBook, names: tuple[str, ...]) -> None:
+    """Let what a normalisation holds for each channel go with the channel."""
+    channels_CX = channels_first(book.of(call["input"]), 1)
+    for name in names:
+        if call[name] is not None:
+            book.follow(call[name], channels_CX.T)
+    if call["weight"] is None:
+        book.passed[call.module] = channels_CX[:, 0]
+
+
+def _along(labels: Labels, axis: int, shape: tuple[int, ...]) -> Labels:
+    return labels.view(-1, *[1] * (len(shape) - axis - 1)).expand(shape)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolution),
+    **dict.fromkeys(
+        ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), transposed_convolution
+    ),
+    **dict.fromkeys(("batch_norm", "instance_norm"), batch_norm),
+    "group_norm": group_norm,
+    **dict.fromkeys(("layer_norm", "rms_norm", "local_response_norm"), norm_over_channels),
+    "embedding": embedding,
+    "embedding_bag": embedding_bag,
+}

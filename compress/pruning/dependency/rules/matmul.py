@@ -1,0 +1,292 @@
+"""Rules for products that sum over an axis: linear layers, matrix products, einsum, attention.
+
+Each is read as an einsum of two operands. A letter that both have and the result lacks is *summed*;
+a weight *makes* channels along the letters that it alone brings into the result.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from compress.pruning.dependency.rules.channel_labels import WILD, LabelBook, Labels, Weight, varies
+from compress.pruning.dependency.rules.elementwise import join
+from compress.pruning.dependency.rules.op_call import (
+    COMPUTED,
+    Call,
+    Result,
+    Rule,
+    leave_alone,
+    pin_all,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class Operand(NamedTuple):
+    """One side of a product, with a letter for each of its axes."""
+
+    value: Labels | Weight
+    letters: str
+
+
+def linear(call: Call, book: LabelBook) -> Result:
+    """Read the weight's second axis and make its first."""
+    return _project(call, book, call["input"], call["weight"], "oc", call["bias"])
+
+
+def addmm(call: Call, book: LabelBook) -> Result:
+    """Do as a linear layer whose weight lies the other way round."""
+    return _project(call, book, call["mat1"], call["mat2"], "co", call["self"])
+
+
+def matmul(call: Call, book: LabelBook) -> Result:
+    """Multiply matrices, perhaps in batches."""
+    left = call["self"]
+    right = next(
+        call[name] for name in ("other", "mat2", "vec", "tensor") if name in call.arguments
+    )
+    return _batched(call, book, left, right)
+
+
+def baddbmm(call: Call, book: LabelBook) -> Result:
+    """Multiply matrices in batches and add a tensor."""
+    product = _batched(call, book, call["batch1"], call["batch2"])
+    return join([book.of(call["self"]), product], call.shape, book)
+
+
+def einsum(call: Call, book: LabelBook) -> Result:
+    """Contract operands letter by letter, the first two first; of a single one pin all."""
+    inputs, arrow, output = call["equation"].replace(" ", "").partition("->")
+    parts, tensors = inputs.split(","), call["tensors"]
+    if len(parts) < 2 or not arrow or _repeats(parts):
+        return pin_all(call, book, f"an einsum {call['equation']!r}, which is not followed")
+    free = "".join(letter for letter in LETTERS if letter not in inputs)
+
+    def spelt(part: str, axes: int) -> str:
+        dots = axes - len(part) + 3
+        return part.replace("...", free[:dots][::-1])  # batches are aligned at their ends
+
+    left, *rest = (Operand(t, spelt(p, len(t.shape))) for t, p in zip(tensors, parts, strict=True))
+    output = spelt(output, len(call.shape))
+    for place, right in enumerate(rest):
+        needed = output + "".join(later.letters for later in rest[place + 1 :])
+        both = "".join(dict.fromkeys(left.letters + right.letters))
+        kept = "".join(x for x in both if x in needed) if rest[place + 1 :] else output
+        left = Operand(contract(call, book, left, right, kept), kept)
+    return book.of(left.value)
+
+
+def bilinear(call: Call, book: LabelBook) -> Result:
+    """Read the weight's second and third axes and make its first."""
+    weight = call["weight"]
+    if not isinstance(weight, Weight):
+        return leave_alone(call, book, COMPUTED)
+    for axis, name in ((1, "input1"), (2, "input2")):
+        labels = book.of(call[name])
+        book.consume(weight, (axis,), _channels(labels, [labels.dim() - 1]))
+    output_O = book.rows(weight, 0)
+    book.follow(call["bias"], output_O)
+    return output_O.expand(call.shape)
+
+
+def attention(call: Call, book: LabelBook) -> Result:
+    """Keep heads whole: all that meets in one head, its group's keys and values included."""
+    query, key, value = (book.of(call[name]) for name in ("query", "key", "value"))
+    if query.dim() != 4:
+        return _one_head(call, book, query, key, value)
+    if key.shape[1] != query.shape[1]:
+        shared = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
+    has_heads = varies(query, 1)
+    head_BH11 = query[..., :1, :1]
+    for part in (query, key, value):
+        if has_heads and not varies(part, 1):
+            book.pin(part, "all heads share it")
+        else:
+            book.equate(part, head_BH11)
+    if call["attn_mask"] is not None:
+        scores = (*query.shape[:-1], key.shape[-2])
+        join([head_BH11.expand(scores), book.of(call["attn_mask"])], scores, book)
+    return head_BH11.expand(call.shape)
+
+
+def contract(call: Call, book: LabelBook, left: Operand, right: Operand, output: str) -> Labels:
+    """Follow channels through a product of two operands that is summed over some letters."""
+    weights = [side for side in (left, right) if _is_weight(side.value)]
+    if len(weights) == 2:
+        leave_alone(call, book, COMPUTED)
+        return torch.tensor(book.pinned(COMPUTED)).expand(_shape(left, right, output))
+    if not set(left.letters) & set(right.letters) - set(output):
+        sides = [_aligned(book.of(side.value), side.letters, output) for side in (left, right)]
+        return join(sides, _shape(left, right, output), book)
+    if weights:
+        features = right if weights[0] is left else left
+        return _with_weight(book, features, weights[0], output)
+    return _of_activations(book, left, right, output)
+
+
+def _project(
+    call: Call,
+    book: LabelBook,
+    features: Labels | Weight,
+    weight: Labels | Weight,
+    letters: str,
+    bias: Labels | Weight | None,
+) -> Result:
+    if not isinstance(weight, Weight):
+        return leave_alone(call, book, COMPUTED)
+    batch = LETTERS[-len(features.shape) + 1 :] if len(features.shape) > 1 else ""
+    left, right = Operand(book.of(features), f"{batch}c"), Operand(weight, letters)
+    labels = _with_weight(book, left, right, f"{batch}o")
+    if bias is not None and varies(labels, labels.dim() - 1):
+        book.follow(bias, _channels(labels, [labels.dim() - 1]).T)
+    return labels
+
+
+def _batched(call: Call, book: LabelBook, left: Labels | Weight, right: Labels | Weight) -> Labels:
+    batch = LETTERS[3 : 3 + len(call.shape)]
+    row, column = "a" * (len(left.shape) > 1), "c" * (len(right.shape) > 1)
+    batch = batch[: len(call.shape) - len(row) - len(column)]
+    own = [batch[len(batch) - max(len(x.shape) - 2, 0) :] for x in (left, right)]
+    return contract(
+        call,
+        book,
+        Operand(left, f"{own[0]}{row}b"),
+        Operand(right, f"{own[1]}b{column}"),
+        f"{batch}{row}{column}",
+    )
+
+
+def _with_weight(book: LabelBook, features: Operand, side: Operand, output: str) -> Labels:
+    """Multiply an activation by a weight: some axes are read, some made, others stay."""
+    assert isinstance(side.value, Weight)
+    weight, labels = side.value, book.of(features.value)
+    summed = [x for x in side.letters if x in features.letters and x not in output]
+    made = [x for x in side.letters if x not in features.letters and x in output]
+    rest = [x for x in features.letters if x not in summed]
+    places = {x: i for i, x in enumerate(features.letters)}
+    shape = _shape(features, side, output)
+    is_mixed = not any(varies(labels, places[x]) for x in summed)
+    if is_mixed and any(varies(labels, places[x]) for x in rest) and not book.is_pinned(labels):
+        # The weight mixes places, not channels: those ride along, and the weight stays as it is.
+        labels = _narrowed(labels, [places[x] for x in summed])
+        return _aligned(labels, features.letters, output).expand(shape)
+    if any(varies(labels, places[x]) for x in rest if x in side.letters):
+        book.pin(labels, "each of them has a weight of its own")
+    columns = tuple(side.letters.index(x) for x in summed)
+    book.consume(weight, columns, _channels(labels, [places[x] for x in summed]))
+    if not made:
+        return torch.tensor(WILD).expand(shape)
+    rows = book.rows(weight, *(side.letters.index(x) for x in made))
+    return _aligned(rows, "".join(made), output).expand(shape)
+
+
+def _of_activations(book: LabelBook, left: Operand, right: Operand, output: str) -> Labels:
+    """Multiply two activations; what is summed over together can only leave together."""
+    summed = "".join(x for x in left.letters if x in right.letters and x not in output)
+    sides, is_alone = [], True
+    for value, letters in (left, right):
+        labels = book.of(value)
+        alone = [i for i, x in enumerate(letters) if x not in summed]
+        is_alone &= not any(varies(labels, i) for i in alone)
+        sides.append((labels, letters))
+    if is_alone:  # a product without heads: each channel meets its partner, and none comes out
+        ends = (
+            _aligned(_narrowed(x, _without(letters, summed)), letters, summed)
+            for x, letters in sides
+        )
+        book.equate(*ends)
+        return torch.tensor(WILD).expand(_shape(left, right, output))
+    narrow = []
+    for labels, letters in sides:
+        whole = _narrowed(labels, [i for i, x in enumerate(letters) if x not in output])
+        book.equate(labels, whole)
+        narrow.append(_aligned(whole, letters, output))
+    met = _met(book, narrow[0], narrow[1], _shared(left, right, output))
+    return met.expand(_shape(left, right, output))
+
+
+def _met(book: LabelBook, left: Labels, right: Labels, shared: Sequence[int]) -> Labels:
+    """Return the labels of a product of heads with what each of them weighs."""
+    along = [{i for i in range(x.dim()) if varies(x, i)} for x in (left, right)]
+    if not along[0] or not along[1]:  # one class throughout, which never leaves
+        return left if along[0] else right
+    if along[0].isdisjoint(along[1]):
+        for kept, other, axes in ((left, right, along[0]), (right, left, along[1])):
+            if axes & set(shared):
+                book.pin(other, "all heads share it")
+                return kept
+    book.equate(left, right)
+    return right
+
+
+def _one_head(call: Call, book: LabelBook, query: Labels, key: Labels, value: Labels) -> Result:
+    """Keep the widths of queries and keys, which scale the scores; values may be narrower."""
+    for part in (query, key):
+        book.pin(part, "it is scaled by the number of its channels")
+    if call["attn_mask"] is not None:
+        book.pin(book.of(call["attn_mask"]), "attention without an axis for heads")
+    return value[..., :1, :].expand(call.shape)
+
+
+def _shape(left: Operand, right: Operand, output: str) -> list[int]:
+    sizes: dict[str, int] = {}
+    for value, letters in (left, right):
+        for letter, size in zip(letters, value.shape, strict=True):
+            sizes[letter] = max(size, sizes.get(letter, 1))
+    return [sizes[letter] for letter in output]
+
+
+def _is_weight(value: Labels | Weight) -> bool:
+    return isinstance(value, Weight) and not value.is_constant
+
+
+def _repeats(parts: Iterable[str]) -> bool:
+    return any(len(set(p.replace(".", ""))) < len(p.replace(".", "")) for p in parts)
+
+
+def _without(letters: str, left_out: str) -> list[int]:
+    return [i for i, x in enumerate(letters) if x not in left_out]
+
+
+def _shared(left: Operand, right: Operand, output: str) -> list[int]:
+    return [i for i, x in enumerate(output) if x in left.letters and x in right.letters]
+
+
+def _narrowed(labels: Labels, axes: Iterable[int]) -> Labels:
+    for axis in axes:
+        labels = labels.narrow(axis, 0, 1)
+    return labels
+
+
+def _aligned(labels: Labels, letters: str, output: str) -> Labels:
+    """Return labels with the axes of a result, as long as they are or 1."""
+    order = [letters.index(x) for x in output if x in letters]
+    dropped = [i for i in range(labels.dim()) if i not in order]
+    kept = _narrowed(labels, dropped).permute(*order, *dropped)
+    sizes = [labels.shape[letters.index(x)] if x in letters else 1 for x in output]
+    return kept.reshape(sizes)
+
+
+def _channels(labels: Labels, axes: Sequence[int]) -> Labels:
+    """Return labels with some axes first and all others, the constant ones left out, in one."""
+    others = [i for i in range(labels.dim()) if i not in axes]
+    labels = _narrowed(labels, [i for i in others if not varies(labels, i)])
+    moved = labels.permute(*axes, *others)
+    return moved.reshape(*moved.shape[: len(axes)], -1)
+
+
+RULES: dict[str, Rule] = {
+    "linear": linear,
+    "addmm": addmm,
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), matmul),
+    "baddbmm": baddbmm,
+    "einsum": einsum,
+    "bilinear": bilinear,
+    "scaled_dot_product_attention": attention,
+}

@@ -1,0 +1,79 @@
+"""A call of an ATen operator, as the rules about labels see it.
+
+A rule reads a call's arguments by their names in the operator's schema and returns the labels of
+its results. An operator without a rule pins all that it touches: it costs compression, never truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils import _pytree as pytree
+
+from compress.pruning.dependency.rules.channel_labels import WILD, LabelBook, Labels, Weight
+
+COMPUTED = "its weight is computed from others, as weight_norm and other parametrizations do"
+
+Result: TypeAlias = Labels | list[Labels]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator of the graph: arguments by name, tensors among them as labels or weights."""
+
+    operator: str
+    """Name without the underscore of its in-place variant."""
+    target: Any
+    arguments: dict[str, Any]
+    shapes: list[tuple[int, ...]]
+    """Shapes of the results."""
+    gives_list: bool
+    """Whether it returns several tensors, or a list of them."""
+    module: str
+    """The module that calls it; empty for the outermost one."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def get(self, name: str) -> Any:
+        """Return an argument, or None where this overload has none of that name."""
+        return self.arguments.get(name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the first result."""
+        return self.shapes[0]
+
+    @property
+    def tensors(self) -> list[Labels | Weight]:
+        """All tensors among the arguments."""
+        leaves = pytree.tree_leaves(list(self.arguments.values()))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | Weight)]
+
+    def results(self, label: int) -> Result:
+        """Return results that carry one label throughout."""
+        found = [torch.tensor(label).expand(shape) for shape in self.shapes]
+        return found if self.gives_list else found[0]
+
+
+Rule: TypeAlias = Callable[[Call, LabelBook], Result | Weight]
+
+
+def leave_alone(call: Call, book: LabelBook, reason: str) -> Result:
+    """Pin all that a layer reads and makes, and remember that the layer stays as it is."""
+    weights = (tensor.name for tensor in call.tensors if isinstance(tensor, Weight))
+    book.left_alone.setdefault(call.module or next(weights, call.operator), reason)
+    return pin_all(call, book, reason)
+
+
+def pin_all(call: Call, book: LabelBook, reason: str) -> Result:
+    """Pin every channel that goes in, and all that comes out."""
+    operands = [book.of(tensor) for tensor in call.tensors]
+    if all(bool((labels == WILD).all()) for labels in operands):
+        return call.results(WILD)  # made of constants only, like a mask
+    for labels in operands:
+        book.pin(labels, reason)
+    return call.results(book.pinned(reason))

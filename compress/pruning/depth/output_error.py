@@ -1,0 +1,129 @@
+"""Harm: how much worse a changed model answers than the model it was made from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+
+from compress.artifacts.eager_model import predicting
+from compress.common.errors import StageFailed
+from compress.common.tensor_difference import relative_error
+from compress.core.metrics import decisions_of, predict_batches
+from compress.data.batch import Batch
+from compress.data.fixed_batch import any_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from compress.common.signature import Signature
+    from compress.core.stage import Context
+
+JudgedBy: TypeAlias = Literal["metric", "outputs"]
+
+
+@dataclass(frozen=True)
+class Harm:
+    """What a change did to a model's answers."""
+
+    distance: float
+    """Norm of the difference of the outputs, over the norm of the outputs before."""
+    points: float | None = None
+    """How much worse the metric is, in hundredths, where there are targets to measure it."""
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """What changes are ranked by: the metric, and among equals the outputs."""
+        return (self.points or 0.0, self.distance)
+
+    def facts(self) -> dict[str, float]:
+        """Return the harm as it is written down."""
+        points = {} if self.points is None else {"points": round(self.points, 6)}
+        return {**points, "distance": float(f"{self.distance:.6g}")}
+
+
+class Judge:
+    """Compares changed modules with the one they came from, on the same samples."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        signature: Signature,
+        context: Context,
+        judged_by: JudgedBy | None = None,
+        samples: int = 512,
+    ) -> None:
+        """Ask the unchanged module, which is moved to the context's device.
+
+        Args:
+            module: the unchanged module, in eval mode.
+            signature: its interface.
+            context: data, metric, device and threads.
+            judged_by: `metric` or `outputs`; by default the metric where `val` has targets.
+            samples: samples of `val` at most; without data a few seeded ones are asked.
+
+        Raises:
+            StageFailed: the metric is asked for and cannot be measured.
+        """
+        self.signature, self.context = signature, context
+        self.batches = list(_batches(signature, context, samples))
+        self.expected, self.targets = self._ask(module.to(context.device))
+        if context.metric.name == "fidelity" and judged_by != "outputs":
+            self.targets = decisions_of(self.expected)
+        if judged_by == "metric" and self.targets is None:
+            raise StageFailed(
+                f"judged_by: metric needs a split 'val' with targets for {context.metric.name}; "
+                "bring one, or use judged_by: outputs"
+            )
+        by_metric = judged_by != "outputs" and self.targets is not None
+        self.base = self._score(self.expected) if by_metric else None
+
+    @property
+    def judged_by(self) -> JudgedBy:
+        """What harm is ranked by."""
+        return "outputs" if self.base is None else "metric"
+
+    def harm(self, changed: nn.Module) -> Harm:
+        """Return the harm that a change did.
+
+        Raises:
+            StageFailed: the outputs have another shape, or are NaN or infinite where they were not.
+        """
+        found = self._ask(changed)[0]
+        if found.shape != self.expected.shape:
+            raise StageFailed(
+                f"the outputs' shape becomes {tuple(found.shape)}, from "
+                f"{tuple(self.expected.shape)}"
+            )
+        distance = relative_error(self.expected, found)
+        if not math.isfinite(distance):
+            raise StageFailed("the outputs are NaN or infinite where they were not")
+        if self.base is None:
+            return Harm(distance)
+        return Harm(distance, self.context.metric.drop_points(self.base, self._score(found)))
+
+    def _ask(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with predicting(module.eval(), self.context.device, self.context.threads) as predict:
+            return predict_batches(any_batch(predict, self.signature), self.batches)
+
+    def _score(self, outputs: torch.Tensor) -> float:
+        assert self.targets is not None
+        value = self.context.metric.score(outputs, self.targets)
+        if not math.isfinite(value):
+            raise StageFailed(f"metric {self.context.metric.name} is {value}")
+        return value
+
+
+def _batches(signature: Signature, context: Context, samples: int) -> Iterator[Batch]:
+    data = context.data
+    if data is not None and "val" in data.datasets:
+        count = len(data.split("val"))  # type: ignore[arg-type]  # Splits admits sized datasets only
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(context.seed))
+        yield from data.read("val", sorted(order[:samples].tolist()), data.batch_size)
+    else:
+        for inputs in context.comparison_inputs(signature):
+            yield Batch(inputs, None)

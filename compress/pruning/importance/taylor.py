@@ -1,0 +1,184 @@
+"""How much each channel matters, by derivatives of a loss on calibration samples.
+
+With targets it is the task's loss. Without, it is the nearness of the outputs to what they are now.
+Channels are silenced where the next layers read them: the derivative by those weights, times the
+weights, is that by a gate on the channel itself (Molchanov et al., 2019, section 3.2).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from compress.artifacts.eager_model import flatten_outputs
+from compress.common.errors import CompressError
+from compress.core.loss import INFERRED, refuse_straight
+from compress.core.targets import with_target
+from compress.data.batch import Batch
+from compress.pruning.importance.layer_calls import refused
+from compress.pruning.importance.weight_norms import sums_by_channel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
+
+    from compress.core.loss import Loss, Mean
+    from compress.pruning.dependency.channel_groups import AxisGraph, Family
+    from compress.pruning.dependency.rules.channel_labels import Slot
+
+SAMPLES_PER_GRADIENT = 16
+"""Of more samples together, gradients cancel where a trained model has found its minimum."""
+
+
+def taylor(
+    module: nn.Module,
+    families: Sequence[Family],
+    graph: AxisGraph,
+    batches: Sequence[Batch],
+    device: str = "cpu",
+    seed: int = 0,
+    loss: Loss = INFERRED,
+) -> list[torch.Tensor]:
+    """Return the change of the loss, to first order, when each channel is silenced.
+
+    Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019), of groups: the root
+    mean square over parts of the samples. Without labels, the change is that of the outputs along
+    random directions, whose mean square is that of the outputs' change itself.
+    """
+    twin, weights = _prepared(module, families, device)
+    on_targets = loss.function()
+    generator = torch.Generator().manual_seed(seed)
+    totals = [torch.zeros(len(family.channels), dtype=torch.float64) for family in families]
+    count = 0
+    for part in parts(labelled_or_all(batches)):
+        value = _loss(twin, part.to(device), on_targets, generator)
+        gradients = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
+        products = {n: g * w for (n, w), g in zip(weights.items(), gradients, strict=True)}
+        for family, total in zip(families, totals, strict=True):
+            changes = sums_by_channel(family, graph, gates(family), products)
+            total += len(part) * changes.square()
+        count += len(part)
+    return [(total / count).sqrt() for total in totals]
+
+
+def hessian(
+    module: nn.Module,
+    families: Sequence[Family],
+    graph: AxisGraph,
+    batches: Sequence[Batch],
+    device: str = "cpu",
+    seed: int = 0,
+    loss: Loss = INFERRED,
+) -> list[torch.Tensor]:
+    """Return the change of the loss, to second order, when each channel is silenced at a minimum.
+
+    LeCun, Denker and Solla, "Optimal Brain Damage" (1990), with a channel's whole block of the
+    Hessian instead of the diagonal: half of w'Hw, estimated for all channels at once by random
+    signs (Hutchinson, 1989). Without labels, the loss is half the squared change of the outputs.
+
+    Raises:
+        StageFailed: the loss has no second derivative.
+    """
+    refuse_straight(loss)
+    twin, weights = _prepared(module, families, device)
+    on_targets = loss.function()
+    generator = torch.Generator().manual_seed(seed)
+    totals = [torch.zeros(len(family.channels), dtype=torch.float64) for family in families]
+    count = 0
+    for part in parts(labelled_or_all(batches)):
+        signs = torch.randint(0, 2, (graph.class_count,), generator=generator) * 2.0 - 1
+        probe = _signed(weights, families, graph, signs)
+        # Fused attention has no second derivative.
+        with sdpa_kernel(SDPBackend.MATH):
+            value = _loss(twin, part.to(device), on_targets, None)
+            slopes = torch.autograd.grad(
+                value, list(weights.values()), create_graph=True, materialize_grads=True
+            )
+        curved = torch.autograd.grad(
+            slopes, list(weights.values()), list(probe.values()), materialize_grads=True
+        )
+        products = {n: c * w for (n, w), c in zip(weights.items(), curved, strict=True)}
+        for family, total in zip(families, totals, strict=True):
+            forms = sums_by_channel(family, graph, gates(family), products)
+            total += len(part) * forms * signs[list(family.channels)]
+        count += len(part)
+    return [(total / count).abs() / 2 for total in totals]
+
+
+def gates(family: Family) -> tuple[Slot, ...]:
+    """Return where a family's channels are silenced: where they are read, or else everywhere."""
+    return family.read_by or family.slots
+
+
+def labelled_or_all(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the samples that have a target, or else all of them, without targets."""
+    labelled = []
+    for batch in batches:
+        if batch.target is not None:
+            known = with_target(batch.target)
+            if known.any():
+                inputs = tuple(x[known] for x in batch.inputs)
+                labelled.append(Batch(inputs, batch.target[known]))
+    return labelled or [Batch(batch.inputs, None) for batch in batches]
+
+
+def parts(batches: Sequence[Batch], size: int = SAMPLES_PER_GRADIENT) -> Iterator[Batch]:
+    """Yield batches of at most a number of samples."""
+    for batch in batches:
+        for i in range(0, len(batch), size):
+            target = None if batch.target is None else batch.target[i : i + size]
+            yield Batch(tuple(x[i : i + size] for x in batch.inputs), target)
+
+
+def _prepared(
+    module: nn.Module, families: Sequence[Family], device: str
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Return a copy that can be differentiated, and those of its weights that are gates."""
+    twin = copy.deepcopy(module).eval().requires_grad_(False).to(device)
+    named = dict(twin.named_parameters(remove_duplicate=False))
+    names = dict.fromkeys(tensor for family in families for tensor, _ in gates(family))
+    weights = {name: named[name].requires_grad_() for name in names if name in named}
+    return twin, weights
+
+
+def _signed(
+    weights: dict[str, torch.Tensor],
+    families: Sequence[Family],
+    graph: AxisGraph,
+    signs: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Return weights times the sign of the channel that each entry belongs to; others are zero."""
+    probe = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for family in families:
+        for name, axis in gates(family):
+            if name in weights:
+                weight = weights[name].detach()
+                classes = graph.classes[name, axis]
+                own = signs * torch.isin(torch.arange(len(signs)), torch.tensor(family.channels))
+                shape = [-1 if i == axis else 1 for i in range(weight.dim())]
+                probe[name] += weight * own[classes].to(weight).view(shape)
+    return probe
+
+
+def _loss(
+    module: nn.Module, batch: Batch, on_targets: Mean, generator: torch.Generator | None
+) -> torch.Tensor:
+    """Return what is differentiated: see the functions above."""
+    try:
+        with torch.backends.cudnn.flags(enabled=False):  # its recurrent layers: in training only
+            outputs = flatten_outputs(module(*batch.inputs))
+        if batch.target is not None:
+            return on_targets(outputs[0], batch.target, label_smoothing=0.0)
+    except CompressError:
+        raise
+    except Exception as error:
+        raise refused(batch, error) from error
+    floating = [x for x in outputs if x.is_floating_point()]
+    if generator is None:
+        return sum((x - x.detach()).square().sum() for x in floating) / (2 * len(batch))  # type: ignore[return-value]
+    along = [torch.randn(x.shape, generator=generator).to(x) for x in floating]
+    return sum((x * d).sum() for x, d in zip(floating, along, strict=True)) / len(batch)  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""Least-squares refit and BatchNorm statistics after a cut."""

@@ -1,0 +1,143 @@
+"""What a cut network can win back without training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from compress.artifacts.eager_model import flatten_outputs
+from compress.common.tensor_difference import measured
+from compress.pruning.importance.layer_calls import refused
+from compress.pruning.recovery.least_squares import refit_
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from pydantic import JsonValue
+
+    from compress.data.batch import Batch
+    from compress.pruning.dependency.channel_groups import Kept
+
+
+def repair_(
+    module: nn.Module,
+    reference: nn.Module,
+    kept: Kept,
+    batches: Sequence[Batch],
+    device: str = "cpu",
+    *,
+    refit: bool = True,
+) -> dict[str, JsonValue]:
+    """Refit layers and average BatchNorm statistics anew, in place, and return what it brought.
+
+    After a refit new statistics stay only where they bring the outputs nearer to the reference's.
+
+    Args:
+        module: the cut module.
+        reference: the module as it was before.
+        kept: what of the reference's tensors is left.
+        batches: calibration samples.
+        device: where they are run.
+        refit: whether layers are refitted.
+
+    Raises:
+        StageFailed: the modules do not take the batches.
+    """
+    errors = {"cut": output_error(module, reference, batches, device)}
+    layers: dict[str, JsonValue] = {}
+    if refit:
+        for one in refit_(module, reference, kept, batches, device):
+            layers[one.weight] = [_short(one.before), _short(one.after)]
+        errors["refit"] = output_error(module, reference, batches, device)
+    if batch_norms(module):
+        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        reestimate_batch_norms_(module, batches, device)
+        error = output_error(module, reference, batches, device)
+        if refit and not error < errors["refit"]:
+            module.load_state_dict(before)
+        else:
+            errors["batch_norm"] = error
+    samples = sum(map(len, batches))
+    return {
+        "samples": samples,
+        "output_error": {name: _short(error) for name, error in errors.items()},
+        "layers": layers,
+    }
+
+
+@torch.no_grad()
+def output_error(
+    module: nn.Module, reference: nn.Module, batches: Iterable[Batch], device: str = "cpu"
+) -> float:
+    """Return the squared error of the outputs, relative to the size of the reference's.
+
+    Equal infinities, as of masked scores, are left out.
+
+    Raises:
+        StageFailed: the modules do not take the batches.
+    """
+    module.eval().to(device)
+    reference.eval().to(device)
+    error, size = 0.0, 0.0
+    for batch in batches:
+        moved = batch.to(device)
+        found, right = (_run(part, moved) for part in (module, reference))
+        for x, y in zip(found, right, strict=True):
+            right_part, found_part = measured(y, x)
+            error += float((found_part - right_part).square().sum())
+            size += float(right_part.square().sum())
+    module.cpu()
+    reference.cpu()
+    return error / max(size, 1e-30)
+
+
+def batch_norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    """Return the layers that keep running statistics."""
+    return [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.track_running_stats
+    ]
+
+
+@torch.no_grad()
+def reestimate_batch_norms_(
+    module: nn.Module, batches: Iterable[Batch], device: str = "cpu"
+) -> None:
+    """Average BatchNorm statistics anew over batches, in place, and leave the module in eval mode.
+
+    Removed channels shift the statistics of all that follow (Li et al., "EagleEye", 2020).
+
+    Raises:
+        StageFailed: the module does not take the batches.
+    """
+    norms = batch_norms(module)
+    # One sample has no variance where BatchNorm sees no other axis.
+    usable = [batch for batch in batches if len(batch) > 1]
+    if not norms or not usable:
+        return
+    momenta = [norm.momentum for norm in norms]
+    module.eval().to(device)
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain average over all batches
+        norm.train()
+    for batch in usable:
+        _run(module, batch.to(device))
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+        norm.eval()
+    module.cpu()
+
+
+def _run(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+    try:
+        return flatten_outputs(module(*batch.inputs))
+    except Exception as error:
+        raise refused(batch, error) from error
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")

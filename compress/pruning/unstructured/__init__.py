@@ -1,0 +1,1 @@
+"""Single weights set to zero: masks, patterns, schedules."""

@@ -1,0 +1,166 @@
+"""Which entries of weights become zero: by size, at random, or by what they are multiplied with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+from torch.nn.utils.prune import L1Unstructured, RandomUnstructured
+
+from compress.graph.layer_gram import inverse_factor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from compress.pruning.unstructured.weight_layout import Layout
+
+Method: TypeAlias = Literal["l1", "random", "wanda", "sparsegpt"]
+NofM: TypeAlias = "tuple[int, int]"
+"""How many of how many neighbours may differ from zero."""
+
+BLOCK = 128
+"""Columns that SparseGPT treats at a time."""
+
+
+def unstructured(
+    weights: Mapping[str, torch.Tensor], amount: float, method: Method, whole: bool
+) -> dict[str, torch.Tensor]:
+    """Return for each weight where it becomes zero: its smallest entries, or any.
+
+    Args:
+        weights: the weights by name.
+        amount: share of zeros.
+        method: `l1` or `random`.
+        whole: whether all weights are ranked together.
+    """
+    choose = (L1Unstructured if method == "l1" else RandomUnstructured)(amount)
+    if not whole:
+        return {name: _chosen(choose, weight) for name, weight in weights.items()}
+    together = torch.cat([weight.flatten() for weight in weights.values()])
+    sizes = [weight.numel() for weight in weights.values()]
+    parts = torch.split(_chosen(choose, together), sizes)
+    return {
+        name: part.view_as(weight)
+        for (name, weight), part in zip(weights.items(), parts, strict=True)
+    }
+
+
+def neighbours(
+    weights: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout | None],
+    n_of_m: NofM,
+    method: Method,
+) -> dict[str, torch.Tensor]:
+    """Return for each weight where it becomes zero, so that of m neighbouring inputs n stay.
+
+    Args:
+        weights: the weights by name.
+        layouts: how each is read; a weight without a layout gets no zeros.
+        n_of_m: how many of how many stay.
+        method: `l1` keeps the largest, `random` any.
+    """
+    zeros = {}
+    for name, weight in weights.items():
+        layout = layouts[name]
+        if layout is not None:
+            matrix = layout.matrix(weight.detach())
+            score = matrix.abs() if method == "l1" else torch.rand_like(matrix)
+            zeros[name] = layout.weight(smallest_of_neighbours(score, n_of_m), weight.shape)
+    return zeros
+
+
+def smallest_of_neighbours(score: torch.Tensor, n_of_m: NofM) -> torch.Tensor:
+    """Return where the last axis becomes zero so that of each m neighbours n stay: the highest."""
+    n, m = n_of_m
+    groups = score.reshape(-1, m)
+    leaving = groups.topk(m - n, largest=False).indices
+    zeros = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, leaving, True)
+    return zeros.reshape(score.shape)
+
+
+def wanda(
+    weight_goi: torch.Tensor, gram_gii: torch.Tensor, amount: float, n_of_m: NofM | None
+) -> torch.Tensor:
+    """Return where a matrix becomes zero: what contributes least to each of its outputs.
+
+    An entry counts as its size times the norm of what it is multiplied with; entries are compared
+    within a row (Sun et al., "A Simple and Effective Pruning Approach for Large Language Models",
+    2023).
+
+    Args:
+        weight_goi: groups, outputs, inputs.
+        gram_gii: sums of products of inputs.
+        amount: share of zeros in each row.
+        n_of_m: or so many of so many neighbours stay.
+    """
+    norm_gi = gram_gii.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    score = weight_goi.abs() * norm_gi.unsqueeze(-2)
+    if n_of_m:
+        return smallest_of_neighbours(score, n_of_m)
+    leaving = score.topk(round(amount * score.shape[-1]), largest=False).indices
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, leaving, True)
+
+
+def sparsegpt(
+    weight_goi: torch.Tensor, gram_gii: torch.Tensor, amount: float, n_of_m: NofM | None
+) -> torch.Tensor:
+    """Return a matrix with zeros, its other entries changed to make up for them.
+
+    Columns are treated from left to right; what zeros in one do to the outputs is undone, as far as
+    it can be, by all columns right of it (Frantar and Alistarh, "SparseGPT: Massive Language Models
+    Can Be Accurately Pruned in One-Shot", 2023, algorithm 1).
+
+    Args:
+        weight_goi: groups, outputs, inputs; in double precision.
+        gram_gii: sums of products of inputs.
+        amount: share of zeros in each block of columns.
+        n_of_m: or so many of so many neighbours stay.
+    """
+    weight_goi = weight_goi.clone()
+    always_zero_gi = gram_gii.diagonal(dim1=-2, dim2=-1) == 0
+    weight_goi.masked_fill_(always_zero_gi.unsqueeze(-2), 0)
+    inverse_gii = inverse_factor(gram_gii)
+    width = weight_goi.shape[-1]
+    block = BLOCK - BLOCK % n_of_m[1] if n_of_m and n_of_m[1] < BLOCK else BLOCK
+    for start in range(0, width, block):
+        own = slice(start, min(start + block, width))
+        factor = inverse_gii[:, own, own]
+        error = _treat_block_(weight_goi[..., own], factor, amount, n_of_m)
+        weight_goi[..., own.stop :] -= error @ inverse_gii[:, own, own.stop :]
+    return weight_goi
+
+
+def _treat_block_(
+    block_goi: torch.Tensor, factor_gii: torch.Tensor, amount: float, n_of_m: NofM | None
+) -> torch.Tensor:
+    """Set entries of a block to zero and mend those right of them, in place; return the errors."""
+    diagonal_gi = factor_gii.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+    if n_of_m:
+        zeros = torch.zeros_like(block_goi, dtype=torch.bool)
+    else:
+        zeros = _smallest((block_goi / diagonal_gi).square(), amount)
+    errors = torch.zeros_like(block_goi)
+    for i in range(block_goi.shape[-1]):
+        if n_of_m and i % n_of_m[1] == 0:
+            near = slice(i, i + n_of_m[1])
+            score = (block_goi[..., near] / diagonal_gi[..., near]).square()
+            zeros[..., near] = smallest_of_neighbours(score, n_of_m)
+        removed = block_goi[..., i].where(zeros[..., i], block_goi.new_zeros(()))
+        errors[..., i] = removed / diagonal_gi[..., i]
+        row_gi = factor_gii[:, i, i + 1 :].unsqueeze(-2)
+        block_goi[..., i + 1 :] -= errors[..., i, None] * row_gi
+        block_goi[..., i].masked_fill_(zeros[..., i], 0)
+    return errors
+
+
+def _smallest(score_goi: torch.Tensor, amount: float) -> torch.Tensor:
+    """Return where the smallest entries of each group lie."""
+    flat = score_goi.flatten(1)
+    leaving = flat.topk(round(amount * flat.shape[1]), largest=False).indices
+    return torch.zeros_like(flat, dtype=torch.bool).scatter_(1, leaving, True).view_as(score_goi)
+
+
+def _chosen(choose: L1Unstructured | RandomUnstructured, weight: torch.Tensor) -> torch.Tensor:
+    weight = weight.detach().contiguous()
+    kept: torch.Tensor = choose.compute_mask(weight, torch.ones_like(weight))  # type: ignore[no-untyped-call]
+    return kept == 0

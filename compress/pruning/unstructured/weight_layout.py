@@ -1,0 +1,172 @@
+"""Which weights can be set to zero, and as which matrices layers read them."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from compress.common.errors import PipelineInvalid
+from compress.data.batch import Batch
+from compress.pruning.depth.block_search import all_blocks
+from compress.pruning.importance.layer_calls import watched
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from compress.pruning.importance.layer_calls import LayerCall
+
+UNSEEN = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvTransposeNd)
+"""Layers of torch whose weights are matrices, though no call shows how they are read."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a layer reads its weight: as a matrix for each of its groups."""
+
+    read_axis: int
+    groups: int
+    channels: int
+    """Channels that each group reads."""
+    kernel: int
+    """Places of a convolution's window; 1 for a product."""
+
+    @classmethod
+    def of(cls, call: LayerCall) -> Layout:
+        """Return the layout that a call shows."""
+        kernel = prod(call.kernel)
+        return cls(call.read_axis, call.groups, call.columns // kernel, kernel)
+
+    def columns(self, matrix_gxi: torch.Tensor) -> torch.Tensor:
+        """Return a matrix whose columns are in the order of a call's, window last, window first.
+
+        So channels of one place are neighbours, as sparse kernels want them.
+        """
+        by_channel = matrix_gxi.reshape(*matrix_gxi.shape[:-1], self.channels, self.kernel)
+        return by_channel.transpose(-1, -2).reshape(matrix_gxi.shape)
+
+    def matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight as [groups, outputs, columns]; channels of one place are neighbours."""
+        rows = weight.t() if self.read_axis == 0 else weight
+        return self.columns(rows.reshape(self.groups, -1, self.channels * self.kernel))
+
+    def weight(self, matrix_goi: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return a matrix in the shape of the weight it was made from."""
+        by_place = matrix_goi.reshape(*matrix_goi.shape[:-1], self.kernel, self.channels)
+        rows = by_place.transpose(-1, -2)
+        if self.read_axis == 0:
+            return rows.reshape(shape[1], shape[0]).t()
+        return rows.reshape(shape)
+
+
+@dataclass(frozen=True)
+class Places:
+    """The weights that zeros go to."""
+
+    layouts: Mapping[str, Layout | None]
+    """Tensor in the order of its first use → how it is read, where a call shows it."""
+    left: Mapping[str, str]
+    """Tensor that is left alone → why."""
+
+    def readable(self, n_of_m: tuple[int, int] | None = None) -> Places:
+        """Return those whose matrices are known, and whose rows divide into groups of ``m``."""
+        left = dict(self.left)
+        for name, layout in self.layouts.items():
+            if layout is None:
+                left[name] = "what it is multiplied with cannot be seen; use method: l1 or random"
+            elif n_of_m and layout.channels % n_of_m[1]:
+                left[name] = f"it reads {layout.channels} channels, no multiple of {n_of_m[1]}"
+        return self.without(left)
+
+    def without(self, left: Mapping[str, str]) -> Places:
+        """Return the others, where some are left alone."""
+        layouts = {name: layout for name, layout in self.layouts.items() if name not in left}
+        return Places(layouts, {**self.left, **left})
+
+
+def places(
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> Places:
+    """Return the matrices and kernels of a module, embeddings and vectors left alone.
+
+    Args:
+        module: a module in eval mode.
+        inputs: what its forward takes.
+        include: patterns of tensors, or of modules around them; all by default.
+        exclude: those that stay.
+
+    Raises:
+        PipelineInvalid: a pattern matches nothing.
+        StageFailed: the module does not take the inputs.
+    """
+    calls: dict[str, Layout] = {}
+
+    def note(call: LayerCall) -> None:
+        calls.setdefault(call.weight, Layout.of(call))
+
+    device = str(inputs[0].device)
+    elsewhere = watched(module, [Batch(tuple(inputs), None)], note, device)
+    shapes = {name: p.dim() for name, p in module.named_parameters() if p.is_floating_point()}
+    matrices = [name for name in (*calls, *_unseen(module)) if shapes.get(name, 0) > 1]
+    chosen = _matching(list(shapes), include, "include") if include else set(matrices)
+    chosen -= _matching(list(shapes), exclude, "exclude")
+    layouts, left = {}, {}
+    for name in dict.fromkeys((*matrices, *sorted(chosen))):
+        if name not in chosen:
+            left[name] = "excluded"
+        elif shapes[name] < 2:
+            left[name] = "it is a vector"
+        elif name in elsewhere and not include:
+            left[name] = "it is used otherwise than by a layer, too"
+        else:
+            layouts[name] = calls.get(name)
+    return Places(layouts, left)
+
+
+def in_groups(module: nn.Module, names: Sequence[str]) -> list[list[str]]:
+    """Return tensors that lie in one block together, the others alone, in the order given."""
+    blocks = [block.name for block in all_blocks(module)]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        around = next((block for block in blocks if name.startswith(f"{block}.")), name)
+        groups.setdefault(around, []).append(name)
+    return list(groups.values())
+
+
+def _unseen(module: nn.Module) -> list[str]:
+    return [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, part in module.named_modules()
+        if isinstance(part, UNSEEN)
+        for name, _ in part.named_parameters()
+    ]
+
+
+def _matching(names: Sequence[str], patterns: Sequence[str], setting: str) -> set[str]:
+    """Return tensors that patterns name, or in modules that they name."""
+    around = {name: _prefixes(name) for name in names}
+    matched: set[str] = set()
+    for pattern in patterns:
+        found = {n for n in names if any(fnmatchcase(p, pattern) for p in around[n])}
+        if not found:
+            known = sorted({p for prefixes in around.values() for p in prefixes})
+            close = difflib.get_close_matches(pattern, known, n=3) or known[:3]
+            raise PipelineInvalid(
+                f"prune_weights.{setting}: no weight or module matches {pattern!r}; "
+                f"did you mean {', '.join(map(repr, close))}?"
+            )
+        matched |= found
+    return matched
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]

@@ -1,0 +1,1 @@
+"""Checks that a sliced model answers like its masked twin."""

@@ -1,0 +1,1 @@
+"""One module for each published method: AdaRound, AWQ, GPTQ, HQQ, SmoothQuant and others."""

@@ -1,0 +1,1 @@
+"""Data types, backends and calibration settings; imports no torch."""

@@ -1,0 +1,1 @@
+"""Which layers keep more bits, or floats."""

@@ -1,0 +1,1 @@
+"""A quantized model compared with its float model, layer by layer."""

@@ -1,0 +1,1 @@
+"""What is built on torchao's PT2E: quantizer, observers, ranges."""

@@ -1,0 +1,270 @@
+"""Which operators of an ATen graph are quantized: those that a runtime computes in integers.
+
+onnxruntime fuses an operator into an integer kernel (QLinearConv, QLinearAdd, QGemm …) when it
+stands alone between DequantizeLinear and QuantizeLinear. So each pattern below is annotated as a
+whole, and what would only gain a detour through integers stays float. How other runtimes differ is
+said by :class:`~compress.quantization.config.backend_targets.Patterns`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compress.quantization.pt2e.module_names import is_excluded, is_wrapped
+from compress.quantization.pt2e.observers import OBSERVERS
+from compress.quantization.pt2e.qspec import bias_spec, spec_of
+from compress.quantization.pt2e.torchao_api import (
+    Q_ANNOTATION_KEY,
+    PerChannelMinMaxObserver,
+    QuantizationAnnotation,
+    QuantizationSpec,
+    Quantizer,
+    SharedQuantizationSpec,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from compress.quantization.config.dtype_scheme import Observer, Scheme
+
+
+aten = torch.ops.aten
+CONVOLUTIONS = {
+    aten.conv1d.default,
+    aten.conv1d.padding,
+    aten.conv2d.default,
+    aten.conv2d.padding,
+    aten.conv3d.default,
+    aten.conv3d.padding,
+}
+LINEAR = aten.linear.default
+WEIGHTED = {*CONVOLUTIONS, LINEAR}
+EMBEDDING = aten.embedding.default
+ADDITION = aten.add.Tensor
+CLAMPS = {
+    aten.relu.default,
+    aten.relu6.default,
+    aten.hardtanh.default,
+    aten.clamp.default,
+}
+"""Activations that onnxruntime folds into the clipping of the QuantizeLinear that follows."""
+MOVES = {
+    aten.max_pool1d.default,
+    aten.max_pool2d.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.clone.default,
+}
+"""Operators that only move or pick values: their result keeps the scale of what they read."""
+AVERAGE_POOL = aten.avg_pool2d.default
+
+
+class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no type information
+    """Annotates the patterns that a scheme's runtime fuses into integer kernels."""
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        observer: Observer,
+        exclude: Sequence[str] = (),
+        *,
+        embeddings: bool = False,
+        percentile: float = 99.99,
+    ) -> None:
+        """Choose the formats.
+
+        Args:
+            scheme: integer formats of activations and weights.
+            observer: how the range of an activation is estimated.
+            exclude: patterns of module names whose operators stay float.
+            embeddings: whether tables are rounded too, each row with a scale of its own.
+            percentile: share of the values that the observer `percentile` keeps, in percent.
+        """
+        super().__init__()
+        self.scheme = scheme
+        self.embeddings = embeddings
+        options = {"percentile": percentile} if observer == "percentile" else {}
+        self.activation = spec_of(scheme.activations, OBSERVERS[observer], **options)
+        self.weight = spec_of(scheme.weights, PerChannelMinMaxObserver)
+        self.table = spec_of(scheme.tables, PerChannelMinMaxObserver)
+        self.patterns = scheme.patterns
+        self.exclude = tuple(exclude)
+        self.quantized: Counter[str] = Counter()
+        """Number of quantized operators by kind, filled while annotating."""
+        self.float_modules: list[str] = []
+        """Modules with weights that stayed float, filled while annotating."""
+        self.ranges: dict[str, Any] = {}
+        """Saturated and dead ranges by module, filled while calibrating."""
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        """Mark the operators to be quantized, in graph order."""
+        for node in model.graph.nodes:
+            if (
+                node.op != "call_function"
+                or Q_ANNOTATION_KEY in node.meta
+                or is_excluded(node, self.exclude)
+            ):
+                continue
+            if node.target in WEIGHTED:
+                self._annotate_weighted(node)
+            elif node.target is ADDITION:
+                self._annotate_addition(node)
+            elif node.target in MOVES or node.target is AVERAGE_POOL:
+                self._annotate_unary(node)
+            elif node.target is EMBEDDING:
+                self._annotate_table(node)
+        self.float_modules = float_modules(model)
+        return model
+
+    def validate(self, model: GraphModule) -> None:
+        """Accept every graph; what was not annotated stays float."""
+
+    def _annotate_weighted(self, node: Node) -> None:
+        source, weight = node.args[:2]
+        if not (is_float(source) and is_constant(weight)):
+            return
+        if not self.patterns.one_channel and _reads_one_channel_of_dynamic(node):
+            return
+        chain = _with_clamp(node)
+        self._mark(chain, [source], self.activation if self._rounds_result(chain) else None)
+        specs = node.meta[Q_ANNOTATION_KEY].input_qspec_map
+        specs[weight] = self.weight
+        bias = node.args[2] if len(node.args) > 2 else None
+        if self.patterns.biases and is_constant(bias) and not is_sequence_product(node):
+            specs[bias] = bias_spec(node, source, weight)
+
+    def _annotate_addition(self, node: Node) -> None:
+        terms = node.args[:2]
+        if self.patterns.additions == "residual":
+            residual = _residual(terms)
+            if residual is not None:
+                self._mark([node], [residual], None)
+        elif all(map(_is_rounded_anyway, terms)) and "alpha" not in node.kwargs:
+            self._mark(_with_clamp(node), terms, self.activation)
+
+    def _annotate_unary(self, node: Node) -> None:
+        source = node.args[0]
+        if _has_integers(source):
+            shared = SharedQuantizationSpec((source, node))
+            self._mark([node], [source], shared if node.target in MOVES else self.activation)
+
+    def _annotate_table(self, node: Node) -> None:
+        table = node.args[0]
+        if self.embeddings and is_constant(table):
+            self._weights_of(node, {table: self.table})
+
+    def _weights_of(self, node: Node, specs: dict[Node, QuantizationSpec]) -> None:
+        """Annotate an operator whose result stays float: its weights and some of its inputs."""
+        node.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(input_qspec_map=specs, _annotated=True)
+        self.quantized[str(node.target).split(".")[1]] += 1
+
+    def _rounds_result(self, chain: Sequence[Node]) -> bool:
+        return self.patterns.results and _wants_integers(chain)
+
+    def _mark(self, chain: Sequence[Node], sources: Sequence[object], output: object) -> None:
+        """Annotate a chain of operators: integers enter at its head and leave at its tail."""
+        for node in chain:
+            node.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(_annotated=True)
+        chain[0].meta[Q_ANNOTATION_KEY].input_qspec_map = dict.fromkeys(sources, self.activation)
+        chain[-1].meta[Q_ANNOTATION_KEY].output_qspec = output
+        if chain[0].target not in MOVES:
+            self.quantized[str(chain[0].target).split(".")[1].rstrip("_")] += 1
+
+
+def _with_clamp(node: Node) -> list[Node]:
+    """Return an operator and the activation after it, where that is its only reader."""
+    readers = list(node.users)
+    return [node, *readers] if len(readers) == 1 and readers[0].target in CLAMPS else [node]
+
+
+def _wants_integers(chain: Sequence[Node]) -> bool:
+    """Whether a result should be rounded to integers.
+
+    A convolution is only fused with an integer result. A matrix product is fused with a float one
+    too, which is kept where it is more exact at no cost: for the model's outputs, and for products
+    of sequences, whose wide ranges 8 bits ruin (a sentence encoder: cosine 0.93 instead of 0.99).
+    """
+    head, tail = chain[0], chain[-1]
+    if head.target is not LINEAR:
+        return True
+    return not (is_sequence_product(head) or any(r.op == "output" for r in tail.users))
+
+
+def _reads_one_channel_of_dynamic(node: Node) -> bool:
+    """Whether a node is a convolution of one channel, of an input with a dynamic axis."""
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    return node.target in CONVOLUTIONS and shape[1] == 1 and _is_dynamic(shape)
+
+
+def _is_dynamic(shape: Sequence[object]) -> bool:
+    return not all(isinstance(size, int) for size in shape)
+
+
+def _residual(terms: Sequence[object]) -> Node | None:
+    """Return the term that is carried past a layer, where an addition's other one is its result.
+
+    Where both are results of layers (a shortcut with a convolution of its own) the second one.
+    """
+    if not all(is_float(term) for term in terms):
+        return None
+    results = [term for term in terms if is_float(term) and _is_result_of_layer(term)]
+    if not results:
+        return None
+    return next((t for t in terms if is_float(t) and t is not results[0]), None)
+
+
+def _is_result_of_layer(node: Node) -> bool:
+    return node.target in WEIGHTED and len(node.users) == 1 and Q_ANNOTATION_KEY in node.meta
+
+
+def is_sequence_product(node: Node) -> bool:
+    """Whether a node is a linear layer over several axes, in ONNX a MatMul and not a Gemm."""
+    return node.target is LINEAR and node.args[0].meta["val"].dim() != 2  # type: ignore[union-attr]
+
+
+def is_float(value: object) -> TypeGuard[Node]:
+    """Whether an operand is a node that was a float32 tensor when it was traced."""
+    known = value.meta.get("val") if isinstance(value, Node) else None
+    return isinstance(known, torch.Tensor) and known.dtype is torch.float32
+
+
+def is_constant(value: object) -> TypeGuard[Node]:
+    """Whether an operand is a weight."""
+    return isinstance(value, Node) and value.op == "get_attr"
+
+
+def _has_integers(value: object) -> bool:
+    annotation = value.meta.get(Q_ANNOTATION_KEY) if isinstance(value, Node) else None
+    return annotation is not None and annotation.output_qspec is not None
+
+
+def _is_rounded_anyway(value: object) -> bool:
+    """Whether a tensor has integers, or another operator reads it in integers.
+
+    Else one addition in float would keep every later one on the same residual path in float.
+    """
+    readers = value.users if isinstance(value, Node) else ()
+    annotations = (reader.meta.get(Q_ANNOTATION_KEY) for reader in readers)
+    return _has_integers(value) or any(a and value in a.input_qspec_map for a in annotations)
+
+
+def float_modules(model: GraphModule) -> list[str]:
+    """Return the modules of weights (two axes and more) that no quantized operator reads."""
+    tensors = dict(model.named_parameters())
+    prefix = "module." if any(is_wrapped(node) for node in model.graph.nodes) else ""
+    names = {
+        str(node.target).removeprefix(prefix).rpartition(".")[0]
+        for node in model.graph.nodes
+        if node.op == "get_attr" and node.target in tensors and tensors[node.target].dim() > 1
+        if node.users and not any(Q_ANNOTATION_KEY in reader.meta for reader in node.users)
+    }
+    return sorted(names)

@@ -1,0 +1,68 @@
+"""torchao's PT2E quantization, imported without the notes that it logs on the way."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from compress.common.process import uncollected
+
+
+@contextmanager
+def _without_import_notes() -> Iterator[None]:
+    """Hide what torchao 0.18 logs on import: absent CUDA libraries, a deprecation of its own."""
+
+    def matters(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "Failed to load" not in text and "is an Enum subclass" not in text
+
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    for logger in loggers:
+        logger.addFilter(matters)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(matters)
+
+
+with _without_import_notes(), uncollected():
+    from torchao.quantization.pt2e import (
+        DerivedObserverOrFakeQuantize,
+        HistogramObserver,
+        MinMaxObserver,
+        MovingAverageMinMaxObserver,
+        ObserverBase,
+        PerChannelMinMaxObserver,
+        PlaceholderObserver,
+    )
+    from torchao.quantization.pt2e.observer import UniformQuantizationObserverBase
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantizer import (
+        DerivedQuantizationSpec,
+        QuantizationAnnotation,
+        QuantizationSpec,
+        Quantizer,
+        SharedQuantizationSpec,
+    )
+    from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+    from torchao.quantization.pt2e.utils import _fuse_conv_bn_ as fuse_conv_bn_
+
+__all__ = [
+    "Q_ANNOTATION_KEY",
+    "DerivedObserverOrFakeQuantize",
+    "DerivedQuantizationSpec",
+    "HistogramObserver",
+    "MinMaxObserver",
+    "MovingAverageMinMaxObserver",
+    "ObserverBase",
+    "PerChannelMinMaxObserver",
+    "PlaceholderObserver",
+    "QuantizationAnnotation",
+    "QuantizationSpec",
+    "Quantizer",
+    "SharedQuantizationSpec",
+    "UniformQuantizationObserverBase",
+    "convert_pt2e",
+    "fuse_conv_bn_",
+    "prepare_pt2e",
+]

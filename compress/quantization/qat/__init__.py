@@ -1,0 +1,1 @@
+"""Quantization-aware training: fake quantization and its modules."""

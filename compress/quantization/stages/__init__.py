@@ -1,0 +1,1 @@
+"""The quantization stages: settings and `run`, one module each."""

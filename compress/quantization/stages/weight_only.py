@@ -1,0 +1,76 @@
+"""The stage that holds weights in a few bits; settings only, no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.common.config import Count
+from compress.core.stage import Context, Stage
+from compress.quantization.config.calibration_data import Calibration
+from compress.quantization.config.dtype_scheme import WeightMethod
+from compress.quantization.stages.graph_artifact import check_exclude, sealed
+
+
+class QuantizeWeights(Stage[EagerModel, GraphModel]):
+    """Hold the weights of linear layers in a few bits; what is computed stays float.
+
+    For models whose size is the matter: it makes the file and the memory smaller, not the answer
+    faster, except where reading weights takes the time.
+    """
+
+    stage: Literal["quantize_weights"] = "quantize_weights"
+    bits: Literal[4, 8] = 4
+    """Bits of a weight."""
+    group_size: Literal[16, 32, 64, 128, 256] = 32
+    """Inputs of a layer that share a scale and a zero point."""
+    method: WeightMethod = "rtn"
+    """`rtn` rounds to the nearest step, `hqq` also fits the zero points of 4-bit weights, `gptq`
+    lets later weights make up for earlier ones' errors on a sample of the data, `awq` scales up
+    before rounding what is multiplied with large inputs."""
+    embeddings: bool = True
+    """Whether tables of embeddings are held in 8 bits, each row with a scale of its own."""
+    calibration_samples: Count = 128
+    """Samples that `gptq` and `awq` look at."""
+    exclude: tuple[str, ...] = ()
+    """Names of modules left in float; `*` and `?` stand for any characters."""
+
+    @model_validator(mode="after")
+    def _hqq_is_for_four_bits(self) -> QuantizeWeights:
+        if self.method == "hqq" and self.bits != 4:
+            # onnxruntime 1.31 has no 8-bit product with zero points between two integers.
+            raise ValueError(f"method hqq is for bits: 4, found bits: {self.bits}; use rtn or gptq")
+        return self
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether the method looks at data."""
+        return self.method in ("gptq", "awq")
+
+    @property
+    def uses_data(self) -> bool:
+        """Always: the result is compared on `val`."""
+        return True
+
+    def run(self, model: EagerModel, context: Context) -> GraphModel:
+        """Round the weights, and seal the graph."""
+        from compress.quantization.ptq.weight_only_graph import WeightQuantizer, quantize_weights
+
+        module = model.load()
+        check_exclude(self.exclude, module)
+        quantizer = WeightQuantizer(
+            self.method, self.bits, self.group_size, self.embeddings, self.exclude
+        )
+        sample = (
+            Calibration.of(self.calibration_samples, model.signature, context)
+            if self.needs_data
+            else ()
+        )
+        program = quantize_weights(module, model.signature, quantizer, sample)
+        facts: dict[str, Any] = {"left_float": quantizer.left}
+        if self.method == "awq":
+            facts["scaled"] = quantizer.scaled
+        return sealed(self, model, program, quantizer.quantized, facts, context, quantizer.rescaled)

@@ -1,0 +1,1 @@
+"""What a training checkpoint holds, and how it is checked before training resumes."""

@@ -1,0 +1,269 @@
+"""Settings of how training is spread over processes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from compress.common.config import Count, Positive, Settings
+from compress.common.requirements import Requirement
+from compress.training.config.pipeline import Pipeline
+
+# A name, an IPv4 address or an IPv6 one in brackets; port 0 would be another one on each machine.
+RENDEZVOUS = r"^(\$[A-Za-z_]\w*|([\w.-]+|\[[0-9A-Fa-f:.]+\]):[1-9]\d{0,4})$"
+ZERO = {"zero2": "shard_grad_op", "zero3": "full_shard"}
+REPLICATED = ("ddp", "zero1")
+SHARDED = ("fsdp", *ZERO)
+ONLY_FOR = {
+    "bucket_mebibytes": REPLICATED,
+    "communication": REPLICATED,
+    "cpu_offload": (*SHARDED, "deepspeed"),
+    "prefetch": SHARDED,
+    "sharding": SHARDED,
+    "static_graph": REPLICATED,
+    "wrap": SHARDED,
+    "zero_stage": ("deepspeed",),
+}
+"""Strategies that a setting is for; it is refused with any other."""
+
+DEEPSPEED = Requirement(
+    what="deepspeed", install="pip install 'compress-pipeline[deepspeed]', or use zero1 to zero3"
+)
+
+
+class Parallel(Settings):
+    """How training is spread over processes."""
+
+    strategy: Literal["ddp", "fsdp", "zero1", "zero2", "zero3", "deepspeed", "dp"] = "ddp"
+    """`ddp`: every process holds the whole model and its share of each batch. `fsdp`: weights,
+    gradients and optimizer state are sharded. `zero1`: `ddp` with sharded optimizer state. `zero2`
+    and `zero3`: `fsdp` with `shard_grad_op` and `full_shard`. `deepspeed`: DeepSpeed's engine, an
+    extra. `dp`: accepted for DataParallel's sake, and run as one process."""
+    processes: Count = 1
+    """Number of processes on each machine; 1 trains in the calling process."""
+    nodes: Count = 1
+    """Number of machines. The first one walks the pipeline, on each other one `compress join` with
+    the run's directory takes part; the directory is on a file system that all of them share."""
+    rendezvous: Annotated[str, Field(pattern=RENDEZVOUS)] | None = Field(default=None, exclude=True)
+    """Where several machines meet: `host:port` of the first one, or `$NAME` of an environment
+    variable that says so. It decides no result, so that a training goes on elsewhere."""
+    rendezvous_seconds: Count = Field(default=600, exclude=True)
+    """Seconds within which all machines must have come."""
+    restarts: Annotated[int, Field(ge=0, exclude=True)] = 3
+    """How often the processes are started again from the last checkpoint when one was killed; an
+    error is told at once."""
+    tensor: Count = 1
+    """Processes that share the matrices of each block (tensor parallelism). At the start each has
+    the whole model once, to compare it with the parts. What they repeat,
+    dropout included, stays alike in all of them; inside of shared attention and feed-forward
+    layers each one's share has the same dropout mask."""
+    tensor_plan: dict[str, Literal["column", "row"]] = {}
+    """How linear layers are cut, by patterns of their names (`*.mlp.up: column`): by outputs
+    (`column`) or by inputs (`row`), so that a block begins with columns and ends with rows. By
+    default attention and feed-forward layers with conventional names are found."""
+    pipeline: Pipeline | None = None
+    """How the model's blocks are spread over processes (pipeline parallelism); not by default. With
+    `fsdp`, gradients are exchanged after each micro-batch."""
+    communication: Literal["none", "fp16", "bf16", "powersgd", "topk", "int8", "hierarchical"] = (
+        "none"
+    )
+    """How gradients are compressed on their way between processes: not at all (`none`), to 16 bits
+    (`fp16`, `bf16`), to int8 (`int8`), to two thin matrices (`powersgd`), or to their largest
+    entries (`topk`). The last three add to each gradient what was lost of the one before it.
+    `hierarchical` sends them whole, and less of them between groups of processes."""
+    group_processes: Count | None = None
+    """Processes of a group of `hierarchical`; by default those of a machine."""
+    powersgd_rank: Count = 4
+    """Columns of the matrices of `powersgd`."""
+    topk_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Share of each gradient's entries that `topk` sends."""
+    bucket_mebibytes: Positive = 25.0
+    """Gradients that `ddp` sends at once."""
+    static_graph: bool = False
+    """Whether each step of `ddp` uses the same weights, which spares looking for unused ones. With
+    more than two processes a resumed training may then differ in the last bit."""
+
+    sharding: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"] = "full_shard"
+    """What `fsdp` shards: everything; all but the weights between forward and backward; nothing;
+    everything within groups of processes, between which gradients are averaged."""
+    shard_processes: Count | None = None
+    """Processes of a group in `hybrid_shard`; by default those of a machine, or half of all on one
+    machine."""
+    wrap: tuple[str, ...] | Count = 1_000_000
+    """What `fsdp` gathers at once: class names of blocks, or their least number of weights."""
+    cpu_offload: bool = False
+    """Whether `fsdp` keeps weights and optimizer state in main memory, and `deepspeed` optimizer
+    state, and in stage 3 weights."""
+    prefetch: Count | None = None
+    """Blocks that `fsdp` gathers ahead of the one that is computed, forward and backward; by
+    default as many as torch itself decides."""
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """What `deepspeed` shards: nothing; optimizer state; gradients too; weights too."""
+
+    @model_validator(mode="after")
+    def _settings_are_for_the_strategy(self) -> Self:
+        for name, strategies in ONLY_FOR.items():
+            is_set = getattr(self, name) != type(self).model_fields[name].default
+            if is_set and self.strategy not in strategies:
+                raise ValueError(
+                    f"{name} is for strategy: {', '.join(strategies)}, found {self.strategy}"
+                )
+        for name, communication in (("powersgd_rank", "powersgd"), ("topk_fraction", "topk")):
+            if name in self.model_fields_set and self.communication != communication:
+                raise ValueError(
+                    f"{name} is for communication: {communication}, found {self.communication}"
+                )
+        if self.communication != "none" and self.ranks == 1:
+            raise ValueError(
+                f"communication: {self.communication} is for several processes, found one"
+            )
+        if self.rendezvous is not None and self.nodes == 1:
+            raise ValueError("rendezvous is for several nodes; set nodes, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_divide(self) -> Self:
+        group = self.shard_processes
+        if self.sharding_mode != "hybrid_shard" and group:
+            raise ValueError("shard_processes is for strategy: fsdp with sharding: hybrid_shard")
+        if self.sharding_mode == "hybrid_shard" and self.ranks % self.shard_group:
+            raise ValueError(
+                f"hybrid_shard: groups of {self.shard_group} do not divide "
+                f"{self.ranks} processes; set shard_processes to a divisor"
+            )
+        if self.strategy in ZERO and "sharding" in self.model_fields_set:
+            raise ValueError(f"{self.strategy} says what is sharded; leave out sharding")
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_meet(self) -> Self:
+        if self.nodes > 1 and self.rendezvous is None:
+            raise ValueError(
+                f"nodes: {self.nodes} needs rendezvous: the first node's host:port, or $NAME of an "
+                "environment variable that holds it"
+            )
+        if self.nodes > 1 and self.strategy == "dp":
+            raise ValueError("strategy: dp runs as one process; use ddp for several nodes")
+        return self
+
+    @model_validator(mode="after")
+    def _hierarchy_has_two_levels(self) -> Self:
+        if self.communication != "hierarchical":
+            if self.group_processes:
+                raise ValueError("group_processes is for communication: hierarchical")
+        elif self.communication_group in (1, self.ranks) or self.ranks % self.communication_group:
+            raise ValueError(
+                f"communication: hierarchical needs groups of 2 processes or more, two or more of "
+                f"them, and found {self.ranks} processes in groups of {self.communication_group}; "
+                "set nodes, or group_processes to a divisor"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_shards(self) -> Self:
+        if self.strategy == "deepspeed" and self.cpu_offload and self.zero_stage == 0:
+            raise ValueError("cpu_offload needs zero_stage 1 or more, found 0")
+        return self
+
+    @model_validator(mode="after")
+    def _mesh_divides(self) -> Self:
+        if self.tensor_plan and self.tensor == 1:
+            raise ValueError("tensor_plan is for tensor above 1; set tensor: 2, say")
+        if not self.is_mesh:
+            return self
+        if self.strategy not in ("ddp", "fsdp", *ZERO):
+            raise ValueError(
+                f"tensor and pipeline go with strategy: ddp, fsdp, zero2 or zero3, "
+                f"found {self.strategy}"
+            )
+        if self.ranks % self.model_ranks:
+            raise ValueError(
+                f"{self.ranks} processes do not divide into groups of {self.model_ranks} "
+                f"(tensor × pipeline.stages); use {self.model_ranks} or a multiple"
+            )
+        if self.sharding_mode in ("no_shard", "hybrid_shard"):
+            raise ValueError(
+                f"sharding: {self.sharding_mode} does not go with tensor or pipeline; "
+                "use full_shard, shard_grad_op or strategy: ddp"
+            )
+        for name in ("static_graph", "cpu_offload"):
+            if getattr(self, name):
+                raise ValueError(f"{name} does not go with tensor or pipeline; leave it out")
+        if self.communication != "none":
+            raise ValueError("communication does not go with tensor or pipeline; leave it out")
+        return self
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        """What these settings cannot do without."""
+        return (DEEPSPEED,) if self.strategy == "deepspeed" else ()
+
+    @property
+    def undisturbed(self) -> bool:
+        """Whether other nodes take part, which look for one training at a time."""
+        return self.nodes > 1
+
+    @property
+    def alone(self) -> bool:
+        """Whether the calling process trains, without a process group."""
+        needs_group = self.sharding_mode is not None or self.strategy == "deepspeed"
+        return self.ranks == 1 and not needs_group
+
+    @property
+    def is_mesh(self) -> bool:
+        """Whether several processes share what one model computes for a sample."""
+        return self.model_ranks > 1
+
+    @property
+    def model_ranks(self) -> int:
+        """Processes that hold one model together."""
+        return self.tensor * (self.pipeline.stages if self.pipeline else 1)
+
+    @property
+    def replicas(self) -> int:
+        """Shares into which each batch is cut."""
+        return self.ranks // self.model_ranks
+
+    @property
+    def sharding_mode(self) -> str | None:
+        """What is sharded by FSDP; None for the strategies that keep the model whole."""
+        return self.sharding if self.strategy == "fsdp" else ZERO.get(self.strategy)
+
+    @property
+    def layout(self) -> str:
+        """How the model and each batch are cut; with another one results differ by rounding."""
+        shared = [f"{self.tensor} to a matrix"] if self.tensor > 1 else []
+        shared += [f"{self.pipeline.stages} stages"] if self.pipeline else []
+        how: list[str] = [self.strategy]
+        how += [self.sharding_mode] if self.sharding_mode else []
+        match self.communication:
+            case "powersgd":
+                how.append(f"powersgd of rank {self.powersgd_rank}")
+            case "none":
+                pass
+            case communication:
+                how.append(communication)
+        return ", ".join([f"{self.ranks} processes", *how, *shared])
+
+    @property
+    def ranks(self) -> int:
+        """The processes that really train, on all nodes together."""
+        return self.ranks_per_node * self.nodes
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The processes that really train on each node."""
+        return 1 if self.strategy == "dp" else self.processes
+
+    @property
+    def shard_group(self) -> int:
+        """Processes of a group in `hybrid_shard`."""
+        return self.shard_processes or (
+            self.processes if self.nodes > 1 else max(1, self.processes // 2)
+        )
+
+    @property
+    def communication_group(self) -> int:
+        """Processes of a group in `hierarchical`."""
+        return self.group_processes or self.processes

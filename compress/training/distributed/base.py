@@ -1,0 +1,170 @@
+"""Strategy: how the processes of a training share a model; one small class for each way."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from compress.artifacts.eager_model import EagerModel
+    from compress.data.splits import Batch
+    from compress.training.checkpoint.metadata import Tensors
+    from compress.training.config.parallel import Parallel
+    from compress.training.config.training import Training
+    from compress.training.loop.train_state import Learner
+
+# An epoch's metric may take long; a dead process is noticed at once, by its closed connection.
+PATIENCE = timedelta(hours=24)
+
+
+class Strategy(Protocol):
+    """What the step loop needs to know of the other processes; every rank makes every call."""
+
+    rank: int
+    """Which share of each batch this process computes."""
+    ranks: int
+    """Shares into which each batch is cut."""
+    leads: bool
+    """Whether this process writes and tells what all have in common; one of them does."""
+    stream: int
+    """Which random numbers this process draws: processes that repeat each other's work share it."""
+
+    def load(self, model: EagerModel, device: str) -> nn.Module:
+        """Return the module to train; one that will be sharded may get its weights in `wrap`."""
+        ...
+
+    def wrap(
+        self, module: nn.Module, training: Training, example: Callable[[], Batch]
+    ) -> nn.Module:
+        """Return the module through which gradients are shared; a sharded one changes in place.
+
+        Args:
+            module: the whole module.
+            training: the settings.
+            example: gives a few samples, the same in every process.
+        """
+        ...
+
+    def optimizer(self, module: nn.Module, training: Training) -> torch.optim.Optimizer:
+        """Return the optimizer of a wrapped module."""
+        ...
+
+    def micro_step(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
+        """Run one part of a step in a block; gradients are exchanged in the last."""
+        ...
+
+    def backward(self, wrapped: nn.Module, loss: torch.Tensor) -> None:
+        """Compute the gradients of one part of a step, and add them up."""
+        ...
+
+    def add_up_gradients(self, learner: Learner, batches: Sequence[Batch]) -> float:
+        """Compute the gradients of a step, in place, and return this rank's mean loss."""
+        ...
+
+    def clip_(self, module: nn.Module, largest: float) -> None:
+        """Scale all gradients, in place, so that their common norm is not above a limit."""
+        ...
+
+    def model_tensors(self, module: nn.Module) -> Tensors:
+        """Return this process's part of the weights and buffers."""
+        ...
+
+    def load_model_(self, module: nn.Module, tensors: Tensors) -> None:
+        """Put what was read of them into the module, in place."""
+        ...
+
+    def optimizer_tensors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+        """Return this process's part of the optimizer's state, named by the weights."""
+        ...
+
+    def load_optimizer_(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
+    ) -> None:
+        """Put the optimizer's state where a checkpoint left it, in place."""
+        ...
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of numbers over all ranks."""
+        ...
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return the value of each share of the batch on the leading process, if not others."""
+        ...
+
+    def of_all(self, value: Any) -> list[Any] | None:
+        """Return every process's value on the leading one, and None on the others."""
+        ...
+
+    def share(self, value: Any) -> Any:
+        """Return the leading process's value."""
+        ...
+
+    def share_buffers_(self, module: nn.Module) -> None:
+        """Give all copies of the module the first one's buffers, in place."""
+        ...
+
+    def settle_(self, module: nn.Module) -> None:
+        """Let go of what evaluating the module has gathered, in place."""
+        ...
+
+    def wait(self) -> None:
+        """Return when every rank has come here."""
+        ...
+
+    def sent_bytes(self, steps: int) -> int | None:
+        """Return the bytes of gradients sent in each of the steps since the last call."""
+        ...
+
+    def sent_between_bytes(self, steps: int) -> int | None:
+        """Return those of them that went to another group of processes, where there are groups."""
+        ...
+
+    def remember(self, checkpoint: Path) -> None:
+        """Write into a checkpoint what this process alone knows."""
+        ...
+
+    def recall(self, checkpoint: Path) -> None:
+        """Take up what this process wrote into a checkpoint."""
+        ...
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[None]:
+    """Join the process group that the environment describes for a block, and leave it in peace."""
+    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    dist.init_process_group(backend, timeout=PATIENCE)
+    yield  # a rank that failed must not wait here for the others
+    dist.destroy_process_group()
+
+
+def strategy_of(parallel: Parallel) -> Strategy:
+    """Return the strategy that the settings name, in a process group that has been joined."""
+    from compress.training.distributed.ddp import DataParallel
+
+    if parallel.is_mesh:
+        from compress.training.distributed.device_mesh import Meshed
+
+        return Meshed(parallel)
+    if parallel.sharding_mode is not None:
+        from compress.training.distributed.fsdp import Sharded
+
+        return Sharded(parallel)
+    if parallel.strategy == "deepspeed":
+        from compress.training.distributed.deepspeed import DeepSpeed
+
+        return DeepSpeed(parallel)
+    if parallel.strategy == "zero1":
+        from compress.training.distributed.zero1 import ZeroOne
+
+        return ZeroOne(parallel)
+    return DataParallel(parallel)

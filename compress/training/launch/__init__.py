@@ -1,0 +1,1 @@
+"""Processes and nodes of a distributed training."""

@@ -1,0 +1,1 @@
+"""The step loop and what it updates: weights, optimizer, EMA, checkpoints, logs."""

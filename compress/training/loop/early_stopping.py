@@ -1,0 +1,51 @@
+"""What a training's epochs so far say of its going on: pure functions of their metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from compress.core.metrics import Metric
+    from compress.training.checkpoint.metadata import Epoch
+    from compress.training.config.training import Training
+
+
+def is_better(epoch: Epoch, kept: Epoch | None, metric: Metric) -> bool:
+    """Whether an epoch is to be kept instead of the one kept so far.
+
+    Among trained epochs the later one wins a tie; the model as it came in must be beaten.
+    """
+    if kept is None or kept.metric is None or epoch.metric is None:
+        return True
+    gain = -metric.drop_points(kept.metric, epoch.metric)
+    return gain > 0 or (gain == 0 and kept.epoch > 0)
+
+
+def epochs_without_gain(history: Sequence[Epoch], metric: Metric) -> list[int]:
+    """Return for each epoch how many have passed since the best one; 0 is a new best."""
+    best: float | None = None
+    waited: list[int] = []
+    for epoch in history:
+        value = epoch.metric
+        gained = best is None or (value is not None and metric.drop_points(best, value) < 0)
+        best = value if gained else best
+        waited.append(0 if gained else waited[-1] + 1)
+    return waited
+
+
+def plateaus(history: Sequence[Epoch], metric: Metric, patience: int) -> int:
+    """Return how often the metric has gone another ``patience`` epochs without a gain."""
+    waited = epochs_without_gain(history, metric)
+    return sum(1 for epochs in waited if epochs and epochs % patience == 0)
+
+
+def is_over(training: Training, history: Sequence[Epoch], metric: Metric) -> bool:
+    """Whether all epochs are trained, or the metric has not gained for too long."""
+    trained = sum(1 for epoch in history if epoch.epoch > 0)
+    if trained >= training.epochs:
+        return True
+    if training.early_stopping is None or not history:
+        return False
+    return epochs_without_gain(history, metric)[-1] >= training.early_stopping

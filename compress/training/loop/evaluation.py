@@ -1,0 +1,106 @@
+"""The metric on `val`, each rank evaluating its share, equal to that of one process."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import flatten_outputs
+from compress.common.errors import StageFailed
+from compress.core.metrics import decisions_of, predict_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from compress.core.metrics import Metric
+    from compress.data.splits import Batch
+    from compress.training.distributed.base import Strategy
+    from compress.training.loop.trainer import Job
+
+
+def score(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | None:
+    """Return the module's metric on every sample of `val`, or None without that split.
+
+    Raises:
+        StageFailed: there are no targets, or the value is not finite.
+    """
+    if "val" not in job.data.datasets:
+        return None
+    strategy.share_buffers_(module)
+    module.eval()
+    outputs, targets = _share(job, module, strategy)
+    strategy.settle_(module)
+    value = reduce_metric(job.metric, outputs, targets, strategy)
+    if not math.isfinite(value):
+        raise StageFailed(f"metric {job.metric.name} on 'val' is {value}")
+    return value
+
+
+def reduce_metric(
+    metric: Metric, outputs: torch.Tensor, targets: torch.Tensor, strategy: Strategy
+) -> float:
+    """Return a metric over the shares of all ranks: sample ``i`` is rank ``i % ranks``'s.
+
+    What is a mean over samples is reduced as sum and count; any other metric needs all outputs.
+    """
+    if strategy.ranks == 1:
+        return metric.score(outputs, targets)
+    if metric.is_mean:
+        own = metric.summed(outputs, targets) if len(targets) else None
+        total, samples = strategy.total(own or (0.0, 0))
+        return total / samples if samples else math.nan
+    shares = strategy.gather((outputs, targets))
+    value = 0.0
+    if shares is not None:
+        value = metric.score(
+            _interleaved([share[0] for share in shares]),
+            _interleaved([share[1] for share in shares]),
+        )
+    return strategy.total([value])[0]
+
+
+def _share(
+    job: Job, module: torch.nn.Module, strategy: Strategy
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first output and the target of each sample of this rank's share of `val`.
+
+    Every rank runs as many batches, because a sharded model's forward is a common effort; what a
+    shorter share runs in addition is thrown away.
+    """
+    dataset = job.data.split("val")
+    samples = len(dataset)  # type: ignore[arg-type]  # Splits admits sized datasets only
+    own = range(strategy.rank, samples, strategy.ranks)
+    longest = -(-samples // strategy.ranks)
+    padded = [*own, *[0] * (longest - len(own))]
+
+    def batches() -> Iterator[Batch]:
+        return job.data.read("val", padded, job.data.batch_size)
+
+    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Not inference mode: a sharded model's gathered weights are used in training again.
+        with torch.no_grad():
+            return flatten_outputs(module(*(x.to(job.device) for x in inputs)))
+
+    outputs, targets = predict_batches(predict, batches())
+    if job.metric.name == "fidelity":
+        threads = torch.get_num_threads()
+        opened = Artifact.at(job.reference).open(job.device, threads) if job.reference else None
+        with opened or nullcontext() as reference:
+            if reference is None:
+                raise StageFailed("metric fidelity needs a reference model")
+            targets = decisions_of(predict_batches(reference, batches())[0])
+    if targets is None:
+        raise StageFailed(f"metric {job.metric.name} needs targets and split 'val' has none")
+    return outputs[: len(own)], targets[: len(own)]
+
+
+def _interleaved(shares: list[torch.Tensor]) -> torch.Tensor:
+    """Return the shares in the order of the samples."""
+    whole = shares[0].new_empty((sum(map(len, shares)), *shares[0].shape[1:]))
+    for rank, share in enumerate(shares):
+        whole[rank :: len(shares)] = share
+    return whole

@@ -1,0 +1,1 @@
+"""Losses, teacher losses and constraints on weights."""

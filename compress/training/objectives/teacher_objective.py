@@ -1,0 +1,174 @@
+"""Learning from a teacher's answers in any training: settings, and the objective they give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path  # noqa: TC003 - a dataclass field
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from compress.common.config import Positive, Settings
+from compress.common.errors import StageFailed
+
+if TYPE_CHECKING:
+    import torch
+
+    from compress.artifacts.eager_model import EagerModel
+    from compress.core.loss import Loss
+    from compress.data.batch import Batch
+    from compress.training.objectives.objective import LossFunction, TargetLoss
+
+
+class Teaching(Settings):
+    """How much a model learns from a teacher's answers, and how much from labels."""
+
+    loss: Literal["kl", "mse", "cosine"] = "kl"
+    """How far answers lie apart: `kl` compares the distributions of logits, `mse` and `cosine`
+    compare outputs of other kinds, such as embeddings."""
+    temperature: Positive = 4.0
+    """How far both models' distributions are softened before `kl` compares them."""
+    soft_weight: Positive = 0.9
+    """Weight of the teacher's answers."""
+    hard_weight: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the pipeline's loss on the targets; 0 leaves them out, and samples without a label
+    add nothing. By default 0.1 beside `kl`, and 0 beside the others, whose outputs are no
+    logits."""
+
+    @property
+    def labels_weight(self) -> float:
+        """The weight of the labels, by default that which goes with the loss."""
+        if self.hard_weight is None:
+            return 0.1 if self.loss == "kl" else 0.0
+        return self.hard_weight
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse to compare classes where the task has none.
+
+        Raises:
+            StageFailed: `kl` would.
+        """
+        if self.loss == "kl":
+            need_task_of_classes(self.loss, loss)
+
+    def objective(self, teacher: EagerModel, targets: TargetLoss) -> FromTeacher:
+        """Return what a training on a teacher's answers minimizes.
+
+        Args:
+            teacher: the model learnt from.
+            targets: the loss on the targets.
+        """
+        self.check_loss(targets.loss)
+        return FromTeacher(teacher.path.absolute(), teacher.digest, self, targets)
+
+
+@dataclass(frozen=True)
+class FromTeacher:
+    """Nearness of the first output to the teacher's, and to the labels where there are any."""
+
+    teacher: Path = field(repr=False)
+    """Directory of the teacher; each process loads it there."""
+    teacher_digest: str
+    teaching: Teaching
+    targets: TargetLoss
+    """The loss on the targets."""
+
+    def prepare(self, device: str) -> LossFunction:
+        """Load the teacher and return the loss function."""
+        import torch
+
+        from compress.artifacts.eager_model import EagerModel, flatten_outputs
+
+        teacher = EagerModel.at(self.teacher).load(device).requires_grad_(False)
+        labels_term, teaching = self.targets.mean(device, over_all=True), self.teaching
+
+        def loss(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
+            with torch.no_grad():
+                taught = flatten_outputs(teacher(*batch.inputs))[0]
+            need_equal_shapes(outputs[0], taught)
+            total = teaching.soft_weight * _distance(outputs[0], taught, teaching)
+            if batch.target is None or not teaching.labels_weight:
+                return total
+            return total + teaching.labels_weight * labels_term(outputs[0], batch.target)
+
+        return loss
+
+
+def need_equal_shapes(student: torch.Tensor, teacher: torch.Tensor) -> None:
+    """Refuse a teacher whose output is of another shape than the model's.
+
+    Raises:
+        StageFailed: it is.
+    """
+    if teacher.shape != student.shape:
+        raise StageFailed(
+            f"the teacher's output has shape {tuple(teacher.shape)} and the model's "
+            f"{tuple(student.shape)}; name a teacher with the same outputs"
+        )
+
+
+def need_task_of_classes(term: str, loss: Loss) -> None:
+    """Refuse a comparison of classes in a task whose model predicts numbers, or several yes or no.
+
+    Raises:
+        StageFailed: it does.
+    """
+    name = loss.name or {"numbers": "mse", "binary": "binary_cross_entropy"}.get(loss.targets or "")
+    if loss.is_of_numbers or name == "binary_cross_entropy":
+        raise StageFailed(
+            f"loss: {term} compares probabilities of classes that exclude each other, and the "
+            f"model of a pipeline with loss: {name} has none; use loss: mse"
+        )
+
+
+def need_classes(term: str, logits: torch.Tensor) -> None:
+    """Refuse outputs without an axis of classes, whose softmax is always 1.
+
+    Raises:
+        StageFailed: there are fewer than two classes on axis 1.
+    """
+    if logits.dim() < 2 or logits.shape[1] < 2:
+        raise StageFailed(
+            f"loss: {term} compares probabilities of classes on axis 1, and the outputs have shape "
+            f"{tuple(logits.shape)}; use loss: mse"
+        )
+
+
+def soft_cross_entropy(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Return the Kullback-Leibler divergence of softened distributions, times T squared.
+
+    After Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network" (2015), section
+    2: gradients of softened targets shrink with 1/T squared, and the factor undoes it. Classes lie
+    on axis 1, as for ``cross_entropy``; the mean is taken over all other axes.
+    """
+    import torch.nn.functional as F
+
+    need_classes("kl", student_logits)
+    student = F.log_softmax(student_logits / temperature, dim=1)
+    teacher = F.log_softmax(teacher_logits / temperature, dim=1)
+    divergence = F.kl_div(student, teacher, reduction="none", log_target=True).sum(1)
+    return divergence.mean() * temperature**2
+
+
+def squared_error(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the squared differences."""
+    return (student - teacher).square().mean()
+
+
+def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Return one minus the cosine of vectors, as a mean.
+
+    They lie on axis 1 of maps, [N, C, H, W], and on the last axis of everything else.
+    """
+    import torch.nn.functional as F
+
+    axis = 1 if student.dim() == 4 else -1
+    return 1 - F.cosine_similarity(student, teacher, dim=axis).mean()
+
+
+def _distance(student: torch.Tensor, teacher: torch.Tensor, teaching: Teaching) -> torch.Tensor:
+    if teaching.loss == "kl":
+        return soft_cross_entropy(student, teacher, teaching.temperature)
+    return (squared_error if teaching.loss == "mse" else cosine_distance)(student, teacher)

@@ -1,0 +1,1 @@
+"""Optimizer, clipping, activation checkpointing and compilation."""

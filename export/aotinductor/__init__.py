@@ -1,0 +1,1 @@
+"""The AOTInductor exporter: native code in a `.pt2` package."""

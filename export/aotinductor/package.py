@@ -1,0 +1,246 @@
+"""AOTInductor packages: compiled from programs, read, their kernels counted."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.export.pt2_archive import PT2ArchiveReader
+
+from compress.checkpoint.safe_zip import refuse_bomb
+from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.graph.library_cache import replaced
+from export.aotinductor.lowering import merge_products_, multiply_rows_, widen_ranges_
+from export.common.targets import NO_WIDE_INTEGERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.export import ExportedProgram
+
+    from compress.common.signature import Signature
+
+SETTINGS = {
+    # Weights become constants, which is what lets Inductor pack them for its integer kernels.
+    "freezing": True,
+    # Otherwise the number of threads at the time of compiling is written into the code.
+    "cpp.dynamic_threads": True,
+    # Otherwise a test program is compiled for each instruction set, which takes longer than a
+    # small model; those that the processor has are used either way.
+    "cpp.vec_isa_ok": True,
+    # It would be kept outside the cache's folder, and stay.
+    "aot_inductor.precompile_headers": False,
+    # They name the folder that was compiled in.
+    "aot_inductor.enable_line_tables": False,
+    "compile_threads": 1,
+}
+CALL = re.compile(r"AOTI_TORCH_ERROR_CODE_CHECK\(aoti_torch_(?:cpu|cuda)_+(\w+?)\(")
+INTEGER_KERNEL = re.compile(r"qconv|qlinear|int_mm")
+FLOAT_KERNEL = re.compile(r"(mkl(dnn)?_+)*(convolution|linear|(add|b|badd)?mm)")
+SOURCE = (".cpp", ".cu")
+DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor"
+UNROLLED = re.compile(r"aten\.(gru|rnn)(?:_tanh|_relu)?\.input")
+CONVOLUTION = re.compile(r"aten\.conv(1d|2d|3d|olution)\.")
+
+
+def compile_package(
+    program: ExportedProgram, signature: Signature, file: Path, device: str
+) -> dict[str, dict[str, int]]:
+    """Compile a program into a package; return its kernels of heavy operators, with their number.
+
+    What the compiler leaves behind goes into a temporary folder, which is removed. The program is
+    rewritten, and computes what it did.
+
+    Raises:
+        StageFailed: the program cannot be compiled, or would be compiled into wrong answers.
+    """
+    from torch._inductor.utils import fresh_cache
+
+    refuse_wide_integers(program)
+    refuse_one_channel_integers(program)
+    refuse_unrolled(program)
+    failure: Exception | None = None
+    with TemporaryDirectory(prefix="compress-aot-") as scratch, _quiet(), fresh_cache(dir=scratch):
+        package = Path(scratch) / file.name
+        try:
+            _compile(program, signature.example(device=device), package, device)
+            return _without_sources(package, file)
+        except Exception as error:  # noqa: BLE001 - raised below, where the cache is removed
+            failure = error
+    raise StageFailed(
+        f"AOTInductor cannot compile the model: {type(failure).__name__}: {first_line(failure)}"
+    ) from failure
+
+
+def load(file: Path, signature: Signature, device: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Return a function that runs a package; inputs that do not fit the signature are refused.
+
+    Raises:
+        ArtifactInvalid: the package cannot be loaded.
+    """
+    refuse_bomb(file)
+    index = int(device.partition(":")[2] or 0) if device.startswith("cuda") else -1
+    try:
+        # Not torch._inductor.aoti_load_package, which compiles test programs where no cache is.
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", True, 1, index)
+    except RuntimeError as error:
+        raise ArtifactInvalid(
+            f"{file}: not an AOTInductor package, or truncated ({first_line(error)})"
+        ) from error
+
+    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # The code reads memory by the sizes and strides that it was compiled for.
+        _refuse_misfit(inputs, signature)
+        return tuple(loader.boxed_run([x.contiguous() for x in inputs]))
+
+    return run
+
+
+def refuse_wide_integers(program: ExportedProgram) -> None:
+    """Refuse 16-bit activations, which Inductor (torch 2.13) hands to 8-bit kernels.
+
+    Raises:
+        StageFailed: there are some.
+    """
+    if any(torch.uint16 in node.args for node in program.graph.nodes):
+        raise StageFailed(NO_WIDE_INTEGERS)
+
+
+def refuse_one_channel_integers(program: ExportedProgram) -> None:
+    """Refuse integer convolutions of one channel where an axis is dynamic.
+
+    Inductor (torch 2.13) takes their results for contiguous, and oneDNN's kernel writes the
+    channels last: the code compiles, and answers at chance.
+
+    Raises:
+        StageFailed: there is one.
+    """
+    for node in program.graph.nodes:
+        source = node.args[0] if CONVOLUTION.match(str(node.target)) else None
+        if source is None or not str(source.target).startswith(DEQUANTIZE):
+            continue
+        shape = source.meta["val"].shape
+        if shape[1] == 1 and not all(isinstance(size, int) for size in shape):
+            raise StageFailed(
+                "a convolution reads integers of one channel, and its input has a dynamic axis: "
+                "AOTInductor compiles that into wrong answers; quantize with `target: "
+                "inductor-cpu`, which leaves it in float, or `exclude` it"
+            )
+
+
+def refuse_unrolled(program: ExportedProgram) -> None:
+    """Refuse GRUs and plain recurrent layers over sequences of any length.
+
+    Inductor (torch 2.13) computes LSTMs alone by a kernel: of the others it writes out the steps of
+    the length that was traced, and says nothing.
+
+    Raises:
+        StageFailed: there is one.
+    """
+    for node in program.graph.nodes:
+        layer = UNROLLED.match(str(node.target))
+        if layer is None:
+            continue
+        batch_first = bool(node.args[-1])
+        if not isinstance(node.args[0].meta["val"].shape[1 if batch_first else 0], int):
+            raise StageFailed(
+                f"AOTInductor writes out the steps of a {layer[1].upper()} one by one, and here "
+                "their number is a named axis; declare a number instead of the name in "
+                "model.inputs, or use an LSTM, export_onnx or export_torchscript"
+            )
+
+
+def _compile(
+    program: ExportedProgram, inputs: Sequence[torch.Tensor], package: Path, device: str
+) -> None:
+    from torch._inductor import aoti_compile_and_package, config
+    from torch.export.passes import move_to_device_pass
+
+    from export.aotinductor.weight_packing import PackForImages
+
+    settings: dict[str, Any] = dict(SETTINGS)
+    widen_ranges_(program)
+    if device == "cpu":
+        merge_products_(program)
+        multiply_rows_(program)
+        settings["post_grad_custom_pre_pass"] = PackForImages()
+    else:
+        program = move_to_device_pass(program, device)
+        settings["freezing"] = False  # it is for oneDNN's kernels
+    program._example_inputs = (tuple(inputs), {})  # a stored program has none
+    with torch.no_grad(), config.patch(settings), _exact_near_zero():
+        aoti_compile_and_package(program, package_path=str(package), inductor_configs=settings)
+
+
+@contextmanager
+def _exact_near_zero() -> Iterator[None]:
+    """Have vectors computed by kernels that keep the digits of small numbers, as torch's own do.
+
+    Inductor (torch 2.13) writes expm1, and so ELU, as exp(x) - 1, and atanh by log(1 + x).
+    """
+    from torch._inductor.codegen.cpp import CppVecOverrides
+
+    with (
+        replaced(CppVecOverrides, "expm1", staticmethod(lambda x: f"{x}.expm1()")),
+        replaced(CppVecOverrides, "atanh", staticmethod(lambda x: f"{x}.atanh()")),
+    ):
+        yield
+
+
+def _without_sources(package: Path, file: Path) -> dict[str, dict[str, int]]:
+    """Copy a package without the C++ that it was compiled from; return the kernels called there."""
+    reader = PT2ArchiveReader(str(package))
+    sources = []
+    with file.open("wb") as stream:
+        writer = torch._C.PyTorchFileWriter(stream)
+        for name in sorted(n for n in reader.get_file_names() if not n.startswith(".data/")):
+            record = reader.read_bytes(name)
+            if name.endswith(SOURCE):
+                sources.append(record.decode())
+            elif name != "byteorder":  # the writer adds it
+                writer.write_record(name, record, len(record))
+        writer.write_end_of_file()
+    return count_kernels("\n".join(sources))
+
+
+def count_kernels(source: str) -> dict[str, dict[str, int]]:
+    """Return how many integer and float kernels a package's code calls for heavy operators."""
+    calls = Counter(call for call in CALL.findall(source))
+
+    def matching(pattern: re.Pattern[str]) -> dict[str, int]:
+        return {name: calls[name] for name in sorted(calls) if pattern.match(name)}
+
+    return {
+        "integer_kernels": matching(INTEGER_KERNEL),
+        "float_kernels": matching(FLOAT_KERNEL),
+    }
+
+
+def _refuse_misfit(inputs: Sequence[torch.Tensor], signature: Signature) -> None:
+    sizes: dict[str, int] = {}
+    for spec, tensor in zip(signature.inputs, inputs, strict=True):
+        expected = [str(d) for d in spec.shape]
+        fits = tensor.dim() == len(spec.shape) and str(tensor.dtype) == f"torch.{spec.dtype}"
+        for wanted, size in zip(spec.shape, tensor.shape, strict=False):
+            fits = fits and size == (
+                sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted
+            )
+        if not fits:
+            raise ValueError(
+                f"input {spec.name} is {tensor.dtype} {list(tensor.shape)}, expected "
+                f"{spec.dtype} [{', '.join(expected)}]"
+            )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide warnings that Inductor raises about its own code."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.")
+        yield

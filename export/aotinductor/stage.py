@@ -1,0 +1,152 @@
+"""AOTInductor: the artifact, and the stage that compiles a module or a quantized graph to it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from compress.artifacts.artifact import Artifact, Predictor
+from compress.artifacts.eager_model import EagerModel, predicting
+from compress.artifacts.graph_model import GraphModel, program_of
+from compress.common.requirements import COMPILER, Requirement
+from compress.core.stage import Context, Stage
+from compress.graph.axis_bounds import limits_of
+from export.common.targets import NO_WIDE_INTEGERS, warn_of_another
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Set
+    from pathlib import Path
+
+    import torch
+    from torch.export import ExportedProgram
+
+    from compress.common.signature import Signature
+
+logger = logging.getLogger(__name__)
+
+
+class AotModel(Artifact):
+    """Native code and weights in one `.pt2` package, run by PyTorch without its Python code.
+
+    It is tied to the processor, the system and the version of PyTorch that it was compiled for, and
+    refused elsewhere. Opening it runs the code it holds: open your own packages only.
+    """
+
+    kind: ClassVar[str] = "aot"
+    payload: ClassVar[str] = "model.pt2"
+
+    @property
+    def unseen_memory(self) -> str:
+        """Why PyTorch does not know what memory a call takes on a GPU."""
+        built_for: Any = self.fact("built_for")
+        unseen = "compiled code takes memory of the GPU that PyTorch does not count"
+        return unseen if built_for["device"] == "cuda" else ""
+
+    @contextmanager
+    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
+        """Give the code as a predictor; it runs on what it was compiled for, whatever the device.
+
+        Raises:
+            ArtifactInvalid: the package was altered after sealing, or cannot be loaded.
+            Unavailable: it was compiled for another machine.
+        """
+        from export.aotinductor.package import load
+        from export.common.host_check import refuse_elsewhere
+
+        built_for: Any = self.fact("built_for")
+        refuse_elsewhere(built_for, self.payload_path)
+        self.verify()
+        device = _where(built_for["device"], device)
+        module = load(self.payload_path, self.signature, device)
+        with predicting(module, device, threads) as predict:
+            yield predict
+
+
+class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
+    """Compile to native code ahead of time (AOTInductor), proved to answer like its source.
+
+    The package is tied to the kind of processor it is compiled on.
+    """
+
+    stage: Literal["export_aot"] = "export_aot"
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What the code is compiled for; `cuda` needs such a device, here and where it runs."""
+
+    requirements: ClassVar[tuple[Requirement, ...]] = (COMPILER,)
+
+    def all_requirements(self) -> tuple[Requirement, ...]:
+        """Return the compiler, and a CUDA device where one is compiled for."""
+        from export.common.host_check import CUDA
+
+        return (*self.requirements, *((CUDA,) if self.device == "cuda" else ()))
+
+    def refusal(self, formats: Set[str]) -> str:
+        """Return why there are no kernels for such activations, or nothing."""
+        return NO_WIDE_INTEGERS if "uint16" in formats else ""
+
+    @property
+    def machine_parts(self) -> dict[str, Any]:
+        """The processor and system that the code is compiled for."""
+        from export.common.host_check import built_for
+
+        return {"built_for": built_for(self.device)}
+
+    def run(self, model: EagerModel | GraphModel, context: Context) -> AotModel:
+        """Trace, compile, check and seal."""
+        from export.aotinductor.package import compile_package, load
+        from export.common.device_predictor import on_cpu
+        from export.common.host_check import built_for, refuse_missing
+        from export.parity.compare import prove_equal
+        from export.parity.report import Account, accounting
+        from export.parity.repro_script import AOT
+
+        refuse_missing(self.all_requirements(), self.title)
+        warn_of_another(model, ("inductor-cpu",), self.title)
+        program = program_of(model)
+        facts: dict[str, Any] = {"built_for": built_for(self.device)}
+        facts |= {"parameters": model.parameters(), "macs": model.macs()}
+        called = program.graph_module.graph.nodes
+        operators = Counter(str(n.target) for n in called if n.op == "call_function")
+        facts["operators"] = dict(sorted(operators.items()))
+        facts |= limits_of(program, model.signature, self.title)
+        device = _where(self.device, context.device)
+        with AotModel.sealing(
+            context.root, model.signature, lineage=self.lineage(model), facts=facts
+        ) as partial:
+            file = partial / AotModel.payload
+            facts |= compile_package(program, model.signature, file, device)
+            module = load(file, model.signature, device)
+            with predicting(module, device, context.threads) as compiled:
+                got, again = on_cpu(compiled), self._export_again
+                account = Account(self.title, model, got, file, program, again, AOT, context)
+                with accounting(account):
+                    prove_equal(model, got, context, facts.get("axis_limits"), operators)
+        logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
+        return AotModel.at(context.root)
+
+    def prove(self, model: EagerModel | GraphModel, artifact: AotModel, context: Context) -> None:
+        """Compare a package from an earlier run with its source, on the data of this one."""
+        from export.parity.compare import prove_again
+
+        prove_again(model, artifact, context)
+
+    def _export_again(
+        self,
+        program: ExportedProgram,
+        signature: Signature,
+        file: Path,
+        inputs: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, ...]:
+        """Compile a part of the graph and return its answers."""
+        from export.aotinductor.package import compile_package, load
+
+        compile_package(program, signature, file, self.device)
+        with predicting(load(file, signature, self.device), self.device, 1) as compiled:
+            return tuple(t.cpu() for t in compiled(*inputs))
+
+
+def _where(compiled_for: str, device: str) -> str:
+    """Return the device to run on: a CUDA one by its number where that is asked for."""
+    return device if device.partition(":")[0] == compiled_for else compiled_for

@@ -1,0 +1,1 @@
+"""The ONNX exporter, its artifact, and how ONNX Runtime opens it."""

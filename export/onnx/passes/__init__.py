@@ -1,0 +1,1 @@
+"""Rewrites of the ONNX graph for integer, few-bit and half-precision kernels."""

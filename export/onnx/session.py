@@ -1,0 +1,109 @@
+"""onnxruntime: a session as a predictor, and which kernels it chose."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnxruntime
+import torch
+
+from compress.common.errors import ArtifactInvalid, first_line
+from export.onnx.proto_io import read
+
+if TYPE_CHECKING:
+    import onnx
+
+    from compress.artifacts.artifact import Predictor
+
+ERRORS_ONLY = 3
+FLOAT_KERNELS = {
+    *("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul"),
+    *("LSTM", "GRU", "RNN"),
+}
+INTEGER_KERNELS = {
+    *("QGemm", "QAttention", "ConvInteger"),
+    *("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"),
+}
+
+
+def session_predictor(file: Path, threads: int) -> Predictor:
+    """Return a predictor that runs an ONNX file on the CPU.
+
+    Raises:
+        ArtifactInvalid: onnxruntime cannot load the file.
+    """
+    return _predictor(_session(file, _options(threads)))
+
+
+def counted_predictor(file: Path, threads: int) -> tuple[Predictor, dict[str, dict[str, int]]]:
+    """Return a predictor, and how many integer and float kernels run the heavy operators.
+
+    Raises:
+        ArtifactInvalid: onnxruntime cannot load the file.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        optimized = Path(folder) / "optimized.onnx"
+        session = _session(file, _writing(_options(threads), optimized))
+        return _predictor(session), count_kernels(read(optimized))
+
+
+def _predictor(session: Any) -> Predictor:
+    names = [i.name for i in session.get_inputs()]
+
+    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        feed = {n: x.detach().cpu().numpy() for n, x in zip(names, inputs, strict=True)}
+        return tuple(torch.from_numpy(y) for y in session.run(None, feed))
+
+    return predict
+
+
+def count_kernels(optimized: onnx.ModelProto) -> dict[str, dict[str, int]]:
+    """Return how many integer and float kernels the heavy operators of a rewritten model are."""
+    kernels = Counter(node.op_type for node in optimized.graph.node)
+    integer = {k for k in kernels if k in INTEGER_KERNELS or k.startswith("QLinear")}
+    return {
+        "integer_kernels": {k: kernels[k] for k in sorted(integer)},
+        "float_kernels": {k: kernels[k] for k in sorted(FLOAT_KERNELS & kernels.keys())},
+    }
+
+
+def optimized_file(file: Path, to: Path, level: Any) -> Path:
+    """Write a model as onnxruntime rewrites it for the CPU; return where.
+
+    Raises:
+        ArtifactInvalid: onnxruntime cannot load the file.
+    """
+    options = _options(threads=1)
+    options.graph_optimization_level = level
+    _session(file, _writing(options, to))
+    return to
+
+
+def _writing(options: Any, to: Path) -> Any:
+    """Return options by which the rewritten model is written too."""
+    options.optimized_model_filepath = str(to)
+    # In one file, a model of 2 GiB could not be written.
+    options.add_session_config_entry(
+        "session.optimized_model_external_initializers_file_name", f"{to.name}.data"
+    )
+    return options
+
+
+def _options(threads: int) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    # A waiting thread that spins takes the core from whatever is measured beside it.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.log_severity_level = ERRORS_ONLY
+    return options
+
+
+def _session(file: Path, options: Any) -> Any:
+    try:
+        return onnxruntime.InferenceSession(str(file), options, ["CPUExecutionProvider"])
+    except Exception as error:
+        raise ArtifactInvalid(f"{file}: onnxruntime cannot load it: {first_line(error)}") from error

@@ -1,0 +1,1 @@
+"""Does an exported file answer like its source?"""

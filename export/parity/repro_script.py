@@ -1,0 +1,174 @@
+"""A script that shows where an exported model and PyTorch part, with those two alone."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from compress.common.errors import StageFailed
+from compress.common.tensor_difference import largest, relative_error
+from compress.graph.torch_export import save_program
+from export.parity.subgraph import retrace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch import fx
+
+    from compress.artifacts.artifact import Predictor
+    from export.parity.bisect import Search
+    from export.parity.report import Account
+
+SOURCE = "source.pt2"
+INPUTS = "inputs.npz"
+SCRIPT = "reproduce.py"
+
+TEMPLATE = '''"""{what}
+
+`{source}` is a part of the model as a torch.export program, `{exported}` the same part exported.
+Run with `python {script}`; it needs torch, numpy{needs} alone, and exits with 1 where the answers
+differ by more than LIMIT of their norm.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and its kin
+{imports}
+HERE = Path(__file__).parent
+LIMIT = {limit!r}
+DTYPES = {dtypes!r}
+
+
+def answers_of_the_export(inputs):
+{answers}
+
+stored = np.load(HERE / "{inputs}", allow_pickle=False)
+inputs = [torch.from_numpy(stored[name]).to(getattr(torch, DTYPES[name])) for name in DTYPES]
+with torch.no_grad():
+    expected = torch.export.load(HERE / "{source}").module(check_guards=False)(*inputs)
+expected = expected if isinstance(expected, (tuple, list)) else [expected]
+worst = 0.0
+for i, (a, b) in enumerate(zip(expected, answers_of_the_export(inputs))):
+    a, b = a.double(), b.double()
+    print(f"output {{i}}: PyTorch {{tuple(a.shape)}}, exported {{tuple(b.shape)}}")
+    if a.shape != b.shape:
+        sys.exit(1)
+    same = (a == b) | (a.isnan() & b.isnan())
+    error = torch.where(same, 0.0, b - a)
+    norm = torch.linalg.vector_norm(torch.where(a.isfinite(), a, 0.0)).clamp_min(1e-9)
+    relative = float(torch.linalg.vector_norm(error) / norm)
+    largest = float(error.abs().max()) if error.numel() else 0.0
+    print(f"  differ by {{relative:.3g}} of the norm, by at most {{largest:.3g}} in an element")
+    worst = relative if not relative <= worst else worst
+sys.exit(0 if worst <= LIMIT else 1)
+'''
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How a script answers with an exported file, in the words of its library."""
+
+    name: str
+    file: str
+    """Name of the exported file."""
+    imports: str
+    """Further lines that import."""
+    answers: tuple[str, ...]
+    """Lines that return the outputs as tensors, of ``inputs`` and ``HERE``."""
+    library: str = ""
+    """What it needs beside torch."""
+
+
+ONNX = Runtime(
+    name="onnxruntime",
+    file="model.onnx",
+    imports="import onnxruntime\n",
+    answers=(
+        'session = onnxruntime.InferenceSession(HERE / "model.onnx", '
+        'providers=["CPUExecutionProvider"])',
+        "names = [i.name for i in session.get_inputs()]",
+        "feed = {n: x.numpy() for n, x in zip(names, inputs)}",
+        "return [torch.from_numpy(y) for y in session.run(None, feed)]",
+    ),
+    library="onnxruntime",
+)
+TORCHSCRIPT = Runtime(
+    name="TorchScript",
+    file="model.ts",
+    imports="",
+    answers=(
+        'module = torch.jit.load(HERE / "model.ts")',
+        "with torch.no_grad():",
+        "    outputs = module(*inputs)",
+        "return outputs if isinstance(outputs, (tuple, list)) else [outputs]",
+    ),
+)
+AOT = Runtime(
+    name="AOTInductor",
+    file="model.pt2",
+    imports="",
+    answers=(
+        'path = str(HERE / "model.pt2")',
+        'package = torch._C._aoti.AOTIModelPackageLoader(path, "model", True, 1, -1)',
+        "return package.boxed_run([x.contiguous() for x in inputs])",
+    ),
+)
+
+
+def write(folder: Path, search: Search, account: Account, what: str) -> float:
+    """Write script, program, exported file and inputs; return the error that they show.
+
+    Where no part differs on its own, the file is the one that was found to.
+
+    Raises:
+        StageFailed: the part cannot be exported on its own.
+    """
+    runtime = account.runtime
+    if search.node is None:
+        part, signature, inputs = search.module, search.signature, search.inputs
+        shutil.copyfile(account.file, folder / runtime.file)
+        error = _error(part, account.got, inputs)
+    else:
+        part, signature, inputs, error = search.smallest(search.node, folder / runtime.file)
+    if not (folder / runtime.file).exists():
+        raise StageFailed("the part cannot be exported on its own")
+    program = retrace(part, signature, signature.example())
+    save_program(program, folder / SOURCE)
+    names = [spec.name for spec in signature.inputs]
+    arrays = {n: _as_array(x) for n, x in zip(names, inputs, strict=True)}
+    np.savez(folder / INPUTS, allow_pickle=False, **arrays)
+    text = TEMPLATE.format(
+        what=what,
+        source=SOURCE,
+        exported=runtime.file,
+        script=SCRIPT,
+        inputs=INPUTS,
+        needs=f" and {runtime.library}" if runtime.library else "",
+        imports=runtime.imports,
+        limit=search.limit,
+        dtypes={spec.name: spec.dtype for spec in signature.inputs},
+        answers="\n".join(f"    {line}" for line in (*runtime.answers, "")),
+    )
+    (folder / SCRIPT).write_text(text, encoding="utf-8")
+    return error
+
+
+def _error(part: fx.GraphModule, got: Predictor, inputs: Sequence[torch.Tensor]) -> float:
+    with torch.no_grad():
+        outputs = part(*inputs)
+    expected = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    return largest(relative_error(a, b) for a, b in zip(expected, got(*inputs), strict=True))
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+    """Return a tensor for numpy, which has no bfloat16."""
+    plain = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    return plain.detach().cpu().numpy()

@@ -1,0 +1,1 @@
+"""The TensorRT exporter: engines by way of ONNX or torch-tensorrt."""

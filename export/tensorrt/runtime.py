@@ -1,0 +1,110 @@
+"""TensorRT engines, loaded and asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compress.common.errors import ArtifactInvalid, StageFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from compress.common.signature import Signature
+
+DTYPES = {
+    **{"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16},
+    **{"INT64": torch.int64, "INT32": torch.int32, "INT8": torch.int8},
+    **{"UINT8": torch.uint8, "BOOL": torch.bool},
+}
+"""TensorRT's name of an element type → torch's."""
+
+Outputs = tuple[torch.Tensor, ...]
+
+
+def load(
+    file: Path, signature: Signature, sizes: Mapping[str, Sequence[int]], device: str
+) -> Callable[..., Outputs]:
+    """Return a function that runs an engine on CUDA tensors.
+
+    Raises:
+        ArtifactInvalid: TensorRT cannot load the file.
+    """
+    import tensorrt as trt
+
+    runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
+    with torch.cuda.device(device):
+        engine = runtime.deserialize_cuda_engine(file.read_bytes())
+    if engine is None:
+        raise ArtifactInvalid(f"{file}: not an engine that this TensorRT can load, or truncated")
+    names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
+    inputs = [n for n in names if engine.get_tensor_mode(n) == trt.TensorIOMode.INPUT]
+    outputs = [n for n in names if n not in inputs]
+    # Engines that came by ONNX bear the signature's names, others their order alone.
+    inputs = in_order(inputs, [spec.name for spec in signature.inputs])
+    outputs = in_order(outputs, [spec.name for spec in signature.outputs])
+    run = _runner(engine, inputs, outputs, device)
+    run.runtime = runtime  # type: ignore[attr-defined]  # it must outlive its engine
+    if signature.batch_axis is None:
+        return run
+    return in_parts(run, signature, sizes[signature.batch_axis][2])
+
+
+def in_order(found: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """Return an engine's tensors in the signature's order."""
+    return list(wanted) if set(found) == set(wanted) else list(found)
+
+
+def in_parts(
+    run: Callable[..., Outputs], signature: Signature, largest: int
+) -> Callable[..., Outputs]:
+    """Return a function that asks for at most so many samples at once.
+
+    Inputs without the batch axis are given whole. Outputs must have it first.
+    """
+    batched = [spec.shape[:1] == (signature.batch_axis,) for spec in signature.inputs]
+
+    def ask(*inputs: torch.Tensor) -> Outputs:
+        rows, answers = len(inputs[0]), []
+        for start in range(0, rows, largest):
+            part = slice(start, start + largest)
+            answers.append(
+                run(*(x[part] if b else x for x, b in zip(inputs, batched, strict=True)))
+            )
+        return tuple(torch.cat(column) for column in zip(*answers, strict=True))
+
+    return ask
+
+
+def _runner(
+    engine: Any, inputs: Sequence[str], outputs: Sequence[str], device: str
+) -> Callable[..., Outputs]:
+    context = engine.create_execution_context()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
+    dtypes = {n: DTYPES[engine.get_tensor_dtype(n).name] for n in (*inputs, *outputs)}
+
+    def run(*given: torch.Tensor) -> Outputs:
+        held = [x.to(dtypes[n]).contiguous() for n, x in zip(inputs, given, strict=True)]
+        for name, tensor in zip(inputs, held, strict=True):
+            if not context.set_input_shape(name, tuple(tensor.shape)):
+                raise ValueError(
+                    f"input {name} has shape {list(tensor.shape)}, which the engine was not built "
+                    "for; set export_tensorrt's sizes"
+                )
+            context.set_tensor_address(name, tensor.data_ptr())
+        answers = []
+        for name in outputs:
+            shape = tuple(context.get_tensor_shape(name))
+            if min(shape, default=0) < 0:
+                raise StageFailed(f"the size of output {name} depends on the values of the inputs")
+            answers.append(torch.empty(shape, dtype=dtypes[name], device=device))
+            context.set_tensor_address(name, answers[-1].data_ptr())
+        stream.wait_stream(torch.cuda.current_stream(device))
+        if not context.execute_async_v3(stream.cuda_stream):
+            raise RuntimeError("TensorRT could not run the engine; its own log says why")
+        stream.synchronize()
+        return tuple(answers)
+
+    return run

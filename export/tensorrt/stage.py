@@ -1,0 +1,169 @@
+"""TensorRT: the artifact, and the stage that builds an engine from a module, a graph or ONNX."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field
+
+from compress.artifacts.artifact import Artifact, Predictor
+from compress.artifacts.eager_model import EagerModel, predicting
+from compress.artifacts.graph_model import GraphModel
+from compress.common.config import Count
+from compress.common.requirements import Requirement
+from compress.core.stage import Context, Stage
+from export.common.host_check import CUDA
+from export.onnx.stage import OnnxModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+INSTALL = (
+    "pip install 'compress-pipeline[tensorrt]' on a machine with an NVIDIA GPU, or use export_onnx"
+)
+TENSORRT = Requirement(what="tensorrt", install=INSTALL)
+TORCH_TENSORRT = Requirement(what="torch_tensorrt", install=INSTALL)
+
+
+def _ascending(sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+    if list(sizes) == sorted(sizes):
+        return sizes
+    raise ValueError(f"expected [smallest, usual, largest] in this order, found {list(sizes)}")
+
+
+Sizes = Annotated[tuple[Count, Count, Count], AfterValidator(_ascending)]
+"""The smallest, the usual and the largest size of a named axis."""
+
+
+class TensorRTEngine(Artifact):
+    """A TensorRT engine: kernels chosen on one GPU, with the weights.
+
+    It is tied to that model of GPU and to the version of TensorRT, and refused elsewhere.
+    """
+
+    kind: ClassVar[str] = "tensorrt"
+    payload: ClassVar[str] = "model.engine"
+    memory_elsewhere: ClassVar[str] = (
+        "TensorRT takes memory of the GPU by itself, and PyTorch does not count it"
+    )
+
+    @contextmanager
+    def open(self, device: str = "cuda", threads: int = 1) -> Iterator[Predictor]:
+        """Give the engine as a predictor; it runs on a CUDA device, whatever the device.
+
+        More samples than the largest batch are answered in parts.
+
+        Raises:
+            ArtifactInvalid: the engine was altered after sealing, or cannot be loaded.
+            Unavailable: it was built elsewhere, or TensorRT or the GPU is not here.
+        """
+        from export.tensorrt.host_check import refuse_elsewhere
+        from export.tensorrt.runtime import load
+
+        device = _numbered(device)
+        refuse_elsewhere(self.fact("built_for"), self.payload_path, device)
+        self.verify()
+        run = load(self.payload_path, self.signature, self.fact("sizes"), device)
+        with predicting(run, device, threads) as predict:
+            yield predict
+
+
+class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine]):
+    """Build a TensorRT engine for the GPU that is here, proved to answer like its source.
+
+    It computes in the source's own types: float16 and bfloat16 after `convert_precision`, int8
+    after `quantize_static` with `target: tensorrt`.
+    """
+
+    stage: Literal["export_tensorrt"] = "export_tensorrt"
+    through: Literal["onnx", "torch_tensorrt"] = "onnx"
+    """How the model gets there: by an ONNX file and TensorRT's own parser, or by torch-tensorrt's
+    converters, which take no int8 graphs."""
+    sizes: dict[str, Sizes] = {}
+    """Named axis → smallest, usual and largest size, e.g. `{batch: [1, 8, 32]}`, which is what the
+    batch gets when left out. Every other named axis must be given, unless `model.axes` says its
+    smallest and largest size."""
+    workspace_mebibytes: Count | None = None
+    """Memory that a kernel may use besides weights and activations; all there is by default."""
+    optimization_level: Annotated[int, Field(ge=0, le=5)] | None = None
+    """How long to look for fast kernels; TensorRT's own default (3) when left out."""
+    tf32: bool = False
+    """Whether products of float32 numbers may round them to 10 bits, which is faster."""
+    cache: str | None = None
+    """Folder, relative to the pipeline file, where TensorRT keeps the timings of kernels and
+    torch-tensorrt its engines, so that building again is faster; none when left out."""
+
+    def beside(self, folder: Path, code: Path) -> Self:
+        """Return the same stage with its cache relative to the pipeline file."""
+        if self.cache is None:
+            return self
+        return self.model_copy(update={"cache": str((folder / self.cache).absolute())})
+
+    def own_settings(self) -> dict[str, Any]:
+        """Return the settings that decide the result; the cache's place does not."""
+        return {k: v for k, v in super().own_settings().items() if k != "cache"}
+
+    def all_requirements(self) -> tuple[Requirement, ...]:
+        """Return TensorRT, torch-tensorrt where it is used, and a CUDA device."""
+        converter = (TORCH_TENSORRT,) if self.through == "torch_tensorrt" else ()
+        return (*converter, TENSORRT, CUDA.instead("use export_onnx"))
+
+    @property
+    def machine_parts(self) -> dict[str, Any]:
+        """The GPU, its driver and the TensorRT that the engine is built for."""
+        from export.tensorrt.host_check import built_for
+
+        return {"built_for": built_for()}
+
+    def run(self, model: EagerModel | GraphModel | OnnxModel, context: Context) -> TensorRTEngine:
+        """Build, check and seal."""
+        from export.common.host_check import refuse_missing
+        from export.common.targets import warn_of_another
+        from export.tensorrt.build import build
+        from export.tensorrt.host_check import built_for
+        from export.tensorrt.parity import prove_equal
+        from export.tensorrt.runtime import load
+        from export.tensorrt.shape_profiles import sizes_of
+
+        refuse_missing(self.all_requirements(), self.title)
+        warn_of_another(model, ("tensorrt",), self.title)
+        sizes = sizes_of(model.signature, self.sizes)
+        device = _numbered(context.device)
+        facts: dict[str, Any] = {
+            "built_for": built_for(device),
+            "sizes": {name: list(three) for name, three in sizes.items()},
+        }
+        facts |= {"parameters": model.parameters(), "macs": model.macs()}
+        with TensorRTEngine.sealing(
+            context.root, model.signature, lineage=self.lineage(model), facts=facts
+        ) as partial:
+            file = partial / TensorRTEngine.payload
+            file.write_bytes(build(model, self, sizes, device))
+            run = load(file, model.signature, sizes, device)
+            with predicting(run, device, context.threads) as engine:
+                prove_equal(model, engine, sizes, context)
+        logger.info("%s: built for %s", self.title, facts["built_for"]["gpu"])
+        return TensorRTEngine.at(context.root)
+
+    def prove(
+        self,
+        model: EagerModel | GraphModel | OnnxModel,
+        artifact: TensorRTEngine,
+        context: Context,
+    ) -> None:
+        """Compare an engine from an earlier run with its source, on the data of this one."""
+        from export.tensorrt.parity import prove_equal
+
+        sizes: Any = artifact.fact("sizes")
+        with artifact.open(_numbered(context.device), context.threads) as engine:
+            prove_equal(model, engine, sizes, context)
+
+
+def _numbered(device: str) -> str:
+    """Return a CUDA device by its number, without which torch-tensorrt fails."""
+    return device if device.startswith("cuda:") else "cuda:0"

@@ -1,0 +1,1 @@
+"""The TorchScript exporter: trace, script or a mix, and torch's integer kernels."""

@@ -1,0 +1,183 @@
+"""TorchScript modules: made from eager ones, written byte for byte alike, read, counted."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from compress.checkpoint.safe_zip import refuse_bomb
+from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.graph.torch_export import with_flat_outputs
+from export.torchscript.autograd_functions import plain_functions
+from export.torchscript.script_or_trace import guesses, script_parts_
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from compress.common.signature import Signature
+
+MANGLED = re.compile(rb"___torch_mangle_\d+")
+"""How TorchScript tells two classes of one name apart: by a number that counts up per process."""
+TEXT = (".py", ".pkl")
+SOURCE_LOCATIONS = ".debug_pkl"
+VERSIONS = ("version", ".data/version")
+WRITTEN_ANYWAY = (*VERSIONS, "byteorder", ".data/serialization_id")
+
+
+class Method(NamedTuple):
+    """How an eager model becomes TorchScript."""
+
+    name: Literal["trace", "script", "mixed"] = "trace"
+    scripted: tuple[str, ...] = ()
+    """Submodules that `mixed` scripts; those that a trace would guess in, where there are none."""
+    freeze: bool = True
+
+
+OTHERS = {"trace": "script", "script": "trace", "mixed": "script"}
+
+
+def to_torchscript(
+    module: torch.nn.Module,
+    signature: Signature,
+    method: Method,
+    inputs: Sequence[torch.Tensor] | None = None,
+) -> tuple[torch.jit.ScriptModule, list[str]]:
+    """Return a module in eval mode as TorchScript, and the parts in which tracing guessed.
+
+    The module's own parts may be replaced. Frozen, its weights are constants of the graph.
+
+    Args:
+        module: the module.
+        signature: its interface.
+        method: how it is read.
+        inputs: what is traced; seeded inputs when left out.
+
+    Raises:
+        StageFailed: TorchScript cannot express the module.
+    """
+    inputs = signature.example() if inputs is None else tuple(inputs)
+    guessed: list[str] = []
+
+    def trace() -> Any:
+        flat = with_flat_outputs(module, inputs)
+        # The tracer's own check runs the same inputs again; check_agreement does more.
+        with plain_functions():
+            return torch.jit.trace(flat, inputs, check_trace=False)  # type: ignore[no-untyped-call]  # torch
+
+    with torch.no_grad(), quiet():
+        try:
+            scripted: Any
+            if method.name == "mixed":
+                script_parts_(module, method.scripted, trace)
+            if method.name == "script":
+                scripted = torch.jit.script(module)
+            else:
+                with guesses(module) as guessed:
+                    scripted = trace()
+            frozen: torch.jit.ScriptModule = (
+                torch.jit.freeze(scripted) if method.freeze else scripted
+            )
+            return frozen, guessed
+        except StageFailed:
+            raise
+        except Exception as error:
+            verb = "script" if method.name == "script" else "trace"
+            raise StageFailed(
+                f"torch.jit.{verb} cannot express the model: {type(error).__name__}: "
+                f"{first_line(error)}; try `method: {OTHERS[method.name]}`"
+            ) from error
+
+
+def save(module: torch.jit.ScriptModule, file: Path) -> None:
+    """Write a module; equal modules give equal bytes.
+
+    Classes are numbered by appearance, not by how many the process has made before. Source
+    locations, which name the author's folders, are left out.
+
+    Raises:
+        StageFailed: the module calls what only Python can run.
+    """
+    buffer = io.BytesIO()
+    with quiet():
+        try:
+            torch.jit.save(module, buffer)
+        except RuntimeError as error:
+            raise StageFailed(f"torch.jit.save: {first_line(error)}") from error
+    buffer.seek(0)
+    reader = torch._C.PyTorchFileReader(buffer)
+    numbers: dict[bytes, bytes] = {}
+
+    def renumber(match: re.Match[bytes]) -> bytes:
+        return numbers.setdefault(match[0], b"___torch_mangle_%d" % len(numbers))
+
+    with file.open("wb") as stream:
+        writer = torch._C.PyTorchFileWriter(stream)
+        # An older version would have the operators read with the meaning they had then.
+        writer.set_min_version(_version(reader))
+        for name in reader.get_all_records():
+            if name.endswith(SOURCE_LOCATIONS) or name in WRITTEN_ANYWAY:
+                continue
+            record = reader.get_record(name)
+            if name.endswith(TEXT):
+                name = MANGLED.sub(renumber, name.encode()).decode()
+                record = MANGLED.sub(renumber, record)
+            writer.write_record(name, record, len(record))
+        writer.write_end_of_file()
+
+
+def _version(reader: torch._C.PyTorchFileReader) -> int:
+    """Return the version of TorchScript's operators that an archive was written for."""
+    name = next(n for n in reader.get_all_records() if n in VERSIONS)
+    return int(reader.get_record(name))
+
+
+def load(file: Path, device: str = "cpu", *, optimized: bool = False) -> Any:
+    """Read a module.
+
+    Args:
+        file: the module.
+        device: where it goes.
+        optimized: whether convolutions are given the layout of the processor that is here, which
+            torch (2.13) cannot save.
+
+    Raises:
+        ArtifactInvalid: the file is not TorchScript, truncated, or an archive of another's making.
+    """
+    refuse_bomb(file)
+    try:
+        with quiet():
+            module = torch.jit.load(file, map_location=device)  # type: ignore[no-untyped-call]  # torch
+            return torch.jit.optimize_for_inference(module) if optimized else module
+    except (RuntimeError, ValueError) as error:
+        sentence = re.split(r"\n|\. ", str(error).strip())[0]
+        raise ArtifactInvalid(f"{file}: not TorchScript, or truncated ({sentence})") from error
+
+
+def count_weights(module: Any) -> int:
+    """Count the elements of a module's parameters and constants, scalars left out."""
+    graph = module.inlined_graph  # the nodes live as long as this name does
+    constants = [n for n in graph.findAllNodes("prim::Constant") if n.hasAttribute("value")]
+    tensors = [n.t("value") for n in constants if n.kindOf("value") == "t"]
+    held: int = sum(p.numel() for p in module.parameters())  # none where it is frozen
+    constants_held: int = sum(t.numel() for t in tensors if t.dim())
+    return held + constants_held
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide torch's deprecations, which the stage logs in one line instead."""
+    with warnings.catch_warnings():
+        # Of graphs' modules, whose annotations scripting does not need.
+        warnings.filterwarnings("ignore", message=r"The TorchScript type system doesn't support")
+        # Tensors of quint8 and qint8 are to leave torch after TorchScript.
+        warnings.filterwarnings("ignore", message=r"torch\.quantize_per_tensor, .* are deprecated")
+        warnings.filterwarnings(
+            "ignore", message=r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning
+        )
+        yield

@@ -1,0 +1,187 @@
+"""TorchScript: the artifact, and the stage that freezes a module into it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
+
+from pydantic import model_validator
+
+from compress.artifacts.artifact import Artifact, Predictor
+from compress.artifacts.eager_model import EagerModel, predicting
+from compress.artifacts.graph_model import GraphModel
+from compress.core.stage import Context, Stage
+from export.common.targets import no_such_integers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Set
+    from pathlib import Path
+
+    import torch
+    from torch.export import ExportedProgram
+
+    from compress.common.signature import Signature
+
+logger = logging.getLogger(__name__)
+
+SIGNED_OR_WIDE = {"int8", "uint16"}
+"""Activations that torch's integer kernels do not take."""
+DEPRECATED = "torch itself calls TorchScript deprecated; export_onnx and export_aot are not"
+
+
+Source: TypeAlias = EagerModel | GraphModel
+
+
+class TorchScriptModel(Artifact):
+    """A TorchScript module: a frozen one, or the graph of a quantized model."""
+
+    kind: ClassVar[str] = "torchscript"
+    payload: ClassVar[str] = "model.ts"
+    opened_with: ClassVar[tuple[str, ...]] = ("export.torchscript.file_io",)
+
+    @contextmanager
+    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
+        """Give the module as a predictor."""
+        from export.torchscript.file_io import load
+
+        self.refuse_altered()
+        facts = self.manifest.facts
+        optimized = bool(facts.get("optimize_for_inference"))
+        module = load(self.payload_path, device, optimized=optimized)
+        with predicting(module, device, threads) as predict:
+            yield predict
+
+    def parameters(self) -> int:
+        """Count the weights, BatchNorm folded into them where freezing did so."""
+        from export.torchscript.file_io import count_weights, load
+
+        return self._of_its_graph("parameters") or count_weights(load(self.payload_path))
+
+    def macs(self) -> int:
+        """Count multiply-accumulates for one sample."""
+        from compress.graph.flops import count_macs
+        from export.torchscript.file_io import load
+
+        counted = self._of_its_graph("macs")
+        return counted or count_macs(load(self.payload_path), self.signature.example(batch=1))
+
+    def _of_its_graph(self, count: str) -> int:
+        """Return what was counted in the graph it was made from; packed weights do not tell."""
+        return int(str(self.manifest.facts.get(count, 0)))
+
+
+class ExportTorchScript(Stage[Source, TorchScriptModel]):
+    """Write a TorchScript file, proved to answer like its source.
+
+    Eager models are frozen. Of quantized graphs, what lies between dequantize and quantize becomes
+    torch's own integer kernels.
+    """
+
+    stage: Literal["export_torchscript"] = "export_torchscript"
+    method: Literal["trace", "script", "mixed"] = "trace"
+    """How eager models are read: `trace` records one forward pass; `script` compiles the source,
+    control flow included; `mixed` traces all but the submodules that branch by the data, which it
+    scripts."""
+    scripted: tuple[str, ...] = ()
+    """Names of the submodules that `mixed` scripts, `*` and `?` standing for any characters; found
+    by tracing when left out."""
+    freeze: bool = True
+    """Whether an eager model's weights become constants of its graph, with BatchNorm folded."""
+    optimize_for_inference: bool = False
+    """Whether the module is also given the layouts of the processor that it is opened on. torch
+    cannot save these: the file stays plain, and whoever loads it without the toolkit calls
+    torch.jit.optimize_for_inference."""
+
+    @model_validator(mode="after")
+    def _parts_are_for_mixed(self) -> Self:
+        if self.scripted and self.method != "mixed":
+            raise ValueError("scripted: names submodules for `method: mixed` alone")
+        return self
+
+    def refusal(self, formats: Set[str]) -> str:
+        """Return why torch has no kernels for such activations, or nothing."""
+        other = formats & SIGNED_OR_WIDE
+        return no_such_integers(min(other)) if other else ""
+
+    def run(self, model: Source, context: Context) -> TorchScriptModel:
+        """Trace or script, check and seal."""
+        from export.parity.compare import prove_equal
+        from export.parity.report import Account, accounting
+        from export.parity.repro_script import TORCHSCRIPT
+        from export.torchscript.file_io import load, save
+
+        facts: dict[str, Any] = {"warnings": [DEPRECATED]}
+        scripted = self._scripted(model, facts)
+        if self.optimize_for_inference:
+            facts["optimize_for_inference"] = True
+        with TorchScriptModel.sealing(
+            context.root, model.signature, lineage=self.lineage(model), facts=facts
+        ) as partial:
+            file = partial / TorchScriptModel.payload
+            save(scripted, file)
+            module = load(file, optimized=self.optimize_for_inference)
+            with predicting(module, "cpu", context.threads) as got:
+                again = functools.partial(_export_again, isinstance(model, GraphModel))
+                account = Account(self.title, model, got, file, None, again, TORCHSCRIPT, context)
+                with accounting(account):
+                    prove_equal(model, got, context)
+        self._tell(facts)
+        return TorchScriptModel.at(context.root)
+
+    def prove(self, model: Source, artifact: TorchScriptModel, context: Context) -> None:
+        """Compare a file from an earlier run with its source, on the data of this one."""
+        from export.parity.compare import prove_again
+
+        prove_again(model, artifact, context)
+
+    def _scripted(self, model: Source, facts: dict[str, Any]) -> Any:
+        """Return the model as TorchScript; what was found out is added to the facts."""
+        if isinstance(model, GraphModel):
+            from export.torchscript.lowering import script
+
+            module, kernels = script(model.program())
+            facts |= {**kernels, "parameters": model.parameters(), "macs": model.macs()}
+            return module
+        from export.torchscript.file_io import Method, to_torchscript
+
+        method = Method(self.method, self.scripted, self.freeze)
+        module, guessed = to_torchscript(model.load(), model.signature, method)
+        if guessed:
+            facts["warnings"].append(
+                f"the trace keeps what the example's data decided in {', '.join(guessed)}; "
+                "`method: mixed` scripts such parts"
+            )
+            logger.warning("%s: %s", self.title, facts["warnings"][-1])
+        return module
+
+    def _tell(self, facts: dict[str, Any]) -> None:
+        logger.info("%s: %s", self.title, DEPRECATED)
+        if facts.get("integer_kernels"):
+            told = (self.title, facts["integer_kernels"], facts["float_kernels"])
+            logger.info("%s: %s, in floats %s", *told)
+
+
+def _export_again(
+    quantized: bool,
+    program: ExportedProgram,
+    signature: Signature,
+    file: Path,
+    inputs: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, ...]:
+    """Write a part of the graph and return its answers."""
+    from export.parity.subgraph import prefix
+    from export.torchscript.file_io import Method, load, save, to_torchscript
+    from export.torchscript.lowering import script
+
+    if quantized:
+        scripted, _ = script(program)
+    else:
+        graph = program.module(check_guards=False)
+        # The checks of a program's module cannot be traced, nor its sizes: they become constants.
+        part = prefix(graph, graph.graph.output_node().all_input_nodes)
+        scripted, _ = to_torchscript(part, signature, Method("trace"), inputs)
+    save(scripted, file)
+    with predicting(load(file), "cpu", 1) as got:
+        return got(*inputs)

@@ -1,0 +1,87 @@
+"""Why a stage is taken from the store, or must run: the parts of its key."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pydantic import JsonValue
+
+from compress.common.config import Settings
+from compress.common.errors import PipelineInvalid
+from pipelines.config.validation_errors import did_you_mean
+from pipelines.runner.run import look_ahead
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pipelines.config.pipeline import Pipeline
+
+
+class Part(Settings):
+    """One thing that decides a stage's artifact."""
+
+    what: str
+    """Dotted path: `settings.ratio`, `input`, `versions.torch`."""
+    value: JsonValue
+    before: JsonValue
+    """What it was when the stage was last run here; as ``value`` where that is not known."""
+
+
+class Reason(Settings):
+    """What a run would do at a stage, and why."""
+
+    stage: str
+    does: str
+    """`cached`, or `runs (…)`."""
+    parts: tuple[Part, ...]
+    """Empty where a stage before it must run first."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the reason and each part, for people."""
+        yield f"{self.stage}: {self.does}"
+        width = max((len(part.what) for part in self.parts), default=0)
+        for part in self.parts:
+            was = f"   was {_text(part.before)}" if part.before != part.value else ""
+            yield f"  {part.what:{width}}  {_text(part.value)}{was}"
+
+
+def why(pipeline: Pipeline, out: Path, stage: str, store: str | None = None) -> Reason:
+    """Return why a run would take a stage's artifact from the store, or make it.
+
+    Args:
+        pipeline: the pipeline.
+        out: directory of its results.
+        stage: name of the stage, or `source`.
+        store: URL of a store that other machines share; none where None.
+
+    Raises:
+        PipelineInvalid: no stage has that name, or the file is invalid.
+    """
+    foreseen, walk = look_ahead(pipeline, out, store=store)
+    if stage not in foreseen:
+        raise PipelineInvalid(
+            f"{pipeline.file}: no stage is named {stage!r}; {did_you_mean(stage, set(foreseen))}"
+        )
+    planned = next((p for p in walk.plan.stages if p.name == stage), None)
+    parts: dict[str, Any] = {}
+    if planned is None:
+        parts = walk.source_parts()
+    elif all(name in walk.artifacts for name in planned.reads):
+        parts = walk.parts(planned)
+    before = walk.store.last_parts(stage) or parts
+    return Reason(stage=stage, does=foreseen[stage], parts=tuple(_parts(parts, before)))
+
+
+def _parts(now: Any, before: Any, path: str = "") -> Iterator[Part]:
+    if isinstance(now, dict) and now:
+        past = before if isinstance(before, dict) else {}
+        for key, value in now.items():
+            yield from _parts(value, past.get(key), f"{path}.{key}" if path else key)
+    elif path:
+        yield Part(what=path, value=now, before=before)
+
+
+def _text(value: JsonValue) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

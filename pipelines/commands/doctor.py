@@ -1,0 +1,134 @@
+"""What this machine has for the stages: versions, hardware, programs, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, metadata, version
+from typing import TYPE_CHECKING, Any
+
+from compress.common.config import Settings
+from compress.common.process import usable_cores
+from pipelines.config.registry import stages
+from pipelines.system.machine_info import machine, versions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from compress.core.stage import Stage
+
+DISTRIBUTION = "compress-pipeline"
+PROGRAMS = {"java": "-version", "g++": "--version"}
+SECONDS = 10
+
+
+class Findings(Settings):
+    """What was found on this machine."""
+
+    versions: dict[str, str]
+    """Of Python, this toolkit and the libraries that shape an artifact."""
+    extras: dict[str, tuple[str, ...]]
+    """By extra: which of its packages are missing."""
+    hardware: dict[str, str | int | float | None]
+    programs: dict[str, str | None]
+    """By name: what the program says its version is; None where it is not on the PATH."""
+    cuda: tuple[str, ...]
+    """CUDA devices that PyTorch sees."""
+    stages: dict[str, tuple[str, ...]]
+    """By stage: what it lacks with its default settings, and how to mend it."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield what was found, for people."""
+        yield ", ".join(f"{name} {found}" for name, found in self.versions.items())
+        yield (
+            f"{self.hardware['processor']} ({self.hardware['instructions']}), "
+            f"{self.hardware['usable_cores']} of {self.hardware['cores']} cores, "
+            f"{self.hardware['gibibytes']:.1f} GiB; PyTorch uses {self.hardware['threads']} threads"
+        )
+        for name, found in self.programs.items():
+            yield f"{name}: {found or 'not on the PATH'}"
+        yield f"CUDA devices: {', '.join(self.cuda) or 'none'}"
+        for extra, lacking in self.extras.items():
+            if lacking:
+                install = f"pip install '{DISTRIBUTION}[{extra}]'"
+                yield f"extra {extra}: without {', '.join(lacking)}; {install}"
+            else:
+                yield f"extra {extra}: installed"
+        for name, lacking in self.stages.items():
+            yield f"{'✗' if lacking else '✓'} {name}{': ' if lacking else ''}{'; '.join(lacking)}"
+
+
+def examine() -> Findings:
+    """Look at this machine. Programs are asked for their versions, and nothing else is run."""
+    import torch
+
+    return Findings(
+        versions=versions(),
+        extras=dict(_extras()),
+        hardware={
+            **machine(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "usable_cores": usable_cores(),
+            "threads": torch.get_num_threads(),
+            "gibibytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30,
+            "system": platform.platform(),
+        },
+        programs={name: _version_of_program(name, ask) for name, ask in PROGRAMS.items()},
+        cuda=tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
+        stages={name: _lacking(stage) for name, stage in stages().items()},
+    )
+
+
+def _lacking(stage: type[Stage[Any, Any]]) -> tuple[str, ...]:
+    required = [name for name, field in stage.model_fields.items() if field.is_required()]
+    unset: dict[str, Any] = dict.fromkeys(required)
+    usual = stage.model_construct(**unset)
+    return tuple(
+        f"needs {need.what}; {need.install}" for need in usual.all_requirements() if need.missing()
+    )
+
+
+def _extras() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each extra of this toolkit with its packages that are not installed."""
+    try:
+        own = metadata(DISTRIBUTION)
+    except PackageNotFoundError:  # a source tree on the path
+        return
+    needed = own.get_all("Requires-Dist") or []
+    for extra in own.get_all("Provides-Extra") or []:
+        packages = [
+            re.split(r"[^\w.-]", need, maxsplit=1)[0]
+            for need in needed
+            if re.search(rf"extra\s*==\s*['\"]{re.escape(extra)}['\"]", need)
+        ]
+        yield extra, tuple(name for name in dict.fromkeys(packages) if not _is_installed(name))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _version_of_program(name: str, ask: str) -> str | None:
+    path = shutil.which(name)
+    if path is None:
+        return None
+    try:
+        said = subprocess.run(
+            [path, ask],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"does not run ({type(error).__name__})"
+    lines = (said.stdout + said.stderr).splitlines()  # java speaks on standard error
+    return lines[0] if lines else "says nothing"

@@ -1,0 +1,200 @@
+"""A first pipeline file for a model: the model is looked at, and the file proved valid."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import ValidationError
+
+from compress.common.atomic_files import write_atomically
+from compress.common.errors import CompressError, PipelineInvalid
+from pipelines.commands import init_options as told
+from pipelines.commands.init_advice import SMALL_BYTES, Found, advise, look_at
+from pipelines.config.pipeline import Pipeline
+from pipelines.config.yaml_source import Source
+from pipelines.planning.plan import SOURCE, Plan, make_plan
+from pipelines.runner.inputs import import_source, settle
+from pipelines.system.temp_files import temporary_files
+from pipelines.system.templates import text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipelines.commands.init_options import Ask, Wish
+
+TEMPLATE = "pipeline.yaml.jinja"
+LAYERS = {
+    "convolutional": "convolutions",
+    "linear": "linear or recurrent layers",
+    "other": "other layers",
+}
+OPTIONS = {
+    "model.inputs": "--input",
+    "model.checkpoint": "--checkpoint",
+    "model.factory": "--model",
+    "data.factory": "--data",
+    "model": "--model",
+}
+"""Which option each setting of the file comes from."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A pipeline file that is valid, and what it was written from."""
+
+    file: Path
+    text: str
+    family: str
+    stages: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def content(self) -> dict[str, Any]:
+        """Return what was written, for machines."""
+        return {
+            "file": str(self.file),
+            "family": self.family,
+            "stages": list(self.stages),
+            "warnings": list(self.warnings),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield what was written, for people."""
+        yield f"{self.file}: for a model of {LAYERS[self.family]}: {' → '.join(self.stages)}"
+        yield f"next: compress run {self.file}"
+
+
+def write_draft(file: Path, wish: Wish, force: bool = False, ask: Ask | None = None) -> Draft:
+    """Write a pipeline file for a model.
+
+    Args:
+        file: what to write.
+        wish: what is told of the model.
+        force: whether a file that is there is written over.
+        ask: asks for what is missing; None where nobody is there to answer.
+
+    Raises:
+        PipelineInvalid: there is such a file, or what is told of the model or the data is wrong.
+        CompressError: the model or its checkpoint cannot be read, or a library is missing.
+    """
+    if file.exists() and not force:
+        raise PipelineInvalid(f"{file} exists and is not overwritten; name another, or use --force")
+    try:
+        found = draft(file, told.asked(wish, ask) if ask else wish)
+    except CompressError as error:
+        raise type(error)(_of_options(str(error), file)) from error
+    try:
+        write_atomically(file, found.text)
+    except OSError as error:
+        raise PipelineInvalid(f"{file} cannot be written ({error.strerror})") from None
+    return found
+
+
+def draft(file: Path, wish: Wish) -> Draft:
+    """Return the pipeline file for a model, without writing it.
+
+    Raises:
+        CompressError: what is told of the model or the data is wrong.
+    """
+    content = beginning(file, wish)
+    begun, data, inferred = settle(_pipeline(file, content))
+    content["model"]["inputs"] = [told.shown(spec) for spec in begun.model.inputs or ()]
+    settled = _pipeline(file, content)
+    with temporary_files(), tempfile.TemporaryDirectory() as folder:
+        source: Any = import_source(settled, Path(folder) / SOURCE)
+        found = look_at(source.load(), data, trained=wish.checkpoint is not None)
+    text, plan = composed(file, content, wish, found, bool(inferred))
+    names = tuple(planned.name for planned in plan.stages)
+    return Draft(file, text, found.family, names, plan.warnings)
+
+
+def composed(
+    file: Path, content: dict[str, Any], wish: Wish, found: Found, inferred: bool
+) -> tuple[str, Plan]:
+    """Return the file's text, with stages that suit what was found, and its plan.
+
+    Raises:
+        CompressError: no such file would be valid.
+    """
+    text = text_of(
+        TEMPLATE,
+        {"yaml": _flow},
+        file=file,
+        wish=wish,
+        content=content,
+        found=found,
+        layers=LAYERS[found.family],
+        inferred=inferred,
+        stages=advise(found, wish.target, wish.goal),
+        small=found.weight_bytes < SMALL_BYTES and wish.goal != "faster",
+    )
+    # What is written is what was checked, comments and quotes included.
+    return text, make_plan(_pipeline(file, yaml.safe_load(text)))
+
+
+def beginning(file: Path, wish: Wish) -> dict[str, Any]:
+    """Return the file's content as far as it is told; its one stage stands for those to come.
+
+    Raises:
+        PipelineInvalid: too little is told, or something that has another form.
+    """
+    if wish.model is None:
+        raise PipelineInvalid(
+            "compress init needs a model: --model module:callable (or --slurm for a batch script)"
+        )
+    if wish.data is None and not wish.inputs:
+        raise PipelineInvalid(
+            "compress init needs what the model takes: --input name=batch,3,224,224, or --data "
+            "module:callable, whose samples show it"
+        )
+    model: dict[str, Any] = {"factory": told.reference(wish.model, "--model ")}
+    if wish.arguments:
+        model["arguments"] = told.arguments(wish.arguments)
+    if wish.checkpoint is not None:
+        model["checkpoint"] = _from(file.parent, Path(wish.checkpoint))
+    if wish.inputs:
+        model["inputs"] = told.inputs(wish.inputs)
+    code = _code_folder(file.parent, wish.model)
+    content: dict[str, Any] = {"version": 1, **({"code": code} if code else {}), "model": model}
+    if wish.data is not None:
+        content["data"] = {"factory": told.reference(wish.data, "--data ")}
+    return {**content, "stages": [{"stage": "export_program"}]}
+
+
+def _from(folder: Path, path: Path) -> str:
+    """Return a path of the working directory's as one relative to a folder."""
+    return str(path) if path.is_absolute() else os.path.relpath(path, folder)
+
+
+def _code_folder(folder: Path, model: str) -> str:
+    """Return the working directory, relative to the file's, where the model's module lies there."""
+    module = model.partition(":")[0].partition(".")[0]
+    here = [p for p in (folder, Path()) if (p / f"{module}.py").exists() or (p / module).is_dir()]
+    return _from(folder, Path()) if here and here[0] != folder else ""
+
+
+def _pipeline(file: Path, content: dict[str, Any]) -> Pipeline:
+    try:
+        pipeline = Pipeline.model_validate({"name": file.stem, **content})
+    except ValidationError as error:
+        raise PipelineInvalid(f"{file}: {error.errors()[0]['msg']}") from None
+    pipeline._source = Source(file, content, {})
+    return pipeline
+
+
+def _flow(value: Any) -> str:
+    """Return a value in one line of YAML."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _of_options(message: str, file: Path) -> str:
+    """Return an error with the option in place of the setting that it became."""
+    for setting, option in OPTIONS.items():
+        if message.startswith(f"{file}: {setting}: "):
+            return f"{option}: {message.removeprefix(f'{file}: {setting}: ')}"
+    return message

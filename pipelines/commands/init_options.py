@@ -1,0 +1,142 @@
+"""What is told of a model to begin with: options of the command line, or answers to questions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, get_args
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from compress.common.errors import PipelineInvalid
+from compress.common.factories import Reference
+from compress.common.signature import TensorSpec
+from pipelines.commands.init_advice import Goal, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    Ask = Callable[[str, str, Callable[[str], object]], str]
+
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is told of a model."""
+
+    model: str | None = None
+    """`module:callable`."""
+    arguments: Sequence[str] = ()
+    """Of the factory, each `name=value`."""
+    checkpoint: Path | str | None = None
+    """Relative to the working directory."""
+    inputs: Sequence[str] = ()
+    """Each `name=batch,3,224,224` or `name=batch,length:int64`."""
+    data: str | None = None
+    """`module:callable`."""
+    target: Target = "onnx"
+    goal: Goal = "both"
+
+
+def asked(wish: Wish, ask: Ask) -> Wish:
+    """Return a wish whose missing parts were asked for.
+
+    Args:
+        wish: what is known; where that names a model, only its inputs may be asked for.
+        ask: given a question, the usual answer, and what raises an error for a wrong one.
+    """
+    if wish.model is None:
+        wish = _interviewed(wish, ask)
+    if wish.data is None and not wish.inputs:
+        answer = ask("Inputs, each as name=batch,3,224,224", "", lambda told: inputs(told.split()))
+        wish = replace(wish, inputs=answer.split())
+    return wish
+
+
+def _interviewed(wish: Wish, ask: Ask) -> Wish:
+    model = ask("Model, as module:callable", "", reference)
+    checkpoint = wish.checkpoint or ask("Checkpoint", NONE, str)
+    data = wish.data or ask("Data, as module:callable", NONE, lambda d: d == NONE or reference(d))
+    target: Any = ask("Format: onnx, torchscript or aot", wish.target, _one_of(Target))
+    goal: Any = ask("Goal: smaller, faster or both", wish.goal, _one_of(Goal))
+    return replace(
+        wish,
+        model=model,
+        checkpoint=None if checkpoint == NONE else checkpoint,
+        data=None if data == NONE else data,
+        target=target,
+        goal=goal,
+    )
+
+
+def reference(told: str, option: str = "") -> str:
+    """Return what is told, if it has the form of `module:callable`.
+
+    Raises:
+        PipelineInvalid: it has not.
+    """
+    try:
+        return TypeAdapter(Reference).validate_python(told)
+    except ValidationError:
+        raise PipelineInvalid(
+            f"{option}{told!r} is not of the form module:callable, such as my_model:classifier "
+            "(for Hugging Face, timm and exported files see docs/models.md)"
+        ) from None
+
+
+def arguments(told: Sequence[str]) -> dict[str, Any]:
+    """Return a factory's arguments of `name=value`, values read as in the file.
+
+    Raises:
+        PipelineInvalid: one has another form.
+    """
+    found = {}
+    for each in told:
+        name, equals, value = each.partition("=")
+        try:
+            found[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            equals = ""
+        if not equals or not name.isidentifier():
+            raise PipelineInvalid(f"--argument {each!r}: expected name=value, such as classes=10")
+    return found
+
+
+def inputs(told: Sequence[str]) -> list[dict[str, Any]]:
+    """Return tensors of `name=batch,3,224,224`, or `name=batch,length:int64`.
+
+    Raises:
+        PipelineInvalid: one has another form, or an unknown element type.
+    """
+    return [_input(each) for each in told]
+
+
+def _input(told: str) -> dict[str, Any]:
+    name, _, rest = told.partition("=")
+    sizes, _, dtype = rest.partition(":")
+    shape = [int(s) if s.isdecimal() else s for s in sizes.replace(" ", "").split(",")]
+    try:
+        spec = TensorSpec.model_validate(
+            {"name": name, "shape": shape, "dtype": dtype or "float32"}
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise PipelineInvalid(
+            f"--input {told!r}: {problem}; expected name=batch,3,224,224 or name=batch,length:int64"
+        ) from None
+    return shown(spec)
+
+
+def shown(spec: TensorSpec) -> dict[str, Any]:
+    """Return an input as one would write it: without the usual element type."""
+    return spec.model_dump(mode="json", exclude_defaults=True)
+
+
+def _one_of(known: Any) -> Callable[[str], None]:
+    def check(told: str) -> None:
+        if told not in get_args(known):
+            raise PipelineInvalid(f"{told!r} is not one of {', '.join(get_args(known))}")
+
+    return check

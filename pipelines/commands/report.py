@@ -1,0 +1,39 @@
+"""A run's report written anew, beside runs that may be at work in the same directory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compress.common.errors import ArtifactInvalid
+from pipelines.results.schema import REPORT, Report
+from pipelines.store.lock import at_rest
+from pipelines.system.jsonl_log import LOG
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def rewrite(out: Path, announce: Callable[[str], None]) -> Report:
+    """Return a run's report, and write its page anew where that can be done.
+
+    Raises:
+        ArtifactInvalid: there is none, as the last run there was killed or is still at work.
+    """
+    with at_rest(out) as nobody_works:
+        if (out / ".store").is_dir() and not (out / REPORT).exists():
+            if not nobody_works:
+                raise ArtifactInvalid(f"{out}: a run is at work; it writes its report when it ends")
+            raise ArtifactInvalid(
+                f"{out}: the last run ended before it could write a report; {out / LOG} says how "
+                "far it came, and running it again goes on"
+            )
+        report = Report.read(out)
+        if not nobody_works:
+            announce(f"{out}: a run is at work; it writes the page when it ends")
+            return report
+        try:
+            report.write(out)
+        except OSError as error:
+            announce(f"{out}: the page is not written anew ({error.strerror or error})")
+    return report

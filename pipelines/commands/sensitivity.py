@@ -1,0 +1,205 @@
+"""How sensitive a pipeline's model is to cuts: measured, as a table, and as a page with a plot."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.artifacts.eager_model import EagerModel
+from compress.common.atomic_files import write_atomically
+from compress.common.errors import PipelineInvalid, StageFailed
+from compress.core.stage import Context, silent
+from pipelines.planning.loss_and_metric import settled
+from pipelines.planning.plan import SOURCE, make_plan
+from pipelines.reporting.html_page import rendered
+from pipelines.runner.inputs import import_source, settle
+from pipelines.runner.run import look_ahead
+from pipelines.system.temp_files import temporary_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.table import Table
+
+    from compress.artifacts.artifact import Artifact
+    from compress.core.stage import Progress
+    from compress.pruning.sensitivity_analysis import FamilySensitivity, Sensitivity
+    from pipelines.config.pipeline import Pipeline
+    from pipelines.planning.plan import PlannedStage
+
+PAGE = "sensitivity.html"
+WIDTH, HEIGHT, MARGIN = 880, 420, 56
+"""Of the plot, in its own units."""
+
+
+def measure(
+    pipeline: Pipeline,
+    out: Path,
+    ratios: Sequence[float] = (0.25, 0.5, 0.75),
+    samples: int = 512,
+    latency: bool = True,
+    progress: Progress = silent,
+) -> Sensitivity:
+    """Return how sensitive the model that is to be pruned is to the cut of each family alone.
+
+    That is the model which the first `prune_channels` reads, or as it came in where there is no
+    such stage. What was found is written beside the results, too, as a page with a plot.
+
+    Args:
+        pipeline: the pipeline.
+        out: directory of its results, where the models of earlier stages are.
+        ratios: fractions of each family's channels to cut.
+        samples: samples of `val` to judge on.
+        latency: whether latency is measured.
+        progress: where to say how far it is.
+
+    Raises:
+        PipelineInvalid: the pipeline is, or a ratio is none.
+        StageFailed: the model has not been made, or cannot be traced.
+    """
+    from compress.pruning.sensitivity_analysis import measure_sensitivity
+
+    wrong = [ratio for ratio in ratios if not 0 < ratio < 1]
+    if wrong:
+        raise PipelineInvalid(f"--ratio {wrong[0]:g}: expected a fraction between 0 and 1")
+    plan = make_plan(pipeline)
+    pipeline, data, _ = settle(pipeline)
+    plan, pipeline = settled(plan, pipeline, data)
+    planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
+    with temporary_files(), _model(pipeline, planned, out) as model:
+        context = Context(
+            root=model.path.with_name("sensitivity"),
+            data=data,
+            loss=plan.loss,
+            metric=plan.metric,
+            device=pipeline.device,
+            threads=pipeline.threads,
+            seed=pipeline.seed,
+            progress=progress,
+        )
+        found = measure_sensitivity(
+            model,
+            context,
+            ratios=sorted(set(ratios)),
+            samples=samples,
+            latency=latency,
+            **_as_in_the_stage(planned),
+        )
+    write_page(out, pipeline.name, found)
+    return found
+
+
+def table(found: Sensitivity) -> Table:
+    """Return a row for each family, the least sensitive first; cuts are of that family alone."""
+    from rich.table import Table
+
+    title = f"cutting one family alone: {_harm_in_words(found)}, and what is left of MACs"
+    timed = any(p.latency is not None for family in found.families for p in family.points)
+    rows = Table(title=f"{title}{' and of latency' if timed else ''}", title_justify="left")
+    rows.add_column("family", overflow="fold")
+    rows.add_column("channels", justify="right")
+    ratios = sorted({point.ratio for family in found.families for point in family.points})
+    for ratio in ratios:
+        rows.add_column(f"-{100 * ratio:g} %", justify="right", no_wrap=True)
+        rows.add_column("MACs", justify="right", no_wrap=True)
+        if timed:
+            rows.add_column("latency", justify="right", no_wrap=True)
+    for family in found.families:
+        rows.add_row(family.name, str(family.channels), *_cells(family, ratios, timed))
+    return rows
+
+
+def lines_below(found: Sensitivity, out: Path) -> Iterator[str]:
+    """Yield what stands below the table: the modules that stay, and where the plot is."""
+    for name, reason in found.pinned.items():
+        yield f"{name} stays: {reason}"
+    yield f"plot: {out / PAGE}"
+
+
+def write_page(out: Path, name: str, found: Sensitivity) -> None:
+    """Write sensitivity.html, a page of its own, and sensitivity.json."""
+    words = _harm_in_words(found)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "sensitivity.json", found.model_dump_json(indent=1) + "\n")
+    page = rendered("sensitivity.html.jinja", name=name, found=found, harm=words, plot=plot(found))
+    write_atomically(out / PAGE, page)
+
+
+def plot(found: Sensitivity) -> dict[str, Any]:
+    """Return where a plot of harm against MACs saved has its points, lines, names and marks."""
+    saved = [1 - p.macs for family in found.families for p in family.points]
+    harms = [_harm(p, found) for family in found.families for p in family.points]
+    right, top = max(saved, default=0) or 1.0, max([*harms, 0.0]) or 1.0
+    bottom = min([*harms, 0.0])
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = MARGIN + x / right * (WIDTH - 3.5 * MARGIN)
+        up = HEIGHT - MARGIN - (y - bottom) / (top - bottom) * (HEIGHT - 2 * MARGIN)
+        return round(across, 1), round(up, 1)
+
+    lines = []
+    for number, family in enumerate(found.families):
+        marks = [(*place(1 - p.macs, _harm(p, found)), p) for p in family.points]
+        lines.append({"family": family, "marks": marks, "hue": 47 * number % 360})
+    xs = [(place(right * i / 4, bottom)[0], f"{100 * right * i / 4:.1f}") for i in range(5)]
+    steps = [bottom + (top - bottom) * i / 4 for i in range(5)]
+    ys = [(place(0, value)[1], f"{value:.3g}") for value in steps]
+    return {"width": WIDTH, "height": HEIGHT, "margin": MARGIN, "lines": lines, "xs": xs, "ys": ys}
+
+
+@contextmanager
+def _model(pipeline: Pipeline, planned: PlannedStage | None, out: Path) -> Iterator[EagerModel]:
+    """Give the model that a stage reads: as it came in, or as an earlier run has left it."""
+    if planned is None or planned.input == SOURCE:
+        with tempfile.TemporaryDirectory() as folder:
+            yield _as_eager(SOURCE, import_source(pipeline, Path(folder) / SOURCE))
+        return
+    foreseen, walk = look_ahead(pipeline, out, until=planned.input)
+    if planned.input not in walk.artifacts:
+        raise StageFailed(
+            f"{planned.name} reads {planned.input!r}, which is not made yet "
+            f"({foreseen[planned.input]}); first: compress run {pipeline.file} --out {out} "
+            f"--until {planned.input}"
+        )
+    yield _as_eager(planned.input, walk.artifacts[planned.input])
+
+
+def _as_eager(name: str, model: Artifact) -> EagerModel:
+    if not isinstance(model, EagerModel):
+        raise StageFailed(f"{name!r} is a {model.kind!r} artifact, expected an eager model")
+    return model
+
+
+def _as_in_the_stage(planned: PlannedStage | None) -> dict[str, Any]:
+    """Return the settings of a `prune_channels` that say what leaves first, and what stays."""
+    settings: Any = planned.stage if planned else None
+    if settings is None or settings.stage != "prune_channels":
+        return {}
+    return {name: getattr(settings, name) for name in ("importance", "include", "exclude")}
+
+
+def _harm_in_words(found: Sensitivity) -> str:
+    if found.judged_by == "metric":
+        return f"points of {found.metric} lost"
+    return "relative distance of the outputs"
+
+
+def _harm(point: Any, found: Sensitivity) -> float:
+    return float(point.distance if found.judged_by == "outputs" else point.points)
+
+
+def _cells(family: FamilySensitivity, ratios: Sequence[float], timed: bool) -> list[str]:
+    points = {point.ratio: point for point in family.points}
+    cells: list[str] = []
+    for ratio in ratios:
+        point = points.get(ratio)
+        if point is None:
+            cells += ["–"] * (3 if timed else 2)
+            continue
+        harm = f"{point.distance:.4f}" if point.points is None else f"{point.points:.2f}"
+        cells += [harm, f"{point.macs:.3f}"]
+        if timed:
+            cells.append("–" if point.latency is None else f"{point.latency:.2f}")
+    return cells

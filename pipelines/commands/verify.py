@@ -1,0 +1,133 @@
+"""What lies around an archive in the results of a run, for `compress verify`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from compress.artifacts.artifact import MANIFEST, Artifact
+from compress.common.atomic_files import sha256_of, write_atomically
+from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
+from pipelines.commands.verify_anchors import Given, anchors_of, anchors_of_file, run_around
+from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
+from pipelines.config.pipeline import Pipeline
+from pipelines.reporting.verification_page import as_text
+from serve.attestation import signed, statement_of, subjects_of
+from serve.torchserve.answer_check import Evidence, Proof
+from serve.torchserve.artifact import TorchServeArchive
+from serve.verify import verify
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from compress.data.splits import Splits
+
+NO_REPLAY = (
+    "not asked again, nor are the source's files hashed; --replay does both, and runs the code of "
+    "the pipeline file that lock.json names: give it only where you trust the whole folder"
+)
+
+
+def prove(
+    path: Path,
+    given: Given = Given(),  # noqa: B008 - it is immutable
+    *,
+    report: Path | None = None,
+    attest: Path | None = None,
+    sign_key: Path | None = None,
+    replay: bool = False,
+) -> Proof:
+    """Return what was proven of an artifact, and write it where that is asked for.
+
+    Args:
+        path: the artifact's directory, or a bare archive.
+        given: what the user was told of it.
+        report: file to write: a page where it ends in `.html`, text where in `.md`, else JSON.
+        attest: file to write an in-toto attestation of the proof to.
+        sign_key: private key that signs the attestation.
+        replay: whether the run's pipeline is loaded, which runs its code, to hash the model's
+            sources and to ask an archive for the validation split, and whether native code is
+            started whose hash was not given.
+
+    Raises:
+        CompressError: something does not match, or a file cannot be written; the message says.
+    """
+    if given.key is not None and given.attestation is None:
+        raise PipelineInvalid("--key: checks a signature; give --attestation FILE too")
+    if sign_key is not None and attest is None:
+        raise PipelineInvalid("--sign-key: signs an attestation; give --attest FILE too")
+    read = {file.resolve() for file in (path, given.attestation, given.key, sign_key) if file}
+    for option, file in (("--report", report), ("--attest", attest)):
+        if file is not None:
+            _refuse_place(option, file, read)
+            read.add(file.resolve())
+    run = run_around(path)
+    if path.is_file():
+        artifact, sha256 = None, sha256_of(path)
+        anchors = anchors_of_file(path, sha256, given)
+        proof = verify(path, sha256=given.sha256, trusted=replay)
+    else:
+        artifact = Artifact.at(path)
+        sha256 = artifact.manifest.files[artifact.payload_name].sha256
+        anchors = anchors_of(artifact, given, run)  # before the pipeline's code runs
+        around = partial(evidence_of, path, replay)
+        proof = verify(path, sha256=given.sha256, evidence=around, trusted=replay)
+    if (proof.digest, proof.sha256) != (artifact.digest if artifact else None, sha256):
+        raise ArtifactInvalid(f"{path}: was changed while it was verified")
+    proof = anchors.added_to(proof)
+    if attest is not None:
+        subjects = subjects_of(artifact) if artifact else {path.name: proof.sha256}
+        lineage = artifact.manifest.lineage if artifact else ()
+        statement = statement_of(subjects, lineage, proof, run.lock if run else None)
+        content = signed(statement, sign_key) if sign_key else statement
+        write_atomically(attest, content + b"\n")
+    if report is not None:
+        write_atomically(report, as_text(proof, path.name, report.suffix))
+    return proof
+
+
+def _refuse_place(option: str, file: Path, taken: set[Path]) -> None:
+    """Refuse a file that cannot be written, or that would replace or alter what is read here."""
+    place = file.resolve()
+    if file.is_dir():
+        found = "a directory is there"
+    elif not file.parent.is_dir():
+        found = f"{file.parent} is no directory"
+    elif place in taken:
+        found = "another option names that file, too"
+    elif any((folder / MANIFEST).is_file() for folder in place.parents):
+        found = "it lies in an artifact, which holds its sealed files alone"
+    else:
+        return
+    raise PipelineInvalid(f"{option} {file}: cannot be written, {found}")
+
+
+def evidence_of(path: Path, replay: bool) -> Evidence | None:
+    """Return what a run left around an archive; None where none did.
+
+    Args:
+        path: the archive's directory.
+        replay: whether the pipeline file that `lock.json` names is loaded, and its data: its own
+            code runs, as in the run.
+    """
+    run = run_around(path)
+    if run is None or not run.lock or not isinstance(Artifact.at(path), TorchServeArchive):
+        return None
+    artifacts = {artifact.digest: artifact for artifact in run.artifacts.values()}
+    if not replay:
+        return Evidence(artifacts, source={}, data=None, missing=NO_REPLAY)
+    from pipelines.runner.inputs import settle, source_parts  # imports torch, which few proofs need
+
+    source: dict[str, Any] = {}
+    data: Splits | None = None
+    missing = ""
+    try:
+        pipeline, data, _ = settle(Pipeline.from_yaml(run.lock["file"]))
+        source = source_parts(pipeline)
+        if data is None or "val" not in data.datasets:
+            data, missing = None, "the pipeline has none"
+        elif data.fingerprint() != run.lock["data"]:
+            data, missing = None, "the data are not those of the run any more"
+    except (CompressError, OSError, ValueError, KeyError) as error:
+        missing = f"{type(error).__name__}: {error}"
+    return Evidence(artifacts=artifacts, source=source, data=data, missing=missing)

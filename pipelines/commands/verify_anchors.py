@@ -1,0 +1,246 @@
+"""Anchors: what outside an artifact's own folder says which artifact it must be.
+
+A manifest that was written anew fits whatever files it names. What else knows the digest: the run's
+`report.json` and `lock.json`, the artifacts that were made of it, an attestation, or a person.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from compress.artifacts.artifact import MANIFEST, Artifact
+from compress.checkpoint.sealed_json import refuse_changed_run
+from compress.common.atomic_files import open_regular
+from compress.common.errors import ArtifactInvalid
+from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
+from serve.attestation import read_attestation
+from serve.torchserve.artifact import TorchServeArchive
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from serve.torchserve.answer_check import Proof
+
+ARTIFACTS = "artifacts"
+RECORDS = ("report.json", "lock.json")
+NO_ANCHOR = (
+    "an anchor: this shows only that {what} is consistent with {itself}; give the {hash}, as you "
+    "were told it, with --sha256, or a signed attestation with --attestation and --key"
+)
+
+
+@dataclass
+class Anchors:
+    """What outside an artifact names it, and the lines that say so."""
+
+    names: list[str] = field(default_factory=list)
+    proven: list[str] = field(default_factory=list)
+    unproven: list[str] = field(default_factory=list)
+
+    def added_to(self, proof: Proof) -> Proof:
+        """Return a proof with these lines; where nothing names the artifact, it says so."""
+        proof = proof.with_lines(*self.proven, anchors=tuple(self.names))
+        for line in self.unproven:
+            proof = proof.lacking(line)
+        return proof
+
+
+@dataclass(frozen=True)
+class Given:
+    """What somebody who verifies was told of the artifact."""
+
+    sha256: str | None = None
+    """Of the deployed file, or the artifact's digest."""
+    attestation: Path | None = None
+    """A file that must name the artifact."""
+    key: Path | None = None
+    """The public key that must have signed it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The results of a run that an artifact lies in."""
+
+    folder: Path
+    name: str
+    """Of the stage whose artifact it is: its folder's name."""
+    digests: Mapping[str, Mapping[str, str]]
+    """For each record that could be read: digest of each artifact by its stage's name."""
+    inputs: Mapping[str, str]
+    """Stage → the stage whose artifact it read."""
+    lock: Mapping[str, Any]
+    """`lock.json`; empty where it cannot be read."""
+
+    @property
+    def artifacts(self) -> dict[str, Artifact]:
+        """The artifacts in the folder by stage, as their manifests describe them."""
+        return dict(_described(self.folder / ARTIFACTS))
+
+
+def run_around(path: Path) -> Run | None:
+    """Return the run in whose results an artifact lies; None where it lies elsewhere.
+
+    Raises:
+        ArtifactInvalid: the run's records are not as it wrote them.
+    """
+    folder = path.resolve().parent
+    out = folder.parent
+    if path.is_file() or folder.name != ARTIFACTS:
+        return None
+    report, lock = (_record(out / name) for name in RECORDS)
+    if report and lock:
+        try:
+            refuse_changed_run(report, lock)
+        except ArtifactInvalid as error:
+            raise ArtifactInvalid(f"{out}: {error}") from None
+    digests: dict[str, dict[str, str]] = {}
+    inputs: dict[str, str] = {}
+    with suppress(KeyError, TypeError, ValueError):  # what is no record of a run names nothing
+        rows = report["stages"]
+        digests[RECORDS[0]] = {row["name"]: row["artifact"]["digest"] for row in rows}
+        inputs = {row["name"]: row["input"] for row in rows}
+    with suppress(KeyError, TypeError, ValueError):
+        digests[RECORDS[1]] = dict(lock["artifacts"])
+    return Run(out, path.resolve().name, digests, inputs, lock) if digests else None
+
+
+def anchors_of(artifact: Artifact, given: Given, run: Run | None) -> Anchors:
+    """Return what names an artifact's digest: the run around it, and what was given.
+
+    Raises:
+        ArtifactInvalid: one of them names another artifact, or what it was made of is not here as
+            it was sealed; the message names it.
+    """
+    anchors = Anchors()
+    if run is not None:
+        _anchor_in_run(anchors, artifact, run)
+    payload = artifact.payload_name
+    named = {artifact.digest: "", artifact.manifest.files[payload].sha256: payload}
+    whole = bool(anchors.names)
+    for name, digests in _told(anchors, given):
+        found = {named[digest] for digest in digests if digest in named}
+        if not found:
+            raise ArtifactInvalid(
+                f"{artifact.path}: {name} names neither its digest {artifact.digest} nor the "
+                f"sha256 of {payload}"
+            )
+        anchors.names.append(name)
+        anchors.proven.append(f"anchor: {name} names {'this digest' if '' in found else payload}")
+        whole |= "" in found
+    others = [other for other in artifact.manifest.files if other != payload]
+    if not anchors.names:
+        words = {"what": "the folder", "itself": "its own manifest", "hash": "artifact's digest"}
+        anchors.unproven.append(NO_ANCHOR.format(**words))
+    elif not whole:
+        files = f"of the manifest{f' and {len(others)} more files' if others else ''}"
+        anchors.unproven.append(f"an anchor {files}: only {payload} is named; give the digest")
+    return anchors
+
+
+def anchors_of_file(file: Path, sha256: str, given: Given) -> Anchors:
+    """Return what was given that names a bare archive.
+
+    Raises:
+        ArtifactInvalid: one of them names another file.
+    """
+    anchors = Anchors()
+    for name, digests in _told(anchors, given):
+        if sha256 not in digests:
+            raise ArtifactInvalid(f"{file}: sha256 is {sha256}, which {name} does not name")
+        anchors.names.append(name)
+        anchors.proven.append(f"anchor: {name} names {file.name}")
+    if not anchors.names:
+        words = {"what": "the file", "itself": "itself", "hash": "file's hash"}
+        anchors.unproven.append(NO_ANCHOR.format(**words))
+    return anchors
+
+
+def _told(anchors: Anchors, given: Given) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield the name of each thing that was given, and the hashes that it names."""
+    if given.sha256 is not None:
+        yield "--sha256", frozenset({given.sha256.lower()})
+    if given.attestation is not None:
+        found = read_attestation(given.attestation, given.key)
+        signed = f"signed by key {found.signed_by[:16]}" if found.signed_by else "unsigned"
+        if not found.signed_by:
+            anchors.unproven.append(
+                f"who wrote {given.attestation}: no signature was checked; give the key with --key"
+            )
+        yield f"{given.attestation} ({found.predicate_type}, {signed})", found.subjects
+
+
+def _anchor_in_run(anchors: Anchors, artifact: Artifact, run: Run) -> None:
+    naming = [record for record, digests in run.digests.items() if run.name in digests]
+    for record in naming:
+        _refuse_another(artifact, run.digests[record][run.name], run.folder / record)
+    for name, other in run.artifacts.items():
+        lineage = other.manifest.lineage
+        if run.inputs.get(name) == run.name and lineage:
+            _refuse_another(artifact, lineage[-1].inputs.get("input"), other.path / MANIFEST)
+    if naming:
+        anchors.names += naming
+        anchors.proven.append(f"anchor: {' and '.join(naming)} of {run.folder} name this digest")
+    if not isinstance(artifact, TorchServeArchive):  # of which `prove_chain` tells more
+        _anchor_chain(anchors, artifact, run)
+
+
+def _refuse_another(artifact: Artifact, digest: object, where: Path) -> None:
+    if digest != artifact.digest:
+        raise ArtifactInvalid(
+            f"{artifact.path}: has digest {artifact.digest}, and {where} names {digest}: it is not "
+            "the artifact that the run made"
+        )
+
+
+def _anchor_chain(anchors: Anchors, artifact: Artifact, run: Run) -> None:
+    """Hold the artifacts that one was made of against its lineage, as far as they are here."""
+    around = run.artifacts
+    by_digest = {other.digest: (name, other) for name, other in around.items()}
+    names = {digest: name for known in run.digests.values() for name, digest in known.items()}
+    lineage = artifact.manifest.lineage
+    needed = {
+        (role, digest): place
+        for place, step in enumerate(lineage)
+        for role, digest in step.inputs.items()
+    }
+    absent = []
+    for (role, digest), place in needed.items():
+        name, ancestor = by_digest.get(digest, (names.get(digest, digest[:12]), None))
+        if ancestor is None:
+            if name in around:
+                _refuse_another(around[name], digest, artifact.path / MANIFEST)
+            absent.append(name)
+            continue
+        ancestor.verify()
+        if role == "input" and ancestor.manifest.lineage != lineage[:place]:
+            raise ArtifactInvalid(
+                f"{artifact.path / MANIFEST}: its lineage is not that of {name}, which it was made "
+                "of, with one stage more"
+            )
+    if needed:
+        here = f"{len(needed) - len(absent)} of the {len(needed)} artifacts"
+        anchors.proven.append(f"{here} that it was made of are here, as sealed")
+    if absent:
+        anchors.unproven.append(f"{', '.join(absent)}: not here")
+
+
+def _described(folder: Path) -> Iterator[tuple[str, Artifact]]:
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        try:
+            yield path.name, Artifact.described_at(path)
+        except ArtifactInvalid:
+            continue  # no artifact; what was to be one counts as missing
+
+
+def _record(file: Path) -> dict[str, Any]:
+    """Return a record of a run; an empty one where it is missing or cannot be read."""
+    try:
+        with open_regular(file) as stream:
+            content = json.load(stream)
+    except (ArtifactInvalid, OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

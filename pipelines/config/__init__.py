@@ -1,0 +1,1 @@
+"""The pipeline file as settings: YAML, validation, the registry of stages."""

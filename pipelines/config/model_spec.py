@@ -1,0 +1,154 @@
+"""The model as it comes in: a factory, a Hugging Face folder, a timm name, or an exported file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
+
+from compress.artifacts.hf_folder import Task
+from compress.common.config import Settings
+from compress.common.factories import Reference
+from compress.common.requirements import Requirement
+from compress.common.signature import (
+    AxisBounds,
+    OutputSpec,
+    TensorSpec,
+    refuse_double_names,
+    refuse_other_axes,
+)
+from pipelines.config.validation_errors import closest
+
+
+class ModelInterface(Settings):
+    """What a model takes and gives, whatever it comes from."""
+
+    inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)] | None = None
+    """Input tensors. Names that are parameters of forward are passed to those; other names are
+    free, and pass by position. Left out, they are taken from the samples of the data."""
+    axes: dict[str, AxisBounds] = {}
+    """Named axis → the sizes that it may have, e.g. `{sequence: {min: 2, max: 512}}`; any by
+    default. Exports are traced and compared within these, and served requests refused outside."""
+    outputs: tuple[OutputSpec, ...] | None = None
+    """Names of the output tensors. Those that there are choose among them, in this order; names of
+    which none is known name them all anew. By default all are given, under their keys, or as
+    `output`, `output_0` and so on."""
+
+    requirements: ClassVar[tuple[Requirement, ...]] = ()
+
+    @model_validator(mode="after")
+    def _bounds_are_of_axes(self) -> Self:
+        if self.inputs is not None:
+            refuse_other_axes(self.inputs, self.axes)
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        refuse_double_names(self.inputs or (), self.outputs or ())
+        return self
+
+    @property
+    def kind(self) -> str:
+        """The kind of artifact that the model becomes."""
+        return "eager"
+
+
+class FactoryModel(ModelInterface):
+    """A model of your own code."""
+
+    factory: Reference
+    """`module:callable` that returns the torch.nn.Module; looked up in the code folder first."""
+    arguments: dict[str, JsonValue] = {}
+    """Keyword arguments of the factory."""
+    checkpoint: str | None = None
+    """Weights, relative to this file: .safetensors (or the .index.json of several), .pt, .pth, or a
+    directory of torch.distributed.checkpoint; without it the factory's own."""
+
+
+class HuggingFaceModel(ModelInterface):
+    """A model that transformers knows, from a local folder; nothing is downloaded."""
+
+    huggingface: str
+    """Folder, relative to this file, with `config.json` and `model.safetensors`."""
+    task: Task | None = None
+    """What the model is for; the class that the folder's config names, by default."""
+
+    requirements = (
+        Requirement(what="transformers", install="pip install 'compress-pipeline[transformers]'"),
+    )
+
+
+class TimmModel(ModelInterface):
+    """An architecture of timm; nothing is downloaded."""
+
+    timm: str
+    """Name of the architecture, `resnet50` for example."""
+    arguments: dict[str, JsonValue] = {}
+    """Further arguments of timm.create_model: `num_classes`, `in_chans` …"""
+    checkpoint: str | None = None
+    """Weights, relative to this file, of any form that a factory's checkpoint has; random without
+    it."""
+
+    requirements = (
+        Requirement(what="torchvision", install="pip install 'compress-pipeline[timm]'"),
+        Requirement(what="timm", install="pip install 'compress-pipeline[timm]'"),
+    )
+
+    @field_validator("timm")
+    @classmethod
+    def _is_local(cls, name: str) -> str:
+        if ":" in name:
+            raise ValueError("names a place to download from; give a plain name and a checkpoint")
+        return name
+
+    @field_validator("arguments")
+    @classmethod
+    def _load_nothing(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        for key in ("pretrained", "checkpoint_path", "model_name"):
+            if arguments.get(key):
+                raise ValueError(f"{key} is not taken here; give the weights as `checkpoint:`")
+        return arguments
+
+
+class ModelFile(ModelInterface):
+    """A model that was exported elsewhere; stages that read its format can follow."""
+
+    file: Annotated[str, Field(pattern=r"\.(onnx|pt2|ts|torchscript|pt|pth)$")]
+    """File, relative to this one: `.onnx`, `.pt2` (torch.export.save), or TorchScript as `.ts`,
+    `.torchscript`, `.pt` or `.pth`. TorchScript needs `inputs`, or data; the others tell theirs.
+    `outputs` chooses among a file's outputs."""
+
+    @property
+    def kind(self) -> Literal["onnx", "graph", "torchscript"]:
+        """The kind of artifact that the file becomes."""
+        if self.file.endswith(".onnx"):
+            return "onnx"
+        return "graph" if self.file.endswith(".pt2") else "torchscript"
+
+
+SOURCES: dict[str, type[ModelInterface]] = {
+    "factory": FactoryModel,
+    "huggingface": HuggingFaceModel,
+    "timm": TimmModel,
+    "file": ModelFile,
+}
+
+
+def _source_of(value: Any) -> str:
+    """Return the class that a model's keys speak of; of a factory, where none does."""
+    if isinstance(value, ModelInterface):
+        return type(value).__name__
+    keys = [key for key in SOURCES if isinstance(value, dict) and key in value]
+    words = [closest(str(key), SOURCES) for key in value] if isinstance(value, dict) else []
+    found = next((key for key in (*keys, *words) if key is not None), "factory")
+    return SOURCES[found].__name__
+
+
+ModelSpec = Annotated[
+    Annotated[FactoryModel, Tag("FactoryModel")]
+    | Annotated[HuggingFaceModel, Tag("HuggingFaceModel")]
+    | Annotated[TimmModel, Tag("TimmModel")]
+    | Annotated[ModelFile, Tag("ModelFile")],
+    Discriminator(_source_of),
+]
+"""The model as it comes in, told by which of `factory`, `huggingface`, `timm`, `file` is there."""

@@ -1,0 +1,192 @@
+"""pipeline.yaml as typed, immutable settings."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import Field, JsonValue, PrivateAttr, ValidationError, field_validator
+
+from compress.common.config import Count, Settings
+from compress.common.errors import PipelineInvalid
+from compress.common.factories import Reference
+from compress.core.loss import LossName
+from compress.data.loader_config import Loading
+from pipelines.config.declared_dependencies import Depends
+from pipelines.config.matrix import allow_matrix_, expanded, refuse_twins
+from pipelines.config.model_spec import ModelSpec
+from pipelines.config.registry import stages
+from pipelines.config.tracker_config import Tracker
+from pipelines.config.validation_errors import explain
+from pipelines.config.yaml_source import Source, dotted, read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from compress.core.stage import Progress, Stage
+    from pipelines.executors.factory import EngineName
+    from pipelines.results.schema import Report
+
+    AnyStage = Stage[Any, Any]
+else:
+    AnyStage = Annotated[reduce(or_, stages().values()), Field(discriminator="stage")]
+
+
+class DataSpec(Settings):
+    """The data."""
+
+    factory: Reference
+    """`module:callable` that returns {"train": Dataset, "val": Dataset, ...}."""
+    arguments: dict[str, JsonValue] = {}
+    """Keyword arguments of the factory."""
+    batch_size: Count = 128
+    """Samples per batch in evaluation and calibration."""
+    loader: Loading = Loading()
+    """How samples are read and put together into batches."""
+
+
+class MetricSpec(Settings):
+    """A metric with arguments."""
+
+    name: str
+    """accuracy, loss, fidelity; for numbers mse, mae, r2; torchmetrics.… or module:callable."""
+    arguments: dict[str, JsonValue] = {}
+    """Keyword arguments of a torchmetrics class, or of the callable."""
+    higher_is_better: bool | None = None
+    """Direction of a metric that does not tell it itself."""
+
+
+class Pipeline(Settings):
+    """A road from a model to deployable artifacts."""
+
+    version: Literal[1]
+    """Version of this file's format."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] = "pipeline"
+    """Name of the run; results go to runs/<name> by default. The file's name by default."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of everything random."""
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    """Where models run: cpu, cuda or cuda:0 …"""
+    threads: Count = 1
+    """CPU threads a model answers with, in every measurement alike."""
+    served_batch_size: Count = 1
+    """Rows of one call in deployment. Models whose answers depend on what else is in the batch are
+    judged at that size; others at any."""
+    code: str = "."
+    """Folder of the modules that factories name, relative to this file."""
+    model: ModelSpec
+    """The model as it comes in."""
+    data: DataSpec | None = None
+    """The data; stages that train, calibrate or measure accuracy need it."""
+    loss: LossName | None = None
+    """What training minimizes, and the metric `loss` measures: `cross_entropy`,
+    `binary_cross_entropy` (of logits), `nll` (of log-probabilities), `mse`, `l1`, `smooth_l1`, or
+    `module:callable` (outputs, targets → scalar). By default it follows from the targets."""
+    metric: MetricSpec | None = None
+    """How good a model is: a name, or a name with arguments. By default `accuracy`, and `loss`
+    where the model predicts numbers."""
+    depends: Depends = Depends()
+    """Files and environment variables that results depend on, where a run cannot see it."""
+    tracker: Tracker | None = None
+    """Where settings, figures and the report of each run are written too."""
+    stages: Annotated[tuple[AnyStage, ...], Field(min_length=1)]
+    """The steps, in order."""
+
+    _source: Source | None = PrivateAttr(default=None)
+
+    @field_validator("metric", mode="before")
+    @classmethod
+    def _metric_by_name(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
+
+    @classmethod
+    def from_yaml(cls, path: Path | str) -> Self:
+        """Read and validate a pipeline file, without importing torch.
+
+        Raises:
+            PipelineInvalid: one line per problem, each with its place in the file.
+        """
+        source = expanded(read(Path(path)))
+        try:
+            pipeline = cls.model_validate({"name": source.path.stem, **source.content})
+        except ValidationError as error:
+            raise PipelineInvalid(explain(error, source, cls)) from None
+        refuse_twins(pipeline.stages, source)
+        pipeline._source = source
+        return pipeline
+
+    def run(
+        self,
+        out: Path | str | None = None,
+        *,
+        start: str | None = None,
+        until: str | None = None,
+        force: bool = False,
+        jobs: int | None = None,
+        engine: EngineName = "local",
+        store: str | None = None,
+        progress: Progress | None = None,
+        announce: Callable[[str], None] | None = None,
+        finished: Callable[[Report], None] | None = None,
+    ) -> Report:
+        """Walk the road and return the report; see :func:`pipelines.runner.run.run`."""
+        from compress.core.stage import silent
+        from pipelines.runner.run import run
+        from pipelines.system.signals import only_signals_interrupt
+
+        with only_signals_interrupt():
+            return run(
+                self,
+                Path(out) if out is not None else Path("runs") / self.name,
+                start=start,
+                until=until,
+                force=force,
+                jobs=jobs,
+                engine=engine,
+                store=store,
+                progress=progress or silent,
+                announce=announce or (lambda line: None),
+                finished=finished or (lambda report: None),
+            )
+
+    @property
+    def file(self) -> str:
+        """Path of the file that this was read from."""
+        return str(self._source.path) if self._source else "(a pipeline made in Python)"
+
+    @property
+    def folder(self) -> Path:
+        """The folder that paths in the file are relative to."""
+        return self._source.path.parent if self._source else Path()
+
+    @property
+    def code_folder(self) -> Path:
+        """The folder of the user's modules."""
+        return (self.folder / self.code).resolve()
+
+    def with_metric(self, name: str) -> Self:
+        """Return the same pipeline; where it names no metric, with this one."""
+        if self.metric is not None:
+            return self
+        return self.model_copy(update={"metric": MetricSpec(name=name)})
+
+    def name_in_file(self, index: int) -> str:
+        """Return the name that the file gives a stage; branches of one stage have the same."""
+        return self._source.name_of(index) if self._source else self.stages[index].title
+
+    def place(self, *location: str | int) -> str:
+        """Return where a setting stands: the file, its line, and its name."""
+        if self._source is None:
+            return dotted(location)
+        return f"{self._source.place(location)}: {dotted(self._source.written(location))}"
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of pipeline.yaml, for editors."""
+    schema = Pipeline.model_json_schema()
+    schema["properties"]["metric"]["anyOf"].insert(0, {"type": "string"})
+    for stage in stages().values():
+        allow_matrix_(schema["$defs"][stage.__name__], stage.__name__)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

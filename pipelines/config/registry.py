@@ -1,0 +1,82 @@
+"""Every stage there is: ours, and those that installed packages add."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from compress.common.errors import Unavailable, exits_refused
+from compress.distillation.stage import Distill
+from compress.pruning.blocks_stage import PruneLayers
+from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.unstructured_stage import PruneWeights
+from compress.quantization.stages.dynamic import QuantizeDynamic
+from compress.quantization.stages.half_precision import ConvertPrecision
+from compress.quantization.stages.mixed_precision import QuantizeMixed
+from compress.quantization.stages.qat import QuantizeAwareTraining
+from compress.quantization.stages.static import QuantizeStatic
+from compress.quantization.stages.weight_only import QuantizeWeights
+from compress.training.stage import Train
+from export.aotinductor.stage import ExportAot
+from export.exported_program import ExportProgram
+from export.onnx.stage import ExportOnnx
+from export.tensorrt.stage import ExportTensorRT
+from export.torchscript.stage import ExportTorchScript
+from serve.repository.kserve import PackageKServe
+from serve.repository.triton import PackageTriton
+from serve.torchserve.stage import PackageTorchServe
+
+if TYPE_CHECKING:
+    from compress.core.stage import Stage
+
+ENTRY_POINT_GROUP = "compress.stages"
+
+OURS: tuple[type[Stage[Any, Any]], ...] = (
+    Train,
+    PruneChannels,
+    PruneLayers,
+    PruneWeights,
+    Distill,
+    QuantizeStatic,
+    QuantizeAwareTraining,
+    QuantizeMixed,
+    QuantizeDynamic,
+    QuantizeWeights,
+    ConvertPrecision,
+    ExportOnnx,
+    ExportTorchScript,
+    ExportAot,
+    ExportProgram,
+    ExportTensorRT,
+    PackageTorchServe,
+    PackageTriton,
+    PackageKServe,
+)
+
+
+@cache
+def stages() -> dict[str, type[Stage[Any, Any]]]:
+    """Return stage classes by their `stage` key.
+
+    Raises:
+        Unavailable: an installed package announces a stage that cannot be imported or clashes.
+    """
+    known = {stage_type(stage): stage for stage in OURS}
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            with exits_refused():
+                stage = entry.load()
+        except Exception as error:
+            raise Unavailable(
+                f"stage {entry.name!r} of {entry.value}: {type(error).__name__}: {error}"
+            ) from error
+        if stage_type(stage) in known:
+            raise Unavailable(f"stage {entry.name!r} of {entry.value}: the name is taken")
+        known[stage_type(stage)] = stage
+    return known
+
+
+def stage_type(stage: type[Stage[Any, Any]]) -> str:
+    """Return a stage class's `stage` key."""
+    return str(stage.model_fields["stage"].default)

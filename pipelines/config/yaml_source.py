@@ -1,0 +1,224 @@
+"""Reading pipeline.yaml: safely, no duplicate keys, and remembering where everything stood."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from compress.common.atomic_files import open_regular
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Location = tuple[str | int, ...]
+LARGEST_BYTES = 2**20
+"""Bytes of a file: PyYAML reads about 500 kB a second, and no sensible file has more."""
+DEEPEST = 30
+"""Levels of nesting that no sensible file reaches."""
+LARGEST = 100_000
+"""Values that no sensible file holds."""
+LONGEST_KEY = 200
+"""Characters of a key."""
+STRING, FLOAT = "tag:yaml.org,2002:str", "tag:yaml.org,2002:float"
+SCALARS = (STRING, FLOAT, *(f"tag:yaml.org,2002:{name}" for name in ("int", "null", "bool")))
+PLAIN = (*SCALARS, "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
+MERGE = "tag:yaml.org,2002:merge"
+UNPRINTED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters and halves of characters, which YAML can write as escapes."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the file has a stage."""
+
+    index: int
+    chosen: dict[str, int]
+    """Which value of its matrix each setting has."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A pipeline file's content and the line of each key."""
+
+    path: Path
+    content: dict[str, Any]
+    lines: dict[Location, int] = field(repr=False)
+    origins: tuple[Origin, ...] = ()
+    """For each stage of the content where the file has it; empty where they are the same."""
+    unexpanded: dict[str, Any] | None = None
+    """The content as the file has it, where that is another."""
+
+    def written(self, location: Location) -> Location:
+        """Return where the file has a place of the content."""
+        if not self.origins or location[:1] != ("stages",) or len(location) < 2:
+            return location
+        origin, rest = self.origins[int(location[1])], location[2:]
+        if rest and rest[0] in origin.chosen:
+            rest = ("matrix", rest[0], origin.chosen[str(rest[0])], *rest[1:])
+        return ("stages", origin.index, *rest)
+
+    def name_of(self, index: int) -> str:
+        """Return the name that the file gives a stage of the content."""
+        stage = (self.unexpanded or self.content)["stages"][self.written(("stages", index))[1]]
+        return str(stage.get("name") or stage["stage"])
+
+    def place(self, location: Location = ()) -> str:
+        """Return ``file:line`` of the deepest known part of a location."""
+        location = self.written(location)
+        for end in range(len(location), -1, -1):
+            if location[:end] in self.lines:
+                return f"{self.path}:{self.lines[location[:end]]}"
+        return str(self.path)
+
+    def told(self, location: Location) -> str:
+        """Return the place of a setting and its name, with what its stage and gate are."""
+        text = ""
+        content: Any = self.unexpanded or self.content
+        for part in self.written(location):
+            content = content[part] if _has(content, part) else None
+            if isinstance(part, int):
+                keys = content if isinstance(content, dict) else {}
+                label = keys.get("stage") or keys.get("gate")
+                text += f"[{part}]" + (f" ({label})" if label else "")
+            else:
+                text += f".{part}" if text else part
+        return f"{self.place(location)}: {text or 'the file'}"
+
+
+def dotted(location: Location) -> str:
+    """Return the name of a place in the file, such as ``stages[0].epochs``."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text or "the file"
+
+
+def _has(content: Any, part: str | int) -> bool:
+    if isinstance(content, dict):
+        return part in content
+    return isinstance(content, list) and isinstance(part, int) and part < len(content)
+
+
+def read(path: Path) -> Source:
+    """Read a pipeline file.
+
+    Raises:
+        PipelineInvalid: it is missing, not YAML, not a mapping, or has a key twice.
+    """
+    text = _text_of(path)
+    lines: dict[Location, int] = {}
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is not None:
+            _walk(root, (), lines, path, loader)
+        content = None if root is None else loader.construct_document(root)
+    except RecursionError:
+        raise PipelineInvalid(f"{path}: nested deeper than {DEEPEST} levels") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise PipelineInvalid(f"{path}:{line}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise PipelineInvalid(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(content, dict):
+        found = "nothing" if content is None else f"a {type(content).__name__}"
+        raise PipelineInvalid(
+            f"{path}: expected keys `version`, `model` and `stages`, found {found}"
+        )
+    return Source(path, content, lines)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with open_regular(path) as stream:
+            content = stream.read(LARGEST_BYTES + 1)
+        if len(content) > LARGEST_BYTES:
+            raise PipelineInvalid(f"{path}: has more than {LARGEST_BYTES} bytes")
+        return content.decode()
+    except ArtifactInvalid as error:
+        raise PipelineInvalid(str(error)) from None
+    except OSError as error:
+        raise PipelineInvalid(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise PipelineInvalid(f"{path}: not a text file; expected YAML") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads what JSON could hold too: text, numbers, lists and mappings; a date is text."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in (*PLAIN, MERGE)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def _what_is_wrong(node: yaml.ScalarNode, loader: _Loader) -> str:
+    """Return why a value cannot be meant, or nothing."""
+    if node.tag == STRING:
+        odd = UNPRINTED.search(node.value)
+        return f"holds the character {odd[0]!r}, expected text" if odd else ""
+    try:
+        value = loader.construct_object(node)
+    except (ValueError, KeyError, IndexError):  # of more than 4300 digits, or an explicit tag
+        kind = node.tag.rpartition(":")[2]
+        return f"cannot be read as {kind}: {_short(node.value)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"expected a finite number, found {_short(node.value)}"
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return f"expected an integer of 64 bits, found {_short(node.value)}"
+    return ""
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:37]}… ({len(text)} characters)"
+
+
+def _walk(
+    node: yaml.Node, here: Location, lines: dict[Location, int], path: Path, loader: _Loader
+) -> None:
+    lines.setdefault(here, node.start_mark.line + 1)
+    if len(lines) > LARGEST:
+        raise PipelineInvalid(
+            f"{path}:{node.start_mark.line + 1}: more than {LARGEST} values, with what aliases mean"
+        )
+    if len(here) > DEEPEST:
+        raise PipelineInvalid(
+            f"{path}:{node.start_mark.line + 1}: nested deeper than {DEEPEST} levels; an alias "
+            "must not contain itself"
+        )
+    if node.tag not in PLAIN:
+        raise PipelineInvalid(
+            f"{path}:{node.start_mark.line + 1}: {dotted(here)}: has the YAML tag {node.tag!r}, "
+            "expected text, a number, a list, or keys and values without a tag"
+        )
+    if isinstance(node, yaml.ScalarNode) and (refusal := _what_is_wrong(node, loader)):
+        raise PipelineInvalid(f"{path}:{node.start_mark.line + 1}: {dotted(here)}: {refusal}")
+    if isinstance(node, yaml.SequenceNode):
+        for index, child in enumerate(node.value):
+            _walk(child, (*here, index), lines, path, loader)
+    elif isinstance(node, yaml.MappingNode):
+        for key_node, child in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise PipelineInvalid(f"{path}:{line}: a key is a list or a mapping, expected text")
+            if key_node.tag != STRING:
+                key = _short(repr(key_node.value))
+                raise PipelineInvalid(f"{path}:{line}: key {key} is not a word; put it in quotes")
+            location = (*here, key_node.value)
+            if len(key_node.value) > LONGEST_KEY:
+                found = f"{len(key_node.value)} characters, expected at most {LONGEST_KEY}"
+                raise PipelineInvalid(f"{path}:{line}: a key has {found}")
+            if refusal := _what_is_wrong(key_node, loader):
+                raise PipelineInvalid(f"{path}:{line}: a key {refusal}")
+            if location in lines:
+                raise PipelineInvalid(
+                    f"{path}:{line}: key {_short(repr(key_node.value))} stands twice; "
+                    f"first on line {lines[location]}"
+                )
+            lines[location] = line
+            _walk(child, location, lines, path, loader)

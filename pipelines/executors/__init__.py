@@ -1,0 +1,1 @@
+"""Where stages run: this process, other processes, Ray, Slurm."""

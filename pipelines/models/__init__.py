@@ -1,0 +1,1 @@
+"""Models that come in as exported files (`.onnx`, `.pt2`, TorchScript)."""

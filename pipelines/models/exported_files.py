@@ -1,0 +1,216 @@
+"""Models that were exported elsewhere, as the artifacts that our own exports would be."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Literal
+
+from compress.common.atomic_files import refuse_irregular, stays_inside
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
+from compress.common.signature import OutputSpec, Signature, TensorSpec, refuse_double_names
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from compress.artifacts.artifact import Artifact
+
+Kind = Literal["onnx", "graph", "torchscript"]
+LARGEST = 2 * 2**30
+"""Bytes that one ONNX file can hold."""
+
+
+def signature_of(kind: Kind, file: Path) -> Signature | None:
+    """Return what a file says of its inputs and outputs; None for TorchScript, which has no shapes.
+
+    Raises:
+        ArtifactInvalid: it cannot be read, or has inputs that are no tensors.
+    """
+    _refuse_missing(file)
+    if kind == "torchscript":
+        return None
+    if kind == "onnx":
+        return _of_onnx(file)
+    from pipelines.models.pt2_files import signature_of_program
+
+    return signature_of_program(file)
+
+
+def _refuse_missing(file: Path) -> None:
+    refuse_irregular(file)
+    if not file.is_file():
+        raise ArtifactInvalid(f"{file}: no such file")
+
+
+def parameters_of(file: Path) -> list[str]:
+    """Return the names of the inputs of a TorchScript file.
+
+    Raises:
+        ArtifactInvalid: the file is not TorchScript, or truncated.
+    """
+    from export.torchscript.file_io import load
+
+    return [argument.name for argument in load(file).forward.schema.arguments[1:]]
+
+
+def digest_of(file: Path) -> str | None:
+    """Return a SHA-256 of a file, and of those in which an ONNX file keeps its weights."""
+    import hashlib
+
+    from compress.common.atomic_files import sha256_of
+
+    if not file.is_file():
+        return None
+    digests = [sha256_of(file)]
+    if file.suffix == ".onnx":
+        digests += [sha256_of(f) for f in _external_files(file) if f.is_file()]
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def _external_files(file: Path) -> list[Path]:
+    tensors = _graph(file).initializer
+    names = {e.value for t in tensors for e in t.external_data if e.key == "location"}
+    return [file.parent / name for name in sorted(filter(stays_inside, names))]
+
+
+def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Artifact:
+    """Seal an exported model; it answers once before it is.
+
+    Args:
+        kind: the kind of artifact that it becomes.
+        file: the exported model.
+        signature: the interface, as the file or the user tells it.
+        path: directory of the artifact.
+
+    Raises:
+        PipelineInvalid: the declared names are not the file's.
+        ArtifactInvalid: it cannot be read, brings code along, or does not take the inputs.
+    """
+    _refuse_missing(file)
+    imports = {"onnx": _import_onnx, "graph": _import_program, "torchscript": _import_script}
+    return imports[kind](file, signature, path)
+
+
+def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
+    import onnx
+
+    from export.onnx.graph import count_operators
+    from export.onnx.session import counted_predictor
+    from export.onnx.stage import OnnxModel
+    from export.onnx.subgraph import keep_outputs_
+
+    own = _of_onnx(file)
+    found, given = ([spec.name for spec in s.inputs] for s in (signature, own))
+    if found != given:
+        raise PipelineInvalid(f"model.inputs: {file} has {given}, found {found}")
+    given = [output.name for output in own.outputs]
+    wanted = [o.name for o in signature.outputs if "outputs" in signature.model_fields_set]
+    if not set(wanted) <= set(given):
+        raise PipelineInvalid(f"model.outputs names {wanted}, and {file} gives {given}")
+    wanted = wanted or given
+    outputs = tuple(OutputSpec(name=name) for name in wanted)
+    signature = signature.model_copy(update={"outputs": outputs})
+    try:
+        model = onnx.load(file)  # what lies in other files beside it comes along
+    except Exception as error:
+        raise ArtifactInvalid(f"{file}: {first_line(error)}") from error
+    if model.ByteSize() >= LARGEST:
+        raise ArtifactInvalid(f"{file}: 2 GB of weights and more are not taken in one ONNX file")
+    if wanted != given:
+        keep_outputs_(model, wanted)
+    opset = max((o.version for o in model.opset_import if not o.domain), default=0)
+    facts: dict[str, Any] = {"opset": opset, "operators": count_operators(model)}
+    with OnnxModel.sealing(path, signature, facts=facts) as partial:
+        payload = partial / OnnxModel.payload
+        payload.write_bytes(model.SerializeToString(deterministic=True))
+        predict, kernels = counted_predictor(payload, threads=1)
+        facts |= kernels
+        _try(file, predict, signature)
+    return OnnxModel.at(path)
+
+
+def _import_program(file: Path, signature: Signature, path: Path) -> Artifact:
+    from pipelines.models.pt2_files import import_program
+
+    return import_program(file, signature, path, _try)
+
+
+def _import_script(file: Path, signature: Signature, path: Path) -> Artifact:
+    from compress.artifacts.edits.call_adapter import with_outputs
+    from export.torchscript.file_io import load, save
+    from export.torchscript.stage import TorchScriptModel
+    from export.torchscript.subgraph import choosing
+
+    module = load(file).eval()
+    answer = _try(file, module, signature)
+    chosen, signature = with_outputs(answer, signature)
+    if chosen:
+        module = choosing(module, chosen, answer, len(signature.inputs)).eval()
+        _try(file, module, signature)
+    # A frozen module has none; its artifact then counts the constants of its graph.
+    facts = {"parameters": sum(p.numel() for p in module.parameters())}
+    with TorchScriptModel.sealing(path, signature, facts=facts) as partial:
+        save(module, partial / TorchScriptModel.payload)
+    return TorchScriptModel.at(path)
+
+
+def _try(file: Path, module: Any, signature: Signature) -> Any:
+    import torch
+
+    from compress.data.infer_signature import described
+
+    try:
+        with torch.inference_mode():
+            return module(*signature.example())
+    except Exception as error:
+        raise ArtifactInvalid(
+            f"model.inputs: {file} does not take {described(signature.inputs)}: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+
+
+def _of_onnx(file: Path) -> Signature:
+    graph = _graph(file)
+    constants = {tensor.name for tensor in graph.initializer}
+    inputs = tuple(_spec_of_onnx(file, i) for i in graph.input if i.name not in constants)
+    if not inputs:
+        raise ArtifactInvalid(f"{file}: takes no inputs")
+    outputs = tuple(OutputSpec(name=output.name) for output in graph.output)
+    try:
+        refuse_double_names(inputs, outputs)
+    except ValueError as error:
+        raise ArtifactInvalid(
+            f"{file}: {error}; give each tensor a name of its own, an input that is also an output "
+            "by an Identity operator"
+        ) from error
+    return Signature(inputs=inputs, outputs=outputs)
+
+
+def _graph(file: Path) -> Any:
+    import onnx
+
+    try:
+        return onnx.load(file, load_external_data=False).graph
+    except Exception as error:
+        raise ArtifactInvalid(f"{file}: not an ONNX file: {first_line(error)}") from error
+
+
+def _spec_of_onnx(file: Path, value: Any) -> TensorSpec:
+    import numpy as np
+    import onnx
+
+    tensor = value.type.tensor_type
+    try:
+        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)).name
+        dims = [_dimension(value.name, i, d) for i, d in enumerate(tensor.shape.dim)]
+        return TensorSpec.model_validate({"name": value.name, "shape": dims, "dtype": dtype})
+    except (KeyError, ValueError) as error:
+        raise ArtifactInvalid(
+            f"{file}: input {value.name!r} is no tensor of numbers with a known rank"
+        ) from error
+
+
+def _dimension(name: str, axis: int, dim: Any) -> int | str:
+    if dim.dim_value:
+        return int(dim.dim_value)
+    word = re.sub(r"\W", "_", dim.dim_param or ("batch" if axis == 0 else f"{name}_{axis}"))
+    return word if word.isidentifier() else f"axis_{word}"

@@ -1,0 +1,184 @@
+"""Files of torch.export as starting artifacts: called by position, whatever they were traced with.
+
+A program remembers how it was called: positional and keyword tensors, those within lists and
+mappings, and constants. Stages call a model with tensors in the signature's order; where that is
+not the program's own call, or only some of its outputs are wanted, it is traced anew.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.utils import _pytree as pytree
+
+from compress.common.errors import ArtifactInvalid, CompressError, first_line
+from compress.common.signature import AxisBounds, Signature, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.export import ExportedProgram
+
+    from compress.artifacts.graph_model import GraphModel
+
+    Try = Callable[[Path, Any, Signature], Any]
+
+
+class Called(nn.Module):
+    """A program that takes tensors by position, and gives the outputs that are wanted."""
+
+    def __init__(self, program: ExportedProgram, order: Sequence[int]) -> None:
+        """Take a program, and for each of its tensors which input that is."""
+        super().__init__()
+        self.program = program.module()
+        self.call = program.call_spec.in_spec
+        self.constants = {i: a.value for i, a in enumerate(_arguments(program)) if _is_constant(a)}
+        self.order = tuple(order)
+        self.chosen: tuple[str, ...] = ()
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay as it was traced: programs have no modes."""
+        return self
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """Return the program's answer, or the chosen entries of it."""
+        from compress.artifacts.edits.call_adapter import entries_of
+
+        if len(inputs) != len(self.order):
+            raise TypeError(f"the program takes {len(self.order)} tensors, found {len(inputs)}")
+        tensors = iter([inputs[i] for i in self.order])
+        count = len(self.order) + len(self.constants)
+        given = [self.constants[i] if i in self.constants else next(tensors) for i in range(count)]
+        arguments, keywords = pytree.tree_unflatten(given, self.call)
+        answer = self.program(*arguments, **keywords)
+        if not self.chosen:
+            return answer
+        entries = entries_of(answer)
+        return tuple(entries[name] for name in self.chosen)
+
+
+def import_program(file: Path, signature: Signature, path: Path, ask: Try) -> GraphModel:
+    """Seal a program that takes the signature's tensors in their order.
+
+    Args:
+        file: what `torch.export.save` wrote.
+        signature: the interface, as the file or the user tells it.
+        path: directory of the artifact.
+        ask: runs a module once, and refuses inputs that it does not take.
+
+    Raises:
+        CompressError: it cannot be read, or does not take the inputs or give the outputs.
+    """
+    from compress.artifacts.edits.call_adapter import with_outputs
+    from compress.artifacts.graph_model import GraphModel, refuse_other_answers
+    from compress.graph.torch_export import export_program
+
+    program = read_program(file)
+    own = [spec.name for spec in _specs(file, program)]
+    names = [spec.name for spec in signature.inputs]
+    order = [names.index(n) for n in own] if set(names) == set(own) else list(range(len(own)))
+    inputs = [signature.inputs[i] for i in order[: len(names)]]
+    bounds = {**_bounds(inputs, program, signature.batch_axis), **signature.axes}
+    signature = signature.model_copy(update={"axes": bounds})
+    module = Called(program, order).eval()
+    module.chosen, signature = with_outputs(ask(file, module, signature), signature)
+    if module.chosen or order != sorted(order) or not _is_positional(program):
+        program = export_program(module, signature)
+        refuse_other_answers(module, program, signature)
+    return GraphModel.create(path, program, signature)
+
+
+def signature_of_program(file: Path) -> Signature:
+    """Return what a program says of its inputs, those that it takes by keyword included.
+
+    Raises:
+        ArtifactInvalid: it cannot be read, or takes no tensors.
+    """
+    return Signature(inputs=tuple(_specs(file, read_program(file))))
+
+
+def read_program(file: Path) -> ExportedProgram:
+    """Read a program without its pickled example and its guards, which are source code.
+
+    Raises:
+        ArtifactInvalid: it cannot be read, or holds anything but tensors and a graph.
+    """
+    from torch.export.pt2_archive import PT2ArchiveReader
+
+    from compress.checkpoint.safe_zip import refuse_bomb
+    from compress.graph.torch_export import copy_plain, load_program
+
+    refuse_bomb(file)
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / file.name
+        try:
+            copy_plain(PT2ArchiveReader(io.BytesIO(file.read_bytes())), plain)
+            return load_program(plain)
+        except CompressError as error:
+            raise type(error)(str(error).replace(str(plain), str(file))) from error
+        except Exception as error:
+            raise ArtifactInvalid(
+                f"{file}: not a torch.export program, or truncated ({first_line(error)})"
+            ) from error
+
+
+def _arguments(program: ExportedProgram) -> list[Any]:
+    """Return what a program was called with, tensors and constants, in the order of its call."""
+    specs = program.graph_signature.input_specs
+    return [spec.arg for spec in specs if spec.kind is InputKind.USER_INPUT]
+
+
+def _is_constant(argument: Any) -> bool:
+    return isinstance(argument, ConstantArgument)
+
+
+def _is_positional(program: ExportedProgram) -> bool:
+    """Whether all that a program takes are tensors by position."""
+    positional, keywords = program.call_spec.in_spec.children()
+    plain = all(child.is_leaf() for child in positional.children())
+    return plain and not keywords.children() and not any(map(_is_constant, _arguments(program)))
+
+
+def _specs(file: Path, program: ExportedProgram) -> Iterator[TensorSpec]:
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    axes: dict[str, str] = {}
+    for argument in _arguments(program):
+        if _is_constant(argument):
+            continue
+        name, value = argument.name, values.get(argument.name)
+        if not isinstance(value, torch.Tensor):
+            raise ArtifactInvalid(f"{file}: input {name!r} is no tensor")
+        shape = [
+            d if isinstance(d, int) else axes.setdefault(str(d), f"{name}_{i}" if i else "batch")
+            for i, d in enumerate(value.shape)
+        ]
+        dtype = str(value.dtype).removeprefix("torch.")
+        yield TensorSpec.model_validate({"name": name, "shape": shape, "dtype": dtype})
+
+
+def _bounds(
+    inputs: Sequence[TensorSpec], program: ExportedProgram, batch_axis: str | None
+) -> dict[str, AxisBounds]:
+    """Return the sizes that a program takes of the inputs' named axes, where not any."""
+    from torch.utils._sympy.numbers import int_oo
+
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    tensors = [values[a.name] for a in _arguments(program) if not _is_constant(a)]
+    found = {}
+    for spec, value in zip(inputs, tensors, strict=False):
+        for axis, size in zip(spec.shape, value.shape, strict=False):
+            if isinstance(axis, int) or isinstance(size, int) or axis == batch_axis:
+                continue
+            allowed = program.range_constraints.get(size.node.expr)
+            least = 1 if allowed is None else max(1, int(allowed.lower))
+            upper = int_oo if allowed is None else allowed.upper
+            most = int(upper) if upper is not int_oo and upper < 2**31 else None
+            if least > 2 or most is not None:
+                found[axis] = AxisBounds(min=least, max=most)
+    return found

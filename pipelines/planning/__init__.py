@@ -1,0 +1,1 @@
+"""Order, types and requirements of stages, checked before anything runs."""

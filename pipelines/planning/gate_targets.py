@@ -1,0 +1,70 @@
+"""Names in a gate's `against` that are no stage's: runtimes of the float model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import export  # noqa: F401 - adds the runtimes that it can open
+from compress.common.errors import PipelineInvalid, Unavailable
+from compress.core.baselines import RUNTIMES
+from compress.core.gates import MinSpeedup
+from pipelines.config.validation_errors import did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Set
+
+    from compress.core.gate import Gate
+    from pipelines.config.pipeline import Pipeline
+
+
+def check_runtime(pipeline: Pipeline, index: int, number: int, earlier: Set[str]) -> None:
+    """Refuse a name that is no earlier stage's and no runtime that can be asked.
+
+    A stage that bears a runtime's name and comes later, or is the gate's own, is refused: a reader
+    could take either for meant.
+
+    Args:
+        pipeline: the pipeline.
+        index: which of its stages.
+        number: which of that stage's gates.
+        earlier: names of the stages before, and `source`.
+
+    Raises:
+        PipelineInvalid: one line with the place.
+    """
+    gate = pipeline.stages[index].gates[number]
+    name = str(gate.against)
+    where = pipeline.place("stages", index, "gates", number, "against")
+    if name not in RUNTIMES or not isinstance(gate, MinSpeedup):
+        known = {*earlier, *(RUNTIMES if isinstance(gate, MinSpeedup) else ())}
+        raise PipelineInvalid(
+            f"{where}: no earlier stage is named {name!r}; {did_you_mean(name, known)}"
+        )
+    if name in {stage.title for stage in pipeline.stages}:
+        raise PipelineInvalid(
+            f"{where}: {name!r} is a runtime, and a stage that is not earlier has that name; "
+            "rename the stage"
+        )
+    takes = RUNTIMES[name].takes
+    if pipeline.model.kind not in takes:
+        raise PipelineInvalid(
+            f"{where}: {name} runs {' and '.join(sorted(takes))} models, and this one comes in as "
+            f"{pipeline.model.kind}; name an earlier stage, or `source`"
+        )
+
+
+def refuse_missing_runtime(pipeline: Pipeline, gate: Gate, where: str) -> None:
+    """Refuse a gate whose runtime lacks something here.
+
+    Raises:
+        Unavailable: one line with the place, and what to install.
+    """
+    stages = {stage.title for stage in pipeline.stages}
+    if gate.against not in RUNTIMES or gate.against in stages:
+        return
+    for need in RUNTIMES[gate.against].requirements:
+        if need.missing():
+            raise Unavailable(
+                f"{where}: against {gate.against} needs {need.what}, which is not here; "
+                f"{need.install}"
+            )

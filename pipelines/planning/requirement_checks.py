@@ -1,0 +1,151 @@
+"""What stages need of this machine, and of the pipeline file beside themselves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compress.common.errors import CompressError, PipelineInvalid, Unavailable
+from compress.core.gates import MaxDrop, MaxMemory, MaxParameters, MaxSize, MinMetric
+from compress.core.metrics import FALLING
+from compress.quantization.stages.mixed_precision import QuantizeMixed
+from pipelines.planning.gate_targets import refuse_missing_runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from compress.core.loss import Loss
+    from pipelines.config.pipeline import Pipeline
+    from pipelines.planning.plan import PlannedStage
+
+FRACTIONS = ("accuracy", "fidelity")
+"""Metrics that are shares of all samples."""
+FEWEST_POINTS, MOST_POINTS = 0.01, 50
+LARGEST_RATIO = 5
+"""Of sizes: what was to become smaller has not grown so much."""
+
+
+def missing_programs(planned: Iterable[PlannedStage]) -> tuple[str, ...]:
+    """Return a line for each program without which a stage will stop; it may come meanwhile."""
+    return tuple(
+        f"{p.name} will stop: {requirement.what} is not on the PATH; {requirement.install} "
+        "(the stages before it run and are kept)"
+        for p in planned
+        for requirement in p.stage.all_requirements()
+        if requirement.program and requirement.missing()
+    )
+
+
+def check_needs(pipeline: Pipeline, planned: Iterable[PlannedStage]) -> None:
+    """Refuse stages that lack a library, data or a device.
+
+    Raises:
+        PipelineInvalid: the file has no data, or a metric that does not suit a gate.
+        Unavailable: a library or the device is missing.
+    """
+    parts = {"model": pipeline.model, "tracker": pipeline.tracker}
+    for key, requirement in (
+        (k, r) for k, part in parts.items() if part for r in part.requirements
+    ):
+        if requirement.missing():
+            raise Unavailable(
+                f"{pipeline.place(key)}: needs {requirement.what}, which is not installed; "
+                f"{requirement.install}"
+            )
+    for p in planned:
+        where = f"{pipeline.place('stages', p.index)} ({p.name})"
+        if p.stage.needs_data and pipeline.data is None:
+            raise PipelineInvalid(f"{where}: needs data, and the file has no `data:` section")
+        _check_gates(pipeline, p)
+        if pipeline.metric is not None:
+            check_metric(pipeline, p, pipeline.metric.name)
+        for requirement in p.stage.all_requirements():
+            if not requirement.program and requirement.missing():
+                raise Unavailable(
+                    f"{where}: needs {requirement.what}, which is not installed; "
+                    f"{requirement.install}"
+                )
+    if pipeline.device != "cpu":
+        _check_device(pipeline)
+
+
+def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
+    for i, gate in enumerate(planned.stage.gates):
+        where = pipeline.place("stages", planned.index, "gates", i)
+        if isinstance(gate, MaxDrop | MinMetric) and pipeline.data is None:
+            raise PipelineInvalid(
+                f"{where} ({gate.gate}): needs data, and the file has no `data:` section"
+            )
+        if isinstance(gate, MaxMemory) and (elsewhere := planned.stage.writes().memory_elsewhere):
+            raise PipelineInvalid(f"{where} (max_memory): cannot be measured: {elsewhere}")
+        if isinstance(gate, MaxSize | MaxParameters) and gate.ratio >= LARGEST_RATIO:
+            raise PipelineInvalid(
+                f"{where} ({gate.gate}): ratio: {gate.ratio:g} would let it become {gate.ratio:g} "
+                f"times as large; for {gate.ratio:g} % write {gate.ratio / 100:g}"
+            )
+        refuse_missing_runtime(pipeline, gate, where)
+
+
+def check_metric(pipeline: Pipeline, planned: PlannedStage, metric: str) -> None:
+    """Refuse limits of a stage that do not go with the metric: its direction or its unit.
+
+    Raises:
+        PipelineInvalid: it says what to write.
+    """
+    stage = pipeline.place("stages", planned.index)
+    if isinstance(planned.stage, QuantizeMixed) and metric in FRACTIONS:
+        where = f"{stage} ({planned.name}): max_drop_points"
+        check_points(planned.stage.max_drop_points, where)
+    for i, gate in enumerate(planned.stage.gates):
+        where = pipeline.place("stages", planned.index, "gates", i)
+        if isinstance(gate, MinMetric) and metric in FALLING:
+            raise PipelineInvalid(f"{where}: metric {metric} falls with quality; use max_drop")
+        if isinstance(gate, MaxDrop) and metric in FRACTIONS:
+            check_points(gate.points, f"{where} ({gate.gate}): points")
+        if isinstance(gate, MinMetric) and metric in FRACTIONS and gate.at > 1:
+            raise PipelineInvalid(
+                f"{where} ({gate.gate}): at: found {gate.at:g}, and {metric} is a fraction of 1; "
+                f"for {gate.at:g} % write {gate.at / 100:g}"
+            )
+
+
+def check_loss(pipeline: Pipeline, planned: Iterable[PlannedStage], loss: Loss) -> None:
+    """Refuse stages whose settings do not go with the task's loss.
+
+    Raises:
+        PipelineInvalid: one does not.
+    """
+    for p in planned:
+        try:
+            p.stage.check_loss(loss)
+        except CompressError as error:
+            where = f"{pipeline.place('stages', p.index)} ({p.name})"
+            raise PipelineInvalid(f"{where}: {error}") from error
+
+
+def check_points(points: float, where: str) -> None:
+    """Refuse points of an accuracy that cannot be meant: a fraction of it, or most of it.
+
+    Raises:
+        PipelineInvalid: it says what to write.
+    """
+    if 0 < points < FEWEST_POINTS:
+        raise PipelineInvalid(
+            f"{where}: {points:g} is less than a hundredth of a percentage point; points are "
+            f"percentage points, so for {100 * points:g} % write {100 * points:g}"
+        )
+    if points > MOST_POINTS:
+        raise PipelineInvalid(
+            f"{where}: {points:g} would let more than half of all answers become wrong; points "
+            f"are percentage points, expected at most {MOST_POINTS:g}"
+        )
+
+
+def _check_device(pipeline: Pipeline) -> None:
+    import torch
+
+    index = int(pipeline.device.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise Unavailable(
+            f"{pipeline.place('device')}: {pipeline.device!r} asked for and PyTorch "
+            f"{torch.__version__} sees {torch.cuda.device_count()} CUDA devices; use `device: cpu`"
+        )

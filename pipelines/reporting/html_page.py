@@ -1,0 +1,42 @@
+"""Pages that are one file: no script, no font and no picture from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+
+def rendered(template: str, **names: Any) -> str:
+    """Return a page made of the template of that name."""
+    return _environment().get_template(template).render(**names)
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    from pipelines.results.schema import readable_bytes, readable_count
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parents[1] / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"bytes": readable_bytes, "count": readable_count, "folded": folded}
+    return environment
+
+
+def folded(name: str) -> Markup:
+    """Return a name that may be broken after some marks within it, and nowhere else."""
+    from markupsafe import Markup, escape
+
+    marks = "-/" if "-" in name else "._/:"  # a branch is named `stage-setting=value`
+    return Markup(re.sub(rf"([{marks}])(?=\w)", r"\1<wbr>", str(escape(name))))

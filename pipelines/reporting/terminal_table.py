@@ -1,0 +1,210 @@
+"""The report as a table for a terminal."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from compress.common.printable import printable
+from pipelines.planning.plan import SOURCE
+from pipelines.reporting.quantization_summary import fidelity_of, sameness_of
+from pipelines.reporting.stage_rows import in_order
+from pipelines.results.comparison import row_of
+from pipelines.results.schema import (
+    FailureReport,
+    SkippedReport,
+    found_in_words,
+    readable_bytes,
+    readable_count,
+    rule_in_words,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from pipelines.results.comparison import Differences
+    from pipelines.results.measurements import Measurements
+    from pipelines.results.schema import Report, StageReport
+
+COLUMNS = (
+    "metric",
+    "size",
+    "smaller",
+    "params",
+    "MACs",
+    "p50 ms",
+    "p95 ms",
+    "faster",
+    "peak MiB",
+    "gates",
+    "made + judged",
+)
+DISPENSABLE = ("made + judged", "p95 ms", "MACs", "params", "p50 ms", "peak MiB")
+"""Left out in this order where the terminal is narrow."""
+
+NOT_MEASURABLE = "n/m"
+"""A figure that the machine was too busy to tell; a warning says so."""
+
+
+def wide_console() -> Console:
+    """Return where tables are printed: as wide as the terminal, and wide where there is none."""
+    from pipelines.terminal.rich_output import PlainConsole
+
+    console = PlainConsole()
+    return console if console.is_terminal else PlainConsole(width=160)
+
+
+def show_report(report: Report, out: Path) -> None:
+    """Print a report's table; where the model did not come in there is nothing beside the error."""
+    if report.stages or not report.failed_stage or report.failed_stage.name != SOURCE:
+        printed(partial(stage_table, report), closing_lines(report, out))
+
+
+def stage_table(report: Report, console: Console) -> Table:
+    """Return one row per stage, with as many columns as fit whole.
+
+    Ratios are against the baseline, latency is at batch 1.
+    """
+    for left_out in range(len(DISPENSABLE) + 1):
+        shown = [c for c in COLUMNS if c not in DISPENSABLE[:left_out]]
+        table = _table(report, shown)
+        if Measurement.get(console, console.options.update(width=1000), table).maximum <= (
+            console.width
+        ):
+            return table
+    return _table(report, shown, tight=True)
+
+
+def gate_lines(report: Report) -> Iterator[Text]:
+    """Yield one line per verdict, and one for each stage that failed or was skipped."""
+    metric = _metric(report)
+    for stage in report.stages:
+        for v in stage.verdicts:
+            mark, style = ("✓", "green") if v.passed else ("✗", "bold red")
+            against = f" against {v.against}" if v.against else ""
+            rule = rule_in_words(v, metric)
+            yield Text(
+                f"{mark} {stage.name}: {rule}{against}: {found_in_words(v, metric)}", style=style
+            )
+    for skipped in report.skipped:
+        yield Text(f"– {skipped.name}: skipped, as {skipped.because} did not pass")
+    for failed in report.failures:
+        yield Text(f"✗ {failed.error}", style="bold red")
+
+
+def closing_lines(report: Report, out: Path) -> Iterator[Text]:
+    """Yield what stands below the table: fidelity, gates, test split, warnings, the report's place.
+
+    A warning is a quantized stage that is slower than its float parent, or an artifact's own.
+    """
+    for stage in report.stages:
+        if fidelity := fidelity_of(stage):
+            yield Text(f"{stage.name}: {fidelity.line()}")
+        if sameness := sameness_of(stage):
+            yield Text(f"{stage.name}: {sameness.line()}")
+    yield from gate_lines(report)
+    if report.test:
+        values = ", ".join(f"{name} {value:.4f}" for name, value in report.test.values.items())
+        yield Text(f"test {report.test.metric}: {values}")
+    for warning in report.warnings:
+        yield Text(f"! {warning}", style="bold yellow")
+    cached = sum(stage.cached for stage in report.stages)
+    counted = f"{cached} of {len(report.stages)} stages cached; "
+    yield Text(f"{'' if report.failed_stage else counted}report: {out / 'report.html'}")
+
+
+def difference_table(differences: Differences) -> Table:
+    """Return one row for each thing that differs between two runs."""
+    table = Table(
+        title_justify="left", title=printable(f"{differences.before} → {differences.after}")
+    )
+    for column in ("what", "before", "after"):
+        table.add_column(column, overflow="fold")
+    for part in (differences.asked, differences.surroundings, differences.found):
+        for difference in part:
+            table.add_row(*row_of(difference))
+        table.add_section()
+    return table
+
+
+def difference_lines(differences: Differences) -> Iterator[Text]:
+    """Yield what stands below that table."""
+    if not (differences.asked or differences.surroundings):
+        yield Text("the same settings, data, versions and machine")
+    if not differences.found:
+        yield Text("the same results")
+
+
+def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
+    title = printable(f"{report.pipeline}: {report.status} (ratios against {report.baseline_name})")
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=None if tight else box.HEAVY_HEAD,
+        pad_edge=not tight,
+    )
+    table.add_column("stage", overflow="fold")
+    for column in shown:
+        name = (
+            f"{_metric(report)}{chr(10) if tight else ' '}(val)" if column == "metric" else column
+        )
+        table.add_column(name, justify="right", no_wrap=True)
+    if report.baseline and report.baseline_name == SOURCE:
+        cells = _cells(report.baseline)
+        table.add_row(SOURCE, *(cells.get(column, "–") for column in shown))
+    dashes = ["–" for _ in shown[1:]]
+    for stage in in_order(report):
+        if isinstance(stage, FailureReport):
+            table.add_row(stage.name, Text(f"✗ {stage.status}", style="bold red"), *dashes)
+        elif isinstance(stage, SkippedReport):
+            table.add_row(stage.name, "skipped", *dashes)
+        else:
+            cells = {**_cells(stage.measurements), **_judgement(stage)}
+            table.add_row(stage.name, *(cells[column] for column in shown))
+    return table
+
+
+def _metric(report: Report) -> str:
+    measured = (m.metric for m in (report.baseline, *(s.measurements for s in report.stages)) if m)
+    return next((m.name for m in measured if m), "metric")
+
+
+def _judgement(stage: StageReport) -> dict[str, str | Text]:
+    passed, total = sum(v.passed for v in stage.verdicts), len(stage.verdicts)
+    style = "green" if passed == total else "bold red"
+    seconds = f"{stage.seconds:.1f} + {stage.judged_seconds:.1f} s"
+    return {
+        "gates": Text(f"{passed}/{total}", style=style) if total else "–",
+        "made + judged": "cached" if stage.cached else seconds,
+    }
+
+
+def _cells(m: Measurements) -> dict[str, str | Text]:
+    return {
+        "metric": f"{m.metric.value:.4f}" if m.metric else "–",
+        "size": readable_bytes(m.bytes),
+        "smaller": f"{m.bytes_ratio:.2f}×",
+        "params": readable_count(m.parameters),
+        "MACs": readable_count(m.macs),
+        "p50 ms": NOT_MEASURABLE if m.latency_ms.p50 is None else f"{m.latency_ms.p50:.3f}",
+        "p95 ms": NOT_MEASURABLE if m.latency_ms.p95 is None else f"{m.latency_ms.p95:.3f}",
+        "faster": NOT_MEASURABLE if m.speedup is None else f"{m.speedup:.2f}×",
+        "peak MiB": "–" if m.peak_mebibytes is None else f"{m.peak_mebibytes:.1f}",
+    }
+
+
+def printed(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:
+    """Show a table as wide as the terminal, and lines below it."""
+    console = wide_console()
+    console.print(table(console))
+    for line in lines:
+        text = line if isinstance(line, Text) else Text(str(line))
+        console.print(Text(printable(text.plain), style=text.style), soft_wrap=True)

@@ -1,0 +1,78 @@
+"""Training curves of a run: loss and metric of each epoch, as the stages wrote them down."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipelines.reporting.svg_plots import DRAWN_POINTS, Plot, curve
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipelines.reporting.stage_rows import Row
+
+DRAWN_TRAININGS = 12
+"""More make the page heavy; the table has all of them."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One stage's training."""
+
+    name: str
+    epochs: int
+    kept: int
+    loss: tuple[float | None, float | None]
+    """Of the first and of the last epoch."""
+    metric: float | None
+    """On val, of the kept epoch."""
+    plots: tuple[Plot, ...] = ()
+
+    @property
+    def thinned(self) -> int:
+        """Every so many epochs have a point in the plot."""
+        return -(-(self.epochs + 1) // DRAWN_POINTS)
+
+
+def trainings_of(rows: Sequence[Row], metric: str) -> list[Training]:
+    """Return each training; the first ones with plots.
+
+    Args:
+        rows: the stages.
+        metric: name of the metric.
+    """
+    found: list[Training] = []
+    for row in rows:
+        facts: dict[str, Any] = dict(row.report.artifact.facts) if row.report else {}
+        history = facts.get("history")
+        if isinstance(history, list) and history:
+            drawn = len(found) < DRAWN_TRAININGS
+            found.append(_training(row.name, history, facts.get("kept_epoch", 0), metric, drawn))
+    return found
+
+
+def _training(
+    name: str, history: list[dict[str, Any]], kept: int, metric: str, drawn: bool
+) -> Training:
+    trained = [epoch for epoch in history if epoch["epoch"] > 0]
+    losses = [_finite(epoch.get("loss")) for epoch in trained] or [None]
+    plots = []
+    for key, words in (("loss", "training loss"), ("metric", f"{metric} on val")):
+        values = [(epoch["epoch"], epoch.get(key)) for epoch in history]
+        title = f"{name}: {words} by epoch"
+        made = curve(values, title=title, names=("epoch", words), kept=kept) if drawn else None
+        plots += [made] if made else []
+    return Training(
+        name=name,
+        epochs=len(trained),
+        kept=kept,
+        loss=(losses[0], losses[-1]),
+        metric=next((_finite(e.get("metric")) for e in history if e["epoch"] == kept), None),
+        plots=tuple(plots),
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

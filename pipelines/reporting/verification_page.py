@@ -1,0 +1,62 @@
+"""What was proven of an artifact, as a file: a page, Markdown, or JSON for machines."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from compress.common.printable import printable
+from pipelines.reporting.html_page import rendered
+
+if TYPE_CHECKING:
+    from serve.torchserve.answer_check import Proof
+
+
+def as_text(proof: Proof, name: str, ending: str) -> str:
+    """Return a proof as the content of a file.
+
+    Args:
+        proof: what was proven.
+        name: of the artifact.
+        ending: of the file: `.html`, `.md`; anything else is JSON.
+    """
+    if ending == ".html":
+        return rendered("proof.html.jinja", proof=proof, name=name, verdict=_verdict(proof))
+    if ending == ".md":
+        return _markdown(proof, name)
+    return json.dumps(proof.model_dump(mode="json"), indent=1) + "\n"
+
+
+def _verdict(proof: Proof) -> str:
+    left = len(proof.unproven)
+    if left:
+        what = "one thing" if left == 1 else f"{left} things"
+        return f"✓ Nothing contradicts it; {what} could not be shown"
+    return "✓ It answers as recorded" if proof.served_by else "✓ As it was sealed; not started"
+
+
+def _markdown(proof: Proof, name: str) -> str:
+    about = [f"kind: {proof.kind}", f"SHA-256 of the file: `{proof.sha256}`"]
+    about += [f"digest of the artifact: `{proof.digest}`"] if proof.digest else []
+    about.append(f"answered by: {proof.served_by or 'nothing was started'}")
+    parts = [f"# {_shown(name)}", f"**{_verdict(proof)}.**", _listed(about)]
+    parts += ["## Proven", _listed(proof.proven)]
+    if proof.unproven:
+        parts += ["## Not proven", _listed(proof.unproven)]
+    if proof.replays:
+        rows = [
+            f"| {_shown(r.what)} | {r.samples} | {r.largest_difference:.3g} |"
+            for r in proof.replays
+        ]
+        table = ["| answered again | samples | largest difference |", "|---|---:|---:|", *rows]
+        parts += ["## Answers", "\n".join(table)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _listed(lines: list[str] | tuple[str, ...]) -> str:
+    return "\n".join(f"- {_shown(line)}" for line in lines)
+
+
+def _shown(text: str) -> str:
+    """Return a text for Markdown, in which it can begin no heading, table or HTML."""
+    return printable(text).replace("<", "\\<").replace("|", "\\|")

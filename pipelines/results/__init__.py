@@ -1,0 +1,1 @@
+"""What a run found, as data: measurements, report, comparison of runs."""

@@ -1,0 +1,152 @@
+"""Two runs side by side: what was asked of them, on what, and what came out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import JsonValue
+
+from compress.common.config import Settings
+from pipelines.results.schema import Report, readable_bytes, readable_count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from compress.core.gate import Verdict
+    from pipelines.results.measurements import Measurements
+
+MISSING = "–"
+NOT_MEASURABLE = "not measurable"
+TIMES = ("p50_ms", "p95_ms", "speedup")
+"""Figures that are missing where the machine was too busy to tell them."""
+
+
+class Difference(Settings):
+    """One thing that is not the same in two runs."""
+
+    what: str
+    """Dotted path: `settings.stages.0.epochs`, `versions.torch`, `onnx.p50_ms`."""
+    before: JsonValue
+    after: JsonValue
+
+
+class Differences(Settings):
+    """What differs between two runs; what is equal is left out."""
+
+    before: str
+    """Directory of the first run."""
+    after: str
+    asked: tuple[Difference, ...]
+    """Settings, data and seed."""
+    surroundings: tuple[Difference, ...]
+    """Versions and hardware."""
+    found: tuple[Difference, ...]
+    """Status, and by stage the metric, sizes, latencies, verdicts and the digest."""
+
+
+def compare(before: Path, after: Path) -> Differences:
+    """Compare two runs' reports.
+
+    Args:
+        before: directory of the first run.
+        after: directory of the second.
+
+    Raises:
+        ArtifactInvalid: a directory holds no readable report.
+    """
+    one, two = Report.read(before), Report.read(after)
+    return Differences(
+        before=str(before),
+        after=str(after),
+        asked=tuple(_between(_asked(one), _asked(two))),
+        surroundings=tuple(_between(_surroundings(one), _surroundings(two))),
+        # A stage may be named as what is told of the whole run is.
+        found=tuple(
+            difference
+            for part in (_ending, _stages, _tested)
+            for difference in _between(part(one), part(two))
+        ),
+    )
+
+
+def row_of(difference: Difference) -> tuple[str, str, str]:
+    """Return a row for people: what, before, after."""
+    return difference.what, _readable(difference, "before"), _readable(difference, "after")
+
+
+def _asked(report: Report) -> dict[str, Any]:
+    settings: Any = report.lock["settings"]
+    stages = {stage["name"] or stage["stage"]: stage for stage in settings["stages"]}
+    return {"settings": {**settings, "stages": stages}, "data": report.lock["data"]}
+
+
+def _surroundings(report: Report) -> dict[str, Any]:
+    return {name: report.lock.get(name) for name in ("versions", "machine")}
+
+
+def _ending(report: Report) -> dict[str, Any]:
+    return {
+        "status": report.status,
+        "failed": {failure.name: failure.error for failure in report.failures},
+        "skipped": {skipped.name: f"as {skipped.because}" for skipped in report.skipped},
+    }
+
+
+def _stages(report: Report) -> dict[str, Any]:
+    return {
+        stage.name: {
+            **_figures(stage.measurements),
+            "gates": {_rule(v): "passed" if v.passed else "refused" for v in stage.verdicts},
+            "made_seconds": round(stage.seconds, 1),
+            "sha256": stage.artifact.sha256,
+        }
+        for stage in report.stages
+    }
+
+
+def _tested(report: Report) -> dict[str, Any]:
+    return {"test": dict(report.test.values) if report.test else {}}
+
+
+def _rule(verdict: Verdict) -> str:
+    """Return a gate's rule; a stage may hold the same one against several others."""
+    return f"{verdict.rule} against {verdict.against}" if verdict.against else verdict.rule
+
+
+def _figures(measured: Measurements) -> dict[str, Any]:
+    return {
+        **({measured.metric.name: measured.metric.value} if measured.metric else {}),
+        "bytes": measured.bytes,
+        "parameters": measured.parameters,
+        "macs": measured.macs,
+        "p50_ms": measured.latency_ms.p50,
+        "p95_ms": measured.latency_ms.p95,
+        "peak_mebibytes": measured.peak_mebibytes,
+        "speedup": measured.speedup,
+    }
+
+
+def _between(before: Any, after: Any, path: str = "") -> Iterator[Difference]:
+    """Yield what differs, by path; the order is that of the first run."""
+    sides = [{} if side is None else side for side in (before, after)]
+    if any(sides) and all(isinstance(side, dict) for side in sides):
+        for key in dict.fromkeys((*sides[0], *sides[1])):
+            inner = f"{path}.{key}" if path else str(key)
+            yield from _between(sides[0].get(key), sides[1].get(key), inner)
+    elif before != after:
+        yield Difference(what=path, before=before, after=after)
+
+
+def _readable(difference: Difference, side: str) -> str:
+    value, what = getattr(difference, side), difference.what.rpartition(".")[2]
+    if value is None:
+        return NOT_MEASURABLE if what in TIMES else MISSING
+    if what == "bytes":
+        return readable_bytes(int(value))
+    if what in ("parameters", "macs"):
+        return readable_count(int(value))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return f"{text[:12]}…" if what in ("sha256", "data") else text

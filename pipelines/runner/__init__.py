@@ -1,0 +1,1 @@
+"""Runs a plan: cache lookup, stage, gates, events, report."""

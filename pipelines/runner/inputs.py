@@ -1,0 +1,264 @@
+"""The user's model and data, as the pipeline file names them."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import checkpoint_digest, import_checkpoint, import_module
+from compress.common.errors import CompressError, PipelineInvalid
+from compress.common.factories import local_sources, sources_digest
+from compress.common.signature import Signature
+from compress.core.stage import Context
+from compress.data.splits import DataReference, Splits
+from pipelines.config.model_spec import FactoryModel, HuggingFaceModel, ModelFile, TimmModel
+from pipelines.planning.loss_and_metric import fitting_loss, settled
+from pipelines.planning.plan import SOURCE, make_plan
+from pipelines.system.machine_info import version_of
+from pipelines.system.temp_files import temporary_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from compress.artifacts.artifact import Artifact
+    from compress.common.signature import TensorSpec
+    from pipelines.config.pipeline import Pipeline
+
+TIMM = "timm:create_model"
+
+
+def settle(pipeline: Pipeline) -> tuple[Pipeline, Splits | None, str]:
+    """Load the data, and find out what the model takes where the file does not say it.
+
+    Returns:
+        The pipeline with `model.inputs`, its data if any, and what was found out, in words.
+
+    Raises:
+        CompressError: the data are wrong, or do not tell the model's inputs, or these are not what
+            a packaged model's requests become.
+    """
+    data = load_data(pipeline)
+    if pipeline.model.inputs is not None:
+        _check_requests(pipeline)
+        return pipeline, data, ""
+    inputs, where = _found_inputs(pipeline, data)
+    from compress.data.infer_signature import described
+
+    if data is not None:
+        names = tuple(spec.name for spec in inputs)
+        source = replace(data.source, input_names=names) if data.source else None
+        data = replace(data, input_names=names, source=source)
+    model = pipeline.model.model_copy(update={"inputs": inputs})
+    told = f"model.inputs, from {where}: {described(inputs)}"
+    pipeline = pipeline.model_copy(update={"model": model})
+    _check_requests(pipeline)
+    return pipeline, data, told
+
+
+def _check_requests(pipeline: Pipeline) -> None:
+    """Refuse images and texts that would not become what the model takes."""
+    from serve.torchserve.stage import PackageTorchServe
+
+    for index, stage in enumerate(pipeline.stages):
+        lacks = any(r.missing() for r in stage.all_requirements() if not r.program)
+        if lacks or not isinstance(stage, PackageTorchServe):
+            continue  # what lacks a library is refused where it is planned
+        try:
+            signature = Signature(inputs=pipeline.model.inputs or ())
+            stage.beside(pipeline.folder, pipeline.code_folder).check_inputs(signature)
+        except CompressError as error:
+            where = pipeline.place("stages", index)
+            raise PipelineInvalid(f"{where} ({stage.title}): {error}") from error
+
+
+def _found_inputs(pipeline: Pipeline, data: Splits | None) -> tuple[tuple[TensorSpec, ...], str]:
+    from compress.data.infer_signature import inputs_of
+
+    spec = pipeline.model
+    try:
+        if isinstance(spec, ModelFile):
+            from pipelines.models.exported_files import signature_of
+
+            file = pipeline.folder / spec.file
+            signature = signature_of(spec.kind, file)
+            if signature is not None:
+                return signature.inputs, file.name
+        if data is None:
+            raise PipelineInvalid(
+                "inputs are not declared, and there is no `data:` whose samples show them"
+            )
+        return inputs_of(data, lambda: _parameters(pipeline)), "the samples of the data"
+    except CompressError as error:
+        raise type(error)(f"{pipeline.place('model')}: {error}") from error
+
+
+def _parameters(pipeline: Pipeline) -> Sequence[str]:
+    """Return the names of what the model takes by position."""
+    from compress.artifacts.edits.call_adapter import positional_parameters
+
+    spec = pipeline.model
+    if isinstance(spec, ModelFile):
+        from pipelines.models.exported_files import parameters_of
+
+        return parameters_of(pipeline.folder / spec.file)
+    if isinstance(spec, HuggingFaceModel):
+        from compress.artifacts.hf_folder import read_folder
+
+        _, module = read_folder(pipeline.folder / spec.huggingface, spec.task, untrained_head=True)
+        return positional_parameters(module)
+    return positional_parameters(_recipe(spec).build(pipeline.code_folder))
+
+
+def load_data(pipeline: Pipeline) -> Splits | None:
+    """Call the data factory, or return None where there is no data section.
+
+    Raises:
+        PipelineInvalid: it cannot be imported, fails, or returns something else than datasets.
+    """
+    if pipeline.data is None:
+        return None
+    spec = pipeline.data
+    names = tuple(tensor.name for tensor in pipeline.model.inputs or ())
+    reference = DataReference(
+        spec.factory,
+        dict(spec.arguments),
+        pipeline.code_folder,
+        spec.batch_size,
+        spec.loader.beside(pipeline.folder),
+        names,
+    )
+    try:
+        return reference.load()
+    except PipelineInvalid as error:
+        message = str(error).removeprefix(f"data.factory {spec.factory!r}: ")
+        raise PipelineInvalid(f"{pipeline.place('data', 'factory')}: {message}") from error
+
+
+def check_model(pipeline: Pipeline) -> tuple[Signature, str]:
+    """Build the model and read its weights and the data, keeping nothing.
+
+    Returns:
+        The model's interface, and what of it and of the loss was found out, in lines.
+
+    Raises:
+        CompressError: the factory, the checkpoint, the data or the declared inputs are wrong, or
+            outputs and targets do not fit the loss.
+    """
+    plan = make_plan(pipeline)
+    pipeline, data, told = settle(pipeline)
+    plan, pipeline = settled(plan, pipeline, data)
+    with temporary_files(), tempfile.TemporaryDirectory() as folder:
+        source = import_source(pipeline, Path(folder) / SOURCE)
+        context = Context(
+            root=Path(folder), data=data, device=pipeline.device, threads=pipeline.threads
+        )
+        task = fitting_loss(plan, pipeline, source, context)
+        return source.signature, "\n".join(filter(None, [told, task]))
+
+
+def import_source(pipeline: Pipeline, path: Path) -> Artifact:
+    """Seal the model as it came in.
+
+    Raises:
+        CompressError: the factory, the checkpoint or the declared inputs are wrong.
+    """
+    spec = pipeline.model
+    outputs = {} if spec.outputs is None else {"outputs": spec.outputs}
+    try:
+        signature = Signature.model_validate({"inputs": spec.inputs, "axes": spec.axes, **outputs})
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        key = "axes" if message.startswith("axes: ") else "inputs"
+        message = message.removeprefix("axes: ")
+        raise PipelineInvalid(f"{pipeline.place('model', key)}: {message}") from None
+    try:
+        return _sealed(pipeline, signature, path)
+    except CompressError as error:
+        found = (k for k in ("checkpoint", "model.inputs", "model.outputs") if k in str(error)[:20])
+        key = next(found, next(_keys(pipeline))).removeprefix("model.")
+        message = str(error).removeprefix(f"model.{key}: ")
+        raise type(error)(f"{pipeline.place('model', key)}: {message}") from error
+
+
+def _keys(pipeline: Pipeline) -> Iterator[str]:
+    """Yield the key that says where the model comes from."""
+    fields = type(pipeline.model).model_fields
+    yield from (key for key in ("factory", "huggingface", "timm", "file") if key in fields)
+
+
+def _sealed(pipeline: Pipeline, signature: Signature, path: Path) -> Artifact:
+    spec = pipeline.model
+    if isinstance(spec, ModelFile):
+        from pipelines.models.exported_files import import_file
+
+        return import_file(spec.kind, pipeline.folder / spec.file, signature, path)
+    if isinstance(spec, HuggingFaceModel):
+        return _import_hugging_face(pipeline, spec, signature, path)
+    return import_checkpoint(
+        path,
+        _recipe(spec),
+        signature,
+        checkpoint=pipeline.folder / spec.checkpoint if spec.checkpoint else None,
+        folder=pipeline.code_folder,
+        seed=pipeline.seed,
+    )
+
+
+def _recipe(spec: FactoryModel | TimmModel) -> Recipe:
+    if isinstance(spec, FactoryModel):
+        return Recipe(factory=spec.factory, arguments=spec.arguments)
+    return Recipe(factory=TIMM, arguments={**spec.arguments, "model_name": spec.timm})
+
+
+def _import_hugging_face(
+    pipeline: Pipeline, spec: HuggingFaceModel, signature: Signature, path: Path
+) -> Artifact:
+    import torch
+
+    from compress.artifacts.hf_folder import OUTPUTS, read_folder
+    from compress.common.signature import OutputSpec
+
+    trains = pipeline.stages[0].stage == "train"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(pipeline.seed)
+        recipe, module = read_folder(
+            pipeline.folder / spec.huggingface, spec.task, untrained_head=trains
+        )
+    if spec.outputs is None and spec.task in OUTPUTS:
+        outputs = tuple(OutputSpec(name=name) for name in OUTPUTS[spec.task])
+        signature = Signature(inputs=signature.inputs, outputs=outputs, axes=signature.axes)
+    return import_module(path, recipe, module, signature)
+
+
+def source_parts(pipeline: Pipeline) -> dict[str, object]:
+    """Return what decides the imported model: its settings, its source code and its weights."""
+    spec = pipeline.model
+    parts: dict[str, object] = {"stage": SOURCE, "settings": spec.model_dump(mode="json")}
+    if isinstance(spec, HuggingFaceModel):
+        from compress.artifacts.hf_folder import folder_digest
+
+        trains = pipeline.stages[0].stage == "train"
+        weights = folder_digest(pipeline.folder / spec.huggingface)
+        return {
+            **parts,
+            "library": version_of("transformers"),
+            "checkpoint": weights,
+            "trains": trains,
+        }
+    if isinstance(spec, ModelFile):
+        from pipelines.models.exported_files import digest_of
+
+        return {**parts, "checkpoint": digest_of(pipeline.folder / spec.file)}
+    sources = local_sources(_recipe(spec).factory, pipeline.code_folder)
+    checkpoint = pipeline.folder / spec.checkpoint if spec.checkpoint else None
+    return {
+        **parts,
+        "code": sources_digest(sources),
+        "library": None if sources else version_of(_recipe(spec).factory.partition(":")[0]),
+        "checkpoint": checkpoint_digest(checkpoint) if checkpoint else None,
+    }

@@ -1,0 +1,1 @@
+"""The cache of artifacts and measurements, local and shared."""

@@ -1,0 +1,227 @@
+"""Removing what was not used for long, from a run's own store or from one that machines share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.artifacts.artifact import MANIFEST
+from compress.common.atomic_files import remove
+from compress.common.config import Settings
+from compress.common.errors import PipelineInvalid
+from pipelines.store.entry import RECORD
+from pipelines.store.local import WORK, Store
+from pipelines.store.lock import lock
+from pipelines.store.object_store import PARTIAL, Failed, Objects
+from pipelines.store.remote import MANIFEST_BYTES, RECORD_BYTES, SECONDS_TRUSTED, Remote
+from pipelines.system.disk_errors import said_plainly
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SECONDS = {"h": 3600, "d": 86_400, "w": 604_800}
+LEAST_SHARED = 2 * SECONDS_TRUSTED
+"""An upload under way relies on what is younger than half of it."""
+KEY = re.compile("[0-9a-f]{32}")
+OURS = {
+    "files": re.compile("[0-9a-f]{64}"),
+    "manifests": re.compile(r"[0-9a-f]{64}\.json"),
+    "records": re.compile(r"[0-9a-f]{32}\.json"),
+    PARTIAL: re.compile("[0-9a-f]{16,32}-[0-9a-f]{32}"),
+}
+"""What a shared store's folders hold; anything else was put there by others, and stays."""
+
+
+class Cleaned(Settings):
+    """What was removed, or would be."""
+
+    place: str
+    dry_run: bool
+    artifacts: int
+    """How many were, or would be, removed."""
+    kept: int
+    """How many stay."""
+    bytes: int
+    """What that frees."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield what is told to people."""
+        words = "would be removed, which would free" if self.dry_run else "removed, which freed"
+        noun = "artifact" if self.artifacts == 1 else "artifacts"
+        freed = f"{self.bytes / 2**20:.1f} MiB"
+        yield f"{self.place}: {self.artifacts} {noun} {words} {freed}; {self.kept} stay"
+
+
+def clean(place: str, older_than: str, dry_run: bool, announce: Callable[[str], None]) -> Cleaned:
+    """Remove what was not used for some time; everything can be made again.
+
+    Args:
+        place: a run's directory, or the URL of a shared store.
+        older_than: such as ``30d``.
+        dry_run: say what would be removed, and leave it.
+        announce: told when another run has to end first.
+
+    Raises:
+        PipelineInvalid: there is no store, it is of another format, or the time is no time or too
+            short for a store that others may write to.
+    """
+    seconds = _seconds_in(older_than)
+    if "://" not in place:
+        with said_plainly(Path(place)):
+            return clean_own(Path(place), seconds, dry_run, announce)
+    if seconds < LEAST_SHARED:
+        raise PipelineInvalid(
+            f"--older-than {older_than}: a shared store keeps {LEAST_SHARED // 86_400} days at "
+            "least, as uploads under way rely on what is there"
+        )
+    return clean_shared(place, seconds, dry_run)
+
+
+def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], None]) -> Cleaned:
+    """Remove old entries of a run's own store, and unfinished work; what it shows stays.
+
+    Raises:
+        PipelineInvalid: there is no store, or it is of another format.
+    """
+    root = out / ".store"
+    if not root.is_dir():
+        raise PipelineInvalid(f"{out}: holds no results of a run; expected its --out, or a URL")
+    descriptor = lock(root, announce)
+    try:
+        Store(root).refuse_another_format()
+        shown = {_sha256(file) for file in out.glob(f"artifacts/*/{MANIFEST}")} - {None}
+        folders = [folder for folder in root.iterdir() if KEY.fullmatch(folder.name)]
+        entries = [folder for folder in folders if (folder / RECORD).exists()]
+        old = [
+            folder
+            for folder in entries
+            if _idle_seconds(folder / RECORD, folder) > seconds
+            and _sha256(folder / "artifact" / MANIFEST) not in shown
+        ]
+        begun = (*(root / WORK).glob("*"), *(f for f in folders if f not in entries))
+        work = [f for f in begun if _idle_seconds(*f.rglob("*"), f) > seconds]
+        freed = sum(_bytes_of(folder) for folder in (*old, *work))
+        for folder in () if dry_run else (*old, *work):
+            remove(folder)
+    finally:
+        os.close(descriptor)
+    kept = len(entries) - len(old)
+    return Cleaned(place=str(out), dry_run=dry_run, artifacts=len(old), kept=kept, bytes=freed)
+
+
+def clean_shared(url: str, seconds: int, dry_run: bool) -> Cleaned:
+    """Remove old records of a shared store, then the manifests and files that none needs.
+
+    Runs may go on meanwhile: what a record names is there as long as the record is, and an upload
+    writes anew what it finds and is old. So what is not old yet is left alone, named or not.
+
+    Raises:
+        PipelineInvalid: there is no store, it cannot be reached, or is of another format.
+    """
+    if not Remote(url, lambda _: None).refuse_another_format():
+        raise PipelineInvalid(f"{url}: there is no store")
+    try:
+        return _Shared(url, seconds, dry_run).clean()
+    except Failed as error:
+        raise PipelineInvalid(
+            f"{url}: cannot be cleaned ({error}); check the network, the credentials and their "
+            "rights, and run the same command again"
+        ) from error
+
+
+class _Shared:
+    """A shared store while it is cleaned."""
+
+    def __init__(self, url: str, seconds: int, dry_run: bool) -> None:
+        self.url, self.seconds, self.dry_run = url, seconds, dry_run
+        self.objects = Objects(url)
+        self.freed = 0
+        self.gone: set[str] = set()
+
+    def clean(self) -> Cleaned:
+        """Remove what is old and not needed, the records first."""
+        files = self._all("files")
+        self._remove(self._all("records"))
+        records = self._all("records")
+        named = {
+            f"manifests/{self._told(name, RECORD_BYTES).get('digest')}.json" for name in records
+        }
+        self._remove(self._all("manifests") - named)
+        manifests = [self._told(name, MANIFEST_BYTES) for name in self._all("manifests")]
+        self._remove(files - {place for told in manifests for place in _places_in(told)})
+        self._remove(self._all(PARTIAL))
+        removed = sum(name.startswith("records/") for name in self.gone)
+        return Cleaned(
+            place=self.url,
+            dry_run=self.dry_run,
+            artifacts=removed,
+            kept=len(records),
+            bytes=self.freed,
+        )
+
+    def _all(self, folder: str) -> set[str]:
+        """Return what of ours is in a folder, less what is removed or would be."""
+        ours = filter(OURS[folder].fullmatch, self.objects.names(folder))
+        return {f"{folder}/{name}" for name in ours} - self.gone
+
+    def _remove(self, names: set[str]) -> None:
+        """Remove what is old now; it may have been written anew since it was listed."""
+        for name in sorted(names):
+            found = self.objects.look(name)
+            if found and found.seconds > self.seconds:
+                self.gone.add(name)
+                self.freed += found.bytes
+                if not self.dry_run:
+                    self.objects.remove(name)
+
+    def _told(self, name: str, limit: int) -> dict[str, Any]:
+        """Return what a record or manifest tells; one that tells nothing needs nothing."""
+        try:
+            told = json.loads(self.objects.read(name, limit) or b"")
+        except ValueError:
+            return {}
+        return told if isinstance(told, dict) else {}
+
+
+def _places_in(manifest: dict[str, Any]) -> Iterator[str]:
+    files = manifest.get("files")
+    for file in files.values() if isinstance(files, dict) else ():
+        if isinstance(file, dict):
+            yield f"files/{file.get('sha256')}"
+
+
+def _seconds_in(text: str) -> int:
+    found = re.fullmatch(r"(\d{1,6})([hdw])", text)
+    if not found:
+        raise PipelineInvalid(
+            f"--older-than {text}: expected hours, days or weeks, as 12h, 30d, 8w"
+        )
+    return int(found[1]) * SECONDS[found[2]]
+
+
+def _idle_seconds(*paths: Path) -> float:
+    """Return for how long none of some files was written; those that are gone do not count."""
+    written = [0.0]
+    for path in paths:
+        with suppress(FileNotFoundError):
+            written.append(path.stat().st_mtime)
+    return time.time() - max(written)
+
+
+def _bytes_of(folder: Path) -> int:
+    """Return what removing a folder frees: not what has another name elsewhere."""
+    stats = [path.lstat() for path in folder.rglob("*") if not path.is_dir()]
+    return sum(stat.st_size for stat in stats if stat.st_nlink == 1)
+
+
+def _sha256(file: Path) -> str | None:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return None

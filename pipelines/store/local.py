@@ -1,0 +1,276 @@
+"""What was computed before, by content: artifacts by what decided them, and why one is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact
+from compress.checkpoint.sealed_json import sealed, unsealed
+from compress.common.atomic_files import partial_of, remove, sweep, write_atomically
+from compress.common.dependency_recorder import Dependencies
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from pipelines.store.entry import RECORD, Entry, Record, Surroundings, key_of
+from pipelines.store.lock import lock
+from pipelines.store.sample_diff import samples_changed
+from pipelines.system.jsonl_log import happened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from compress.data.fingerprint import Contents
+    from pipelines.store.remote import Remote
+
+FORMAT = 1
+"""Of the store's folders and records; a store that does not tell its format has this one."""
+HERE = Path()
+FORMAT_FILE = "format.json"
+WORK = "work"
+"""Folder of what stages keep to go on after an interruption, by stage."""
+LAST = "last.json"
+"""What each stage was last made of, by which a run says why it is made again."""
+DONE = "done"
+"""In a stage's work: the key of the artifact that was made of it."""
+
+
+class Store:
+    """A directory of entries by key."""
+
+    def __init__(
+        self,
+        root: Path,
+        remote: Remote | None = None,
+        *,
+        folder: Path = HERE,
+        code: Path | None = None,
+        announce: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Take a directory.
+
+        Args:
+            root: the directory, inside that of a run's results.
+            remote: a store that other machines share.
+            folder: the pipeline's, to which files that user code reads are relative.
+            code: the folder of the user's modules; the pipeline's by default.
+            announce: where warnings go.
+        """
+        self.root, self._remote, self._announce = root, remote, announce
+        self.lock: int | None = None
+        """Descriptor that holds the lock of an open store."""
+        self.warnings: list[str] = []
+        """What was found changed since it was written, for the report."""
+        self.surroundings = Surroundings(
+            folder, code or folder, (root, root.parent / "artifacts"), self._warn
+        )
+        self._unusable: dict[str, str] = {}
+        """Why what lies under a key was not taken."""
+
+    @classmethod
+    @contextmanager
+    def locked(
+        cls,
+        root: Path,
+        announce: Callable[[str], None],
+        remote: Remote | None = None,
+        folder: Path = HERE,
+        code: Path | None = None,
+    ) -> Iterator[Store]:
+        """Open the store for one run, and sweep up what a killed one left; a second run waits.
+
+        Raises:
+            PipelineInvalid: the directory, or the shared store, cannot be written, or is of
+                another format.
+        """
+        descriptor = lock(root, announce)
+        try:
+            store = cls(root, remote, folder=folder, code=code, announce=announce)
+            store.lock = descriptor
+            store.refuse_another_format()
+            if not (root / FORMAT_FILE).exists():
+                write_atomically(root / FORMAT_FILE, json.dumps({"format": FORMAT}))
+            store._sweep()
+            if remote:
+                remote.begin(root)
+            yield store
+        finally:
+            os.close(descriptor)
+
+    def refuse_another_format(self) -> None:
+        """Refuse a store that another version wrote in another way.
+
+        Raises:
+            PipelineInvalid: it is of another format.
+        """
+        try:
+            found = format_in((self.root / FORMAT_FILE).read_bytes())
+        except FileNotFoundError:
+            return
+        if found != FORMAT:
+            raise PipelineInvalid(
+                f"{self.root}: is of format {found}, and this version of compress reads "
+                f"format {FORMAT}; choose another --out, or remove {self.root} (everything in it "
+                "can be made again)"
+            )
+
+    def settle(self, name: str, entry: Entry, record: Record) -> None:
+        """Make a stage's artifact part of the store, and remove what it kept to go on."""
+        work = self.root / WORK / name
+        if work.is_dir():
+            # Killed between the next two steps, the work would stay for ever.
+            write_atomically(work / DONE, entry.path.name)
+        entry.commit(record)
+        remove(work)
+        # Not in the background, where it would run while the stage is measured.
+        if self._remote:
+            self._share(entry, Artifact.at(entry.artifact_path), record)
+
+    def find(self, entry: Entry) -> tuple[Artifact, Record] | None:
+        """Return an artifact and its record from here, else from the shared store, else None."""
+        found = self._own(entry)
+        key, path = entry.path.name, entry.artifact_path
+        if found:
+            entry.used()
+            self._share(entry, *found)
+        elif self._remote and (found := self._remote.fetch(key, path, self._outdated)):
+            entry.commit(found[1])
+            entry.fetched_from = self._remote.url
+        return found
+
+    def foresee(self, entry: Entry) -> tuple[Artifact, Record] | None:
+        """Return what :meth:`find` would; what is in the shared store alone stays there."""
+        found = self._own(entry)
+        if not found and self._remote:
+            found = self._remote.look(entry.path.name, entry.artifact_path, self._outdated)
+            entry.fetched_from = self._remote.url
+        return found
+
+    def _own(self, entry: Entry) -> tuple[Artifact, Record] | None:
+        """Return what lies here under a key, unless it is damaged or outdated."""
+        try:
+            found = entry.load()
+        except ArtifactInvalid as error:
+            self._unusable[entry.path.name] = "its artifact or record is damaged"
+            self._warn(f"{error}; it is made and measured again")
+            return None
+        return None if found is None or self._outdated(found[1]) else found
+
+    def _outdated(self, record: Record) -> str:
+        """Return which file or variable that user code read has changed; empty where none has."""
+        change = record.depends.change(self.surroundings.folder)
+        if change:
+            self._unusable[key_of(record.parts)] = change
+        return change
+
+    def _warn(self, what: str) -> None:
+        if what not in self.warnings:
+            self.warnings.append(what)
+            self._announce(f"warning: {what}")
+            happened("message", what, level="warning")
+
+    def _share(self, entry: Entry, artifact: Artifact, record: Record) -> None:
+        if self._remote:
+            self._remote.share(entry.path.name, artifact, record)
+
+    def _sweep(self) -> None:
+        """Remove what killed runs left half made, and work that has come to its end."""
+        work, out = self.root / WORK, self.root.parent
+        for names in ("*.json", "*.html"):  # a folder there is none of a run's
+            sweep(out, names)
+        for folder in (out / "artifacts", self.root, work):
+            sweep(folder)
+        for entry in self.root.iterdir():
+            if entry.is_dir():
+                sweep(entry)
+        for done in work.glob(f"*/{DONE}"):
+            if (self.root / done.read_text(encoding="utf-8") / RECORD).exists():
+                remove(done.parent)
+
+    def entry(self, parts: dict[str, Any]) -> Entry:
+        """Return the place of an artifact, given everything that decides it."""
+        return Entry(self.root / key_of(parts), self.surroundings)
+
+    def why(self, name: str, parts: dict[str, Any], data: Contents | None) -> str:
+        """Return why a stage must run: what differs from its last run here."""
+        unusable = self._unusable.get(key_of(parts))
+        if unusable:
+            return unusable
+        before = self.last_parts(name)
+        if before is None:
+            return "not run before"
+        found = _declared(before).difference(_declared(parts)) or _difference(before, parts)
+        if data is not None and found.startswith("data.splits."):
+            found = samples_changed(self.root, before["data"], data) or found
+        return found or "its artifact is gone"
+
+    def last_parts(self, name: str) -> dict[str, Any] | None:
+        """Return what decided a stage's artifact when it was last run here, if it was."""
+        return self._last().get(name)
+
+    def remember(self, name: str, parts: dict[str, Any]) -> None:
+        """Note what a stage of this name was last run with."""
+        last = self._last()
+        if last.get(name) != parts:
+            write_atomically(self.root / LAST, sealed({"stages": {**last, name: parts}}))
+
+    def _last(self) -> dict[str, Any]:
+        """Return what stages were last run with; nothing where that was changed."""
+        try:
+            stages: dict[str, Any] = unsealed((self.root / LAST).read_bytes())["stages"]
+        except (FileNotFoundError, ArtifactInvalid, KeyError):
+            return {}  # it says why a stage runs, and decides nothing
+        return stages
+
+
+def format_in(content: bytes) -> str | int:
+    """Return the format that a store's file tells."""
+    try:
+        found = json.loads(content)["format"]
+    except (ValueError, TypeError, KeyError):
+        found = "unknown"
+    return found if found == FORMAT else _short(found)
+
+
+def publish(artifact: Artifact, path: Path) -> None:
+    """Show an artifact under a readable path, by hard links where the file system has them."""
+    partial = partial_of(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(artifact.path, partial, copy_function=_link)
+    replace_artifact(partial, path)
+
+
+def unpublish(folder: Path) -> None:
+    """Remove what an earlier run published; the store keeps it, and other files stay."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (path / MANIFEST).is_file():
+            remove(path)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _declared(parts: dict[str, Any]) -> Dependencies:
+    return Dependencies.model_validate(parts.get("depends", {}))
+
+
+def _difference(before: Any, after: Any, path: str = "") -> str:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in sorted({*before, *after}):
+            found = _difference(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+            if found:
+                return found
+        return ""
+    return "" if before == after else f"{path} {_short(before)} → {_short(after)}"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 24 else f"{text[:12]}…"

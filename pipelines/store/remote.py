@@ -1,0 +1,246 @@
+"""A store that several machines share, at any URL that fsspec opens.
+
+    URL/format.json              which layout this is
+    URL/files/<sha256>           the files of artifacts, each named by its content
+    URL/manifests/<digest>.json  which files an artifact has; its digest is this file's hash
+    URL/records/<key>.json       which artifact a key stands for; written last
+
+A half upload is therefore not seen, writers of the same key do not disturb each other, and all that
+is read is held against its name. Nothing is opened in place: it is fetched into a run's own store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import socket
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact, seal
+from compress.common.atomic_files import partial_of
+from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
+from pipelines.store.entry import Record
+from pipelines.store.local import FORMAT, FORMAT_FILE, format_in
+from pipelines.store.object_store import Failed, Objects
+from pipelines.system.jsonl_log import happened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from compress.artifacts.artifact import FileDigest
+
+RECORD_BYTES, MANIFEST_BYTES, FILES = 2**24, 2**26, 10_000
+"""More than any of ours holds."""
+SECONDS_TRUSTED = 86_400
+"""A file that is older is uploaded again rather than relied on: it may be about to be cleaned."""
+
+
+class Remote:
+    """A shared store, as one run sees it; trouble with it is a warning, and the run goes on."""
+
+    def __init__(self, url: str, announce: Callable[[str], None]) -> None:
+        """Open a store without asking it anything.
+
+        Raises:
+            PipelineInvalid: no URL that fsspec knows, or one that holds credentials.
+            Unavailable: the package for its protocol is not installed.
+        """
+        self._objects = Objects(url)
+        self.url = url.rstrip("/")
+        self._announce = announce
+        self._replaced: set[str] = set()
+        """Keys whose record is damaged or outdated: what is made anew is uploaded over it."""
+        self._reads = self._writes = True
+
+    def refuse_another_format(self) -> bool:
+        """Return whether there is a store at the URL; this asks it for the first time.
+
+        Raises:
+            PipelineInvalid: it cannot be reached, or is of another format.
+        """
+        try:
+            content = self._objects.read(FORMAT_FILE, RECORD_BYTES)
+        except Failed as error:
+            raise self._refused("reached", error) from error
+        if content is None:
+            return False
+        if (found := format_in(content)) != FORMAT:
+            raise PipelineInvalid(
+                f"store {self.url}: is of format {found}, and this version of compress reads "
+                f"format {FORMAT}; choose another, or remove it: everything in it can be made again"
+            )
+        return True
+
+    def begin(self, root: Path) -> None:
+        """Make the store at the URL where there is none, for a run that holds a local one's lock.
+
+        Raises:
+            PipelineInvalid: it cannot be reached or written, or is of another format.
+        """
+        writer = f"{socket.gethostname()}:{root.absolute()}".encode()
+        is_there = self.refuse_another_format()
+        try:
+            self._objects.take_over(_sha256(writer)[:16])
+            if not is_there:
+                self._objects.write(FORMAT_FILE, json.dumps({"format": FORMAT}).encode())
+        except Failed as error:
+            raise self._refused("written", error) from error
+
+    def look(
+        self, key: str, path: Path, outdated: Callable[[Record], str]
+    ) -> tuple[Artifact, Record] | None:
+        """Return what :meth:`fetch` would, without its files, as it would lie at the path."""
+        found = None
+        with self._forgiving(key):
+            found = self._described(key, path, outdated) if self._reads else None
+        return found and found[:2]
+
+    def fetch(
+        self, key: str, path: Path, outdated: Callable[[Record], str]
+    ) -> tuple[Artifact, Record] | None:
+        """Bring what a key stands for to a path; return None where it is not there whole.
+
+        Args:
+            key: the key.
+            path: where the artifact is to lie.
+            outdated: returns what user code would read now and did not then, or nothing; another
+                artifact then takes this one's place.
+
+        Raises:
+            OSError: the local disk refuses.
+        """
+        whole = None
+        with self._forgiving(key):
+            found = self._described(key, path, outdated) if self._reads else None
+            if found:
+                self._bring(found[0], found[2])
+            whole = found
+        return whole and whole[:2]
+
+    def share(self, key: str, artifact: Artifact, record: Record) -> None:
+        """Upload an artifact, and its record last, unless it is there already."""
+        try:
+            again = key in self._replaced
+            if self._writes and (again or self._objects.look(f"records/{key}.json") is None):
+                self._upload(key, artifact, record, again)
+        except Failed as error:
+            self._writes = False
+            self._warn(
+                f"store {self.url}: cannot be written ({error}); the run goes on and uploads "
+                "nothing more; the same command uploads what is missing"
+            )
+
+    def _upload(self, key: str, artifact: Artifact, record: Record, again: bool) -> None:
+        for name, file in artifact.manifest.files.items():
+            place = f"files/{file.sha256}"
+            found = self._objects.look(place)
+            if again or not found or found.bytes != file.bytes or found.seconds > SECONDS_TRUSTED:
+                self._objects.write(place, artifact.path / name)
+        self._objects.write(f"manifests/{artifact.digest}.json", artifact.path / MANIFEST)
+        # What was measured is not shared: each machine proves and measures for itself.
+        self._objects.write(f"records/{key}.json", record.to_bytes())
+        self._replaced.discard(key)
+
+    def _described(
+        self, key: str, path: Path, outdated: Callable[[Record], str]
+    ) -> tuple[Artifact, Record, bytes] | None:
+        """Return an artifact without its files, its record, and the manifest's bytes."""
+        place = f"records/{key}.json"
+        content = self._objects.read(place, RECORD_BYTES)
+        if content is None:
+            return None
+        try:
+            record = Record.from_bytes(content, key)
+        except ArtifactInvalid as error:
+            raise _Damaged(place, str(error)) from None
+        if not re.fullmatch("[0-9a-f]{64}", record.digest):
+            raise _Damaged(place, "names no artifact")
+        if outdated(record):
+            self._replaced.add(key)
+            return None
+        place = f"manifests/{record.digest}.json"
+        raw = self._objects.read(place, MANIFEST_BYTES)
+        if raw is None or _sha256(raw) != record.digest:
+            raise _Damaged(place, "is missing" if raw is None else "is not what its name says")
+        try:
+            artifact: Artifact = Artifact.described_by(raw, path)
+        except CompressError as error:
+            raise _Damaged(place, first_line(error)) from None
+        return artifact, record, raw
+
+    def _bring(self, artifact: Artifact, manifest: bytes) -> None:
+        """Fetch an artifact's files, hold each against its hash, and rename the whole in place."""
+        files, path = artifact.manifest.files, artifact.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        needed, free = sum(f.bytes for f in files.values()), shutil.disk_usage(path.parent).free
+        if len(files) > FILES or needed > free:
+            what = f"names {len(files)} files of {needed} bytes; {FILES} and {free} are the limits"
+            raise _Damaged(f"manifests/{artifact.digest}.json", what)
+        partial = partial_of(path)
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            for name, file in files.items():
+                self._bring_file(file, partial / name)
+            (partial / MANIFEST).write_bytes(manifest)
+            seal(partial)
+            replace_artifact(partial, path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _bring_file(self, expected: FileDigest, file: Path) -> None:
+        place = f"files/{expected.sha256}"
+        found = self._objects.look(place)
+        if found is None or found.bytes != expected.bytes:
+            what = f"is {found.bytes} bytes, not {expected.bytes}" if found else "is missing"
+            raise _Damaged(place, what)
+        digest, left = hashlib.sha256(), expected.bytes
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("wb") as target:
+            for block in self._objects.blocks(place):
+                digest.update(block)
+                left -= len(block)
+                if left < 0:  # it grew meanwhile
+                    break
+                target.write(block)
+        if digest.hexdigest() != expected.sha256:
+            raise _Damaged(place, "is not what its name says")
+
+    @contextmanager
+    def _forgiving(self, key: str) -> Iterator[None]:
+        """Say what is wrong with what is there, which is then not used, and go on."""
+        try:
+            yield
+        except _Damaged as error:
+            self._replaced.add(key)
+            self._warn(f"{self.url}/{error}; it is refused, and made anew")
+        except Failed as error:
+            self._reads = self._writes = False
+            self._warn(
+                f"store {self.url}: cannot be reached any more ({error}); the run goes on "
+                "without it"
+            )
+
+    def _warn(self, what: str) -> None:
+        self._announce(f"warning: {what}")
+        happened("message", what, level="warning")
+
+    def _refused(self, what: str, error: Failed) -> PipelineInvalid:
+        return PipelineInvalid(
+            f"store {self.url}: cannot be {what} ({error}); check the URL, the network, the "
+            "credentials and their rights, or run without a shared store"
+        )
+
+
+class _Damaged(Exception):
+    """What the store holds is not what it says."""
+
+    def __init__(self, place: str, what: str) -> None:
+        super().__init__(f"{place}: {what}")
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,1 @@
+"""Signals, temporary files, disk errors, the log file, facts about the machine."""

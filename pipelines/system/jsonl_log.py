@@ -1,0 +1,120 @@
+"""Events of a run: log records that carry fields beside their words, one JSON object a line."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
+
+from compress.common.printable import escaped_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+LOG = "log.jsonl"
+MOST_BYTES = 8 * 2**20
+"""Of a log; what is older moves to `log.jsonl.1`, and what was there is gone."""
+OWN_LOGGERS = ("compress", "export", "serve", "pipelines")
+
+log = logging.getLogger(__name__)
+
+
+def happened(event: str, message: str, **fields: Any) -> None:
+    """Log an event with its fields; who listens is :func:`heard_by`'s matter."""
+    log.info("%s", message, extra={"told": {"event": event, **fields}})
+
+
+@contextmanager
+def heard_by(handler: logging.Handler) -> Iterator[None]:
+    """Give a handler whatever the toolkit logs from INFO on, and close it in the end.
+
+    Others hear no more than before.
+    """
+    loggers = [logging.getLogger(name) for name in OWN_LOGGERS]
+    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
+    for logger in loggers:
+        threshold = logger.getEffectiveLevel()
+        logger.addHandler(handler)
+        if threshold > logging.INFO:
+            logger.setLevel(logging.INFO)
+            if logger.propagate:
+                logger.propagate = False
+                logger.addHandler(_Upwards(threshold))
+    try:
+        yield
+    finally:
+        for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+            logger.propagate, logger.handlers[:] = propagate, handlers
+        handler.close()
+
+
+class _Upwards(logging.Handler):
+    """Passes on to the root logger what it would have been given anyway."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logging.getLogger().callHandlers(record)
+
+
+class LogFile(RotatingFileHandler):
+    """Appends events to a file, each as a whole line; where it cannot, the run goes on without."""
+
+    def __init__(self, file: Path, run: str, stage: Callable[[], str]) -> None:
+        """Take a file.
+
+        Args:
+            file: the log; what a crash left of a line at its end is removed.
+            run: tells the run's lines from those of others.
+            stage: gives the name of the stage that is being walked.
+        """
+        super().__init__(file, maxBytes=MOST_BYTES, backupCount=1, encoding="utf-8", delay=True)
+        self.file, self.run, self.stage = file, run, stage
+        self.is_broken = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append a record."""
+        if not self.is_broken:
+            if self.stream is None:
+                _remove_torn_line(self.file)
+            super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as JSON."""
+        told: dict[str, Any] = dict(getattr(record, "told", {}))
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        content = {
+            "time": when.replace("+00:00", "Z"),
+            "level": told.pop("level", record.levelname.lower()),
+            "run": self.run,
+            "event": told.pop("event", "message"),
+            "stage": told.pop("stage", self.stage()) or None,
+            **told,
+            "message": record.getMessage().encode(errors="replace").decode(),
+        }
+        return escaped_json(to_json(content, inf_nan_mode="null", fallback=str).decode())
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Say once that the log cannot be written."""
+        if not self.is_broken:
+            self.is_broken = True
+            log.warning("%s cannot be written; the run goes on without it", self.file)
+
+    def close(self) -> None:
+        """Close the file; what could not be written before cannot be now."""
+        with suppress(OSError):
+            super().close()
+
+
+def _remove_torn_line(file: Path) -> None:
+    try:
+        content = file.read_bytes()
+        if not content.endswith(b"\n"):
+            with file.open("r+b") as stream:
+                stream.truncate(content.rfind(b"\n") + 1)
+    except OSError:
+        return  # it is not there yet; or the first line will not be written, which is told

@@ -1,0 +1,25 @@
+"""Files that are no pages, made of a template: what is quoted, the caller quotes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+def text_of(template: str, filters: Mapping[str, Callable[..., str]], **names: Any) -> str:
+    """Return a text made of the template of that name."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parents[1] / "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters |= filters
+    return environment.get_template(template).render(**names)

@@ -1,0 +1,1 @@
+"""What a terminal shows: progress, colours, JSON or quiet output."""

@@ -1,0 +1,223 @@
+"""What the command says to people and machines, and how it ends."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from compress.common.errors import CompressError, StageFailed, exits_refused, told_of
+from compress.common.printable import printable
+from pipelines.system import signals
+from pipelines.system.signals import words_of
+from pipelines.terminal import output_mode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from compress.common.config import Settings
+    from pipelines.results.schema import Report
+
+COLOURS = {"red": 31, "yellow": 33}
+
+
+def started(app: Callable[[], Any]) -> NoReturn:
+    """Run the command line until it ends: by an exit code, or by a signal's."""
+    signals.listen()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a lesser encoding must not end a run
+    try:
+        app()
+        raise SystemExit
+    except SystemExit as end:
+        _refuse_line_as_json(end)
+        raise SystemExit(signals.exit_code() or end.code) from None
+    finally:
+        signals.ignore()
+
+
+def _refuse_line_as_json(end: SystemExit) -> None:
+    """Say in JSON what is wrong with a command line, for which no command was reached."""
+    error = end.__context__  # typer has told people of it, and ended
+    told = getattr(error, "format_message", None)
+    if told and "--json" in sys.argv:
+        found = {"kind": type(error).__name__, "exit_code": end.code, "lines": [told()]}
+        output_mode.give({"error": found})
+
+
+def framed(function: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
+    """Turn the toolkit's errors into one line on standard error and an exit code.
+
+    Args:
+        function: a command.
+        options: annotations of `as_json`, `quiet` and `debug`, which every command takes; they
+            decide how :func:`tell` answers, and the command itself need not know them.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, as_json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
+        _log_to_terminal(logging.DEBUG if debug else logging.ERROR)
+        try:
+            with output_mode.answering(output_mode.Manner(as_json=as_json, quiet=quiet)):
+                try:
+                    with exits_refused():
+                        function(*args, **kwargs)
+                except BaseException as error:
+                    _refuse_as_json(error)
+                    raise
+        except BaseException as error:  # noqa: BLE001 - a newcomer gets one line, not a traceback
+            end(error, debug, resumes=function.__name__ != "serve")
+
+    signature = inspect.signature(function, eval_str=True)
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        for name, kind in options.items()
+    ]
+    signed: Any = wrapped
+    signed.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])
+    return wrapped
+
+
+def _log_to_terminal(level: int) -> None:
+    """Show log records from a level on; nothing where logging was set up already."""
+    from pipelines.terminal.rich_output import PlainFormatter
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(PlainFormatter())
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def _refuse_as_json(error: BaseException) -> None:
+    """Say in JSON what went wrong, where JSON is promised and nothing else was said."""
+    asked = output_mode.manner()
+    if asked.given or not asked.as_json or isinstance(error, BrokenPipeError):
+        return
+    kind, code, lines = "Interrupted", _interrupted(error), [words_of(error)]
+    if not code and isinstance(error, Exception):
+        kind, code, lines = type(error).__name__, _exit_code(error), told_of(error)
+    found = {"kind": kind, "exit_code": code, "lines": lines}
+    output_mode.give({"error": found})
+
+
+def end(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
+    """Say what went wrong, and end with its exit code."""
+    if debug:
+        say("".join(traceback.format_exception(error)).rstrip())
+    if code := _interrupted(error):
+        say(f"{words_of(error)}; run the same command again to resume" if resumes else "stopped")
+        raise SystemExit(code) from None
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    if not isinstance(error, Exception):
+        raise error
+    for line in told_of(error):
+        warn(f"error: {line}", "red")
+    raise SystemExit(_exit_code(error)) from None
+
+
+def _interrupted(error: BaseException) -> int:
+    """Return the exit code of an interruption; 0 for everything else."""
+    return signals.exit_code() or (130 if isinstance(error, KeyboardInterrupt) else 0)
+
+
+def _exit_code(error: Exception) -> int:
+    """Return the exit code of an error; never 0, whatever a user's own class of errors says."""
+    code = error.exit_code if isinstance(error, CompressError) else 0
+    return code or StageFailed.exit_code
+
+
+def say(line: str) -> None:
+    """Write a line on standard error."""
+    sys.stderr.write(f"{printable(line)}\n")
+    sys.stderr.flush()
+
+
+def warn(line: str, colour: str) -> None:
+    """Write a line on standard error, coloured on a terminal that is not told otherwise."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    coloured = sys.stderr.isatty() and not plain
+    line = printable(line)
+    sys.stderr.write(f"\x1b[{COLOURS[colour]}m{line}\x1b[0m\n" if coloured else f"{line}\n")
+    sys.stderr.flush()
+
+
+def inform(line: str) -> None:
+    """Write a line on standard error, unless errors alone or JSON are asked for."""
+    if not output_mode.manner().silent:
+        say(line)
+
+
+def asker() -> Callable[[str, str, Callable[[str], object]], str] | None:
+    """Return what asks a question; None where nobody is there to answer."""
+    return _ask if sys.stdin.isatty() and not output_mode.manner().silent else None
+
+
+def _ask(question: str, usual: str, check: Callable[[str], object]) -> str:
+    """Ask on standard error, and again after a wrong answer."""
+    while True:
+        sys.stderr.write(printable(f"{question}{f' [{usual}]' if usual else ''}: "))
+        sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:  # Ctrl-D
+            raise KeyboardInterrupt
+        try:
+            check(answer := line.strip() or usual)
+        except CompressError as error:
+            say(str(error))
+        else:
+            return answer
+
+
+def tell(
+    content: Settings | Mapping[str, Any],
+    lines: Iterable[Any],
+    table: Callable[[Console], Table] | None = None,
+    indent: int | None = 1,
+    warnings: Iterable[str] = (),
+) -> None:
+    """Print JSON; or lines for people, below a table where there is one; or nothing.
+
+    Args:
+        content: what is given as JSON; the warnings are part of it.
+        lines: what is given to people.
+        table: makes what stands above the lines.
+        indent: of the JSON; None puts it on one line.
+        warnings: what goes to standard error, for people alone.
+    """
+    for line in () if output_mode.manner().silent else warnings:
+        warn(f"warning: {line}", "yellow")
+    if output_mode.manner().as_json:
+        mapping = content if isinstance(content, Mapping) else content.model_dump(mode="json")
+        output_mode.give(mapping, indent)
+    elif output_mode.manner().quiet:
+        return
+    elif table is not None:
+        from pipelines.reporting.terminal_table import printed
+
+        printed(table, lines)
+    else:
+        for line in lines:
+            sys.stdout.write(f"{printable(str(line))}\n")
+        sys.stdout.flush()
+
+
+def show(report: Report, out: Path) -> None:
+    """Print a run's report; nothing where all is to be quiet and no JSON is asked for."""
+    from pipelines.reporting.terminal_table import show_report
+
+    if output_mode.manner().as_json:
+        output_mode.give(report.model_dump(mode="json"))
+    elif not output_mode.manner().quiet:
+        show_report(report, out)

@@ -1,0 +1,123 @@
+"""How far a run is: bars on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from compress.common.printable import printable
+from pipelines.system.jsonl_log import OWN_LOGGERS
+from pipelines.system.signals import insist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.console import Console
+
+    from compress.core.stage import Progress
+
+SECONDS_BETWEEN_LINES = 3.0
+"""Between progress lines where there is no terminal to draw bars on."""
+
+
+@contextmanager
+def shown(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
+    """Give a progress function and an announcer of one line per stage."""
+    from pipelines.terminal.rich_output import PlainConsole
+
+    console = PlainConsole(stderr=True)
+    if quiet:
+        yield (lambda task, done, total, note="": insist()), (lambda line: insist())
+    elif console.is_terminal and not console.is_dumb_terminal:
+        with _bars(console) as (progress, announce), _warnings(announce):
+            yield progress, announce
+    else:
+        with _warnings(_say):
+            yield _lines(), _say
+
+
+class _Announcer(logging.Handler):
+    """Announces what is logged."""
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.announce = announce
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.announce(f"warning: {record.getMessage()}")
+
+
+@contextmanager
+def _warnings(announce: Callable[[str], None]) -> Iterator[None]:
+    """Announce the toolkit's own warnings during a block, unless the log is shown in any case."""
+    if logging.getLogger().isEnabledFor(logging.WARNING):
+        yield
+        return
+    handler, loggers = _Announcer(announce), [logging.getLogger(name) for name in OWN_LOGGERS]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[tuple[Progress, Callable[[str], None]]]:
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+    name = TextColumn("{task.description}", markup=False)
+    last = TextColumn("{task.fields[note]}", markup=False)
+    columns = name, BarColumn(), last, TimeElapsedColumn()
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, transient=True) as bars:
+
+        def progress(task: str, done: int, total: int, note: str = "") -> None:
+            insist()
+            if task not in tasks:
+                tasks[task] = bars.add_task(task, total=total, note=note)
+            bars.update(tasks[task], completed=done, total=total, note=note)
+            if done >= total:
+                bars.remove_task(tasks.pop(task))
+
+        def announce(line: str) -> None:
+            insist()
+            bars.console.print(printable(line))
+
+        yield progress, announce
+
+
+def _lines() -> Progress:
+    """Return a progress function that writes a line per new note, or every few seconds."""
+    shown: dict[str, tuple[float, str]] = {}
+
+    def progress(task: str, done: int, total: int, note: str = "") -> None:
+        now = time.monotonic()
+        last_time, last_note = shown.setdefault(task, (now, ""))
+        if (note and note != last_note) or now - last_time > SECONDS_BETWEEN_LINES:
+            shown[task] = (now, note)
+            _say(f"  {task} {done}/{total}{f': {note}' if note else ''}")
+        if done >= total:
+            del shown[task]
+
+    return progress
+
+
+def _say(line: str) -> None:
+    """Write a line on standard error; a reader that has gone, such as `head`, stops nothing."""
+    insist()
+    try:
+        sys.stderr.write(f"{printable(line)}\n")
+        sys.stderr.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

@@ -1,0 +1,50 @@
+"""The consoles that tables and bars are drawn on, and the format of log lines on a terminal."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.segment import Segment
+
+from compress.common.printable import escaped, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import ConsoleOptions, RenderableType
+    from rich.text import Text
+
+
+class PlainConsole(Console):
+    """A console for which text is text: no markup such as ``[bold]``, and no escape sequences.
+
+    Names and messages come from files of others, and rich hands control characters through.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Take rich's options but `markup`, `emoji` and `highlight`."""
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return a text, escaped before it is measured."""
+        return super().render_str(escaped(text), **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Yield the segments of what is drawn, their text escaped."""
+        for segment in super().render(renderable, options):
+            if segment.control is None and segment.text != "\n":
+                yield Segment(escaped(segment.text), segment.style)
+            else:
+                yield segment
+
+
+class PlainFormatter(logging.Formatter):
+    """Formats log records for a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record's message, and its traceback below, made safe to print."""
+        return printable(super().format(record))

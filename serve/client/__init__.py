@@ -1,0 +1,1 @@
+"""An HTTP client for served models, and its wire formats."""

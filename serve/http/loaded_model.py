@@ -1,0 +1,113 @@
+"""A sealed artifact, proven and warm: what the built-in server answers with."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from compress.common.errors import ArtifactInvalid, StageFailed, first_line
+from compress.profiling.batch_dependence import as_call
+from serve.packaging.joinable import why_not_joined_here
+from serve.packaging.model_interface import Interface, example, interface_of, refuse_bfloat16
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from compress.artifacts.artifact import Artifact
+    from compress.common.signature import Signature
+    from serve.packaging.model_interface import Call
+
+SERVED_KINDS = ("onnx", "aot", "graph", "torchscript")
+WARM_CALLS = 3
+"""TorchScript profiles its first calls, and compiles after them."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that answers."""
+
+    name: str
+    kind: str
+    signature: Signature
+    interface: Interface
+    call: Call
+    not_joined: str
+    """Why requests must not be answered together; empty where they may."""
+
+
+@contextmanager
+def loaded(
+    artifact: Artifact, name: str, threads: int, report: Path | None = None
+) -> Iterator[ServedModel]:
+    """Give an artifact's model, after its digests were checked and it has answered.
+
+    Args:
+        artifact: what is served.
+        name: under which.
+        threads: CPU threads of one call.
+        report: the report.json of the run that made it; that of its run's folder by default.
+
+    Raises:
+        ArtifactInvalid: a file is not the one that was sealed or cannot be loaded, or the kind is
+            not served.
+        StageFailed: the model does not answer its own signature.
+    """
+    if artifact.kind not in SERVED_KINDS:
+        raise ArtifactInvalid(
+            f"{artifact.path}: is {artifact.kind!r}, expected one of {', '.join(SERVED_KINDS)} for "
+            "the built-in server, or a torchserve archive"
+        )
+    artifact.verify()
+    refuse_bfloat16(artifact.signature)
+    with _call_of(artifact, threads) as call:
+        try:
+            interface = interface_of(call, artifact.signature)
+            warm(call, artifact.signature)
+        except StageFailed:
+            raise
+        except Exception as error:
+            raise StageFailed(
+                f"{artifact.path}: the model does not answer its own signature: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        not_joined = why_not_joined_here(artifact, call, interface.rows_stay_first, report)
+        yield ServedModel(name, artifact.kind, artifact.signature, interface, call, not_joined)
+
+
+def warm(call: Call, signature: Signature) -> None:
+    """Call a model until its runtime has made what it makes at first.
+
+    Raises:
+        StageFailed: it answers NaN to normal inputs.
+    """
+    for _ in range(WARM_CALLS):
+        outputs = call(*example(signature, rows=1))
+    for spec, output in zip(signature.outputs, outputs, strict=True):
+        if output.dtype.kind == "f" and np.isnan(output).any():
+            raise StageFailed(f"the model answers NaN in {spec.name} to normal inputs")
+
+
+@contextmanager
+def _call_of(artifact: Artifact, threads: int) -> Iterator[Call]:
+    """Give a model as a function of arrays; ONNX does not need torch for it."""
+    if artifact.kind != "onnx":
+        with artifact.open("cpu", threads) as predict:
+            yield as_call(predict, artifact.signature)
+        return
+    from serve.worker.loaders import load_onnx
+
+    signature = artifact.signature
+    settings = {
+        "inputs": [spec.model_dump(mode="json") for spec in signature.inputs],
+        "outputs": [output.name for output in signature.outputs],
+    }
+    file = artifact.payload_path
+    try:
+        run = load_onnx(file, settings, threads)
+    except Exception as error:
+        raise ArtifactInvalid(f"{file}: onnxruntime cannot load it: {first_line(error)}") from error
+    yield lambda *arrays: run(arrays)

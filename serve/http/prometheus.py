@@ -1,0 +1,89 @@
+"""What the built-in server counts, for Prometheus."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from serve.http.multiprocess import METRICS_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class Metrics:
+    """Counters of one server."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, model: str, depth: Callable[[], float]) -> None:
+        """Register every counter.
+
+        Args:
+            model: name of the model, a label of each.
+            depth: tells how many requests wait or are being answered.
+        """
+        self._registry = CollectorRegistry()
+        self._model = model
+        self._by_status: dict[int, Counter] = {}
+        self._everywhere = (
+            METRICS_VARIABLE in os.environ
+        )  # one process tells what all of them counted
+        if self._everywhere:
+            MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]  # the library
+        else:
+            ProcessCollector(registry=self._registry)
+        registry = None if self._everywhere else self._registry
+        self._requests = Counter(
+            "inference_requests",
+            "Inference requests, by HTTP status",
+            ["model", "status"],
+            registry=registry,
+        )
+        latency = Histogram(
+            "inference_request_seconds",
+            "Seconds from a request's head to its answer",
+            ["model"],
+            buckets=SECONDS,
+            registry=registry,
+        )
+        rows = Counter("inference_rows", "Rows answered", ["model"], registry=registry)
+        queue = Gauge(
+            "inference_queue_length",
+            "Requests that wait or are being answered",
+            ["model"],
+            multiprocess_mode="livesum",
+            registry=registry,
+        )
+        self._latency, self._rows = latency.labels(model), rows.labels(model)
+        self._queue, self._depth = queue.labels(model), depth
+        if not self._everywhere:
+            self._queue.set_function(depth)
+
+    def count(self, status: int, rows: int, seconds: float) -> None:
+        """Count an inference request."""
+        if status not in self._by_status:  # looking a label up takes longer than counting
+            self._by_status[status] = self._requests.labels(self._model, str(status))
+        self._by_status[status].inc()
+        self._latency.observe(seconds)
+        if status == 200:
+            self._rows.inc(rows)
+        if self._everywhere:
+            self._queue.set(self._depth())
+
+    def text(self) -> bytes:
+        """Return everything in the text format that Prometheus reads."""
+        return generate_latest(self._registry)

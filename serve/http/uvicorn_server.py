@@ -1,0 +1,160 @@
+"""The built-in server: an event loop that reads and writes bodies, threads that call the model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from compress.common.errors import PipelineInvalid, Unavailable
+from compress.common.requirements import Requirement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from serve.http.loaded_model import ServedModel
+    from serve.http.options import Options
+
+logger = logging.getLogger(__name__)
+
+INSTALL = "pip install 'compress-pipeline[server]'"
+REQUIREMENTS = tuple(
+    Requirement(what=what, install=INSTALL)
+    for what in ("uvicorn", "httptools", "uvloop", "prometheus_client")
+)
+TOKEN_VARIABLE = "COMPRESS_SERVE_TOKEN"
+TOKEN_CHARACTERS = 16
+SILENT_SECONDS = 10
+KEEP_ALIVE_SECONDS = 75
+BACKLOG = 4096
+"""New connections that the kernel keeps until they are accepted."""
+
+
+def refuse_missing() -> None:
+    """Refuse to serve without the extra.
+
+    Raises:
+        Unavailable: a library is not installed.
+    """
+    for requirement in REQUIREMENTS:
+        if requirement.missing():
+            raise Unavailable(f"compress serve needs {requirement.what}: {requirement.install}")
+
+
+def token_from(file: Path | None) -> tuple[str, bool]:
+    """Return the token, and whether it was made here: from a file, the environment, or new.
+
+    Raises:
+        PipelineInvalid: the file cannot be read, or the token is too short or holds spaces.
+    """
+    if file is None and TOKEN_VARIABLE not in os.environ:
+        return secrets.token_urlsafe(24), True
+    try:
+        where, token = TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE, "")
+        if file is not None:
+            where, token = str(file), file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PipelineInvalid(f"{file}: the token cannot be read ({error})") from error
+    token = token.strip()
+    if len(token) < TOKEN_CHARACTERS or not token.isascii() or any(c.isspace() for c in token):
+        raise PipelineInvalid(
+            f"{where}: found a token of {len(token)} characters, expected {TOKEN_CHARACTERS} or "
+            "more of ASCII without spaces"
+        )
+    return token, False
+
+
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Give a socket on which the server may listen.
+
+    Raises:
+        PipelineInvalid: the address is not this machine's, or the port is taken.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise PipelineInvalid(f"{host}:{port}: cannot listen there ({error})") from error
+    # Connections that send nothing stay in the kernel for so long, where they cost next to nothing.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_SECONDS)
+    with listener:
+        yield listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the address at which a socket is reached."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(
+    model: ServedModel, listener: socket.socket, options: Options, ready: Callable[[], None]
+) -> None:
+    """Answer until a signal asks to stop; what runs then is finished, and the signal raised again.
+
+    Args:
+        model: the model, proven and warm.
+        listener: where to listen.
+        options: how.
+        ready: called once requests are answered.
+    """
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(model, listener, options, ready))
+
+
+async def _serve(
+    model: ServedModel, listener: socket.socket, options: Options, ready: Callable[[], None]
+) -> None:
+    import uvicorn
+
+    from serve.http.asgi_app import Application
+    from serve.http.bounded_protocol import Reader
+    from serve.http.connection_table import WaitingConnections
+    from serve.http.dynamic_batcher import Batcher
+
+    batcher = Batcher(
+        model.call,
+        workers=options.width,
+        max_rows=options.limits.rows,
+        joins_rows=not model.not_joined,
+        delay_seconds=options.delay_seconds,
+    )
+    application: Any = Application(model, batcher, options.limits, options.token)
+    connection: Any = partial(Reader, waiting=WaitingConnections())
+    config = uvicorn.Config(
+        application,
+        http=connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=max(1, round(options.stop_seconds)),
+    )
+    server = uvicorn.Server(config)
+    telling = asyncio.get_running_loop().create_task(_tell(server, ready))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        telling.cancel()
+        application.close()
+        batcher.close()
+
+
+async def _tell(server: Any, ready: Callable[[], None]) -> None:
+    while not server.started:
+        await asyncio.sleep(0.01)
+    ready()

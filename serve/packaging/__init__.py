@@ -1,0 +1,1 @@
+"""What every package carries: model card, provenance, interface, recorded answers."""

@@ -1,0 +1,95 @@
+"""MODEL_CARD.md: what was measured of a model, and what was not."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from compress.artifacts.artifact import Step
+    from compress.core.gate import Verdict
+    from compress.core.run_history import History, PastStage
+    from serve.packaging.provenance import Provenance
+
+MODEL_CARD = "MODEL_CARD.md"
+NOT_MEASURED = """\
+Latency is not written here: it belongs to a machine, and the run's report has it. Nothing was
+measured of the model's behaviour on data unlike the validation split, on groups within it, or under
+attack. What the model is meant for, where its data come from, and under which licence it may be
+used, is not known to the tool that wrote this card."""
+
+
+def card(model_name: str, record: Provenance, bytes_served: int) -> str:
+    """Return the card: facts that were recorded or measured, and nothing else.
+
+    Args:
+        model_name: under which it is served.
+        record: where it comes from; its members do not matter.
+        bytes_served: size of the model's files.
+    """
+    artifact, signature = record.artifact, record.signature
+    about = [("format", artifact.kind), ("file", f"`{artifact.payload}`, {bytes_served} bytes")]
+    about += [("sha256", f"`{artifact.sha256}`"), ("artifact", f"`{artifact.origin}`")]
+    about += [(f"input `{i.name}`", f"{i.dtype} {list(i.shape)}") for i in signature.inputs]
+    about += [("outputs", ", ".join(f"`{output.name}`" for output in signature.outputs))]
+    parts = [
+        f"# {model_name}",
+        "Written by the tool that packed the model, from what it recorded and measured.",
+        "## The model",
+        _table(("what", "value"), about),
+        "## How it came about",
+        *(_road(record.history) if record.history else _steps(record.lineage)),
+        "## What was not measured",
+        NOT_MEASURED,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _road(history: History) -> list[str]:
+    came = [(f"{name} as it came in", f"`{v}`") for name, v in history.source.items() if v]
+    data = f"`{history.data}`" if history.data else "none"
+    facts = [("pipeline", history.pipeline), ("seed", history.seed), ("data", data), *came]
+    columns = ("stage", "kind", "metric", "bytes", "weights", "multiply-accumulates", "artifact")
+    demanded = [
+        (stage.name, verdict.rule, _found(verdict), verdict.against or "–")
+        for stage in history.stages
+        for verdict in stage.verdicts
+    ]
+    return [
+        _table(("what", "value"), [*facts, *history.versions.items()]),
+        _table(columns, map(_row, history.stages)),
+        *(f"Settings of `{stage.name}`: `{_json(stage.settings)}`" for stage in history.stages),
+        "## What was demanded of it",
+        _table(("stage", "rule", "found", "compared with"), demanded),
+    ]
+
+
+def _steps(lineage: Sequence[Step]) -> list[str]:
+    rows = [(s.stage, f"`{s.inputs.get('input')}`", f"`{_json(s.settings)}`") for s in lineage]
+    return [
+        "It was packed outside a run, so what was measured of each stage is not known here.",
+        _table(("stage", "read artifact", "settings"), rows),
+    ]
+
+
+def _row(stage: PastStage) -> tuple[Any, ...]:
+    metric = stage.metric
+    shown = f"{metric['name']} {metric['value']:.4f} on {metric['split']}" if metric else "–"
+    counts = ["–" if n is None else n for n in (stage.parameters, stage.macs)]
+    return (stage.name, stage.kind, shown, stage.bytes, *counts, f"`{stage.digest}`")
+
+
+def _found(verdict: Verdict) -> str:
+    return "kept" if verdict.value is None else f"{verdict.value:.6g}"
+
+
+def _json(settings: dict[str, Any]) -> str:
+    return json.dumps(settings, sort_keys=True)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    lines = [list(columns), ["---"] * len(columns), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,1 @@
+"""Model repositories for NVIDIA Triton and KServe."""

@@ -1,0 +1,173 @@
+"""Triton: a model repository, and the stage that lays a validated model out as one."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from compress.artifacts.artifact import Artifact, Predictor
+from compress.common.config import Count
+from compress.core.gates import AnyGate, LabelAgreement, Parity
+from compress.core.stage import Context, Stage
+from export.onnx.stage import OnnxModel
+from export.torchscript.stage import TorchScriptModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+VERSION = "1"
+CONFIG = "config.pbtxt"
+NOT_RUN = (
+    "Triton itself was not run: the gates judged the packaged file with the runtime of this "
+    "process; config.pbtxt is written for Triton's published schema"
+)
+
+
+class TritonRepository(Artifact):
+    """A model repository: ``<name>/config.pbtxt`` and ``<name>/1/`` with the model.
+
+    ``open`` answers with the file inside it, in this process. The manifest beside the model's
+    folder is no folder, so that Triton passes it over.
+    """
+
+    kind: ClassVar[str] = "triton"
+    payload: ClassVar[str] = CONFIG
+
+    @property
+    def model_name(self) -> str:
+        """Name under which Triton serves the model."""
+        return str(self.fact("model_name"))
+
+    @property
+    def payload_name(self) -> str:
+        """The model's file in its version folder."""
+        return str(self.manifest.facts.get("model_file", self.payload))
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size in bytes of the whole repository."""
+        return sum(file.bytes for file in self.manifest.files.values())
+
+    @contextmanager
+    def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
+        """Give the packaged file as a predictor; Triton is not started."""
+        self.refuse_altered()
+        with predicting_file(self.payload_path, device, threads) as predict:
+            yield predict
+
+
+class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
+    """Lay a model out as a repository of Triton's, with a configuration from its signature."""
+
+    stage: Literal["package_triton"] = "package_triton"
+    model_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] = "model"
+    """Name under which it is served, and of its folder: `/v2/models/<model_name>/infer`."""
+    max_batch_size: Count = 128
+    """Rows that Triton gives the model at once, where axis 0 of every tensor counts them; other
+    models are served with all their dimensions written and no batching."""
+    dynamic_batching: bool = True
+    """Whether Triton may join waiting requests; left out, with a warning, unless rows of `val` have
+    shown that they leave each other's answers alone."""
+    max_batch_delay_ms: Annotated[float, Field(ge=0)] = 0.0
+    """How long a request waits to be joined by others, in milliseconds."""
+    queue_size: Count = 128
+    """Requests that may wait; Triton refuses those above."""
+    instances: Count = 1
+    """Copies of the model that answer at once; instances x threads should not exceed the cores."""
+    threads: Count = 1
+    """CPU threads of each copy."""
+    gates: tuple[AnyGate, ...] = (LabelAgreement(minimum=1.0), Parity(atol=1e-4))
+    """Rules that the packaged file must satisfy; by default it answers as its input does."""
+
+    @property
+    def uses_data(self) -> bool:
+        """Rows of `val` decide whether requests may be joined."""
+        return True
+
+    def run(self, model: OnnxModel | TorchScriptModel, context: Context) -> TritonRepository:
+        """Copy the model and write its configuration; the same input gives the same bytes."""
+        from compress.profiling.batch_dependence import as_call
+        from serve.packaging.joinable import why_not_joined
+        from serve.packaging.model_interface import interface_of
+        from serve.repository.triton_config import FILES, config_of
+
+        model.verify()
+        with model.open("cpu", context.threads) as predict:
+            interface = interface_of(as_call(predict, model.signature), model.signature)
+        refuse_nested(model, self.title)
+        not_joined = why_not_joined(interface.rows_stay_first, context.batch_dependence(model))
+        warned = [f"requests are not joined: {not_joined}"] if not_joined else []
+        payload = f"{self.model_name}/{VERSION}/{FILES[model.kind]}"
+        facts: dict[str, Any] = {
+            "model_name": self.model_name,
+            "model_file": payload,
+            "batched": interface.rows_stay_first,
+            "parameters": model.parameters(),
+            "macs": model.macs(),
+            "warnings": [NOT_RUN, *(warned if self.dynamic_batching else ())],
+        }
+        with TritonRepository.sealing(
+            context.root, model.signature, lineage=self.lineage(model), facts=facts
+        ) as partial:
+            (partial / self.model_name / VERSION).mkdir(parents=True)
+            _copy(model, partial / payload)
+            text = config_of(self, model.kind, interface, joins_requests=not not_joined)
+            (partial / self.model_name / CONFIG).write_text(text, encoding="utf-8")
+        logger.info("%s: %s", self.title, NOT_RUN)
+        return TritonRepository.at(context.root)
+
+
+@contextmanager
+def predicting_file(file: Path, device: str, threads: int) -> Iterator[Predictor]:
+    """Give a repository's model file as a predictor, by the runtime of this process."""
+    if file.suffix == ".onnx":
+        from export.onnx.session import session_predictor
+
+        yield session_predictor(file, threads)
+        return
+    from compress.artifacts.eager_model import predicting
+    from export.torchscript.file_io import load
+
+    with predicting(load(file, device), device, threads) as predict:
+        yield predict
+
+
+def refuse_nested(model: Artifact, title: str) -> None:
+    """Refuse a TorchScript model whose answer Triton's backend cannot read.
+
+    Raises:
+        StageFailed: it answers with anything but a tensor, or a flat list or tuple of them.
+    """
+    import torch
+
+    from compress.common.errors import StageFailed
+    from export.torchscript.file_io import load
+
+    if not isinstance(model, TorchScriptModel):
+        return
+    with torch.inference_mode():
+        answer = load(model.payload_path)(*model.signature.example())
+    parts = answer if isinstance(answer, list | tuple) else [answer]
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        raise StageFailed(
+            f"{title}: the TorchScript model answers with a {type(answer).__name__} that is no "
+            "flat list of tensors, which Triton's PyTorch backend does not read; use export_onnx"
+        )
+
+
+def _copy(model: Artifact, payload: Path) -> None:
+    """Copy the payload under Triton's name for it, and the weights that a large model has beside.
+
+    Those keep their names, by which the model finds them.
+    """
+    for name in model.manifest.files:
+        to = payload if name == model.payload else payload.parent / name
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(model.path / name, to)

@@ -1,0 +1,160 @@
+"""``compress serve``: an artifact behind HTTP until a signal, by the server that fits its kind."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from compress.artifacts.artifact import MANIFEST, Artifact
+from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
+from serve.client import curl_example
+from serve.http import multiprocess, uvicorn_server
+from serve.torchserve.artifact import (
+    TorchServeArchive,
+    check_bare,
+    refuse_bare,
+    refuse_other,
+    refuse_other_artifact,
+)
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from compress.common.signature import Signature
+    from serve.http.options import Options
+
+    Tell = Callable[["Place"], None]
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+POLL_SECONDS = 0.2
+NOT_JOINED = "note: requests are not joined: %s"
+NO_TLS = (
+    "warning: other machines reach this port, and the token travels unencrypted: put a proxy with "
+    "TLS before it"
+)
+NATIVE = (
+    "its model is native code, which runs unseen: give the archive's sha256, as you were told it, "
+    "with --sha256"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model is served, once it answers."""
+
+    artifact: str
+    url: str
+    """Of the model, or of TorchServe's own pages."""
+    server: str
+    """`built-in` or `torchserve`."""
+    curl: str
+    """A command that asks the model."""
+    warnings: tuple[str, ...] = ()
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the same for people."""
+        by = "" if self.server == "built-in" else "by TorchServe "
+        where = f"{self.artifact}: served {by}at {self.url} (Ctrl-C stops)"
+        return (*self.warnings, where, self.curl)
+
+
+def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: Tell) -> None:
+    """Serve until a signal; it is raised again once what runs has been answered.
+
+    TorchServe, which would cut off what runs in any case, is ended at once.
+
+    Args:
+        path: an artifact's directory, its file in it, or a bare ``.mar``.
+        options: how; the token is taken from the file, the environment, or made.
+        token_file: what holds the token.
+        tell: is given where the model is, once it answers.
+
+    Raises:
+        ArtifactInvalid: not an artifact that is served, or altered after sealing.
+        PipelineInvalid: the address or the token cannot be used.
+        Unavailable: the server's libraries, or Java, are missing.
+        StageFailed: the model does not answer.
+    """
+    if path.is_file() and not (path.parent / MANIFEST).is_file():
+        refuse_bare(path, "serve")
+        refuse_other(path, options.sha256)
+        _, origin = check_bare(path)
+        if origin.artifact.kind == "aot" and options.sha256 is None:
+            raise ArtifactInvalid(f"{path}: {NATIVE}")
+        _by_torchserve(path, origin.signature, options, token_file, tell)
+        return
+    artifact = Artifact.at(path.parent if path.is_file() else path)
+    if path.is_file() and path.name != artifact.payload_name:
+        raise ArtifactInvalid(f"{path}: expected the directory, or its {artifact.payload_name}")
+    refuse_other_artifact(artifact, options.sha256)
+    if isinstance(artifact, TorchServeArchive):
+        artifact.check()
+        _by_torchserve(artifact.payload_path, artifact.signature, options, token_file, tell)
+    else:
+        _by_the_built_in(artifact, options, token_file, tell)
+
+
+def _by_the_built_in(
+    artifact: Artifact, options: Options, token_file: Path | None, tell: Tell
+) -> None:
+    uvicorn_server.refuse_missing()
+    token, made = uvicorn_server.token_from(token_file)
+    options = replace(options, token=token)
+    with uvicorn_server.listening(options.host, options.port) as listener:
+        url = uvicorn_server.url_of(listener)
+        header = curl_example.bearer(token, made, token_file, uvicorn_server.TOKEN_VARIABLE)
+        line = curl_example.open_inference_line(url, options.name, artifact.signature, header)
+        warnings = () if options.host in LOOPBACK else (NO_TLS,)
+        model = f"{url}/v2/models/{options.name}"
+
+        def ready() -> None:
+            tell(Place(str(artifact.path), model, "built-in", line, warnings))
+            sys.stdout.flush()
+            if options.processes > 1:
+                listener.close()  # theirs are open: nobody listens any more once they stop
+
+        answering = partial(_answer, artifact, listener, options)
+        if options.processes == 1:
+            answering(ready)
+        else:
+            multiprocess.run(options.processes, answering, ready, options.stop_seconds)
+
+
+def _answer(
+    artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
+) -> None:
+    from serve.http.loaded_model import loaded
+
+    with loaded(artifact, options.name, options.threads or 1, options.report) as model:
+        if model.not_joined:
+            logger.error(NOT_JOINED, model.not_joined)  # what the command shows
+        uvicorn_server.serve(model, listener, options, ready)
+
+
+def _by_torchserve(
+    mar: Path, signature: Signature, options: Options, token_file: Path | None, tell: Tell
+) -> None:
+    from serve.http.options import Options
+    from serve.torchserve.process import TorchServe
+
+    taken = Options(options.host, options.port, threads=options.threads, sha256=options.sha256)
+    if options != taken or options.host not in LOOPBACK or token_file is not None:
+        raise PipelineInvalid(
+            f"{mar}: a .mar is served by TorchServe, on loopback alone, and with a token, workers "
+            "and limits of its own: leave all options but --port, --threads and --sha256 out"
+        )
+    with TorchServe(mar, threads=options.threads, port=options.port) as server:
+        line = curl_example.torchserve_line(server.url, server.model_name, signature, server.token)
+        tell(Place(str(mar), server.url, "torchserve", line))
+        sys.stdout.flush()
+        while not server.has_ended():
+            time.sleep(POLL_SECONDS)
+    raise StageFailed(f"{mar}: TorchServe has ended by itself")

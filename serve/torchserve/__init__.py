@@ -1,0 +1,1 @@
+"""The TorchServe archive: written, started and compared with its source."""

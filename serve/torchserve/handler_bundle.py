@@ -1,0 +1,62 @@
+"""The one ``handler.py`` of an archive: the modules that travel, joined into one text.
+
+TorchServe wants one file with one class, and none of our packages is installed where it runs.
+"""
+
+from __future__ import annotations
+
+import ast
+from importlib.resources import files
+
+MODULES = (
+    "compress.checkpoint.pt2_safety",
+    "serve.worker.http_errors",
+    "serve.worker.tensors",
+    "serve.worker.oip",
+    "serve.worker.wire",
+    "serve.worker.preprocess",
+    "serve.worker.loaders",
+    "serve.worker.batching",
+    "serve.worker.handler",
+)
+"""In the order in which they are joined: each uses what stands before it."""
+
+
+def handler_text() -> bytes:
+    """Return the source of the handler: the same bytes from the same modules."""
+    sources = [_source(name) for name in MODULES]
+    trees = [ast.parse(source) for source in sources]
+    docs = "\n\n".join(str(ast.get_docstring(tree)) for tree in trees)
+    imports = sorted({line for tree in trees for line in _imports(tree)})
+    bodies = [_body(*pair) for pair in zip(sources, trees, strict=True)]
+    parts = [f'"""{docs}\n"""\n', "from __future__ import annotations\n", *imports, "\n"]
+    return ("\n".join(parts) + "\n\n\n".join(bodies) + "\n").encode()
+
+
+def _source(module: str) -> str:
+    package, _, name = module.rpartition(".")
+    return files(package).joinpath(f"{name}.py").read_text("utf-8")
+
+
+def _imports(tree: ast.Module) -> list[str]:
+    """Return a module's imports at its top, our own left out."""
+    found = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    return [
+        ast.unparse(node)
+        for node in found
+        if not (isinstance(node, ast.ImportFrom) and _is_ours(str(node.module)))
+    ]
+
+
+def _is_ours(module: str) -> bool:
+    return module == "__future__" or module in MODULES
+
+
+def _body(source: str, tree: ast.Module) -> str:
+    """Return a module without its docstring, imports and types, which nothing reads at run time."""
+    dropped = set[int]()
+    for i, node in enumerate(tree.body):
+        if i == 0 or isinstance(node, ast.Import | ast.ImportFrom | ast.If):
+            dropped |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate(source.splitlines(), start=1)
+    return "\n".join(line for number, line in lines if number not in dropped).strip()

@@ -1,0 +1,117 @@
+"""An archive's handler in a process and a folder of its own, where TorchServe cannot be started."""
+
+from __future__ import annotations
+
+import json
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Self
+
+from compress.common.errors import StageFailed
+from serve.torchserve import handler_runner_main
+from serve.torchserve.process import last_lines
+from serve.worker.wire import from_npz, to_npz
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from compress.common.signature import Signature
+    from serve.worker.tensors import Array
+
+SECONDS = 120.0
+"""How long loading, or one answer, may take."""
+
+
+class Harness:
+    """Answers as TorchServe's worker does; entered, the model is loaded and its probe was right."""
+
+    def __init__(self, members: Mapping[str, bytes], signature: Signature) -> None:
+        """Remember the members; nothing is written yet."""
+        self._members = members
+        self._signature = signature
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Unpack, start and load.
+
+        Raises:
+            StageFailed: the model does not load, or does not answer its probe.
+        """
+        with self._stack:
+            self._folder = Path(tempfile.mkdtemp(prefix="harness-"))
+            self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            for name, content in self._members.items():
+                file = self._folder / "model" / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+            self._start()
+            self._receive()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def predict(self, inputs: Sequence[Array]) -> tuple[Array, ...]:
+        """Return the outputs in the signature's order.
+
+        Raises:
+            StageFailed: the handler refused, or its process ended.
+        """
+        names = (spec.name for spec in self._signature.inputs)
+        body = to_npz(dict(zip(names, inputs, strict=True)))
+        try:
+            self._requests.write(len(body).to_bytes(8, "big") + body)
+            self._requests.flush()
+        except BrokenPipeError:
+            pass  # its last words are told below
+        answer = from_npz(self._receive())
+        return tuple(answer[output.name] for output in self._signature.outputs)
+
+    def _start(self) -> None:
+        command = [
+            sys.executable,
+            "-I",
+            str(handler_runner_main.__file__),
+            str(self._folder / "model"),
+        ]
+        with (self._folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=self._folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._requests = process.stdin
+        self._stack.callback(_close, process.stdin)
+        self._answers = self._stack.enter_context(process.stdout)
+
+    def _receive(self) -> bytes:
+        ready, _, _ = select.select([self._answers], [], [], SECONDS)
+        sizes = self._answers.read(16) if ready else b""
+        if len(sizes) < 16:
+            log = (self._folder / "log").read_text(errors="replace")
+            what = "ended" if ready else f"did not answer within {SECONDS:g} s"
+            shown = last_lines(log.replace(f"{self._folder}/", ""))
+            raise StageFailed(f"the handler's process {what}; its log ends: {shown}")
+        length, status = (int.from_bytes(sizes[i : i + 8], "big") for i in (0, 8))
+        body = self._answers.read(length)
+        if status != 200:
+            raise StageFailed(f"the handler answered {status}: {json.loads(body)['message']}")
+        return body
+
+
+def _close(requests: IO[bytes]) -> None:
+    """Close, also where nobody is there any more to read the rest."""
+    with suppress(BrokenPipeError):
+        requests.close()

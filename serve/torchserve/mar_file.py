@@ -1,0 +1,122 @@
+"""The ``.mar`` format: a zip that TorchServe unpacks onto Python's path, the same bytes every time.
+
+``torch-model-archiver`` writes timestamps and the file system's order, so its archives differ from
+run to run; the layout (``MAR-INF/MANIFEST.json`` and files beside it) is the same.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import io
+import json
+import shutil
+import zipfile
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from compress.checkpoint.safe_zip import refuse_unsafe
+from compress.common.atomic_files import stays_inside
+from compress.common.errors import ArtifactInvalid
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+HANDLER = "handler.py"
+CONFIG = "model-config.yaml"
+MAR_MANIFEST = "MAR-INF/MANIFEST.json"
+ARCHIVER_VERSION = "0.12.0"
+CREATED_ON = "01/01/1980 00:00:00"
+"""Fixed, like every member's date, so that equal contents give equal bytes."""
+_OLDEST_ZIP_DATE = (1980, 1, 1, 0, 0, 0)
+_REGULAR_FILE = 0o100644 << 16
+
+
+def mar_manifest(model_name: str, payload: str) -> bytes:
+    """Return the text that tells TorchServe what is in the archive."""
+    model = {
+        "modelName": model_name,
+        "serializedFile": payload,
+        "handler": HANDLER,
+        "modelVersion": "1.0",
+        "configFile": CONFIG,
+    }
+    manifest = {
+        "createdOn": CREATED_ON,
+        "runtime": "python",
+        "model": model,
+        "archiverVersion": ARCHIVER_VERSION,
+    }
+    return json.dumps(manifest, indent=2).encode()
+
+
+def write_mar(path: Path, members: Mapping[str, bytes | Path]) -> None:
+    """Write members (bytes, or files to copy), sorted and uncompressed.
+
+    Raises:
+        ArtifactInvalid: a member's name is not safe.
+    """
+    for name in members:
+        check_member_name(name)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name in sorted(members):
+            content = members[name]
+            entry = zipfile.ZipInfo(name, _OLDEST_ZIP_DATE)
+            entry.create_system = 3  # Unix, whatever wrote it
+            entry.external_attr = _REGULAR_FILE
+            source = io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+            entry.file_size = len(content) if isinstance(content, bytes) else content.stat().st_size
+            with source, archive.open(entry, "w") as target:
+                shutil.copyfileobj(source, target)
+
+
+def read_mar(path: Path) -> dict[str, bytes]:
+    """Return every member's bytes.
+
+    Raises:
+        ArtifactInvalid: not a readable archive, a member fails its checksum or has an unsafe
+            name, or would unfold to more than the archive.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            refuse_unsafe(archive, path)
+            names = archive.namelist()
+            for name in names:
+                check_member_name(name, str(path))
+            return {name: archive.read(name) for name in names}
+    except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise ArtifactInvalid(f"{path}: not a readable .mar ({error})") from error
+
+
+def model_name_of(path: Path) -> str:
+    """Return the name under which TorchServe serves an archive.
+
+    Raises:
+        ArtifactInvalid: not a readable archive, or one without a manifest.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            refuse_unsafe(archive, path)
+            name = json.loads(archive.read(MAR_MANIFEST))["model"]["modelName"]
+    except (zipfile.BadZipFile, OSError, RuntimeError, LookupError, TypeError, ValueError) as error:
+        raise ArtifactInvalid(f"{path}: not a .mar with a {MAR_MANIFEST} ({error})") from error
+    return str(name)
+
+
+def check_member_name(name: str, archive: str = "the .mar") -> None:
+    """Raise unless a member stays inside its folder and cannot be imported by mistake.
+
+    TorchServe puts the archive's folder first on Python's path: an ``onnxruntime.py`` in it would
+    be imported instead of the library.
+
+    Raises:
+        ArtifactInvalid: the name is absolute, leaves the folder, or is that of a Python module.
+    """
+    if not stays_inside(name):
+        raise ArtifactInvalid(f"{archive}: member {name!r} is not a plain relative path")
+    suffixes = tuple(importlib.machinery.all_suffixes())
+    if name != HANDLER and PurePosixPath(name).name.endswith(suffixes):
+        raise ArtifactInvalid(
+            f"{archive}: member {name!r} is a Python module and would shadow an installed one; "
+            f"only {HANDLER} may be code"
+        )

@@ -1,0 +1,123 @@
+"""How an image's bytes, and texts, become a model's inputs, by what the archive was packed with."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from serve.worker.http_errors import TOO_LARGE, UNREADABLE
+from serve.worker.wire import IMAGES, TEXT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from serve.worker.tensors import Array, Named, Specs
+    from serve.worker.wire import Readers
+
+MAX_PIXELS = 64_000_000
+"""A small file can unfold to any size."""
+DEEP = ("I", "F")
+"""First letters of Pillow's modes with more than 8 bits a pixel."""
+
+
+def readers_of(settings: Named, specs: Specs, folder: Path) -> Readers:
+    """Return by content type how a body is read: of images, and of texts, where they are taken."""
+    readers: dict[str, Callable[[Any], list[Array]]] = {}
+    if settings.get("image"):
+        readers |= dict.fromkeys(IMAGES, image_reader(settings["image"], specs[0]))
+    if settings.get("text"):
+        readers[TEXT] = text_reader(settings["text"], specs, folder)
+    return readers
+
+
+def image_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]:
+    """Return a function that gives a PNG's or JPEG's bytes as one row.
+
+    Args:
+        settings: ``size`` (height, width), ``shorter_side``, ``mode`` of Pillow, ``layout``,
+            ``mean``, ``std``.
+        spec: the model's only input.
+    """
+    from PIL import Image
+
+    def read(body: bytes) -> list[Array]:
+        try:
+            with Image.open(io.BytesIO(body), formats=("PNG", "JPEG")) as image:
+                found = image.width * image.height
+                if found > MAX_PIXELS:
+                    message = f"the image has {found} pixels, at most {MAX_PIXELS}"
+                    raise ValueError(TOO_LARGE, message)
+                if image.mode.startswith(DEEP):
+                    message = f"the image's mode is {image.mode}, expected 8 bits"
+                    raise ValueError(UNREADABLE, message)
+                fitted = fit(image.convert(settings["mode"]), settings)
+        except (OSError, SyntaxError, Image.DecompressionBombError):
+            raise ValueError(UNREADABLE, "the body is no PNG or JPEG image, or truncated") from None
+        return [normalized(np.asarray(fitted), settings, spec["dtype"])]
+
+    return read
+
+
+def fit(image: Any, settings: Named) -> Any:
+    """Return a Pillow image of the model's size: squashed, or scaled and its centre cut out."""
+    from PIL import Image
+
+    height, width = settings["size"]
+    shorter = settings["shorter_side"]
+    if shorter is None:
+        return image.resize((width, height), Image.Resampling.BILINEAR)
+    # As torchvision's Resize(shorter) and CenterCrop((height, width)) do.
+    sides = [shorter * side // min(image.size) for side in image.size]
+    if sides[0] * sides[1] > MAX_PIXELS:
+        message = f"the image would be scaled to {sides}, at most {MAX_PIXELS} pixels"
+        raise ValueError(TOO_LARGE, message)
+    scaled = image.resize(sides, Image.Resampling.BILINEAR)
+    left, top = round((sides[0] - width) / 2), round((sides[1] - height) / 2)
+    return scaled.crop((left, top, left + width, top + height))
+
+
+def normalized(pixels: Array, settings: Named, dtype: str) -> Array:
+    """Return one row of the model's input, (1, C, H, W) or (1, H, W, C).
+
+    Bytes stay bytes where the model takes them; else they go from 0 to 1, less mean, by deviation.
+    """
+    row = pixels.reshape(1, *pixels.shape[:2], -1)
+    if dtype != "uint8":
+        row = (row / 255 - np.asarray(settings["mean"])) / np.asarray(settings["std"])
+    if settings["layout"] == "chw":
+        row = row.transpose(0, 3, 1, 2)
+    return np.ascontiguousarray(row, dtype)
+
+
+def text_reader(settings: Named, specs: Specs, folder: Path) -> Callable[[list[str]], list[Array]]:
+    """Return a function that gives texts as a model's inputs, a row each.
+
+    Args:
+        settings: ``tokenizer``, its file; ``max_length``; ``length`` of a fixed axis; ``fields``,
+            what of an encoding each input is; ``pad_id`` and ``pad_token``.
+        specs: name, shape and dtype of each input.
+        folder: where the file is.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / settings["tokenizer"]))
+    if settings["max_length"]:
+        tokenizer.enable_truncation(settings["max_length"])
+    direction = (tokenizer.padding or {}).get("direction", "right")
+    tokenizer.enable_padding(
+        direction=direction,
+        pad_id=settings["pad_id"],
+        pad_token=settings["pad_token"],
+        length=settings["length"],
+    )
+
+    def read(texts: list[str]) -> list[Array]:
+        encodings = tokenizer.encode_batch(texts)
+        fields = [settings["fields"][spec["name"]] for spec in specs]
+        columns = [[getattr(each, field) for each in encodings] for field in fields]
+        return [np.array(c, spec["dtype"]) for c, spec in zip(columns, specs, strict=True)]
+
+    return read

@@ -1,0 +1,216 @@
+"""What counts as read by user code: its own files, variables and modules, and no library's."""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from compress.common.dependency_recorder import Recording, recording, unrecorded
+from compress.common.factories import resolve
+from compress.core.metrics import Metric
+from compress.core.stage import Context
+from compress.data import fingerprint
+from compress.data.loader_config import Loading
+from compress.data.splits import DataReference, Splits
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "labels.npy"
+    np.save(path, np.arange(3))
+    return path
+
+
+def test_files_count_however_a_library_opens_them(file: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "override.json"
+    with recording() as found:
+        np.load(file)
+        with pytest.raises(FileNotFoundError):
+            missing.read_text()
+        np.save(file, np.arange(3))  # after it was read
+        (tmp_path / "log").write_text("an output")
+        (tmp_path / "log").read_text()
+        Path(json.__file__).read_text()
+        tempfile.gettempdir()
+        with unrecorded():
+            Path(__file__).read_text()
+    depends = found.dependencies(tmp_path)
+    assert set(depends.files) == {"labels.npy", "override.json"}
+    assert depends.files["override.json"] is None
+    assert depends.change(tmp_path) == ""
+    missing.write_text("{}")
+    assert depends.change(tmp_path) == "file override.json is there now"
+    missing.unlink()
+    np.save(file, np.arange(3)[::-1])
+    assert depends.change(tmp_path) == "file labels.npy changed"
+    file.unlink()
+    assert depends.change(tmp_path) == "file labels.npy is gone"
+
+
+def test_what_changes_nothing_but_the_bytes_is_seen(file: Path, tmp_path: Path) -> None:
+    with recording() as found:
+        file.read_bytes()
+    depends, before = found.dependencies(tmp_path), file.stat()
+    file.write_bytes(file.read_bytes()[:-1] + b"\7")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    assert depends.change(tmp_path) == "file labels.npy changed"
+
+
+def test_variables_count_that_user_code_asks_for_itself(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ASKED", "a secret value")
+    monkeypatch.setenv("ASKED_OF_A_LIBRARY", "1")
+    for name in ("UNSET", "SET_BY_ITSELF", "DEFAULTED"):
+        monkeypatch.delenv(name, raising=False)
+    with recording() as found:
+        assert os.environ["ASKED"] == os.getenv("ASKED") == os.environ.get("ASKED")
+        assert "UNSET" not in os.environ
+        os.environ["SET_BY_ITSELF"] = "1"
+        assert os.environ["SET_BY_ITSELF"] == "1"
+        assert os.environ.setdefault("DEFAULTED", "1") == "1"
+        os.path.expandvars("$ASKED_OF_A_LIBRARY")
+        assert dict(os.environ.copy())
+    depends = found.dependencies(tmp_path)
+    assert set(depends.environment) == {"ASKED", "UNSET"}
+    assert "a secret value" not in depends.model_dump_json()
+    assert depends.change(tmp_path) == ""
+    monkeypatch.setenv("ASKED", "another")
+    assert depends.change(tmp_path) == "environment variable ASKED changed"
+    monkeypatch.delenv("ASKED")
+    assert depends.change(tmp_path) == "environment variable ASKED is not set any more"
+    for name in ("SET_BY_ITSELF", "DEFAULTED"):
+        monkeypatch.delenv(name)
+
+
+def test_a_recording_travels_and_counts_where_others_are_under_way(file: Path) -> None:
+    with recording() as outer, recording() as inner:
+        file.read_bytes()
+    assert outer == inner == Recording.from_json(outer.to_json())
+    with recording() as later:
+        pass
+    assert later == Recording()
+
+
+def test_a_module_imported_before_counts_for_whoever_names_it(tmp_path, monkeypatch) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "tables_of_ours.py").write_text("A = 1\n")
+    code = "import importlib\nimport tables_of_ours\n\ndef {0}():\n    return tables_of_ours.A\n"
+    for name in ("first_of_ours", "second_of_ours"):
+        (tmp_path / f"{name}.py").write_text(code.format("asked"))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(elsewhere)
+    found = []
+    for name in ("first_of_ours", "second_of_ours", "first_of_ours"):
+        with recording() as recorded:
+            assert resolve(f"{name}:asked", tmp_path)() == 1
+        found.append({Path(path).name for path in recorded.files})
+    assert all("tables_of_ours.py" in names for names in found)
+    (elsewhere / "tables_of_ours.py").write_text("A = 22\n")
+    assert resolve("second_of_ours:asked", tmp_path)() == 22
+
+
+class Lazy(Dataset):
+    def __init__(self, file: Path, count: int) -> None:
+        self.file, self.count = file, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((2,), float(index)), int(np.load(self.file)[index])
+
+
+@pytest.fixture
+def labels(tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.setattr(fingerprint, "SAMPLED_FOR_FINGERPRINT", 8)
+    np.save(tmp_path / "labels.npy", np.zeros(90, np.int64))
+    return tmp_path / "labels.npy"
+
+
+def relabel(file: Path, index: int) -> None:
+    values = np.load(file)
+    values[index] += 1
+    np.save(file, values)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_val_is_hashed_whole_and_what_a_sampled_split_opens_is_followed(labels, workers) -> None:
+    def splits() -> Splits:
+        names = ("train", "val", "test")
+        return Splits({n: Lazy(labels, 90) for n in names}, 32, Loading(workers=workers))
+
+    before, data = splits().contents(), splits()
+    assert before.sampled == ["train"]
+    assert before.counts == {"train": 8, "val": 90, "test": 90}
+    assert data.contents().fingerprint == before.fingerprint
+    assert data.read_by_user_code().files == {str(labels)}
+    relabel(labels, 1)
+    now = splits().contents().parts["splits"]
+    changed = [name for name, told in now.items() if told != before.parts["splits"][name]]
+    assert changed == ["test", "val"]
+    assert data.contents().fingerprint == before.fingerprint, "read once a run"
+
+
+def test_the_calibration_sample_is_hashed_whole(labels: Path) -> None:
+    def digest(samples: int, seed: int, split: str = "train") -> str | None:
+        return Splits({split: Lazy(labels, 90)}).calibration_digest(samples, seed)
+
+    data = Splits({"train": Lazy(labels, 90)})
+    one, other = (
+        [int(x) for batch in data.calibration(5, seed) for x in batch.inputs[0][:, 0]]
+        for seed in (0, 1)
+    )
+    index = next(i for i in one if i not in other and i % 12)
+    before = [digest(5, 0), digest(5, 1)]
+    assert before[0] != before[1]
+    relabel(labels, index)
+    assert [digest(5, 0) == before[0], digest(5, 1) == before[1]] == [False, True]
+    assert digest(5, 0, "calibration") is None, "that split is hashed whole anyway"
+
+
+def test_a_cache_of_samples_is_another_one_for_another_file_of_labels(tmp_path, labels) -> None:
+    (tmp_path / "cached_of_ours.py").write_text(
+        "import numpy as np, pathlib, torch\n"
+        "from torch.utils.data import Dataset\n\n"
+        "class Rows(Dataset):\n"
+        "    def __init__(self):\n"
+        "        self.y = np.load(pathlib.Path(__file__).parent / 'labels.npy')\n"
+        "    def __len__(self):\n"
+        "        return 90\n"
+        "    def __getitem__(self, index):\n"
+        "        return torch.zeros(2), int(self.y[index])\n\n"
+        "def data():\n"
+        "    return {'val': Rows()}\n"
+    )
+    loading = Loading(cache=str(tmp_path / "cache"))
+
+    def targets() -> torch.Tensor:
+        splits = DataReference("cached_of_ours:data", {}, tmp_path, 90, loading).load()
+        assert splits.contents().cached == {"val"}
+        return next(splits.batches("val")).target
+
+    assert targets().sum() == 0
+    relabel(labels, 1)  # none of the eight that are read anew
+    assert targets().sum() == 1
+
+
+def test_a_metric_that_is_evaluated_once_counts_for_all_who_ask(mlp, blobs, tmp_path) -> None:
+    (tmp_path / "metrics_of_ours.py").write_text(
+        "from pathlib import Path\n\n"
+        "def weighted(outputs, targets):\n"
+        "    return float((Path(__file__).parent / 'weight.txt').read_text())\n"
+    )
+    (tmp_path / "weight.txt").write_text("0.5")
+    metric = Metric("metrics_of_ours:weighted", direction=True, folder=tmp_path)
+    context = Context(root=tmp_path / "none", data=blobs, metric=metric)
+    for _ in range(2):
+        with recording() as found:
+            assert context.score(mlp) == 0.5
+        assert str(tmp_path / "weight.txt") in found.files

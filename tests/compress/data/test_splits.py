@@ -1,0 +1,142 @@
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from compress.common.errors import PipelineInvalid, StageFailed
+from compress.data.splits import DataReference, Splits, collate
+
+
+class Listed(Dataset):
+    def __init__(self, samples: list) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int):
+        return self.samples[index]
+
+
+X, Y = torch.arange(3.0), torch.tensor(1)
+
+
+@pytest.mark.parametrize(
+    ("sample", "inputs", "labelled"),
+    [
+        ((X, Y), 1, True),
+        (((X, X + 1), Y), 2, True),
+        ({"a": X, "b": X + 1, "labels": Y}, 2, True),
+        ({"a": X}, 1, False),
+        (X, 1, False),
+        ((X,), 1, False),
+        ([X, 1], 1, True),
+    ],
+)
+def test_every_accepted_form_of_a_sample(sample, inputs: int, labelled: bool) -> None:
+    batch = collate([sample, sample])
+    assert len(batch.inputs) == inputs
+    assert batch.inputs[0].shape == (2, 3)
+    assert (batch.target is not None) == labelled
+
+
+def test_another_form_is_refused() -> None:
+    with pytest.raises(PipelineInvalid, match="a sample is a str"):
+        collate(["text"])
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield torch.ones(2), 0
+
+
+class Sized(Endless):
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("datasets", "found"),
+    [
+        (None, "nothing"),
+        ([1], "a list"),
+        ({}, "a dict"),
+        ({"train": 3}, "split 'train' is a int"),
+        ({"train": Listed([])}, "split 'train' is empty"),
+        ({"train": Endless()}, "split 'train' is a Endless, expected a Dataset with a length and"),
+        ({"train": Sized()}, "split 'train' is a Sized, expected a Dataset with a length and"),
+    ],
+)
+def test_what_is_no_data_is_named(datasets, found: str) -> None:
+    with pytest.raises(PipelineInvalid, match=found):
+        Splits(datasets)
+
+
+def test_calibration_is_a_seeded_sample_and_never_short(blobs: Splits) -> None:
+    def drawn(seed: int) -> torch.Tensor:
+        return torch.cat([b.inputs[0] for b in blobs.calibration(50, seed)])
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1), drawn(2))
+    assert drawn(1).shape == (50, 4)
+    with pytest.raises(StageFailed, match=r"121 calibration samples.*has 120"):
+        blobs.calibration(121, 0)
+
+
+def test_the_fingerprint_follows_one_changed_value(blobs: Splits) -> None:
+    before = blobs.fingerprint()
+    assert before == blobs.fingerprint()
+    blobs.datasets["val"].tensors[0][7, 2] += 1e-3
+    assert blobs.fingerprint() != before
+
+
+def test_the_fingerprint_reads_datasets_without_tensors() -> None:
+    samples = [(torch.full((2,), float(i)), i) for i in range(10)]
+    before = Splits({"train": Listed(samples)}).fingerprint()
+    samples[9] = (samples[9][0], 8)
+    assert Splits({"train": Listed(samples)}).fingerprint() != before
+
+
+def test_splits_travel_as_a_reference(digits: Splits) -> None:
+    packed = pickle.dumps(digits)
+    assert len(packed) < 1000
+    assert pickle.loads(packed).fingerprint() == digits.fingerprint()
+
+
+def test_splits_without_a_reference_travel_whole() -> None:
+    splits = Splits({"train": TensorDataset(torch.ones(3, 2))}, batch_size=7)
+    assert pickle.loads(pickle.dumps(splits)).batch_size == 7
+
+
+def test_a_failing_factory_is_one_line(tmp_path) -> None:
+    (tmp_path / "bad.py").write_text("def data():\n    raise KeyError('nope')\n")
+    with pytest.raises(PipelineInvalid, match=r"data\.factory 'bad:data': KeyError: 'nope'"):
+        DataReference("bad:data", {}, tmp_path, 8).load()
+
+
+def test_a_mapping_is_read_in_the_models_order() -> None:
+    ids, mask = torch.arange(3), torch.ones(3)
+    swapped = [{"mask": mask, "ids": ids, "labels": Y}, {"ids": ids, "mask": mask, "labels": Y}]
+    batch = collate(swapped, input_names=("ids", "mask"))
+    assert torch.equal(batch.inputs[0], torch.stack([ids, ids]))
+    assert torch.equal(collate(swapped).inputs[0], torch.stack([mask, mask]))
+    with pytest.raises(PipelineInvalid, match="'ids', 'mask'"):
+        collate([{"ids": ids, "labels": Y}], input_names=("ids", "mask"))
+
+
+def test_the_fingerprint_sees_the_last_digit_and_the_batch_size() -> None:
+    def fingerprint(target: float, batch_size: int = 8) -> str:
+        samples = Listed([(torch.ones(2), torch.tensor(target))])
+        return Splits({"train": samples}, batch_size).fingerprint()
+
+    assert len({fingerprint(1.23456), fingerprint(1.23459), fingerprint(1.23456, 9)}) == 3
+
+
+def test_a_dataset_that_raises_is_one_line() -> None:
+    class Broken(Listed):
+        def __getitem__(self, index: int):
+            raise KeyError("gone")
+
+    with pytest.raises(PipelineInvalid, match="split 'val' cannot be read: KeyError: 'gone'"):
+        Splits({"val": Broken([1])}).fingerprint()

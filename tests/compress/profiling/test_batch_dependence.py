@@ -1,0 +1,284 @@
+"""Models whose answer to a row depends on its neighbours are found, and no others."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import GateRefused
+from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.gates import LabelAgreement, MaxDrop, MinMetric, Parity
+from compress.core.stage import Context
+from compress.data.splits import Splits
+from compress.profiling.batch_dependence import (
+    COARSE_ROUNDING,
+    BatchDependence,
+    extreme_rows,
+    measure,
+    seeded_rows,
+)
+
+Arrays = list[np.ndarray]
+
+random = np.random.default_rng(0)
+WEIGHT = random.standard_normal((4, 3)).astype(np.float32)
+TABLE = random.standard_normal((50, 4)).astype(np.float32)
+ROWS = random.standard_normal((16, 4)).astype(np.float32)
+TOKENS = random.integers(0, 50, (16, 6))
+MASKS = (np.arange(6) < random.integers(1, 7, (16, 1))).astype(np.int64)
+POINTS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+TEXTS = Signature(
+    inputs=(
+        TensorSpec(name="ids", shape=("batch", "length"), dtype="int64"),
+        TensorSpec(name="mask", shape=("batch", "length"), dtype="int64"),
+    )
+)
+
+
+def probed(
+    call: Callable[..., Any],
+    signature: Signature = POINTS,
+    batch: Sequence[np.ndarray] = (ROWS,),
+    **options: Any,
+) -> BatchDependence:
+    return measure(call, signature, batch, source="val", **options)
+
+
+def one_scale(x: np.ndarray) -> np.ndarray:
+    """Round to 8 bits with a scale taken from the whole call, as dynamic quantization does."""
+    scale = np.abs(x).max() / 127
+    return np.round(x / scale) * scale
+
+
+def pooled(ids: np.ndarray, mask: np.ndarray) -> Arrays:
+    with np.errstate(invalid="ignore"):  # a row of which nothing counts has no mean
+        return [((TABLE[ids] * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)) @ WEIGHT]
+
+
+def refuses_empty_rows(ids: np.ndarray, mask: np.ndarray) -> Arrays:
+    if (mask.sum(1) == 0).any():
+        raise ValueError("length 0")
+    return pooled(ids, mask)
+
+
+INDEPENDENT = {
+    "linear": lambda x: [x @ WEIGHT],
+    "labels": lambda x: [(x @ WEIGHT).argmax(-1)],
+    "masked with infinity": lambda x: [np.where(x > 0, x, -np.inf)],
+    "NaN of its own": lambda x: [np.where(x[:, :1] > 0, x, np.nan)],
+    "rows on axis 1": lambda x: [np.broadcast_to(x @ WEIGHT, (2, len(x), 3))],
+    "rows on axis 1, behind as many layers": lambda x: [np.broadcast_to(x, (8, len(x), 4))],
+    "several places for each row": lambda x: [x.reshape(-1, 2)],
+    "a constant table": lambda x: [x, np.arange(100.0)],
+    "kernels that round": lambda x: [x @ WEIGHT * (1 + 1e-6 * len(x))],
+}
+DEPENDENT = {
+    "batch statistics": lambda x: [(x - x.mean(0)) @ WEIGHT],
+    "softmax over the batch": lambda x: [np.exp(x - x.max(0)) / np.exp(x - x.max(0)).sum(0)],
+    "one scale for the call": lambda x: [one_scale(x) @ WEIGHT],
+    "a hundredth of the neighbours' mean": lambda x: [x @ WEIGHT + 0.01 * x.mean()],
+    "the number of rows": lambda x: [x @ WEIGHT * (1 + 0.01 * len(x))],
+    "the place in the batch": lambda x: [x @ WEIGHT + 0.1 * np.arange(len(x))[:, None]],
+    "a mean over the batch": lambda x: [(x @ WEIGHT).mean()],
+    "the second output alone": lambda x: [x @ WEIGHT, x - x.mean(0)],
+    "random numbers": lambda x: [x @ WEIGHT + 0.01 * random.standard_normal((len(x), 3))],
+    "only extreme neighbours": lambda x: [x @ WEIGHT * (2 if np.abs(x).max() > 100 else 1)],
+}
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_a_model_that_answers_row_by_row_is_not_accused(name: str) -> None:
+    found = probed(INDEPENDENT[name])
+    assert not found.depends and found.lets_requests_join, found
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_a_model_that_looks_at_its_neighbours_is_found(name: str) -> None:
+    found = probed(DEPENDENT[name])
+    assert found.depends and "depend" in found.why_not_joined, found
+
+
+@pytest.mark.parametrize("call", [pooled, refuses_empty_rows])
+def test_texts_with_masks_may_be_joined_also_where_an_empty_row_is_refused(
+    call: Callable[..., Arrays],
+) -> None:
+    found = probed(call, TEXTS, (TOKENS, MASKS))
+    assert found.lets_requests_join and "beside extreme rows" in found.moves, found
+
+
+def test_a_range_of_the_whole_call_is_found_in_a_text_model_of_integers() -> None:
+    def call(ids: np.ndarray, mask: np.ndarray) -> Arrays:
+        return [one_scale(TABLE[ids]).mean(1) @ WEIGHT]
+
+    assert "beside other rows" in probed(call, TEXTS, (TOKENS, MASKS)).beyond_rounding
+
+
+def test_padding_decides_the_batch_size_and_not_whether_equal_shapes_are_joined() -> None:
+    def ignores_the_mask(ids: np.ndarray, mask: np.ndarray) -> Arrays:
+        return [TABLE[ids].mean(1) @ WEIGHT]
+
+    lengths = MASKS.sum(1)
+    alone = [[a[i : i + 1, : lengths[i]] for a in (TOKENS, MASKS)] for i in range(8)]
+    found = probed(ignores_the_mask, TEXTS, (TOKENS, MASKS), unpadded=alone)
+    assert found.beyond_rounding == ("unpadded",) and found.lets_requests_join
+    assert not probed(pooled, TEXTS, (TOKENS, MASKS), unpadded=alone).depends
+
+
+def test_steps_of_eight_bits_are_rounding_at_another_size_and_never_beside_other_rows() -> None:
+    def a_step_by_size(x: np.ndarray) -> Arrays:
+        return [x @ WEIGHT + (0.1 if len(x) == 1 else 0)]
+
+    assert probed(a_step_by_size).depends
+    assert not probed(a_step_by_size, rounding=COARSE_ROUNDING).depends
+    small = DEPENDENT["a hundredth of the neighbours' mean"]
+    assert probed(small, rounding=COARSE_ROUNDING).depends
+
+
+def test_a_row_that_is_refused_alone_depends_on_its_batch() -> None:
+    def training(x: np.ndarray) -> Arrays:
+        if len(x) == 1:
+            raise ValueError("Expected more than 1 value per channel")
+        return [x @ WEIGHT]
+
+    found = probed(training)
+    assert found.beyond_rounding == ("alone",) and "Expected more than 1" in found.unproven
+
+
+def test_a_fixed_batch_is_asked_as_it_is() -> None:
+    fixed = Signature(inputs=(TensorSpec(name="x", shape=(4, 4)),))
+    sizes = set()
+
+    def call(x: np.ndarray) -> Arrays:
+        sizes.add(len(x))
+        return [x - x.mean(0)]
+
+    assert probed(call, fixed, (ROWS[:4],)).depends and sizes == {4}
+    assert not probed(INDEPENDENT["linear"], fixed, (ROWS[:4],)).depends
+    single = Signature(inputs=(TensorSpec(name="x", shape=(1, 4)),))
+    assert not probed(DEPENDENT["batch statistics"], single, (ROWS[:1],)).depends
+
+
+def test_what_proves_nothing_lets_no_requests_join() -> None:
+    linear = INDEPENDENT["linear"]
+    alike = probed(linear, batch=(np.ones((16, 4), np.float32),))
+    assert not alike.depends and "all alike" in alike.why_not_joined
+    seeded = measure(linear, POINTS, seeded_rows(POINTS, 16), source="seeded")
+    assert not seeded.depends and "add" not in seeded.unproven and "`val`" in seeded.why_not_joined
+
+    def bounded(x: np.ndarray) -> Arrays:
+        if np.abs(x).max() > 100:
+            raise ValueError("out of range")
+        return [x @ WEIGHT]
+
+    assert "extreme rows is refused" in probed(bounded).why_not_joined
+
+
+def test_seeded_rows_differ_also_of_integers() -> None:
+    (ids, mask) = seeded_rows(TEXTS, 16)
+    assert len({row.tobytes() for row in ids}) > 8 and mask.sum(1).min() >= 1
+
+
+def test_extreme_rows_are_far_from_real_ones_and_integers_stay_in_a_tables_range() -> None:
+    (points,) = extreme_rows([ROWS], POINTS.inputs)
+    assert np.abs(points).max() > 500 * np.abs(ROWS).max() and np.isfinite(points).all()
+    halves = extreme_rows([ROWS.astype(np.float16) * 100], POINTS.inputs)[0]
+    assert np.isfinite(halves).all()
+    ids, masks = extreme_rows([TOKENS, MASKS], TEXTS.inputs)
+    assert TOKENS.min() <= ids.min() and ids.max() <= TOKENS.max()
+    assert (masks.sum(1) == 0).any() and masks.all(1).any()
+
+
+NETS = """
+import torch
+from torch import nn
+
+class Standardized(nn.Module):
+    # Subtracts the batch's mean in eval mode too.
+
+    def forward(self, x):
+        return x - x.mean(0)
+
+class Centered(nn.Module):
+    def forward(self, x):
+        return x - 1
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> dict[str, EagerModel]:
+    (tmp_path / "batch_nets.py").write_text(NETS)
+    signature = Signature(
+        inputs=(TensorSpec(name="x", shape=("batch", 3)),), outputs=(OutputSpec(name="y"),)
+    )
+    return {
+        name: import_checkpoint(
+            tmp_path / name,
+            Recipe(factory=f"batch_nets:{name}"),
+            signature,
+            checkpoint=None,
+            folder=tmp_path,
+        )
+        for name in ("Standardized", "Centered")
+    }
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    """Return rows that are labelled by their largest entry, of which the mean is 1 in a batch."""
+    labels = torch.arange(96) % 3
+    rows = 3 * torch.eye(3)[labels] + 0.01 * torch.arange(96.0)[:, None] / 96
+    return Context(
+        root=tmp_path / "out", data=Splits({"val": TensorDataset(rows, labels)}, batch_size=96)
+    )
+
+
+def test_gates_measure_such_a_model_with_as_many_rows_as_it_is_served_with(
+    models: dict[str, EagerModel], context: Context
+) -> None:
+    whole, alone = models["Centered"], models["Standardized"]
+    assert context.judged_batch_size(whole) is None
+    assert context.judged_batch_size(whole, alone) == 1
+    # In a batch of 96 both answer alike; alone, every row is its own mean.
+    assert context.score(whole) == 1.0
+    assert context.score(alone) == pytest.approx(1 / 3)
+    assert not MinMetric(at=0.9).judge(whole, alone, context).passed
+    assert MaxDrop(points=1).judge(whole, alone, context).value == pytest.approx(66.7, abs=0.1)
+    agreement = LabelAgreement().judge(whole, alone, context)
+    assert agreement.value == pytest.approx(1 / 3)
+    assert Parity(atol=0.1).judge(whole, alone, context).value == pytest.approx(2, abs=0.1)
+
+
+def test_a_served_batch_size_is_what_gates_measure_with(
+    models: dict[str, EagerModel], context: Context
+) -> None:
+    from dataclasses import replace
+
+    served = replace(context, served_batch_size=48, dependences={}, scores={})
+    assert served.score(models["Standardized"]) == 1.0
+
+
+def test_a_stage_is_refused_for_what_it_answers_alone(
+    models: dict[str, EagerModel], context: Context
+) -> None:
+    from export.onnx.stage import ExportOnnx
+
+    stage = ExportOnnx(gates=(MinMetric(at=0.9),))
+    with pytest.raises(GateRefused, match=r"found 0\.3333"):
+        stage(models["Standardized"], context)
+
+
+def test_rows_come_from_all_over_val_and_from_seeded_inputs_without_it(
+    models: dict[str, EagerModel], context: Context, tmp_path: Path
+) -> None:
+    found = context.batch_dependence(models["Centered"])
+    assert (found.source, found.rows, found.lets_requests_join) == ("val", 8, True)
+    blind = Context(root=tmp_path / "blind")
+    assert blind.batch_dependence(models["Standardized"]).depends
+    assert not blind.batch_dependence(models["Centered"]).lets_requests_join

@@ -1,0 +1,258 @@
+"""How many channels stay: shares, caps, rounding, and targets."""
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from compress.artifacts.edits.slicing import keep_indices_
+from compress.common.errors import PipelineInvalid, StageFailed
+from compress.graph.flops import count_macs
+from compress.pruning.allocation.budget_search import cut_to_cost, cut_to_latency
+from compress.pruning.allocation.cost_model import mac_estimate, parameter_estimate, parameters_of
+from compress.pruning.allocation.ranking import Ranking, plan_cut, rank
+from compress.pruning.allocation.ratios import Limits, Ranked, allocate
+from tests.compress.pruning import pruning_linear_nets as linear_nets
+from tests.compress.pruning import pruning_nets as nets
+
+
+def ranked(*scores: list[float], kinds: str = "") -> list[Ranked]:
+    family = SimpleNamespace()
+    return [
+        Ranked(family, torch.tensor(own), 1, len(own), kinds[i] if kinds else None)
+        for i, own in enumerate(scores)
+    ]
+
+
+STRONG, WEAK = [8.0, 7, 6, 5], [4.0, 3, 2, 1]
+
+
+def test_uniform_removes_the_same_share_of_each() -> None:
+    limits = Limits(round_to=1)
+    assert allocate(ranked(STRONG, WEAK), 0.5, limits) == [2, 2]
+    assert allocate(ranked(STRONG, WEAK), 0.9, Limits(round_to=1, min_channels=3)) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("count", "entries", "ratio", "round_to", "kept"),
+    [
+        (64, 1, 0.5, 16, 32),
+        (64, 1, 0.4, 16, 32),  # 38.4 is nearer to 32 than to 48
+        (64, 1, 0.35, 16, 48),
+        (64, 1, 0.99, 16, 16),
+        (64, 1, 0.05, 16, 64),
+        (24, 1, 0.5, 16, 16),  # too narrow for two sixteens: eights
+        (8, 1, 0.5, 16, 4),
+        (3, 1, 0.9, 16, 1),
+        (12, 64, 0.5, 16, 6),  # heads 64 wide are multiples of 16 already
+        (8, 8, 0.4, 16, 4),
+        (10, 4, 0.75, 6, 3),  # 6 and 4 have 2 in common: threes
+        (32, 1, 0.5, 16, 16),  # two sixteens are wide enough
+        (6, 1, 0.25, 1, 5),  # 4.5 is rounded up
+    ],
+)
+def test_the_nearest_multiple_stays(
+    count: int, entries: int, ratio: float, round_to: int, kept: int
+) -> None:
+    family = Ranked(SimpleNamespace(), torch.arange(count), entries, count)
+    assert allocate([family], ratio, Limits(round_to=round_to)) == [kept]
+
+
+@pytest.mark.parametrize("comparable", [True, False])
+@pytest.mark.parametrize("ratio", [0.2, 0.45, 0.7, 0.95])
+def test_of_all_channels_the_best_stay(ratio: float, comparable: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    families = [
+        Ranked(SimpleNamespace(), torch.rand(n, generator=generator) * size, 1, original)
+        for n, size, original in ((12, 3.0, 12), (7, 1.0, 10), (9, 2.0, 9), (2, 0.0, 10))
+    ]
+    limits = Limits("global", 1, 2, max_ratio=0.7)
+    kept = [min(len(f.scores), max(2, math.ceil(0.3 * f.original - 1e-9))) for f in families]
+    left = [
+        sorted(
+            (s / (1.0 if comparable else f.scores.mean().item() or 1.0) for s in f.scores),
+            reverse=True,
+        )[k:]
+        for f, k in zip(families, kept, strict=True)
+    ]
+    # One by one, the best that is left of any family. Earlier cuts left the last one two channels.
+    while sum(kept) < round((1 - ratio) * 41) and any(left):
+        best = max((i for i in range(4) if left[i]), key=lambda i: left[i][0])
+        left[best].pop(0)
+        kept[best] += 1
+    assert allocate(families, ratio, limits, comparable=comparable) == kept
+
+
+def test_global_compares_all_channels_up_to_a_cap() -> None:
+    families = ranked(STRONG, WEAK)
+    everything = Limits("global", 1, 1, max_ratio=0.99)
+    assert allocate(families, 0.375, everything, comparable=True) == [4, 1]
+    capped = Limits("global", 1, 1, max_ratio=0.5)
+    assert allocate(families, 0.375, capped, comparable=True) == [3, 2]
+    assert allocate(families, 0.99, capped, comparable=True) == [2, 2]
+    # Relative to their means the largest of each are 8/6.5, 4/2.5 …
+    assert allocate(families, 0.5, everything) == [2, 2]
+    assert allocate(ranked(STRONG, [9.0, 0.1, 0.1, 0.1]), 0.375, everything) == [4, 1]
+
+
+def test_isomorphic_compares_families_of_one_structure() -> None:
+    families = ranked(STRONG, WEAK, [0.4, 0.3], kinds="aab")
+    limits = Limits("isomorphic", 1, 1, max_ratio=0.99)
+    assert allocate(families, 0.5, limits, comparable=True) == [3, 1, 1]
+
+
+def test_caps_and_minima_are_rounded_up() -> None:
+    family = ranked([float(i) for i in range(64)], [0.0] * 64)
+    limits = Limits("global", 16, 1, max_ratio=0.7)
+    assert allocate(family, 0.6, limits, comparable=True)[1] == 32  # 20 at least, in sixteens
+
+
+@pytest.mark.parametrize(
+    ("channels", "max_ratio", "least"), [(10, 0.75, 3), (7, 0.5, 4), (9, 0.3, 7)]
+)
+def test_no_family_loses_more_than_the_largest_share(
+    channels: int, max_ratio: float, least: int
+) -> None:
+    """Where the share is no whole number of channels, one more stays and not one less."""
+    families = ranked([9.0] * channels, [0.0] * channels)
+    limits = Limits("global", 1, 1, max_ratio=max_ratio)
+    kept = allocate(families, max_ratio, limits, comparable=True)
+    assert kept[1] == least
+    assert channels - least <= max_ratio * channels < channels - least + 1
+
+
+def test_families_of_one_structure_are_found() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(p for _ in range(3) for p in (nn.Linear(8, 8), nn.ReLU())))
+    ranking = rank(net.eval(), (torch.randn(2, 8),))
+    assert len({one.kind for one in ranking.ranked}) == 1
+    ranking = rank(linear_nets.Transformer().eval(), (torch.randint(0, 11, (2, 8)),))
+    assert len({one.kind for one in ranking.ranked}) == 2  # heads and hidden units
+
+
+def test_included_modules_alone_are_cut() -> None:
+    net = nets.Dense().eval()
+    ranking = rank(net, (torch.randn(2, 1, 8, 8),), include=("growth*",), exclude=("growth2",))
+    assert [one.family.name for one in ranking.ranked] == ["growth1"]
+    assert ranking.pinned["stem"] == "not among those that `include` names"
+    with pytest.raises(PipelineInvalid, match=r"include: no module matches 'grow'.*'growth1'"):
+        rank(net, (torch.randn(2, 1, 8, 8),), include=("grow",))
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(1, 24, 3), nn.ReLU(), nn.Conv2d(24, 40, 3), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(640, 32), nn.Tanh(), nn.Linear(32, 4)),
+    ).eval()
+
+
+CASES = {
+    "convolutions": (wide, torch.randn(2, 1, 8, 8)),
+    "transformer": (linear_nets.Transformer, torch.randint(0, 11, (2, 8))),
+}
+
+
+@pytest.mark.parametrize("scope", ["uniform", "global"])
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.37])
+@pytest.mark.parametrize("quantity", ["macs", "parameters"])
+def test_targets_are_reached_and_not_exceeded(quantity: str, share: float, scope: str) -> None:
+    net, inputs = wide(), CASES["convolutions"][1]
+    smaller, goal, largest = to_target(net, inputs, quantity, share, Limits(scope, 4))
+    assert goal - largest <= cost(smaller, inputs, quantity) <= goal
+
+
+def test_products_of_attention_are_counted_in_a_target() -> None:
+    net, inputs = linear_nets.Transformer().eval(), CASES["transformer"][1]
+    smaller, goal, _ = to_target(net, inputs, "macs", 0.7, Limits(round_to=1))
+    assert 0.93 * goal <= cost(smaller, inputs, "macs") <= goal
+
+
+def cost(net: nn.Module, inputs: torch.Tensor, quantity: str) -> int:
+    return parameters_of(net) if quantity == "parameters" else count_macs(net, (inputs,))
+
+
+def to_target(net, inputs, quantity: str, share: float, limits: Limits):
+    """Return the cut net, the goal, and what the largest single step of a family costs."""
+    ranking = rank(net, (inputs,))
+    graph = ranking.graph
+    estimate = (
+        parameter_estimate(net, graph)
+        if quantity == "parameters"
+        else mac_estimate(net, graph, (inputs,))
+    )
+    goal = share * cost(net, inputs, quantity)
+
+    def of(removed) -> float:
+        return estimate.of(channel for own in removed for channel in own)
+
+    def after(cut) -> nn.Module:
+        smaller = copy.deepcopy(net)
+        keep_indices_(smaller, cut.kept, cut.attributes)
+        return smaller
+
+    cut = cut_to_cost(ranking, limits, goal, of, lambda cut: cost(after(cut), inputs, quantity))
+    whole = of([() for _ in ranking.ranked])
+    assert whole == pytest.approx(cost(net, inputs, quantity))
+    steps = [
+        whole - of([one.family.channels[:4] if other is one else () for other in ranking.ranked])
+        for one in ranking.ranked
+    ]
+    return after(cut), goal, max(steps)
+
+
+def test_a_target_out_of_reach_says_how_far_it_is() -> None:
+    with pytest.raises(StageFailed, match=r"target of .* cannot be reached: the smallest that"):
+        to_target(wide(), CASES["convolutions"][1], "macs", 0.001, Limits(round_to=16))
+
+
+@pytest.mark.parametrize("goal", [0.35, 0.6, 0.9])
+def test_latency_is_searched_among_few_candidates(goal: float) -> None:
+    ranking = rank(wide(), (CASES["convolutions"][1],))
+    asked = []
+
+    def measure(cut) -> float:  # a staircase, as latencies are
+        left = sum(f.after for f in cut.families) / 96
+        asked.append(left)
+        return round(0.1 + left, 1)
+
+    cut = cut_to_latency(ranking, Limits(round_to=4), goal, measure)
+    found = measure(cut)
+    assert goal - 0.15 <= found <= goal
+    assert len(asked) <= 7
+    with pytest.raises(StageFailed, match=r"the smallest that was found is"):
+        cut_to_latency(ranking, Limits(round_to=4), 0.05, measure)
+
+
+def test_what_cannot_be_proven_is_left_out_of_a_target() -> None:
+    torch.manual_seed(0)
+    net, inputs = linear_nets.HiddenWidth().eval(), torch.randn(2, 4)
+    smaller, goal, _ = to_target(net, inputs, "parameters", 0.8, Limits(round_to=1))
+    assert 0.9 * goal <= parameters_of(smaller) <= goal
+    assert smaller.first.weight.shape == net.first.weight.shape
+
+
+def test_an_unproven_family_may_be_an_error() -> None:
+    ranking: Ranking = rank(linear_nets.SplitByNumber().eval(), (torch.randn(2, 4),))
+    keep = ranking.allocate(0.5, Limits())
+    assert not ranking.prove(keep).families
+    with pytest.raises(StageFailed, match=r"'first' cannot be proven: .*; exclude it, or set"):
+        ranking.prove(keep, "error")
+
+
+def test_with_l2_the_channels_with_the_largest_norms_stay() -> None:
+    net = wide()
+    cut = plan_cut(net, (torch.randn(2, 1, 8, 8),), ratio=0.5, round_to=1)
+    for layer, reader, per_channel in ((0, 2, 9), (2, 5, 16), (5, 7, 1)):
+        made, read = net[layer], net[reader].weight.flatten(2 if reader == 2 else 1)
+        if reader == 2:
+            read = read.transpose(0, 1).flatten(1)
+        else:
+            read = read.unflatten(1, (-1, per_channel)).transpose(0, 1).flatten(1)
+        everything = [made.weight.flatten(1), made.bias[:, None], read]
+        norms = torch.cat(everything, 1).norm(dim=1)
+        count = len(norms) // 2
+        assert set(cut.kept[f"{layer}.weight"][0]) == set(norms.topk(count).indices.tolist())

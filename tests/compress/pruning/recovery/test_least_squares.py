@@ -1,0 +1,219 @@
+"""Refitted layers beside torch's own least squares."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compress.artifacts.edits.slicing import keep_indices_
+from compress.common.errors import StageFailed
+from compress.data.batch import Batch
+from compress.pruning.dependency.graph import trace
+from compress.pruning.importance import layer_calls
+from compress.pruning.importance.moments import Moments
+from compress.pruning.recovery.least_squares import least_squares, refit_
+from compress.pruning.recovery.recovery import output_error, repair_
+from tests.compress.pruning import pruning_linear_nets as linear_nets
+from tests.compress.pruning import pruning_nets as nets
+
+NO_RIDGE = 1e-13
+
+
+def cut(module: nn.Module, inputs: torch.Tensor, share: float = 0.5):
+    """Return a copy with the first channels of each family gone, and what is kept."""
+    graph = trace(module, (inputs,))
+    removed = [c for f in graph.families for c in f.channels[: int(len(f.channels) * share)]]
+    kept = graph.kept(removed)
+    smaller = copy.deepcopy(module)
+    keep_indices_(smaller, kept, {})
+    return smaller, kept
+
+
+def batches(*shape: int, count: int = 3, samples: int = 40) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Batch((torch.randn(samples, *shape, generator=generator, dtype=torch.float64),), None)
+        for _ in range(count)
+    ]
+
+
+def everything(given: list[Batch]) -> torch.Tensor:
+    return torch.cat([batch.inputs[0] for batch in given])
+
+
+def lstsq(x: torch.Tensor, y: torch.Tensor, *, intercept: bool) -> tuple[torch.Tensor, ...]:
+    if intercept:
+        x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+    solution = torch.linalg.lstsq(x, y).solution
+    return (solution[:-1], solution[-1]) if intercept else (solution,)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_layer_is_the_least_squares_solution(bias: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3, bias=bias)).double()
+    given = batches(4)
+    x = everything(given)
+    smaller, kept = cut(net, x[:2])
+    found = refit_(smaller, net, kept, given, ridge=NO_RIDGE)
+    with torch.no_grad():
+        hidden = smaller[1](smaller[0](x))
+        weight, *rest = lstsq(hidden, net(x), intercept=bias)
+        torch.testing.assert_close(smaller[2].weight, weight.T)
+        if bias:
+            torch.testing.assert_close(smaller[2].bias, rest[0])
+        (layer,) = found
+        left = (smaller(x) - net(x)).square().sum() / net(x).square().sum()
+        assert layer.after == pytest.approx(float(left), rel=1e-6)
+        assert layer.weight == "2.weight" and layer.after < layer.before
+        assert torch.equal(smaller[0].weight, net[0].weight[8:])
+
+
+@pytest.mark.parametrize(
+    ("groups", "padding", "stride", "dilation"),
+    [(1, 1, 1, 1), (1, "same", 1, 2), (2, 0, 2, 1), (2, (1, 0), 1, (1, 2))],
+)
+def test_a_convolution_is_the_least_squares_solution(groups, padding, stride, dilation) -> None:
+    torch.manual_seed(0)
+    second = nn.Conv2d(
+        8, 6, (3, 2), padding=padding, stride=stride, dilation=dilation, groups=groups
+    )
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), second).double()
+    given = batches(1, 7, 7)
+    smaller, kept = cut(net, everything(given)[:2])
+    refit_(smaller, net, kept, given, ridge=NO_RIDGE)
+    with torch.no_grad():
+        hidden, wanted = smaller[1](smaller[0](everything(given))), net(everything(given))
+        if padding == "same":
+            hidden, padding = F.pad(hidden, (1, 1, 2, 2)), 0
+        for group in range(groups):
+            x = F.unfold(hidden.chunk(groups, 1)[group], (3, 2), dilation, padding, stride)
+            y = wanted.chunk(groups, 1)[group].permute(0, 2, 3, 1)
+            x, y = x.transpose(1, 2).flatten(0, 1), y.flatten(0, 2)
+            weight, bias = lstsq(x, y, intercept=True)
+            found = smaller[2].weight.chunk(groups)[group].flatten(1)
+            torch.testing.assert_close(found, weight.T)
+            torch.testing.assert_close(smaller[2].bias.chunk(groups)[group], bias)
+
+
+@pytest.mark.parametrize("intercept", [True, False])
+def test_a_ridge_is_a_row_that_wants_each_weight_to_be_zero(intercept: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = 2 + torch.randn(2, 30, 4, generator=generator, dtype=torch.float64)
+    y = 1 + torch.randn(2, 30, 3, generator=generator, dtype=torch.float64)
+    moments = Moments()
+    for part in (slice(0, 11), slice(11, 30)):
+        moments.add_(x[:, part], y[:, part])
+    assert moments.places == 30 and moments.energy == pytest.approx(float(y.square().sum()))
+    found, shift = least_squares(moments, 0.3, intercept=intercept)
+    strength = (0.3 * x.square().sum(1).mean()) ** 0.5
+    for g in range(2):
+        x_mean, y_mean = (t[g].mean(0) if intercept else 0 * t[g].mean(0) for t in (x, y))
+        rows = torch.cat([x[g] - x_mean, strength * torch.eye(4).double()])
+        wanted = torch.cat([y[g] - y_mean, torch.zeros(4, 3).double()])
+        (expected,) = lstsq(rows, wanted, intercept=False)
+        torch.testing.assert_close(found[g], expected)
+        torch.testing.assert_close(shift[g], y_mean - x_mean @ expected)
+
+
+def test_a_weight_that_lies_the_other_way_round_is_refitted() -> None:
+    torch.manual_seed(0)
+    net = linear_nets.Transposed().double().eval()
+    given = batches(8)
+    smaller, kept = cut(net, everything(given)[:2])
+    before = output_error(smaller, net, given)
+    found = refit_(smaller, net, kept, given)
+    assert found and all(layer.after < layer.before for layer in found)
+    assert output_error(smaller, net, given) < before / 2
+
+
+def test_layers_are_taken_in_turn_and_make_up_for_errors_before_them() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(p for _ in range(3) for p in (nn.Linear(12, 12), nn.Tanh()))).double()
+    given = batches(12)
+    smaller, kept = cut(net, everything(given)[:2])
+    found = refit_(smaller, net, kept, given, ridge=NO_RIDGE)
+    assert [layer.weight for layer in found] == ["2.weight", "4.weight"]
+    with torch.no_grad():
+        x = smaller[:4](everything(given))  # as the layer before now answers
+        weight, bias = lstsq(x, net[:5](everything(given)), intercept=True)
+    torch.testing.assert_close(smaller[4].weight, weight.T)
+    torch.testing.assert_close(smaller[4].bias, bias)
+
+
+def test_a_layer_called_twice_serves_both_calls() -> None:
+    torch.manual_seed(0)
+    net = nets.Reused().double().eval()
+    given = batches(1, 8, 8, samples=20)
+    smaller, kept = cut(net, everything(given)[:2])
+    found = refit_(smaller, net, kept, given)
+    assert [layer.weight for layer in found] == ["shared.weight", "head.weight"]
+    assert all(layer.after < layer.before for layer in found)
+
+
+def test_weights_with_other_uses_stay() -> None:
+    """Two layers share a weight and not their biases; a third reads its own."""
+    torch.manual_seed(0)
+    net = linear_nets.Tied().double().eval()
+    given = batches(8)
+    smaller, kept = cut(net, everything(given)[:2])
+    before = smaller.second.weight.clone()
+    found = refit_(smaller, net, kept, given)
+    assert [layer.weight for layer in found] == ["head.weight"]
+    assert torch.equal(smaller.second.weight, before)
+    assert smaller.second.weight is smaller.third.weight
+
+
+def test_what_never_varies_leaves_weights_as_they_are() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+    with torch.no_grad():
+        net[0].bias[8] = -100  # never active
+    given = batches(4)
+    smaller, kept = cut(net, everything(given)[:2])
+    refit_(smaller, net, kept, given)
+    torch.testing.assert_close(smaller[2].weight[:, 0], net[2].weight[:, 8])
+    assert bool(smaller[2].weight.isfinite().all())
+
+
+def test_parts_of_a_batch_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3)).double()
+    given = batches(1, 7, 7)
+    whole, kept = cut(net, everything(given)[:2])
+    pieces = copy.deepcopy(whole)
+    refit_(whole, net, kept, given)
+    monkeypatch.setattr(layer_calls, "LARGEST_PART", 1500)
+    refit_(pieces, net, kept, given)
+    torch.testing.assert_close(pieces[2].weight, whole[2].weight)
+
+
+def test_new_statistics_stay_only_where_they_help() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 25, 3)
+    )
+    net = net.double().eval()
+    given = batches(1, 7, 7)
+    with torch.no_grad():
+        for batch in given:
+            net.train()(batch.inputs[0])
+    net.eval()[1].running_mean.add_(3)  # statistics that no data has
+    smaller, kept = cut(net, everything(given)[:2])
+    mean = smaller[1].running_mean.clone()
+    told = repair_(smaller, net, kept, given)
+    assert set(told["output_error"]) == {"cut", "refit"}
+    assert torch.equal(smaller[1].running_mean, mean)
+    without, _ = cut(net, everything(given)[:2])
+    told = repair_(without, net, kept, given, refit=False)
+    assert set(told["output_error"]) == {"cut", "batch_norm"} and told["layers"] == {}
+    assert not torch.equal(without[1].running_mean, mean)
+
+
+def test_samples_of_another_shape_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+    smaller, kept = cut(net, torch.randn(2, 4, dtype=torch.float64))
+    with pytest.raises(StageFailed, match=r"does not take .* a batch of shape \(40, 5\): Runtime"):
+        refit_(smaller, net, kept, batches(5))

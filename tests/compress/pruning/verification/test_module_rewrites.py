@@ -1,0 +1,145 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.edits.split_attention import SplitMultiheadAttention
+from compress.artifacts.recipe import KeepIndices, SplitAttention
+from compress.core.stage import Context
+from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.verification.module_rewrites import rewrite_
+from tests.compress.pruning.zoo.registry import CASES
+
+
+def sealed(name: str, path: Path) -> EagerModel:
+    case = CASES[name]
+    state = case.build().state_dict()
+    return EagerModel.create(path, case.recipe, state, case.signature, folder=case.folder)
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
+    root = tmp_path_factory.mktemp("encoder")
+    source = sealed("encoder", root / "source")
+    return PruneChannels(ratio=0.5)(source, Context(root=root / "slim"))
+
+
+def test_heads_leave_torchs_own_transformer(pruned: EagerModel) -> None:
+    rewriting, cut = pruned.recipe.edits
+    names = tuple(f"encoder.layers.{i}.self_attn" for i in range(2))
+    assert rewriting == SplitAttention(modules=names)
+    assert isinstance(cut, KeepIndices)
+    attention = pruned.load().get_submodule(names[0])
+    assert isinstance(attention, SplitMultiheadAttention)
+    assert (attention.num_heads, attention.embed_dim) == (2, 32)
+    assert attention.q_proj.weight.shape == (16, 32)
+    found = [f["modules"][0] for f in pruned.manifest.facts["families"]]
+    assert f"{names[0]}.q_proj" in found
+
+
+def test_a_fresh_process_answers_bit_identically(
+    pruned: EagerModel, fresh_process: Callable[[str], str]
+) -> None:
+    found = fresh_process(
+        "import torch; torch.set_num_threads(1)\n"
+        f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
+        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
+        f"model = EagerModel.at({str(pruned.path)!r})\n"
+        "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = run_in_eval(pruned.load(), pruned.signature.example(seed=7))[0]
+    torch.set_num_threads(before)
+    assert json.loads(found) == expected.tolist()
+
+
+def test_what_was_cut_learns_on_and_drops_out(pruned: EagerModel) -> None:
+    module, tokens = pruned.load().train(), torch.randint(0, 13, (8, 6))
+    one, two = module(tokens), module(tokens)
+    assert not torch.equal(one, two)
+    one.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+
+
+def test_a_cut_model_is_cut_again(pruned: EagerModel, tmp_path: Path) -> None:
+    again = PruneChannels(ratio=0.5)(pruned, Context(root=tmp_path / "again"))
+    assert [type(edit) for edit in again.recipe.edits] == [SplitAttention, KeepIndices, KeepIndices]
+    assert again.load().encoder.layers[0].self_attn.num_heads == 1
+
+
+def test_attention_that_stays_is_not_rewritten(tmp_path: Path) -> None:
+    source = sealed("encoder", tmp_path / "source")
+    stage = PruneChannels(ratio=0.5, exclude=("encoder.layers.0.self_attn",))
+    slim = stage(source, Context(root=tmp_path / "slim"))
+    assert slim.recipe.edits[0] == SplitAttention(modules=("encoder.layers.1.self_attn",))
+    assert type(slim.load().encoder.layers[0].self_attn) is nn.MultiheadAttention
+
+
+class Reader(nn.Module):
+    """Takes the attention's weights itself, so that no other module can stand in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = F.linear(x, self.attention.in_proj_weight).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x)[0]
+
+
+def test_only_what_answers_as_before_is_rewritten() -> None:
+    module = nn.Sequential(Plain(), Reader(), Plain()).eval()
+    x = torch.randn(3, 5, 16)
+    expected = run_in_eval(module, (x,))[0]
+    assert rewrite_(module, (x,)) == (SplitAttention(modules=("0.attention", "2.attention")),)
+    torch.testing.assert_close(run_in_eval(module, (x,))[0], expected)
+    assert type(module[1].attention) is nn.MultiheadAttention
+    assert rewrite_(nn.Sequential(nn.Linear(4, 4)), (torch.randn(1, 4),)) == ()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_an_encoder_that_packs_its_padding_is_rewritten_where_padding_is_not_read() -> None:
+    """torch's fused path leaves zeros in the place of padding, and this attention does not."""
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+
+    class Pooled(nn.Module):
+        def __init__(self, is_read: bool) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoder(layer, 1)
+            self.is_read = is_read
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            padding = torch.arange(5).expand(len(x), -1) > 2
+            x = self.encoder(x, src_key_padding_mask=padding)
+            return x if self.is_read else x[:, :3]
+
+    x = torch.randn(2, 5, 16)
+    module = Pooled(is_read=False).eval()
+    expected = run_in_eval(module, (x,))[0]
+    assert rewrite_(module, (x,))
+    torch.testing.assert_close(run_in_eval(module, (x,))[0], expected)
+    assert rewrite_(Pooled(is_read=True).eval(), (x,)) == ()
+
+
+def test_tied_projections_stay_tied() -> None:
+    module = nn.Sequential(Plain(), Plain()).eval()
+    module[1].attention.in_proj_weight = module[0].attention.in_proj_weight
+    assert rewrite_(module, (torch.randn(3, 5, 16),)) == ()
+    module[1].attention = module[0].attention  # the module itself, twice
+    assert rewrite_(module, (torch.randn(3, 5, 16),)) == (SplitAttention(modules=("0.attention",)),)
+    assert module[1].attention is module[0].attention

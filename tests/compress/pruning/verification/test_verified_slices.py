@@ -1,0 +1,335 @@
+"""The proof stands between every rule and the user: whatever a rule gets wrong is refused."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.edits.slicing import keep_indices_
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import StageFailed
+from compress.common.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.data.splits import Splits
+from compress.pruning.allocation.ranking import plan_cut
+from compress.pruning.channels_stage import PruneChannels
+from compress.pruning.dependency import graph
+from compress.pruning.dependency.group_slices import ChannelCut
+from compress.pruning.verification.masked_equivalence import Proof
+from tests.compress.pruning.zoo.registry import CASES
+
+
+def assert_right(module: nn.Module, cut: ChannelCut, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Compare with zeros written here, on inputs that the proof did not see."""
+    masked, smaller = copy.deepcopy(module).double(), copy.deepcopy(module).double()
+    for name, axes in cut.kept.items():
+        owner, _, short = name.rpartition(".")
+        tensor = getattr(masked.get_submodule(owner), short)
+        for axis, kept in axes.items():
+            with torch.no_grad():
+                tensor.movedim(axis, 0)[[i for i in range(tensor.shape[axis]) if i not in kept]] = 0
+    keep_indices_(smaller, cut.kept, cut.attributes)
+    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    torch.testing.assert_close(
+        run_in_eval(smaller, inputs), run_in_eval(masked, inputs), rtol=1e-7, atol=1e-7
+    )
+
+
+def mixed_up(labels: torch.Tensor) -> torch.Tensor:
+    """Return labels with every axis the other way round: none is where it belongs."""
+    return labels.flip(tuple(range(labels.dim())))
+
+
+BROKEN = [
+    ("shuffled", "transpose"),
+    ("shuffled", "view"),
+    ("dense", "cat"),
+    ("separable", "mul"),
+    ("separable", "conv2d"),
+    ("flattened", "flatten"),
+    ("flattened", "max_pool2d"),
+    ("glu", "glu"),
+    ("fused", "permute"),
+    ("fused", "scaled_dot_product_attention"),
+    ("by_hand", "matmul"),
+    ("recurrent", "lstm"),
+    ("group_norm", "group_norm"),
+    ("space_to_depth", "pixel_unshuffle"),
+    ("selective_kernel", "softmax"),
+    ("window", "index"),
+    ("einsum", "einsum"),
+    ("transposed_groups", "conv_transpose2d"),
+]
+
+
+@pytest.mark.parametrize(("name", "operator"), BROKEN)
+def test_a_broken_rule_costs_channels_never_truth(
+    name: str, operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, called = CASES[name], []
+    right = graph.RULES.get(operator, graph.elementwise.pointwise)
+
+    def broken(call, book):
+        called.append(call)
+        found = right(call, book)
+        return [mixed_up(x) for x in found] if isinstance(found, list) else mixed_up(found)
+
+    monkeypatch.setitem(graph.RULES, operator, broken)
+    module = case.build()
+    cut = plan_cut(module, case.inputs(2), ratio=0.4, round_to=1, importance="random")
+    assert called
+    assert_right(module, cut, case.inputs(3))
+
+
+def test_a_rule_that_forgets_what_it_mixes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["softmax_over_channels"]
+    monkeypatch.setitem(graph.RULES, "softmax", graph.elementwise.identity)
+    module = case.build()
+    cut = plan_cut(module, case.inputs(2), ratio=0.5)
+    assert {f.family.name for f in cut.families} == {"conv1", "conv3"}
+    assert "answers otherwise than its masked twin" in cut.pinned["conv2"]
+    assert_right(module, cut, case.inputs(3))
+
+
+class Branches(nn.Module):
+    """Many layers side by side, of which some divide by a width that was read from a shape."""
+
+    def __init__(self, layers: int, wrong: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 16) for _ in range(layers))
+        self.heads = nn.ModuleList(nn.Linear(16, 3) for _ in range(layers))
+        self.wrong = wrong
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = 0.0
+        for place, (layer, head) in enumerate(zip(self.layers, self.heads, strict=True)):
+            y = F.softplus(layer(x))
+            total = total + head(y / y.shape[-1] if place in self.wrong else y)
+        return total
+
+
+@pytest.mark.parametrize(
+    ("layers", "wrong", "most"),
+    [(16, (), 1), (16, (5,), 12), (16, (3, 9), 20), (8, range(8), 23)],
+)
+def test_families_are_proven_together(
+    layers: int, wrong: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+    refute = Proof.refute
+
+    def counted(self, kept, attributes):
+        compared.append(kept)
+        return refute(self, kept, attributes)
+
+    monkeypatch.setattr(Proof, "refute", counted)
+    torch.manual_seed(0)
+    module = Branches(layers, tuple(wrong)).eval()
+    cut = plan_cut(module, (torch.randn(2, 4),), ratio=0.5)
+    refused = {name for name, reason in cut.pinned.items() if "masked twin" in reason}
+    assert refused == {f"layers.{place}" for place in wrong}
+    assert [f.family.name for f in cut.families] == [
+        f"layers.{place}" for place in range(layers) if place not in wrong
+    ]
+    assert len(compared) <= most
+
+
+def test_attributes_of_several_families_add_up() -> None:
+    class TwoParts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.width = 16 + 24
+            self.first, self.second = nn.Linear(4, 16), nn.Linear(4, 24)
+            self.head = nn.Linear(self.width, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            both = torch.cat([self.first(x).sin(), self.second(x).cos()], -1)
+            return self.head(both.view(-1, self.width))
+
+    module = TwoParts().eval()
+    cut = plan_cut(module, (torch.randn(2, 4),), ratio=0.25, round_to=1)
+    assert cut.attributes == {"width": 12 + 18}
+    assert_right(module, cut, (torch.randn(3, 4),))
+
+
+def test_one_configuration_changes_for_all_who_read_it() -> None:
+    case = CASES["shared_configuration"]
+    module = case.build()
+    cut = plan_cut(module, case.inputs(2), ratio=0.5)
+    assert cut.attributes["layers.0.config.heads"] == 2
+    assert len(cut.families) == 2
+    keep_indices_(module, cut.kept, cut.attributes)
+    assert module.layers[1].config.width == 16
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-6])
+def test_a_branch_that_hardly_counts_is_proven_too(scale: float) -> None:
+    """Residual branches begin at zero, or at 1e-6 (LayerScale): a wrong cut must still be seen."""
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 32), nn.Linear(32, 4)
+            self.scale = nn.Parameter(torch.full((4,), scale))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x).relu()
+            return x + self.scale * self.second(y / y.shape[-1])
+
+    module = Residual().eval()
+    cut = plan_cut(module, (torch.randn(2, 4),), ratio=0.5)
+    assert "masked twin" in cut.pinned["first"]
+    assert torch.equal(module.scale, torch.full((4,), scale))
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_what_computes_in_float32_inside_is_compared_as_such(right: bool) -> None:
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 256), nn.Linear(4, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y, z = self.first(x).float(), self.second(x).float()
+            y = y if right else y * (1 + 1e-4 * (y.shape[-1] < 256))
+            return (y @ z.mT).to(x.dtype)  # sums that are rounded to float32
+
+    cut = plan_cut(Casting().eval(), (torch.randn(64, 4),), ratio=0.5)
+    assert bool(cut.families) == right
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_border_that_moves_by_one_channel_is_seen(seed: int) -> None:
+    """Half of all channels are clamped in place; one more or less shows only where it matters."""
+    case = CASES["in_place_on_a_view"]
+    module = case.build(seed)
+    cut = plan_cut(module, case.inputs(2), ratio=0.25, round_to=1, importance="random", seed=seed)
+    assert_right(module, cut, case.inputs(64))
+
+
+def test_random_numbers_in_a_forward_are_the_same_for_both() -> None:
+    class Noisy(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + torch.randn(x.shape, dtype=x.dtype))
+
+    module = Noisy(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3)).eval()
+    state = torch.get_rng_state()
+    assert plan_cut(module, (torch.randn(2, 4),), ratio=0.5).families
+    torch.randn(2, 4)
+    torch.set_rng_state(state)  # and the user's own stream goes on where it was
+    torch.randn(2, 4)
+
+
+def test_what_is_written_into_the_code_is_named() -> None:
+    for name, layer, constant in (
+        ("written_view", "conv2", "256"),
+        ("written_heads", "query", "4, 8"),
+    ):
+        case = CASES[name]
+        cut = plan_cut(case.build(), case.inputs(2), ratio=0.5)
+        assert "the smaller model fails" in cut.pinned[layer]
+        assert constant in cut.pinned[layer]
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 32), nn.Linear(32, 3)
+
+
+def test_nan_in_a_later_output_refutes() -> None:
+    class NanWhereNarrow(TwoLayers):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = self.first(x).relu()
+            return self.second(y), x / (32 if y.shape[-1] == 32 else torch.nan)
+
+    torch.manual_seed(0)
+    cut = plan_cut(NanWhereNarrow().eval(), (torch.randn(2, 4),), ratio=0.5)
+    assert not cut.families
+    assert "answers otherwise than its masked twin (by nan)" in cut.pinned["first"]
+
+
+def test_a_model_that_answers_nan_proves_nothing() -> None:
+    class Undefined(TwoLayers):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.second(self.first(x).relu()), x * torch.nan
+
+    cut = plan_cut(Undefined().eval(), (torch.randn(2, 4),), ratio=0.5)
+    assert "the model itself answers NaN to all inputs" in cut.pinned["first"]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_masked_scores_are_equal_and_the_others_are_compared(right: bool) -> None:
+    class Masked(TwoLayers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x).relu()
+            scores = self.second(y if right else y / y.shape[-1])
+            return scores.masked_fill(torch.arange(3) == 1, -torch.inf)
+
+    torch.manual_seed(0)
+    cut = plan_cut(Masked().eval(), (torch.randn(2, 4),), ratio=0.5)
+    assert bool(cut.families) == right
+
+
+def test_signs_of_weights_are_tried_of_models_with_masked_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An infinity must not leave out what else is asked than the weights as they are."""
+    tried = []
+    variant_of = Proof._variant
+
+    def counted(self, variant):
+        tried.append(variant)
+        return variant_of(self, variant)
+
+    monkeypatch.setattr(Proof, "_variant", counted)
+
+    class Masked(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).masked_fill(torch.arange(3) == 1, -torch.inf)
+
+    torch.manual_seed(0)
+    module = Masked(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3)).eval()
+    assert plan_cut(module, (torch.randn(2, 4),), ratio=0.5).families
+    smaller, twins = tried[1::2], tried[::2]
+    assert smaller == twins == list(range(8))
+
+
+PIXELS = """
+import torch
+from torch import nn
+
+class Pixels(nn.Module):
+    '''Computes otherwise where pixels are bright, with a width that was read from a shape.'''
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 3)
+
+    def forward(self, x):
+        y = self.first(x).relu()
+        bright = (x.amax(-1, keepdim=True) > 100).to(x.dtype)
+        return self.second(y * (1 + bright * 32 / y.shape[-1]))
+"""
+
+
+def test_a_branch_that_real_samples_alone_reach_is_proven_on_them(tmp_path: Path) -> None:
+    (tmp_path / "pixels.py").write_text(PIXELS)
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 16)),))
+    recipe = Recipe(factory="pixels:Pixels")
+    torch.manual_seed(0)
+    state = recipe.build(tmp_path).state_dict()
+    model = EagerModel.create(tmp_path / "source", recipe, state, signature, folder=tmp_path)
+    assert plan_cut(model.load(), signature.example(), ratio=0.5).families, "noise is not bright"
+    generator = torch.Generator().manual_seed(0)
+    dark = torch.randint(0, 50, (40, 16), generator=generator).float()
+    dark[31, 5] = 255  # one of 40 samples takes the branch
+    data = Splits({"train": [(x, torch.tensor(0)) for x in dark]}, batch_size=16)
+    for samples in (None, 0):
+        stage = PruneChannels(ratio=0.5, calibration_samples=samples)
+        with pytest.raises(StageFailed, match="answers otherwise than its masked twin"):
+            stage(model, Context(root=tmp_path / f"slim{samples}", data=data))

@@ -1,0 +1,198 @@
+import numpy as np
+import pytest
+import torch
+
+from compress.quantization.algorithms.weight_rounding import (
+    grouped,
+    half_quadratic,
+    optimal_brain,
+    packed,
+    round_to_nearest,
+)
+
+
+@pytest.fixture
+def weight() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(24, 64, generator=generator) * torch.rand(24, 1, generator=generator).exp()
+
+
+@pytest.fixture
+def inputs() -> torch.Tensor:
+    """Return inputs that go together, as those of real layers do."""
+    generator = torch.Generator().manual_seed(1)
+    mixing = torch.randn(16, 64, generator=generator)
+    return torch.randn(512, 16, generator=generator) @ mixing + 0.1 * torch.randn(
+        512, 64, generator=generator
+    )
+
+
+def affine(group: np.ndarray, bits: int) -> tuple[float, float, np.ndarray]:
+    """Return scale, zero point and integers of one group, as ONNX's DynamicQuantizeLinear."""
+    top = 2**bits - 1
+    low, high = min(0.0, group.min()), max(0.0, group.max())
+    scale = max((high - low) / top, 2.0**-60)
+    zero = np.clip(np.round(-low / scale), 0, top)
+    return scale, zero, np.clip(np.round(group / scale + zero), 0, top)
+
+
+def unlike_groups() -> torch.Tensor:
+    """Return a float64 weight with groups of 8 that lie about 0, above it, below it, and at it."""
+    drawn = torch.from_numpy(np.random.default_rng(0).standard_normal((4, 32)))
+    return drawn * torch.tensor([1.0, 1.0, 1.0, 0.0]).repeat_interleave(8) + torch.tensor(
+        [0.3, 6.0, -6.0, 0.0]
+    ).repeat_interleave(8)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_to_nearest_is_the_affine_grid_whose_range_holds_zero(bits: int) -> None:
+    weight = unlike_groups()
+    found = round_to_nearest(weight, bits, 8)
+    for o, g in np.ndindex(4, 4):
+        scale, zero, integers = affine(weight[o, 8 * g : 8 * g + 8].numpy(), bits)
+        assert float(found.scale_OG[o, g]) == scale
+        assert float(found.zero_OG[o, g]) == zero
+        assert found.integers_OI[o, 8 * g : 8 * g + 8].tolist() == integers.tolist()
+        floats = found.floats()[o, 8 * g : 8 * g + 8]
+        assert floats.tolist() == ((integers - zero) * scale).tolist()
+    assert found.integers_OI.dtype == found.zero_OG.dtype == torch.uint8
+    assert found.bits == bits
+
+
+def test_half_quadratic_is_the_papers_proximal_iteration() -> None:
+    """Each step shrinks the error (the paper's equation 4) and fits the zero point to the rest."""
+    weight = unlike_groups() * (1 + 4 * (torch.arange(32) % 8 == 5))
+    found = half_quadratic(weight, 4, 8)
+    moved = 0
+    for o, g in np.ndindex(4, 4):
+        group = weight[o, 8 * g : 8 * g + 8].numpy()
+        scale, start, _ = affine(group, 4)
+
+        def integers(zero: float) -> np.ndarray:
+            return np.clip(np.round(group / scale + zero), 0, 15)  # noqa: B023 - used at once
+
+        def error(zero: float) -> float:
+            return (np.abs(group - (integers(zero) - zero) * scale) ** 0.7).mean()  # noqa: B023
+
+        zero = best = start
+        for step in range(20):
+            beta, near = 10 * 1.01**step, integers(zero)
+            off = group - (near - zero) * scale
+            least = np.maximum(np.abs(off), 1e-8)
+            shrunk = np.sign(off) * np.maximum(np.abs(off) - least**-0.3 / beta, 0)
+            zero = (near - (group - shrunk) / scale).mean()
+            best = zero if error(zero) < error(best) else best
+        assert float(found.zero_OG[o, g]) == pytest.approx(best, rel=1e-9)
+        assert float(found.scale_OG[o, g]) == scale
+        assert found.integers_OI[o, 8 * g : 8 * g + 8].tolist() == integers(best).tolist()
+        moved += best != start
+    assert moved > 8 and found.bits == 4
+
+
+def test_optimal_brain_is_the_update_with_the_inverse_of_what_is_left(
+    weight: torch.Tensor, inputs: torch.Tensor
+) -> None:
+    """GPTQ's equations 2 and 3, the Hessian of the inputs to come inverted anew at each."""
+    moment = (inputs.T @ inputs / len(inputs)).double()
+    dead = [7, 40, 41]
+    moment[dead], moment[:, dead] = 0, 0
+    hessian = moment.numpy() + 0.01 * moment.diagonal().mean().item() * np.eye(64)
+    hessian[dead, dead] = 1
+    left, expected = weight.double().numpy().copy(), np.zeros((24, 64))
+    for i in range(64):
+        if i % 32 == 0:
+            others = [j for j in range(i, i + 32) if j not in dead]
+            grids = [affine(row[others], 4)[:2] for row in left]
+        inverse = np.linalg.inv(hessian[i:, i:])
+        for row, into, (scale, zero) in zip(left, expected, grids, strict=True):
+            into[i] = np.clip(np.round(row[i] / scale + zero), 0, 15)
+            off = (row[i] - (into[i] - zero) * scale) / inverse[0, 0]
+            row[i:] -= off * inverse[0]
+    found = optimal_brain(weight, 4, 32, moment)
+    assert found.integers_OI.tolist() == expected.tolist() and found.bits == 4
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_no_number_is_further_off_than_half_a_step(weight: torch.Tensor, bits: int) -> None:
+    rounded = round_to_nearest(weight, bits, 16)
+    off_OGS = grouped((rounded.floats() - weight).abs(), 4)
+    # Where the zero point was rounded, the outermost numbers lie up to a whole step off.
+    assert (off_OGS <= rounded.scale_OG[..., None] * 1.001).all()
+    inner = (rounded.integers_OI > 0) & (rounded.integers_OI < 2**bits - 1)
+    assert (off_OGS <= rounded.scale_OG[..., None] * 0.501)[grouped(inner, 4)].all()
+    assert off_OGS.max() > 0
+
+
+def test_zero_stays_zero(weight: torch.Tensor) -> None:
+    weight[:, 3] = 0
+    weight[5] = 0
+    for rounded in (round_to_nearest(weight, 4, 32),):
+        assert (rounded.floats()[:, 3] == 0).all()
+        assert (rounded.floats()[5] == 0).all()
+
+
+def test_half_quadratic_is_nearer_where_few_numbers_are_large(weight: torch.Tensor) -> None:
+    nearest, fitted = (f(weight, 4, 32).floats() for f in (round_to_nearest, half_quadratic))
+    norm = lambda found: (found - weight).abs().pow(0.7).mean()  # noqa: E731
+    assert norm(fitted) < norm(nearest)
+    zero_OG = half_quadratic(weight, 4, 32).zero_OG
+    assert not torch.equal(zero_OG, zero_OG.round())
+
+
+def test_optimal_brain_answers_nearer_on_its_inputs(
+    weight: torch.Tensor, inputs: torch.Tensor
+) -> None:
+    moment = inputs.T @ inputs / len(inputs)
+    expected = inputs @ weight.T
+    errors = [
+        float((inputs @ rounded.floats().T - expected).norm() / expected.norm())
+        for rounded in (
+            round_to_nearest(weight, 4, 32),
+            optimal_brain(weight, 4, 32, moment),
+        )
+    ]
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_optimal_brain_on_inputs_of_their_own_is_rounding_to_nearest(
+    weight: torch.Tensor,
+) -> None:
+    nearest = round_to_nearest(weight.double(), 4, 32)
+    # Nothing goes with anything else, so no weight can make up for another.
+    brain = optimal_brain(weight, 4, 32, torch.eye(64))
+    assert torch.equal(brain.integers_OI, nearest.integers_OI)
+    assert torch.equal(brain.scale_OG, nearest.scale_OG.float())
+
+
+def test_inputs_that_are_always_silent_do_no_harm(
+    weight: torch.Tensor, inputs: torch.Tensor
+) -> None:
+    inputs[:, 10:20] = 0
+    moment = inputs.T @ inputs / len(inputs)
+    rounded = optimal_brain(weight, 4, 32, moment).floats()
+    assert torch.isfinite(rounded).all()
+    assert (rounded - weight).abs().max() < 2 * weight.abs().max()
+
+
+def test_weights_of_silent_inputs_set_no_range(weight: torch.Tensor, inputs: torch.Tensor) -> None:
+    inputs[:, 10:20] = 0
+    inputs[:, 32:] = 0
+    moment = inputs.T @ inputs / len(inputs)
+    plain = optimal_brain(weight, 4, 32, moment)
+    large = weight.clone()
+    large[:, 10:20] *= 100
+    rounded = optimal_brain(large, 4, 32, moment)
+    assert torch.equal(rounded.scale_OG, plain.scale_OG)
+    assert torch.equal(inputs @ rounded.floats().T, inputs @ plain.floats().T)
+    signs = (rounded.floats() * large)[:, 10:20]
+    assert (signs >= 0).all() and (signs > 0).float().mean() > 0.9, "clamped to the range, not lost"
+    # Where nothing of a group is reached, its own numbers set the range.
+    assert torch.equal(
+        rounded.integers_OI[:, 32:], round_to_nearest(weight, 4, 32).integers_OI[:, 32:]
+    )
+
+
+def test_two_integers_share_a_byte_the_first_in_the_lower_half() -> None:
+    integers = torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8)
+    assert packed(integers, 4).tolist() == [[0x21, 0x0F]]
+    assert packed(integers, 8) is integers

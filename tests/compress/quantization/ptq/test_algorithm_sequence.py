@@ -1,0 +1,262 @@
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import StageFailed
+from compress.common.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.data.splits import Splits
+from compress.graph.torch_export import export_program
+from compress.quantization.algorithms import adaround
+from compress.quantization.algorithms.bias_correction import correct_bias_
+from compress.quantization.algorithms.cross_layer_equalization import equalize_
+from compress.quantization.algorithms.matmul_view import matrix, rows_of
+from compress.quantization.config.dtype_scheme import scheme_of
+from compress.quantization.pt2e.observed_layers import (
+    behind,
+    bias_of,
+    layers_of,
+    put_weight_,
+    weight_observer_of,
+    weight_of,
+)
+from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
+from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
+from compress.quantization.ptq.algorithm_sequence import Corrections
+from compress.quantization.ptq.calibrate import fit_ranges_, functional, observe_
+from compress.quantization.stages.static import QuantizeStatic
+
+HERE = Path(__file__).parents[1]
+IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
+
+
+@functools.cache
+def program(factory: str) -> torch.export.ExportedProgram:
+    torch.manual_seed(0)
+    module = Recipe(factory=f"networks:{factory}").build(HERE).eval()
+    return functional(export_program(module, IMAGE))
+
+
+def prepared(factory: str, weight_bits: int = 3) -> fx.GraphModule:
+    graph = program(factory).module(check_guards=False)
+    return prepare_pt2e(
+        graph, OnnxRuntimeQuantizer(scheme_of("onnxruntime-cpu", weight_bits), "minmax")
+    )
+
+
+def sample(digits: Splits) -> list:
+    return list(digits.calibration(240, 0))
+
+
+def rounded(digits: Splits, corrections: Corrections, factory: str = "depthwise") -> fx.GraphModule:
+    graph, batches = prepared(factory), sample(digits)
+    observe_(graph, IMAGE, batches, lambda seen: None)
+    fit_ranges_(graph)
+    corrections.round_(graph, batches)
+    return convert_pt2e(graph)
+
+
+def off(digits: Splits, graph: fx.GraphModule, factory: str = "depthwise") -> torch.Tensor:
+    """Return how far answers to held-out images are off, relative to their spread."""
+    images = torch.cat([batch.inputs[0] for batch in digits.batches("val")])
+    with torch.no_grad():
+        expected = program(factory).module(check_guards=False)(images)
+        return (graph(images) - expected) / expected.std()
+
+
+@pytest.mark.parametrize("factory", ["depthwise", "mlp"])
+def test_corrections_bring_answers_nearer(digits: Splits, factory: str) -> None:
+    nearest, shifted, adaptive = (
+        off(digits, rounded(digits, corrections, factory), factory)
+        for corrections in (
+            Corrections(),
+            Corrections(bias_correction=True),
+            Corrections(rounding="adaround"),
+        )
+    )
+    assert shifted.mean(0).abs().max() < 0.2 * nearest.mean(0).abs().max()
+    assert shifted.norm() < nearest.norm()
+    assert adaptive.norm() < 0.75 * nearest.norm()
+
+
+def test_the_chosen_integers_are_those_that_are_held(
+    digits: Splits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = []
+
+    def noted(*arguments: object) -> torch.Tensor:
+        chosen.append(adaptive(*arguments))
+        return chosen[-1]
+
+    adaptive = adaround.adaptive
+    monkeypatch.setattr(adaround, "adaptive", noted)
+    corrections = Corrections(rounding="adaround", rounding_steps=50)
+    converted = rounded(digits, corrections)
+    held = [t for _, t in converted.named_buffers() if t.dtype is torch.int8 and t.dim() > 1]
+    assert len(held) == len(chosen) == 4
+    for integers, expected in zip(held, chosen, strict=True):
+        assert torch.equal(integers.flatten().float(), expected.flatten())
+    assert 0.05 < corrections.facts["rounded_away"] < 0.5
+
+
+def test_equalized_channels_share_a_range_and_answers_stay(digits: Splits) -> None:
+    graph = prepared("depthwise")
+    assert len(equalize_(graph)) == 2
+    images = sample(digits)[0].inputs[0]
+    with torch.no_grad():
+        got = graph(images)
+        expected = program("depthwise").module(check_guards=False)(images)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    first, depthwise, pointwise, _ = (weight_of(graph, layer) for layer in layers_of(graph))
+    made_O, read_O = first.flatten(1).abs().amax(1), depthwise.flatten(1).abs().amax(1)
+    torch.testing.assert_close(made_O, read_O, rtol=1e-3, atol=0)
+    torch.testing.assert_close(read_O, pointwise.abs().amax((0, 2, 3)), rtol=1e-3, atol=0)
+
+
+def test_channels_that_are_never_made_or_never_read_keep_their_weights(digits: Splits) -> None:
+    graph = prepared("depthwise")
+    first, depthwise, *_ = layers_of(graph)
+    made, read = weight_of(graph, first).clone(), weight_of(graph, depthwise).clone()
+    made[0], read[1], made[2], read[2] = 0, 0, 0, 0
+    put_weight_(graph, first, made)
+    put_weight_(graph, depthwise, read)
+    images = sample(digits)[0].inputs[0]
+    with torch.no_grad():
+        expected = graph(images)
+        equalize_(graph)
+        torch.testing.assert_close(graph(images), expected, rtol=1e-4, atol=1e-5)
+    for layer, before in ((first, made), (depthwise, read)):
+        after = weight_of(graph, layer)
+        assert after.isfinite().all()
+        assert torch.equal(after[:3] == 0, before[:3] == 0)
+    assert torch.equal(weight_of(graph, first)[1], made[1])
+
+
+class ReadTwice(torch.nn.Module):
+    """What a convolution makes is read by another one, and added to what that makes."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Conv2d(i, 4, 3, padding=1) for i in (1, 4))
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.first(x)
+        read = made if self.where == "no relu" else made.relu()
+        return self.second(read) + (made if self.where == "before the relu" else read)
+
+
+@pytest.mark.parametrize("where", ["no relu", "before the relu", "behind the relu"])
+def test_what_is_read_twice_is_not_equalized(where: str) -> None:
+    graph = functional(export_program(ReadTwice(where).eval(), IMAGE)).module(check_guards=False)
+    quantizer = OnnxRuntimeQuantizer(scheme_of("onnxruntime-cpu"), "minmax")
+    assert equalize_(prepare_pt2e(graph, quantizer)) == []
+
+
+def test_equalized_modules_are_named() -> None:
+    assert equalize_(prepared("depthwise")) == ["layers.0.0", "layers.1.0"]
+
+
+def test_a_corrected_bias_takes_back_the_mean_shift(digits: Splits) -> None:
+    graph, batches = prepared("depthwise"), sample(digits)
+    observe_(graph, IMAGE, batches, lambda seen: None)
+    fit_ranges_(graph)
+    floats = [torch.randn(n, 1, 8, 8, generator=torch.Generator().manual_seed(n)) for n in (3, 5)]
+    layer = layers_of(graph)[0]
+    weight, before = weight_of(graph, layer), bias_of(graph, layer)
+    scale = weight_observer_of(graph, layer).calculate_qparams()[0].view(-1, 1, 1, 1)
+    held = (weight / scale).round().clamp(-3, 3) * scale
+    pairs = [(x, (4 * x).round() / 4) for x in floats]
+    options = layer.args[3:]
+    exact, found = (
+        torch.cat([layer.target(p[i], w, None, *options).double() for p in pairs])
+        for i, w in ((0, weight), (1, held))
+    )
+    correct_bias_(graph, layer, weight, pairs)
+    expected = before.double() + (exact - found).mean((0, 2, 3))
+    torch.testing.assert_close(bias_of(graph, layer).double(), expected, rtol=1e-5, atol=1e-7)
+    assert (expected - before).abs().max() > 1e-3
+
+
+def test_what_cuts_at_a_number_is_not_equalized() -> None:
+    assert not equalize_(prepared("mobilenet"))
+
+
+def test_an_equalized_network_loses_less_with_one_scale_for_all(digits: Splits) -> None:
+    errors = []
+    for equalize in (False, True):
+        graph = prepared("depthwise", weight_bits=8)
+        Corrections(equalize=equalize).equalize_(graph)
+        for layer in layers_of(graph)[:3]:
+            observer, weight = weight_observer_of(graph, layer), weight_of(graph, layer)
+            step = weight.abs().max() / observer.quant_max
+            graph.get_parameter(behind(layer.args[1]).target).data = (weight / step).round() * step
+        errors.append(off(digits, graph).norm())
+    assert errors[1] < 0.7 * errors[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight", "options"),
+    [
+        ((2, 6, 9, 8), (4, 6, 3, 3), {"stride": 2, "padding": (1, 0)}),
+        ((2, 6, 9, 8), (6, 1, 3, 3), {"groups": 6, "padding": "same"}),
+        ((2, 6, 9, 8), (4, 3, 2, 3), {"groups": 2, "padding": "same", "dilation": (2, 1)}),
+        ((2, 6, 9), (4, 6, 3), {"stride": 2, "padding": 1, "dilation": 2}),
+        ((2, 5, 6), (4, 6), {}),
+    ],
+)
+def test_a_layer_is_a_product_of_rows(shape: tuple, weight: tuple, options: dict) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(weight))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            run = {2: F.linear, 3: F.conv1d, 4: F.conv2d}[len(weight)]
+            return run(x, self.weight, **options)
+
+    module, x = Layer(), torch.randn(shape)
+    graph = functional(torch.export.export(module, (x,))).graph
+    layer = next(n for n in graph.nodes if "conv" in str(n.target) or "linear" in str(n.target))
+    answers_GNO = rows_of(layer, x, weight[2:]) @ matrix(layer, module.weight.detach()).mT
+    expected = module(x).detach()
+    if len(weight) > 2:
+        expected = expected.movedim(1, -1)
+    got = answers_GNO.permute(1, 0, 2).reshape(expected.shape)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_corrected_model_is_told_and_loads_again(
+    tmp_path: Path, digits: Splits, fresh_torch: Callable[[str], str]
+) -> None:
+    torch.manual_seed(0)
+    recipe = Recipe(factory="networks:depthwise")
+    state = recipe.build(HERE).state_dict()
+    model = EagerModel.create(tmp_path / "source", recipe, state, IMAGE, folder=HERE)
+    settings = {"equalize": True, "bias_correction": True, "rounding": "adaround"}
+    stage = QuantizeStatic(calibration_samples=120, rounding_steps=50, **settings)
+    small = stage(model, Context(root=tmp_path / "int8", data=digits))
+    assert small.manifest.facts["equalized_pairs"] == 2
+    (image,) = IMAGE.example(3)
+    with small.open() as predict:
+        torch.save({"image": image, "expected": predict(image)[0]}, tmp_path / "answer.pt")
+    assert (
+        fresh_torch(f"""
+import torch
+from compress.artifacts.graph_model import GraphModel
+saved = torch.load({str(tmp_path / "answer.pt")!r})
+with GraphModel.at({str(small.path)!r}).open() as predict:
+    print(torch.equal(predict(saved["image"])[0], saved["expected"]))
+""")
+        == "True"
+    )
+    with pytest.raises(StageFailed, match="calibration needs data"):
+        stage(model, Context(root=tmp_path / "none"))

@@ -1,0 +1,143 @@
+"""DeepSpeed's engine against one process without it; skipped where DeepSpeed is not installed."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import Unavailable
+from compress.common.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.data.splits import DataReference
+from compress.training.config.parallel import DEEPSPEED, Parallel
+from compress.training.config.training import Training
+from compress.training.fit import fit
+from compress.training.objectives.objective import TargetLoss
+from compress.training.stage import Train
+from tests.compress.forked import launch
+
+HERE = Path(__file__).parents[1]
+here = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
+
+# 10 steps in fp32: gradients are added up in another order and clipped with an epsilon elsewhere,
+# and Adam's division by a small second moment enlarges the difference.
+TOLERANCE = {"sgd": 1e-6, "adamw": 1e-5}
+SGD = {"clip_norm": 0.1}
+ADAMW = {
+    "optimizer": "adamw",
+    "learning_rate": 1e-3,
+    "accumulate": 2,
+    "activation_checkpointing": 2,
+    "schedule": "constant",
+}
+STAGES = {
+    "0": {"zero_stage": 0},
+    "1": {"zero_stage": 1},
+    "2": {"zero_stage": 2},
+    "3": {"zero_stage": 3},
+    "2-offload": {"zero_stage": 2, "cpu_offload": True},
+    "3-offload": {"zero_stage": 3, "cpu_offload": True},
+}
+
+
+def trainings():
+    for name, stage in STAGES.items():
+        parallel = {"strategy": "deepspeed", **stage}
+        yield f"sgd-{name}", {**SGD, "parallel": parallel}
+        yield f"adamw-{name}", {**ADAMW, "accumulate": 4, "parallel": parallel}
+        yield f"adamw-{name}-halves", {
+            **ADAMW, "accumulate": 4, "parallel": parallel, "halves": True
+        }  # fmt: skip
+    yield "bf16", {**SGD, "precision": "bf16", "parallel": {"strategy": "deepspeed"}}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, trained):
+    """Train by engines of two ranks, and alone with the same settings."""
+    root = tmp_path_factory.mktemp("engines")
+    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
+    recipe = Recipe(factory="nets:blocks")
+    import_checkpoint(root / "source", recipe, signature, checkpoint=None, folder=HERE)
+    alone = {"sgd": SGD, "adamw": ADAMW}
+    launch(HERE / "ranks_here.py", 2, root, json.dumps(alone), json.dumps(dict(trainings())))
+    return {n: trained(root / n) for n in ("sgd", "adamw", *dict(trainings()))}
+
+
+def largest_difference(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@here
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_weights_are_those_of_one_process(results, optimizer, stage):
+    alone = results[optimizer]
+    engines = results[f"{optimizer}-{stage}"]
+    difference = largest_difference(alone.kept_weights, engines.kept_weights)
+    assert difference < TOLERANCE[optimizer]
+    losses = [epoch.loss for epoch in alone.history]
+    assert [epoch.loss for epoch in engines.history] == pytest.approx(losses, abs=1e-4)
+
+
+@here
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_training_ends_bit_identical(results, stage):
+    whole = results[f"adamw-{stage}"]
+    halves = results[f"adamw-{stage}-halves"]
+    assert largest_difference(whole.kept_weights, halves.kept_weights) == 0
+    assert whole.history == halves.history
+
+
+@here
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_bf16_keeps_fp32_weights(results):
+    full, half = results["sgd-2"], results["bf16"]
+    assert 0 < largest_difference(full.kept_weights, half.kept_weights) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"precision": "fp16"}, "deepspeed has no precision: fp16 here"),
+        ({"on_nan": "skip"}, "deepspeed has no on_nan: skip here"),
+        ({"ema_decay": 0.9}, "deepspeed has no ema_decay here"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused(settings, words):
+    with pytest.raises(ValidationError, match=words):
+        Training(epochs=1, parallel={"strategy": "deepspeed"}, **settings)
+
+
+def test_stages_are_for_the_engine_and_offload_for_those_that_shard():
+    with pytest.raises(ValidationError, match="zero_stage is for strategy: deepspeed, found fsdp"):
+        Parallel(strategy="fsdp", zero_stage=3)
+    with pytest.raises(ValidationError, match="cpu_offload needs zero_stage 1 or more"):
+        Parallel(strategy="deepspeed", zero_stage=0, cpu_offload=True)
+
+
+def test_without_deepspeed_nothing_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(type(DEEPSPEED), "missing", lambda self: self.what == "deepspeed")
+    stage = Train(epochs=1, parallel={"strategy": "deepspeed"})
+    assert DEEPSPEED in stage.all_requirements()
+    assert DEEPSPEED not in Train(epochs=1).all_requirements()
+    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
+    recipe = Recipe(factory="nets:blocks")
+    source = import_checkpoint(tmp_path / "source", recipe, signature, checkpoint=None, folder=HERE)
+    data = DataReference("nets:blobs", {}, HERE, 16).load()
+    context = Context(root=tmp_path / "a", data=data)
+    words = r"^train: needs deepspeed; pip install 'compress-pipeline\[deepspeed\]'"
+    with pytest.raises(Unavailable, match=words):
+        fit(source, stage.hyper_parameters(), TargetLoss(0.1), context, "train")
+    assert not (tmp_path / "a.work").exists()

@@ -1,0 +1,160 @@
+"""Figures of each epoch in TensorBoard and MLflow, once each however often a training resumes."""
+
+import importlib.util
+import logging
+from pathlib import Path
+
+import pytest
+
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import Unavailable
+from compress.common.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.data.splits import DataReference
+from compress.training.config.profiling import Profile
+from compress.training.config.training import Training
+from compress.training.fit import fit
+from compress.training.loop.loggers import TensorBoard, tracking
+from compress.training.loop.step_metrics import MeasuredEpoch
+from compress.training.objectives.objective import TargetLoss
+from pipelines.config.pipeline import Pipeline
+from pipelines.planning.plan import make_plan
+
+HERE = Path(__file__).parents[1]
+ABOUT = {"title": "train", "identity": "0123456789", "done": 0, "metric": "accuracy"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Tiny models on many threads crawl where other programs run."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def source(tmp_path):
+    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
+    recipe = Recipe(factory="nets:plain")
+    return import_checkpoint(tmp_path / "source", recipe, signature, checkpoint=None, folder=HERE)
+
+
+def context(root, stop_after=None):
+    def progress(task, done, total, note=""):
+        if done == stop_after:
+            raise KeyboardInterrupt
+
+    data = DataReference("nets:blobs", {}, HERE, 16).load()
+    return Context(root=root, data=data, progress=progress)
+
+
+def run(source, where, **settings):
+    training = Training(epochs=4, batch_size=16, **settings)
+    return fit(source, training, TargetLoss(), where, "train")
+
+
+def interrupt_and_resume(source, root, **settings):
+    with pytest.raises(KeyboardInterrupt):
+        run(source, context(root, stop_after=2), **settings)
+    return run(source, context(root), **settings)
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Return the values by name and step of the one run in a folder; each step stands once."""
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (place,) = {file.parent for file in folder.rglob("events.out.*")}
+    events = EventAccumulator(str(place))
+    events.Reload()
+    found = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
+    assert all(len({e.step for e in entries}) == len(entries) for entries in found.values())
+    return {name: {e.step: e.value for e in entries} for name, entries in found.items()}
+
+
+def epoch(number: int) -> MeasuredEpoch:
+    return MeasuredEpoch(epoch=number, loss=float(number), metric=None, learning_rate=0.1)
+
+
+def test_tensorboard_shows_each_epoch_once_though_the_training_was_interrupted(tmp_path, source):
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    result = interrupt_and_resume(source, tmp_path / "out", profile={"tracker": "tensorboard"})
+    found = scalars(tmp_path / "tracking")
+    assert found["loss"] == pytest.approx({e.epoch: e.loss for e in result.history})
+    assert found["val/accuracy"] == pytest.approx({e.epoch: e.metric for e in result.history})
+    assert set(found["learning_rate"]) == set(found["samples_per_second"]) == {1, 2, 3, 4}
+    assert min(found["peak_mebibytes/rank0"].values()) >= 0
+    assert "tokens_per_second" not in found
+
+
+def test_what_was_written_of_epochs_that_are_trained_again_is_void(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    for done, epochs in ((0, (1, 2, 3)), (1, (2,))):
+        board = TensorBoard(tmp_path / "run", done)
+        for number in epochs:
+            board.write(number, {"loss": 10.0 * done + number})
+        board.close()
+    assert scalars(tmp_path) == {"loss": {1: 1.0, 2: 12.0}}
+
+
+def test_an_epoch_told_twice_is_written_once(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    profile = Profile(tracker="tensorboard", tracking_uri=str(tmp_path / "boards"))
+    with tracking(profile, tmp_path / "unused", **ABOUT) as write:
+        for number in (1, 2, 2, 1, 3):
+            write(epoch(number))
+    assert scalars(tmp_path / "boards")["loss"] == {1: 1.0, 2: 2.0, 3: 3.0}
+    assert not (tmp_path / "unused").exists()
+
+
+def test_a_tracker_that_fails_is_told_and_the_training_goes_on(tmp_path, source, caplog):
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.WARNING):
+        result = run(
+            source,
+            context(tmp_path / "out"),
+            profile={"tracker": "tensorboard", "tracking_uri": "file"},
+        )
+    assert len(result.history) == 4
+    assert caplog.text.count("tracker tensorboard failed (NotADirectoryError") == 1
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "mlflow"])
+def test_a_tracker_that_is_not_installed_is_refused_first(tmp_path, source, monkeypatch, tracker):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == tracker else find(n))
+    wanted = rf"needs {tracker}, which is not installed; pip install 'compress-pip.*\[{tracker}\]'"
+    with pytest.raises(Unavailable, match=wanted):
+        run(source, context(tmp_path / "out"), profile={"tracker": tracker})
+    assert not (tmp_path / "out.work").exists()
+    settings = {"epochs": 1, "profile": {"tracker": tracker}}
+    for stage in (
+        {"stage": "train", **settings},
+        {"stage": "distill", "teacher": "source", **settings},
+        {"stage": "prune_channels", "ratio": 0.5, "finetune": settings},
+    ):
+        (tmp_path / "pipeline.yaml").write_text(
+            "version: 1\nmodel: {factory: nets:plain, inputs: [{name: x, shape: [batch, 4]}]}\n"
+            f"data: {{factory: nets:blobs}}\nstages: [{stage}]\n"
+        )
+        with pytest.raises(Unavailable, match=wanted):
+            make_plan(Pipeline.from_yaml(tmp_path / "pipeline.yaml"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_mlflow_shows_each_epoch_once_though_the_training_was_interrupted(tmp_path, source, capfd):
+    pytest.importorskip("mlflow", reason="needs mlflow")
+    from mlflow import MlflowClient
+
+    result = interrupt_and_resume(source, tmp_path / "out", profile={"tracker": "mlflow"})
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'tracking' / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("compress").experiment_id
+    (found,) = client.search_runs([experiment])
+    assert found.info.status == "FINISHED" and found.info.run_name.startswith("train-")
+    points = client.get_metric_history(found.info.run_id, "loss")
+    assert [(p.step, p.value) for p in sorted(points, key=lambda p: p.step)] == [
+        (e.epoch, pytest.approx(e.loss)) for e in result.history
+    ]
+    assert "peak_mebibytes/rank0" in found.data.metrics
+    assert capfd.readouterr().err == ""

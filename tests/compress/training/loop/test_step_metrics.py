@@ -1,0 +1,160 @@
+"""Traces, speed and memory of a training, none of which changes its result."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from compress.artifacts.recipe import Recipe
+from compress.checkpoint.loading import import_checkpoint
+from compress.common.errors import StageFailed
+from compress.common.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.data.splits import Batch, DataReference
+from compress.pruning.channels_stage import PruneChannels
+from compress.training.checkpoint.metadata import Epoch
+from compress.training.distributed.ddp import Alone
+from compress.training.loop.step_metrics import MeasuredEpoch, Watch, recording_memory, tokens_in
+from compress.training.stage import Train
+
+HERE = Path(__file__).parents[1]
+MEASURING = {"profile": {"trace": 2, "tracker": "tensorboard", "tracking_uri": "elsewhere"}}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Tiny models on many threads crawl where other programs run."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def source(tmp_path):
+    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
+    recipe = Recipe(factory="nets:classifier")
+    return import_checkpoint(tmp_path / "source", recipe, signature, checkpoint=None, folder=HERE)
+
+
+def context(root, notes=None):
+    def progress(task, done, total, note=""):
+        if notes is not None:
+            notes.append(note)
+
+    data = DataReference("nets:blobs", {}, HERE, 128).load()
+    return Context(root=root, data=data, progress=progress)
+
+
+def steps_in(trace: Path) -> int:
+    events = json.loads(trace.read_text())["traceEvents"]
+    return len({e["name"] for e in events if e["name"].startswith("ProfilerStep#")})
+
+
+def test_what_is_measured_is_part_of_no_key():
+    settings = {"epochs": 3, "batch_size": 32}
+    assert Train(**settings, **MEASURING).own_settings() == Train(**settings).own_settings()
+    assert (
+        PruneChannels(ratio=0.5, finetune={**settings, **MEASURING}).own_settings()
+        == PruneChannels(ratio=0.5, finetune=settings).own_settings()
+    )
+    kept = Train(**settings, **MEASURING).hyper_parameters()
+    assert (kept.profile.traced_steps, kept.profile.tracker) == (2, "tensorboard")
+    assert Train(**settings, profile={"trace": True}).profile.traced_steps == 3
+    with pytest.raises(ValidationError, match="tracking_uri is for tracker: tensorboard or mlflow"):
+        Train(**settings, profile={"tracking_uri": "somewhere"})
+
+
+def test_a_trace_holds_the_steps_asked_for_and_the_result_stays_the_same(tmp_path, source, capfd):
+    notes = []
+    plain = Train(epochs=2, batch_size=16)(source, context(tmp_path / "a" / "train", notes))
+    traced = Train(epochs=2, batch_size=16, profile={"trace": 2})(
+        source, context(tmp_path / "b" / "train")
+    )
+    assert traced.digest == plain.digest
+    files = [f for f in (tmp_path / "b" / "profiles").rglob("*") if f.is_file()]
+    assert files == [tmp_path / "b" / "profiles" / "train" / "trace-rank0.json"]
+    assert steps_in(files[0]) == 2
+    assert not (tmp_path / "a" / "profiles").exists()
+    assert "samples/s" in notes[-1] and "samples/s" not in json.dumps(plain.manifest.facts)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_every_rank_is_traced_and_measured(tmp_path, source, caplog):
+    stage = Train(epochs=2, batch_size=16, parallel={"processes": 2}, profile={"trace": 2})
+    with caplog.at_level(logging.INFO, "compress.training.fit"):
+        stage(source, context(tmp_path / "train"))
+    for rank in (0, 1):
+        assert steps_in(tmp_path / "profiles" / "train" / f"trace-rank{rank}.json") == 2
+    costs = [m.partition("peak MiB by rank: ")[2] for m in caplog.messages if "peak MiB" in m]
+    assert len(costs) == 2
+    assert all(len(cost.split()) == 2 and min(map(float, cost.split())) > 0 for cost in costs)
+
+
+def test_too_few_steps_to_trace_are_told(tmp_path, source, caplog):
+    Train(epochs=1, batch_size=96, profile={"trace": 2})(source, context(tmp_path / "train"))
+    assert "too few steps to record" in caplog.text
+    assert not (tmp_path / "profiles").exists()
+
+
+def test_a_memory_snapshot_is_of_cuda_alone(tmp_path, source):
+    with pytest.raises(StageFailed, match=r"^train: profile\.memory records a CUDA device's mem"):
+        Train(epochs=1, profile={"memory": True})(source, context(tmp_path / "train"))
+    assert not (tmp_path / "train.work").exists()
+
+
+def batch(inputs: torch.Tensor) -> Batch:
+    return Batch((inputs,), None)
+
+
+def test_tokens_are_counted_where_inputs_are_tables_of_whole_numbers():
+    assert tokens_in(batch(torch.zeros(3, 5, dtype=torch.int64))) == 15
+    assert tokens_in(batch(torch.zeros(3, 5))) == 0
+    assert tokens_in(batch(torch.zeros(3, dtype=torch.int64))) == 0
+    assert tokens_in(batch(torch.zeros(3, 5, dtype=torch.bool))) == 0
+
+
+class Pair(Alone):
+    """The leading one of two processes, the other of which, if it has samples of its own, saw twice
+    as many tokens."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def total(self, values):
+        return [value + 2 * value * (self.ranks - 1) for value in values]
+
+    def of_all(self, value):
+        return [value, 7.0]
+
+
+@pytest.mark.parametrize("shares", [1, 2])
+def test_speed_and_memory_are_those_of_all_processes(monkeypatch, shares):
+    """Processes that share a model, and not the batch, count once."""
+
+    class Here:
+        device = "cpu"
+
+    clock = iter((10.0, 12.0))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    watch = Watch(Here, Pair(shares))
+    steps = [[batch(torch.zeros(4, 10, dtype=torch.int64))] * 2] * 3
+    assert list(watch.steps(steps)) == steps
+    held = torch.ones(2**24)  # 64 MiB
+    told = watch.measured(Epoch(epoch=1, loss=1.0, metric=0.5, learning_rate=0.1))
+    assert told.samples_per_second == shares * 24 / 2
+    assert told.tokens_per_second == (240 + 480 * (shares - 1)) / 2
+    assert told.peak_mebibytes[0] >= held.nbytes / 2**20 * 0.9 and told.peak_mebibytes[1] == 7
+    assert MeasuredEpoch.model_validate_json(told.model_dump_json()) == told
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_memory_snapshot_knows_the_allocations(tmp_path):
+    file = tmp_path / "profiles" / "memory.pickle"
+    with recording_memory(file):
+        held = torch.ones(2**20, device="cuda")
+    content = file.read_bytes()
+    assert held.is_cuda and b"segments" in content and b"device_traces" in content

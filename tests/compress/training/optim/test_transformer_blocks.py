@@ -1,0 +1,155 @@
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from compress.common.errors import StageFailed
+from compress.training.config.training import Training
+from compress.training.optim.activation_checkpoint import checkpoint_activations_, operators_named
+from compress.training.optim.clip_grad import clip_norm_
+from compress.training.optim.transformer_blocks import (
+    chosen_blocks,
+    large_blocks,
+    named_blocks,
+    repeated_blocks,
+)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.dropout(self.up(x).relu()))
+
+
+def net(depth=4):
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(*[Block() for _ in range(depth)]))
+
+
+class Made(TorchDispatchMode):
+    """Remembers the memory of every result, without keeping it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                reference = StorageWeakRef(storage)
+                self.storages[reference.cdata] = reference, storage.nbytes()
+        return result
+
+
+def kept_bytes(module, x):
+    """Return the bytes that are still there after a forward pass, then go backward.
+
+    What hooks on saved tensors see leaves out what selective checkpointing keeps by itself.
+    """
+    given = {t.untyped_storage()._cdata for t in (x, *module.parameters())}
+    with Made() as made:
+        loss = module(x).square().mean()
+    kept = sum(
+        size
+        for cdata, (reference, size) in made.storages.items()
+        if cdata not in given and not reference.expired()
+    )
+    loss.backward()
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("setting", "least", "most"), [("full", 0, 0.4), (2, 0.5, 0.75), ("selective", 0.4, 0.7)]
+)
+def test_gradients_and_names_stay_and_less_is_kept(setting, least, most):
+    torch.manual_seed(0)
+    plain, other = net(), net()
+    other.load_state_dict(plain.state_dict())
+    checkpoint_activations_(other, Training(epochs=1, activation_checkpointing=setting))
+    x = torch.randn(64, 8)
+    torch.manual_seed(1)
+    kept = kept_bytes(plain, x)
+    torch.manual_seed(1)
+    assert least * kept < kept_bytes(other, x) < most * kept
+    names = [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in other.named_parameters()] == names
+    for one, two in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)  # dropout drew the same numbers again
+
+
+def calls(setting, **more):
+    """Return how often an operator runs in a forward and a backward pass."""
+    module, counts = net(), Counter()
+    training = Training(epochs=1, activation_checkpointing=setting, **more)
+    checkpoint_activations_(module, training)
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            counts[func.name()] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counting():
+        module(torch.randn(64, 8)).sum().backward()
+    return counts
+
+
+def test_expensive_operators_are_not_computed_again():
+    none, full, selective = calls("none"), calls("full"), calls("selective")
+    assert full["aten::addmm"] > none["aten::addmm"] == selective["aten::addmm"]
+    assert full["aten::relu"] == selective["aten::relu"] == 2 * none["aten::relu"]
+    relu = calls("selective", activation_operators=("relu",))
+    assert relu["aten::relu"] == none["aten::relu"] and relu["aten::addmm"] > none["aten::addmm"]
+
+
+def test_an_operator_that_is_none_is_refused():
+    with pytest.raises(StageFailed, match=r"torch has no 'convolutoin'; did you mean 'conv"):
+        operators_named(("mm", "convolutoin"))
+    assert "aten::_scaled_dot_product_flash_attention" in operators_named(("scaled_dot_product",))
+
+
+def test_blocks_are_found_named_or_refused():
+    module = net(2)
+    assert [type(b) for b in repeated_blocks(module, "setting")] == [Block, Block]
+    assert named_blocks(module, ["Block"], "wrap") == [module[1][1], module[1][0]]
+    with pytest.raises(StageFailed, match=r"wrap: .* class 'Blok'; did you mean 'Block'\?"):
+        named_blocks(module, ["Blok"], "wrap")
+    with pytest.raises(StageFailed, match=r"^setting: .* no repeated blocks; name"):
+        chosen_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), (), "setting")
+
+
+def test_large_blocks_leave_attention_whole_and_tied_weights_outside():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    assert layer.self_attn in large_blocks(layer, 500)
+    assert layer.self_attn.out_proj not in large_blocks(layer, 1)
+    embedding, head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+    head.weight = embedding.weight
+    assert large_blocks(nn.Sequential(embedding, Block(), head), 50)[0:1] != [embedding]
+    assert head not in large_blocks(nn.Sequential(embedding, Block(), head), 50)
+
+
+def test_what_inner_blocks_hold_is_not_counted_again():
+    module = net(1)
+    block = module[1][0]  # 288 + 264 weights
+    assert large_blocks(module, 500) == [block]
+    assert large_blocks(module, 250) == [block.up, block.down]
+
+
+def test_the_whole_gradient_is_clipped_as_torch_does():
+    one, two = net(1), net(1)
+    two.load_state_dict(one.state_dict())
+    for module in (one, two):
+        module.eval()(torch.ones(2, 8)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+    clip_norm_(two.parameters(), 0.1)
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    clip_norm_([torch.zeros(2, requires_grad=True)], 1.0)

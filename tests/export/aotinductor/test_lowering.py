@@ -1,0 +1,128 @@
+"""What is rewritten before it is compiled computes what it did."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.decomposition import choose_qparams_tensor as inductors
+from torch.utils.data import TensorDataset
+
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.recipe import Recipe
+from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.gates import Parity
+from compress.core.stage import Context, Stage
+from compress.data.splits import Splits
+from compress.quantization.ptq.calibrate import functional
+from compress.quantization.stages.dynamic import QuantizeDynamic
+from compress.quantization.stages.static import QuantizeStatic
+from export.aotinductor.lowering import CHOOSE, LINEAR, decomposed, merge_products_, widen_ranges_
+from export.aotinductor.stage import ExportAot
+
+NETWORKS = Path(__file__).parents[1] / "compress" / "quantization"
+TOKENS = Signature(
+    inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),),
+    outputs=(OutputSpec(name="classes"), OutputSpec(name="states")),
+)
+STAGES: dict[str, Stage] = {
+    "static": QuantizeStatic(target="inductor-cpu", calibration_samples=32),
+    "dynamic": QuantizeDynamic(target="inductor-cpu"),
+}
+
+
+def quantized(root: Path, kind: str, layers: int = 2) -> tuple[GraphModel, Context]:
+    torch.manual_seed(0)
+    recipe = Recipe(factory="sequences:encoder", arguments={"layers": layers})
+    state = recipe.build(NETWORKS).state_dict()
+    model = EagerModel.create(root / "source", recipe, state, TOKENS, folder=NETWORKS)
+    rows = torch.randint(0, 50, (32, 12), generator=torch.Generator().manual_seed(1))
+    samples = TensorDataset(rows, rows[:, 0])
+    data = Splits({"train": samples, "val": samples}, batch_size=16)
+    context = Context(root=root / "int8", data=data)
+    return STAGES[kind](model, context), context.at(root / "aot")
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_products_of_the_same_integers_become_one(tmp_path: Path, kind: str) -> None:
+    model, _ = quantized(tmp_path, kind)
+    program = model.program()
+    merge_products_(program)
+    products = [n.meta.get("val") for n in program.graph.nodes if n.target is LINEAR]
+    # In each of two layers queries, keys and values, which attention reads; not what a gelu or an
+    # addition follows.
+    assert [value.shape[-1] for value in products] == [96, 32, 64, 32] * 2 + [8]
+    for sizes in (1, 1), (3, 11):
+        tokens = torch.arange(sizes[0] * sizes[1]).view(sizes)
+        expected, got = model.program().module()(tokens), program.module()(tokens)
+        for before, after in zip(expected, got, strict=True):
+            torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
+
+
+class Moved(torch.nn.Module):
+    """Two products of the same integers, each viewed again after it was moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randint(-127, 128, (2, 4, 8), dtype=torch.int8, generator=generator)
+        for i, weight in enumerate(weights):
+            self.register_buffer(f"weight_{i}", weight)
+        self.register_buffer("scales", torch.full((4,), 0.01))
+        self.register_buffer("zeros", torch.zeros(4, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rounded = decomposed.quantize_per_tensor(x, 0.1, 3, 0, 255, torch.uint8)
+        first, second = (self.product(rounded, w) for w in (self.weight_0, self.weight_1))
+        return first.view(2, 3, 2, 2).view(2, 6, 2), second.unsqueeze(1)[:, :, :2].view(2, 4, 2)
+
+    def product(self, rounded: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = decomposed.dequantize_per_tensor(rounded, 0.1, 3, 0, 255, torch.uint8)
+        by_channel = (self.scales, self.zeros, 0, -127, 127, torch.int8)
+        weight = decomposed.dequantize_per_channel(weight, *by_channel)
+        return torch.nn.functional.linear(x, weight)
+
+
+def test_what_is_viewed_again_after_it_was_moved_may_lie_with_gaps() -> None:
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+    program = functional(torch.export.export(Moved(), (x,)))
+    expected = program.module()(x)
+    merge_products_(program)
+    assert [n.target for n in program.graph.nodes].count(LINEAR) == 1
+    for before, after in zip(expected, program.module()(x), strict=True):
+        torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_product_of_queries_keys_and_values_is_one_kernel(tmp_path: Path) -> None:
+    model, context = quantized(tmp_path, "static", layers=1)
+    artifact = ExportAot()(model, context)
+    kernels = artifact.manifest.facts["integer_kernels"]
+    assert kernels == {"qlinear_pointwise_binary_tensor": 2, "qlinear_pointwise_tensor": 3}
+    assert Parity(atol=0).value(model, artifact, context) < 1e-4
+
+
+class Rounded(torch.nn.Module):
+    """Values as 8 bits hold them, in a range that each call chooses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale, zero = decomposed.choose_qparams(x, 0, 255, 1e-9, torch.uint8)
+        rounded = decomposed.quantize_per_tensor(x, scale, zero, 0, 255, torch.uint8)
+        return decomposed.dequantize_per_tensor(rounded, scale, zero, 0, 255, torch.uint8)
+
+
+class ByInductor(torch.fx.Interpreter):
+    """Runs a program as Inductor takes the choice of a range apart."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(inductors if target is CHOOSE else target, args, kwargs)
+
+
+@pytest.mark.parametrize("values", [(5.0, 6.0), (-6.0, -5.0), (-1.0, 2.0)])
+def test_a_range_holds_zero_where_all_values_have_one_sign(values: tuple[float, float]) -> None:
+    x = torch.linspace(*values, 12)
+    program = torch.export.export(Rounded(), (x,))
+    widen_ranges_(program)
+    torch.testing.assert_close(program.module()(x), Rounded()(x))
+    torch.testing.assert_close(ByInductor(program.module()).run(x), Rounded()(x))

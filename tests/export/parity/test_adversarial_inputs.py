@@ -1,0 +1,252 @@
+"""Inputs that a model seldom sees, and what excuses an export that differs on them."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from compress.artifacts.artifact import Predictor
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import StageFailed
+from compress.common.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.data.splits import Splits
+from export.parity.adversarial_inputs import (
+    LARGE_KINDS,
+    MIXED,
+    MIXED_KIND,
+    TINY_KIND,
+    check_on_hostile,
+    hostile_inputs,
+)
+from export.parity.adversarial_inputs import (
+    ROWS as HOSTILE_ROWS,
+)
+from export.parity.compare import Disagreement, prove_equal
+from export.parity.float64_reference import Truth
+from pipelines.system.error_context import named
+
+ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+TEXT = Signature(
+    inputs=(
+        TensorSpec(name="ids", shape=("batch", "length"), dtype="int64"),
+        TensorSpec(name="attention_mask", shape=("batch", "length"), dtype="bool"),
+    )
+)
+WIDE = Signature(inputs=(TensorSpec(name="x", shape=("batch", 64)),))
+SEEN = (torch.randn(16, 4, generator=torch.Generator().manual_seed(0)),)
+SOURCE = """
+import torch
+from torch import nn
+
+class Cancel(nn.Module):
+    def forward(self, x):
+        return (x + 3e4) - 3e4
+
+class Step(nn.Module):
+    def forward(self, x):
+        return (x.sum(-1, keepdim=True) > 0).to(x.dtype) + x
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+class Masked(nn.Module):
+    def forward(self, x):
+        return x.masked_fill(torch.arange(4) == 1, -torch.inf)
+
+class Growing(nn.Module):
+    def forward(self, x):
+        return torch.cat([x, (x / 10).exp()], 1)
+"""
+
+
+def eager(folder: Path, factory: str) -> EagerModel:
+    (folder / "odd.py").write_text(SOURCE)
+    return EagerModel.create(
+        folder / factory, Recipe(factory=f"odd:{factory}"), {}, ROWS, folder=folder
+    )
+
+
+def test_integers_stay_within_what_was_seen_and_masks_stay_valid() -> None:
+    ids = torch.randint(3, 90, (5, 12), generator=torch.Generator().manual_seed(0))
+    seen = [(ids, torch.ones(5, 12, dtype=torch.bool))]
+    kinds = dict(hostile_inputs(TEXT, seen))
+    for tokens, mask in kinds.values():
+        assert ids.min() <= tokens.min() <= tokens.max() <= ids.max()
+        assert mask[:, 0].all()
+    assert kinds["the largest value seen everywhere"][0].unique().tolist() == [int(ids.max())]
+    lengths = kinds["rows of every length"][1].sum(1).tolist()
+    assert lengths[0] == 1
+    assert lengths[-1] == 12
+    assert len(set(lengths)) == 8
+    assert kinds["zeros"][0].unique().tolist() == [int(ids.min())], "0 was never seen"
+
+
+def test_a_fixed_batch_keeps_its_size() -> None:
+    fixed = Signature(inputs=(TensorSpec(name="x", shape=(3, 4)),))
+    kinds = dict(hostile_inputs(fixed, []))
+    assert {len(x) for (x,) in kinds.values()} == {3}
+    assert kinds["zeros"][0].abs().max() == 0
+
+
+def test_an_export_that_is_wrong_on_extremes_alone_is_refused(tmp_path: Path) -> None:
+    model = eager(tmp_path, "Plain")
+    data = Splits({"val": [(x, torch.tensor(0)) for x in SEEN[0]]}, batch_size=8)
+    context = Context(root=tmp_path / "next", data=data)
+    prove_equal(model, lambda x: (2 * x,), context)
+    with pytest.raises(Disagreement, match=r"hostile inputs \(real inputs times 10\)") as refused:
+        prove_equal(model, lambda x: ((2 * x).clamp(-8, 8),), context)
+    assert refused.value.inputs[0].shape == (2, 4)
+    with pytest.raises(StageFailed, match=r"hostile inputs \(zeros\)"):
+        prove_equal(model, lambda x: (2 * x.where(x != 0, torch.nan),), context)
+
+
+@pytest.mark.parametrize(("error", "passes"), [(9e-4, True), (1.5e-3, False)])
+def test_a_float_export_may_be_off_by_a_thousandth_of_the_norm(
+    error: float, passes: bool, tmp_path: Path
+) -> None:
+    model, data = eager(tmp_path, "Plain"), Splits({"val": [(x, torch.tensor(0)) for x in SEEN[0]]})
+    with_data, without = (Context(root=tmp_path / "next", data=d) for d in (data, None))
+
+    def off(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (2 * x * (1 + error),)
+
+    def off_where_large(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return off(x) if float(x.abs().max()) > 50 else (2 * x,)
+
+    for got, context in ((off, without), (off, with_data), (off_where_large, with_data)):
+        if passes:
+            prove_equal(model, got, context)
+        else:
+            with pytest.raises(Disagreement, match=r"of their norm, expected at most 0\.001"):
+                prove_equal(model, got, context)
+
+
+def test_where_the_source_has_no_answer_nothing_is_compared() -> None:
+    def refuses_zeros(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if not x.any():
+            raise ValueError("empty")
+        return (x / (x.amax() - x.amin()),)
+
+    def another(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(t + 0.5 * (x.std() == 0) for t in refuses_zeros(x))
+
+    cases = list(hostile_inputs(ROWS, [SEEN]))
+    assert check_on_hostile(refuses_zeros, another, ROWS, iter(cases), 1e-3) is None
+
+
+def test_a_runtime_as_near_to_float64_as_torch_is_excused(tmp_path: Path) -> None:
+    model = eager(tmp_path, "Cancel")
+
+    def off_by(error: float) -> Predictor:
+        return lambda x: (x * (1 + error),)
+
+    with model.open() as expected:
+        truth = Truth(model, expected)
+        assert (expected(*SEEN)[0] - SEEN[0]).norm() > 5e-4 * SEEN[0].norm()
+        assert truth.excuses(SEEN, off_by(0)(*SEEN), 1e-6)
+        assert not truth.excuses(SEEN, off_by(0.1)(*SEEN), 1e-6)
+        assert not truth.excuses(SEEN, (SEEN[0][:2],), 1e-6)
+
+
+def test_where_the_source_itself_jumps_either_side_is_right(tmp_path: Path) -> None:
+    model = eager(tmp_path, "Step")
+    zeros, ones = (torch.zeros(2, 4),), (torch.ones(2, 4),)
+    with model.open() as expected:
+        truth = Truth(model, expected)
+        other = tuple(1 - t for t in expected(*zeros))
+        assert truth.excuses(zeros, other, 1e-3)
+        assert not truth.excuses(ones, tuple(t - 1 for t in expected(*ones)), 1e-3)
+
+
+def test_numbers_are_tiny_large_and_both_at_a_time() -> None:
+    kinds = {kind: x for kind, (x,) in hostile_inputs(ROWS, [SEEN])}
+    for kind, size in {TINY_KIND: 1e-9, **LARGE_KINDS}.items():
+        torch.testing.assert_close(kinds[kind].abs().max(), torch.tensor(size))
+        torch.testing.assert_close(kinds[kind] * (SEEN[0][:2].abs().max() / size), SEEN[0][:2])
+    mixed = dict(hostile_inputs(WIDE, []))[MIXED_KIND][0].abs()
+    assert mixed.shape == (HOSTILE_ROWS, 64)
+    assert [float(((mixed > s / 9) & (mixed < s * 9)).sum() > 9) for s in (MIXED[0], 1e3)] == [1, 1]
+
+
+def test_what_a_runtime_computes_otherwise_by_its_nature_is_left_out() -> None:
+    everything = dict(hostile_inputs(ROWS, [SEEN]))
+    rounded = dict(hostile_inputs(ROWS, [SEEN], {"Gemm": 1, "Elu": 1}))
+    assert everything.keys() - rounded.keys() == {TINY_KIND}
+    chosen = dict(hostile_inputs(ROWS, [SEEN], {"TopK": 1}))
+    assert everything.keys() - chosen.keys() == {*LARGE_KINDS, MIXED_KIND}
+    recurrent = dict(hostile_inputs(ROWS, [SEEN], {"DynamicQuantizeLSTM": 1}))
+    assert everything.keys() - recurrent.keys() == {MIXED_KIND}
+
+
+def refused_on(source: EagerModel, got: Predictor) -> str:
+    """Return the kind of input on which two models differ; nothing where they are alike."""
+    with source.open() as expected:
+        cases = hostile_inputs(ROWS, [SEEN])
+        truth = Truth(source, expected)
+        found = check_on_hostile(expected, got, ROWS, cases, 1e-3, truth)
+    return found[0] if found else ""
+
+
+def test_masked_scores_are_compared_beside_their_mask(tmp_path: Path) -> None:
+    model = eager(tmp_path, "Masked")
+    mask = torch.arange(4) == 1
+    assert refused_on(model, lambda x: (x.masked_fill(mask, -torch.inf),)) == ""
+    assert refused_on(model, lambda x: (x.masked_fill(mask, -1e30),)) == "zeros"
+    assert refused_on(model, lambda x: (x.masked_fill(mask, torch.nan),)) == "zeros"
+    clamped = refused_on(model, lambda x: (x.clamp(-50, 50).masked_fill(mask, -torch.inf),))
+    assert clamped == "real inputs brought to 100"
+
+
+def test_where_float32_overflows_an_export_need_not(tmp_path: Path) -> None:
+    model = eager(tmp_path, "Growing")
+
+    def got(x: torch.Tensor, highest: float = torch.inf) -> tuple[torch.Tensor, ...]:
+        return (torch.cat([x, (x / 10).exp().clamp(max=highest)], 1),)
+
+    assert refused_on(model, got) == ""
+    assert refused_on(model, lambda x: got(x, 3e38)) == "", "float64 is finite there"
+    assert refused_on(model, lambda x: got(x, 1e4)) == "real inputs brought to 1000"
+
+
+def test_less_than_the_rounding_of_a_usual_answer_is_nothing_but_for_tiny_inputs(
+    tmp_path: Path,
+) -> None:
+    model = eager(tmp_path, "Plain")
+    assert refused_on(model, lambda x: (2 * x + 1e-8,)) == TINY_KIND
+
+    def sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.sigmoid(),)
+
+    def flushed(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.sigmoid().where(x > -16, 0),)
+
+    low = [("low", (torch.full((2, 4), -17.0),))]
+    assert check_on_hostile(sigmoid, flushed, ROWS, iter(low), 1e-3) is None
+    assert check_on_hostile(sigmoid, lambda x: (0 * x,), ROWS, iter(low), 1e-3) is None
+    high = [("high", (torch.full((2, 4), -13.0),))]
+    assert check_on_hostile(sigmoid, lambda x: (0 * x,), ROWS, iter(high), 1e-3) is not None
+
+
+def test_a_jump_to_infinity_excuses_nothing() -> None:
+    class Nudged(Truth):
+        def exact(self, inputs):
+            return None
+
+    def expected(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.where(x == x.round(), torch.inf),)
+
+    ones = (torch.ones(2, 4),)
+    truth = Nudged(None, expected)  # type: ignore[arg-type]
+    assert not truth.excuses(ones, (2 * ones[0],), 1e-3)
+
+
+def test_a_disagreement_can_be_named_and_sent_to_another_process() -> None:
+    error = Disagreement("they differ", "zeros", SEEN)
+    sent = pickle.loads(pickle.dumps(error))
+    assert (str(sent), sent.kind) == ("they differ", "zeros")
+    with pytest.raises(StageFailed, match=r"^onnx: they differ$"), named("onnx", Path()):
+        raise error

@@ -1,0 +1,256 @@
+"""Where an export that answers otherwise went wrong, on faults planted in a translation."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from onnxscript import opset18 as op
+
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import program_of
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from compress.data.splits import Splits
+from export.aotinductor.stage import ExportAot
+from export.onnx.lowering import TRANSLATIONS
+from export.onnx.stage import ExportOnnx
+from export.parity.bisect import Search
+from export.parity.subgraph import values_before
+from export.torchscript.stage import ExportTorchScript
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.erf(self.up(self.norm(x))))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.side, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        y = torch.tanh(self.side(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + y.sum(-1, keepdim=True)
+
+def net():
+    return Net()
+"""
+TRACED_OTHERWISE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def forward(self, x):
+        return 1.5 * x if torch.jit.is_tracing() else 1 * x
+"""
+ERROR_FUNCTION = """
+import torch
+from torch import nn
+
+class Error(nn.Module):
+    def forward(self, x):
+        return torch.erf(x)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.error = Error()
+
+    def forward(self, x):
+        return self.error(x.tanh())
+"""
+ALONE = """
+import runpy, sys
+for name in ("compress", "export", "serve", "pipelines"):
+    sys.modules[name] = None
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+ROWS = Signature(
+    inputs=(TensorSpec(name="x", shape=("batch", 8)),), outputs=(OutputSpec(name="logits"),)
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
+    folder = tmp_path_factory.mktemp("net")
+    (folder / "blocky.py").write_text(SOURCE)
+    torch.manual_seed(0)
+    recipe = Recipe(factory="blocky:net")
+    state = recipe.build(folder).state_dict()
+    return EagerModel.create(folder / "source", recipe, state, ROWS, folder=folder)
+
+
+@pytest.fixture
+def wrong_erf(monkeypatch: pytest.MonkeyPatch) -> None:
+    def translate(x: Any) -> Any:
+        return op.Mul(op.Erf(x), op.Constant(value_float=1.5))
+
+    monkeypatch.setitem(TRANSLATIONS, torch.ops.aten.erf.default, translate)
+
+
+def samples(count: int = 32) -> Splits:
+    generator = torch.Generator().manual_seed(1)
+    rows = [(torch.randn(8, generator=generator), torch.tensor(i % 3)) for i in range(count)]
+    return Splits({"train": rows, "val": rows}, batch_size=16)
+
+
+def reproduced(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the script where nothing of ours can be imported."""
+    command = [sys.executable, "-I", "-c", ALONE, str(folder / "reproduce.py")]
+    return subprocess.run(command, capture_output=True, text=True, cwd="/")
+
+
+@pytest.mark.usefixtures("wrong_erf")
+def test_the_first_wrong_layer_is_named_and_shown_in_a_fresh_process(
+    model: EagerModel, tmp_path: Path
+) -> None:
+    context = Context(root=tmp_path / "onnx", data=samples())
+    with pytest.raises(StageFailed) as refused:
+        ExportOnnx()(model, context)
+    folder = tmp_path / "parity" / "export_onnx"
+    told = str(refused.value)
+    assert "the first layer out of tolerance is blocks.0 (aten.erf.default); see " in told
+    assert told.endswith(str(folder / "parity.json"))
+    assert "\n" not in told
+    report = json.loads((folder / "parity.json").read_text())
+    first = report["first_layer"]
+    assert (first["module"], first["operator"]) == ("blocks.0", "aten.erf.default")
+    assert first["verified"]
+    assert first["error"] == pytest.approx(0.5, rel=1e-4)
+    nodes = len(model.load().state_dict()) + 20
+    assert report["exports"] < nodes / 2
+    kinds = {row["kind"]: row for row in report["kinds"]}
+    assert {"batch of 1", "batch of 8", "val, batch 0", "zeros"} <= kinds.keys()
+    assert kinds["val, batch 0"].keys() >= {"absolute", "relative", "equal_labels"}
+    assert report["metric"].keys() == {"name", "source", "exported"}
+    assert not context.root.exists()
+    done = reproduced(folder)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "differ by 0.5 of the norm" in done.stdout
+    assert (folder / "model.onnx").stat().st_size < 1000, "the operator alone"
+
+
+def test_an_export_that_answers_nan_is_told_as_any_other(
+    model: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def translate(x: Any) -> Any:
+        nothing = op.Sub(x, x)
+        return op.Div(nothing, nothing)
+
+    monkeypatch.setitem(TRANSLATIONS, torch.ops.aten.erf.default, translate)
+    context = Context(root=tmp_path / "onnx", data=samples())
+    with pytest.raises(StageFailed, match=r"first layer .* is blocks\.0 \(aten\.erf\.default\)"):
+        ExportOnnx()(model, context)
+    report = json.loads((tmp_path / "parity" / "export_onnx" / "parity.json").read_text())
+    row = {row["kind"]: row for row in report["kinds"]}["val, batch 0"]
+    assert row["relative"] == row["absolute"] == "not finite"
+    assert row["note"] == "no labels: the model's outputs are not all finite: some are NaN"
+
+
+def test_torchscript_is_searched_and_its_folder_is_of_the_run(
+    model: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freeze = torch.jit.freeze
+
+    def wrongly(module: Any) -> Any:
+        frozen = freeze(module)
+        rewrite = torch._C._jit_pass_custom_pattern_based_rewrite_graph
+        graph = "graph(%x):\n  %y = aten::{}(%x)\n  return (%y)"
+        rewrite(graph.format("erf"), graph.format("cos"), frozen.graph)
+        return frozen
+
+    monkeypatch.setattr(torch.jit, "freeze", wrongly)
+    context = Context(root=tmp_path / "script", results=tmp_path / "results")
+    with pytest.raises(StageFailed, match=r"first layer .* is blocks\.0 \(aten\.erf\.default\)"):
+        ExportTorchScript(name="script")(model, context)
+    report = json.loads((tmp_path / "results" / "parity" / "script" / "parity.json").read_text())
+    assert report["metric"] is None
+    assert report["reproduce"]["error"] > 0.1
+
+
+@pytest.mark.slow
+def test_what_tracing_alone_gets_wrong_is_shown_whole(tmp_path: Path) -> None:
+    (tmp_path / "tracers.py").write_text(TRACED_OTHERWISE)
+    recipe = Recipe(factory="tracers:Net")
+    model = EagerModel.create(tmp_path / "source", recipe, {}, ROWS, folder=tmp_path)
+    with pytest.raises(StageFailed, match="no part of the graph that is exported alone differs"):
+        ExportTorchScript()(model, Context(root=tmp_path / "script"))
+    folder = tmp_path / "parity" / "export_torchscript"
+    assert json.loads((folder / "parity.json").read_text())["first_layer"] is None
+    done = reproduced(folder)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "differ by 0.5 of the norm" in done.stdout
+
+
+def test_what_an_earlier_attempt_left_goes_when_an_export_is_equal(
+    model: EagerModel, tmp_path: Path
+) -> None:
+    folder = tmp_path / "parity" / "export_torchscript"
+    folder.mkdir(parents=True)
+    (folder / "parity.json").write_text("{}")
+    (folder.parent / ".export_torchscript.partial-1").mkdir()
+    (folder.parent / ".another.partial-1").mkdir()
+    ExportTorchScript()(model, Context(root=tmp_path / "script"))
+    assert [left.name for left in folder.parent.iterdir()] == [".another.partial-1"]
+
+
+def test_a_search_tells_the_certain_from_the_unsure(model: EagerModel, tmp_path: Path) -> None:
+    def exporting(program: Any, signature: Signature, file: Path, inputs: Any) -> Any:
+        return tuple(2 * t for t in program.module(check_guards=False)(*inputs))
+
+    inputs = model.signature.example()
+    program = program_of(model)
+    search = Search(program, model.signature, inputs, exporting, tmp_path / "x", 1e-3)
+    first = search.run()
+    assert first is not None
+    assert first.verified
+    assert not values_before(search.node)  # type: ignore[arg-type]  # found
+
+    def refusing(*given: Any) -> Any:
+        raise StageFailed("no such operator")
+
+    nothing = Search(program, model.signature, inputs, refusing, tmp_path / "x", 1e-3)
+    assert nothing.run() is None
+    assert nothing.refused
+    hurried = Search(program, model.signature, inputs, exporting, tmp_path / "x", 1e-3)
+    export_one = hurried.exporting
+
+    def slowly(*given: Any) -> Any:
+        hurried.out_of_time = True
+        return export_one(*given)
+
+    hurried.exporting = slowly
+    unsure = hurried.run()
+    assert unsure is not None
+    assert not unsure.verified
+
+
+@pytest.mark.slow
+def test_aot_inductor_is_searched_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.lowering import lowerings
+
+    aten = torch.ops.aten
+    monkeypatch.setitem(lowerings, aten.erf.default, lowerings[aten.cos.default])
+    (tmp_path / "errors.py").write_text(ERROR_FUNCTION)
+    recipe = Recipe(factory="errors:Net")
+    model = EagerModel.create(tmp_path / "source", recipe, {}, ROWS, folder=tmp_path)
+    with pytest.raises(StageFailed, match=r"is error \(aten\.erf\.default\)"):
+        ExportAot()(model, Context(root=tmp_path / "aot"))
+    done = reproduced(tmp_path / "parity" / "export_aot")
+    assert (done.returncode, done.stderr) == (1, "")

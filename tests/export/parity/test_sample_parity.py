@@ -1,0 +1,169 @@
+import pytest
+import torch
+
+from compress.artifacts.artifact import Predictor
+from compress.common.errors import StageFailed
+from compress.common.signature import Signature, TensorSpec
+from compress.core.stage import Context
+from compress.data.splits import Splits
+from export.parity.compare import check_agreement
+from export.parity.sample_parity import SAMPLES, check_on_samples, val_inputs
+
+ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+BATCHES = [(torch.randn(32, 4, generator=torch.Generator().manual_seed(i)),) for i in range(4)]
+
+
+def biased(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Answer nearly the same to everything, as an untrained network does."""
+    return (x + torch.tensor([100.0, 0, 0, 0]),)
+
+
+def at_chance(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return biased(x.roll(1, 0))
+
+
+def off_by(error: float) -> Predictor:
+    return lambda x: (x * (1 + error),)
+
+
+def same(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (x,)
+
+
+def test_answers_at_chance_beside_a_large_bias_are_caught_by_samples_alone() -> None:
+    check_agreement(biased, at_chance, ROWS, rounded=True)
+    with pytest.raises(StageFailed, match=r"128 samples of `val` .* by 1\.\d of their spread"):
+        check_on_samples(biased, at_chance, BATCHES, rounded=True)
+
+
+def test_integers_may_differ_more_than_floats() -> None:
+    found = check_on_samples(same, off_by(0.1), BATCHES, rounded=True)
+    assert (found.samples, found.changed) == (128, 0)
+    assert found.relative_error == pytest.approx(0.1, rel=0.02)
+    with pytest.raises(StageFailed, match=r"by 0\.1 of their spread, expected at most 0\.01"):
+        check_on_samples(same, off_by(0.1), BATCHES)
+
+
+@pytest.mark.parametrize(("limit", "rounded"), [(1e-3, False), (0.1, True)])
+def test_at_each_size_answers_may_differ_by_a_limit(limit: float, rounded: bool) -> None:
+    check_agreement(same, off_by(0.9 * limit), ROWS, rounded=rounded)
+    with pytest.raises(StageFailed, match="of their norm, expected at most"):
+        check_agreement(same, off_by(1.1 * limit), ROWS, rounded=rounded)
+
+
+def test_a_graph_that_says_what_it_was_traced_for_is_not_called_baked_in() -> None:
+    def traced(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if len(x) == 1:
+            raise RuntimeError("Runtime assertion failed for expression Ne(s0, 1) on node 'n'")
+        return (x,)
+
+    with pytest.raises(StageFailed, match=r"'batch' at size 1: .* Ne\(s0, 1\)") as caught:
+        check_agreement(same, traced, ROWS)
+    assert "baked in" not in str(caught.value)
+
+
+def test_a_small_output_at_chance_is_not_hidden_by_a_large_one() -> None:
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (1000 * x, x)
+
+    def wrong(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (1000 * x, x.roll(1, 0))
+
+    with pytest.raises(StageFailed, match=r"by 1\.\d of their spread"):
+        check_on_samples(both, wrong, BATCHES, rounded=True)
+
+
+def test_a_few_samples_with_other_labels_are_caught() -> None:
+    def two_classes(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x.clone()
+        y[:3, 0], y[:3, 1] = y[:3].amax(1) + 0.5, y[:3].amax(1) + 0.7
+        return (y,)
+
+    def swapped(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = two_classes(x)[0]
+        y[:3, :2] = y[:3, :2].flip(1)
+        return (y,)
+
+    with pytest.raises(StageFailed, match=r"gives 12 other labels .* expected at most 6"):
+        check_on_samples(two_classes, swapped, BATCHES, rounded=True)
+
+
+def test_near_ties_are_no_other_labels() -> None:
+    def tied(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.tensor([[1.0, 0.999, -1]]).repeat(len(x), 1),)
+
+    def other_way(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.tensor([[0.999, 1.0, -1]]).repeat(len(x), 1),)
+
+    assert check_on_samples(tied, other_way, BATCHES).changed == 0
+
+
+def test_nan_and_one_sample_a_batch_are_judged_too() -> None:
+    single = [(torch.randn(1, 4),) for _ in range(3)]
+    assert check_on_samples(same, same, single).relative_error == 0
+    with pytest.raises(StageFailed, match="NaN at other places"):
+        check_on_samples(same, off_by(float("nan")), single, rounded=True)
+
+
+def masked(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Answer with scores of which some are masked, other ones in each sample."""
+    return (x.masked_fill(x > 1, -torch.inf),)
+
+
+def test_equal_infinities_are_equal_and_the_rest_is_measured() -> None:
+    assert check_on_samples(masked, masked, BATCHES).relative_error == 0
+    check_agreement(masked, masked, ROWS)
+    # Its spread is about the mean of the scores that are not masked, which is below 0.
+    with pytest.raises(StageFailed, match=r"differ from the source's by 0\.11 of their spread"):
+        check_on_samples(masked, lambda x: (masked(x)[0] * 1.1,), BATCHES)
+    with pytest.raises(StageFailed, match=r"differ from the source's by 0\.1 of their norm"):
+        check_agreement(masked, lambda x: (masked(x)[0] * 1.1,), ROWS)
+
+
+@pytest.mark.parametrize("other", [torch.inf, torch.nan, -1e4])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_infinities_at_other_places_are_refused(other: float, swapped: bool) -> None:
+    def elsewhere(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.masked_fill(x > 1, other),)
+
+    pair = (elsewhere, masked) if swapped else (masked, elsewhere)
+    expected = r"is infinite or NaN at other places than the source"
+    with pytest.raises(StageFailed, match=rf"128 samples of `val` the exported model {expected}"):
+        check_on_samples(*pair, BATCHES, rounded=True)
+    with pytest.raises(StageFailed, match=expected):
+        check_agreement(*pair, ROWS, rounded=True)
+
+
+def test_labels_are_compared_beside_masked_ones() -> None:
+    def first(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.tensor([[1.0, 0.8, -1, -torch.inf]]).repeat(len(x), 1),)
+
+    def second(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.tensor([[0.8, 1.0, -1, -torch.inf]]).repeat(len(x), 1),)
+
+    with pytest.raises(StageFailed, match=r"gives 128 other labels"):
+        check_on_samples(first, second, BATCHES, rounded=True)
+
+
+def test_nan_in_both_is_told_and_nan_alone_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    def undefined(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.masked_fill(x > 1, torch.nan),)
+
+    def nothing(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x * torch.nan,)
+
+    assert check_on_samples(undefined, undefined, BATCHES).relative_error == 0
+    count = sum(int((x > 1).sum()) for (x,) in BATCHES)
+    assert f"{count} of the source's answers are NaN, and the exported model's too" in caplog.text
+    with pytest.raises(StageFailed, match="all answers of the source are infinite or NaN"):
+        check_on_samples(nothing, nothing, BATCHES)
+    with pytest.raises(StageFailed, match="all answers of the source are infinite or NaN"):
+        check_agreement(nothing, nothing, ROWS)
+
+
+def test_a_bounded_number_of_samples_is_read(tmp_path: object) -> None:
+    samples = [(torch.zeros(4), torch.tensor(0))] * (SAMPLES + 50)
+    data = Splits({"val": samples}, batch_size=100)
+    context = Context(root=tmp_path, data=data)  # type: ignore[arg-type]
+    assert sum(len(x) for (x,) in val_inputs(context)) == SAMPLES
+    assert list(val_inputs(Context(root=tmp_path))) == []  # type: ignore[arg-type]

@@ -1,0 +1,244 @@
+"""`compress init`: what it writes is valid, whatever the model; and what it is told wrongly."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from compress.common.errors import CompressError, PipelineInvalid
+from pipelines.commands.check import checked
+from pipelines.commands.init import beginning, composed, draft, write_draft
+from pipelines.commands.init_advice import Family, Found, Goal, Target, family_of
+from pipelines.commands.init_options import Wish, asked
+from pipelines.config.pipeline import Pipeline
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+NETS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, steps):
+        return self.head(self.lstm(steps)[0][:, -1])
+
+def recurrent():
+    return Recurrent()
+
+def mlp(hidden=8):
+    return nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 3))
+
+def convolutional():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 3))
+
+def blobs(count=60, labelled=True):
+    x = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
+    parts = {"train": x[: count // 2], "val": x[count // 2 :]}
+    pairs = {name: (x, x[:, :3].argmax(1)) if labelled else (x,) for name, x in parts.items()}
+    return {name: TensorDataset(*pair) for name, pair in pairs.items()}
+
+def nothing():
+    return 3
+"""
+DATA = {
+    "none": {},
+    "val": {"val": 20},
+    "few": {"train": 10, "val": 20},
+    "many": {"train": 3000, "val": 20},
+    "calibration": {"train": 3, "calibration": 20, "val": 20},
+}
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "nets.py").write_text(NETS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("target", get_args(Target))
+@pytest.mark.parametrize("family", get_args(Family))
+def test_every_file_that_can_be_written_is_valid(
+    user: Path, family: Family, target: Target
+) -> None:
+    file, seen = user / "pipeline.yaml", set()
+    others = itertools.product(get_args(Goal), DATA, (True, False))
+    for i, (goal, samples, trained) in enumerate(others):
+        wish = Wish("nets:mlp", ["hidden=4"], "x.pt", ["x=batch,4"], "nets:blobs", target, goal)
+        wish = wish if DATA[samples] else replace(wish, data=None, checkpoint=None)
+        targets = (None, "labels", "numbers")[i % 3]
+        found = Found(family, (100, 10**7)[i % 2], trained, DATA[samples], targets)
+        # This reads the text again, and refuses what `compress check` does.
+        text, plan = composed(file, beginning(file, wish), wish, found, inferred=False)
+        seen.add(plan.road)
+        kernels = {getattr(planned.stage, "target", None) for planned in plan.stages} - {None}
+        assert kernels <= {"inductor-cpu" if target == "aot" else "onnxruntime-cpu"}
+        assert text.count("\n  - {") == len(plan.stages)
+        assert all(len(line) < 250 and line == line.rstrip() for line in text.splitlines())
+    assert len(seen) > {"convolutional": 5, "linear": 1, "other": 1}[family]
+
+
+@pytest.mark.parametrize(
+    ("folder", "wish", "road"),
+    [
+        (
+            "custom",
+            Wish("my_model:classifier", data="my_data:splits"),
+            ("train", "quantize_dynamic", "export_onnx"),
+        ),
+        (
+            "digits",
+            Wish("models:resnet20", inputs=["image=batch,1,8,8"], target="aot", goal="smaller"),
+            ("export_aot",),
+        ),
+        (
+            "text",
+            Wish("reader:reader", data="lines:splits", target="torchscript", goal="smaller"),
+            ("train", "quantize_static", "export_torchscript"),
+        ),
+    ],
+)
+def test_the_examples_get_stages_that_suit_them(
+    tmp_path: Path, folder: str, wish: Wish, road: tuple[str, ...]
+) -> None:
+    for file in (EXAMPLES / folder).glob("*.py"):
+        (tmp_path / file.name).write_text(file.read_text())
+    found = write_draft(tmp_path / "pipeline.yaml", wish)
+    assert found.stages == road
+    assert checked(tmp_path / "pipeline.yaml", models=False).content["valid"]
+
+
+def test_what_is_written_names_the_inputs_the_arguments_and_the_checkpoint(user: Path) -> None:
+    (user / "pipelines").mkdir()
+    nets = {"hidden": 6}
+    torch.save(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).state_dict(), "w.pt")
+    file = Path("pipelines/small.yaml")
+    wish = Wish("nets:mlp", ["hidden=6"], Path("w.pt"), data="nets:blobs", goal="smaller")
+    found = write_draft(file, wish)
+    content = yaml.safe_load(file.read_text())
+    assert content["code"] == ".."
+    assert content["model"] == {
+        "factory": "nets:mlp",
+        "arguments": nets,
+        "checkpoint": "../w.pt",
+        "inputs": [{"name": "input", "shape": ["batch", 4]}],
+    }
+    assert found.stages == ("quantize_weights", "export_onnx")
+    assert checked(file, models=True).content["signature"]["inputs"][0]["shape"] == ["batch", 4]
+
+    before = file.read_text()
+    with pytest.raises(PipelineInvalid, match=r"exists and is not overwritten; .*--force"):
+        write_draft(file, replace(wish, goal="faster"))
+    assert file.read_text() == before
+    write_draft(file, replace(wish, goal="faster"), force=True)
+    assert "quantize_dynamic" in file.read_text()
+
+
+def test_what_a_layer_counts_for(user: Path) -> None:
+    assert draft(
+        user / "p.yaml", Wish("nets:recurrent", inputs=["steps=batch,length,4"])
+    ).stages == (
+        "quantize_dynamic",
+        "export_onnx",
+    )
+    assert family_of(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Linear(1, 1))) == "convolutional"
+    assert family_of(nn.TransformerEncoderLayer(8, 2)) == "linear"
+    assert family_of(nn.ReLU()) == "other"
+
+
+def test_samples_without_classes_are_judged_by_the_first_models_labels(user: Path) -> None:
+    (user / "unlabelled.py").write_text(
+        "import nets\ndef data():\n    return nets.blobs(60, False)"
+    )
+    found = draft(user / "p.yaml", Wish("nets:mlp", data="unlabelled:data"))
+    assert yaml.safe_load(found.text)["metric"] == "fidelity"
+    assert "train" not in found.stages
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        (Wish(), "needs a model: --model module:callable"),
+        (Wish("nets:mlp"), "needs what the model takes: --input"),
+        (Wish("nets.py", inputs=["x=batch,4"]), "--model 'nets.py' is not of the form module:"),
+        (Wish("absent:mlp", inputs=["x=batch,4"]), "--model: cannot import 'absent'"),
+        (Wish("nets:mpl", inputs=["x=batch,4"]), r"--model: .*no callable 'mpl'; it has .*mlp"),
+        (Wish("nets:nothing", inputs=["x=batch,4"]), "--model: .*returned int, expected torch"),
+        (Wish("nets:mlp", ["hiden=3"], inputs=["x=batch,4"]), "--model: .*unexpected keyword"),
+        (Wish("nets:mlp", ["hidden"], inputs=["x=batch,4"]), "--argument 'hidden': expected name="),
+        (Wish("nets:mlp", inputs=["x=batch,5"]), "--(input|model): .*does not take x"),
+        (Wish("nets:mlp", inputs=["x=batch,0"]), "--input 'x=batch,0': a dimension is a size"),
+        (Wish("nets:mlp", inputs=["x=batch,4:float"]), "--input 'x=batch,4:float': .*'float32'"),
+        (Wish("nets:mlp", inputs=["batch,4"]), "--input 'batch,4': .*expected name=batch"),
+        (Wish("nets:mlp", checkpoint="a.pt", inputs=["x=batch,4"]), r"--checkpoint: .*a\.pt"),
+        (Wish("nets:mlp", data="nets:nothing"), "--data: .*returned a int, expected"),
+        (Wish("nets:mlp", data="nets:absent"), "--data: .*no callable 'absent'"),
+    ],
+)
+def test_what_is_told_wrongly_is_one_line_and_nothing_is_written(
+    user: Path, wish: Wish, message: str
+) -> None:
+    with pytest.raises(CompressError, match=message) as caught:
+        write_draft(user / "pipeline.yaml", wish)
+    assert len(str(caught.value).splitlines()) == 1
+    assert caught.value.exit_code == 2
+    assert not (user / "pipeline.yaml").exists()
+
+
+def test_what_is_missing_is_asked_for_and_wrong_answers_are_asked_again() -> None:
+    answers = {"Model": "nets:mlp", "Checkpoint": "none", "Data": "none", "Format": "aot"}
+    answers |= {"Goal": "faster", "Inputs": "x=batch,4 y=batch,2:int64"}
+    questions = []
+
+    def ask(question, usual, check):
+        questions.append(question.partition(",")[0].partition(":")[0])
+        for wrong in {"Model": ["nets"], "Inputs": ["x"], "Goal": ["slower"]}.get(
+            questions[-1], []
+        ):
+            with pytest.raises(PipelineInvalid):
+                check(wrong)
+        check(answers[questions[-1]])
+        return answers[questions[-1]]
+
+    wish = asked(Wish(), ask)
+    assert wish == Wish(
+        "nets:mlp", inputs=["x=batch,4", "y=batch,2:int64"], target="aot", goal="faster"
+    )
+    assert questions == [*answers]
+    questions.clear()
+    assert asked(Wish("nets:mlp", data="nets:blobs"), ask).inputs == ()
+    assert questions == []
+
+
+@pytest.mark.slow
+def test_a_file_that_was_written_runs_and_its_gates_pass(tmp_path: Path) -> None:
+    for file in (EXAMPLES / "custom").glob("*.py"):
+        (tmp_path / file.name).write_text(file.read_text())
+    file = tmp_path / "pipeline.yaml"
+    # The speed is the machine's, and not what is tested.
+    write_draft(file, Wish("my_model:classifier", data="my_data:splits", goal="smaller"))
+    report = Pipeline.from_yaml(file).run(tmp_path / "out")
+    assert [stage.name for stage in report.stages] == ["train", "quantize_weights", "export_onnx"]
+    assert report.status == "passed"
+
+
+def test_a_model_of_numbers_gets_a_loss_and_a_metric_that_it_can_have(user: Path) -> None:
+    (user / "regression.py").write_text(
+        "import torch\nfrom torch.utils.data import TensorDataset\n"
+        "def data():\n    x = torch.randn(60, 4)\n"
+        "    return {n: TensorDataset(x, x[:, :3] * 2) for n in ('train', 'val')}\n"
+    )
+    found = draft(user / "p.yaml", Wish("nets:mlp", data="regression:data"))
+    content = yaml.safe_load(found.text)
+    assert (content["loss"], content["metric"]) == ("mse", "r2")
+    assert found.stages[0] == "train"
+    assert "label_agreement" not in found.text

@@ -1,0 +1,277 @@
+"""The page of a run: plots, layers, the proof chain, and rows of stages that did not pass."""
+
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+from rich.console import Console
+
+from pipelines.reporting.html_page import folded
+from pipelines.reporting.provenance import links_of, source_of
+from pipelines.reporting.stage_rows import fronts_of, higher_is_better, hindrances, rows_of, shipped
+from pipelines.reporting.terminal_table import stage_table
+from pipelines.reporting.training_curves import trainings_of
+from pipelines.results.measurements import Measurements
+from pipelines.results.schema import FailureReport, Report, SkippedReport, StageReport
+
+
+def many(report: Report, branches: int = 40, named: str = "branch") -> Report:
+    """Return a report with so many branches of the last stage, all alike but for their figures."""
+    last = report.stages[-1]
+    others = []
+    for i in range(branches):
+        m = last.measurements
+        metric = m.metric.model_copy(update={"value": 1 + i / 100 - 0.05 * (i % 3 == 0)})
+        update = {"metric": metric, "bytes": 1000 + 50 * i * i, "speedup": 4 - i / 20}
+        measured = m.model_copy(update=update)
+        changed = {"name": f"{named}-ratio-0.{i:02d}", "measurements": measured}
+        others.append(last.model_copy(update=changed))
+    return report.model_copy(update={"stages": (*report.stages, *others)})
+
+
+def broken(report: Report) -> Report:
+    """Return a report of which one stage was refused, one failed, and two were skipped."""
+    last = report.stages[-1]
+    refusal = last.verdicts[0].model_copy(update={"passed": False})
+    content = last.model_dump(exclude={"name", "verdicts", "status"})
+    refused = StageReport(name="worse", verdicts=(refusal,), **content)
+    failure = FailureReport(name="int8", stage="quantize_static", error="int8: no <samples> left")
+    skipped = [
+        SkippedReport(name=name, stage="export_onnx", branch=("source", "int8"), because="int8")
+        for name in ("int8_onnx", "mar")
+    ]
+    return report.model_copy(
+        update={
+            "status": "failed",
+            "error": failure.error,
+            "failed_stage": failure,
+            "failures": (failure,),
+            "skipped": tuple(skipped),
+            "stages": (*report.stages, refused),
+        }
+    )
+
+
+class Outline(HTMLParser):
+    """What a page consists of, as far as readers without sight depend on it."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.headings: list[int] = []
+        self.counts: dict[str, int] = {}
+        self.ids: list[str] = []
+        self.named: list[str] = []
+        self.links: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        told = dict(attributes)
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        if re.fullmatch("h[1-6]", tag):
+            self.headings.append(int(tag[1]))
+        if "id" in told:
+            self.ids.append(told["id"])
+        if tag == "svg":
+            assert told.get("aria-hidden") == "true" or told.get("role") == "img"
+            self.named += (told.get("aria-labelledby") or "").split()
+        self.links += [told[key] for key in ("href", "src") if key in told]
+
+
+def test_trainings_are_those_that_the_stages_wrote_down(walked) -> None:
+    report = Report.read(walked.out)
+    (training,) = trainings_of(rows_of(report), "accuracy")
+    history = report.stages[0].artifact.facts["history"]
+    assert (training.name, training.epochs) == ("train", 3)
+    assert training.loss == (history[0]["loss"], history[-1]["loss"])
+    assert len(training.plots) == 2
+    assert f"{history[-1]['loss']:.4f}" in report.html()
+
+
+def test_the_chain_is_held_against_the_sealed_manifests(project) -> None:
+    report = Report.read(project.out)
+    rows = rows_of(report)
+    assert [link.check for link in links_of(report, rows, project.out)] == ["agrees"] * 3
+    reads = [link.read for link in links_of(report, rows, project.out)]
+    assert reads[1:] == [stage.artifact.digest for stage in report.stages[:-1]]
+    assert source_of(report)["artifact, digest"] == reads[0]
+    assert source_of(report)["code, SHA-256"]
+    assert "none" in source_of(report)["checkpoint"]
+
+    lied = report.stages[1].artifact.model_copy(update={"sha256": "0" * 64})
+    stages = [s.model_copy(update={"artifact": lied}) if s.name == "prune_channels" else s
+              for s in report.stages]  # fmt: skip
+    changed = report.model_copy(update={"stages": tuple(stages)})
+    (project.out / "artifacts/export_onnx/manifest.json").unlink()
+    links = links_of(changed, rows_of(changed), project.out)
+    assert [link.check for link in links] == ["agrees", "differs", "not here"]
+    assert "✗ differs" in changed.html(project.out)
+
+
+def test_the_page_is_written_again_as_it_was(walked) -> None:
+    assert Report.read(walked.out).html(walked.out) == (walked.out / "report.html").read_text()
+
+
+@pytest.mark.parametrize("told", [lambda r: r, broken, many])
+def test_every_table_and_plot_can_be_read_without_sight(walked, told) -> None:
+    page = told(Report.read(walked.out)).html(walked.out)
+    outline = Outline(page)
+    assert outline.headings[0] == 1
+    assert outline.headings.count(1) == 1
+    assert all(b - a <= 1 for a, b in pairwise(outline.headings))
+    assert outline.counts["table"] == outline.counts["caption"]
+    assert len(set(outline.ids)) == len(outline.ids)
+    assert outline.named
+    assert set(outline.named) <= set(outline.ids)
+    assert "script" not in outline.counts
+    assert not [link for link in outline.links if re.match(r"(\w+:|//)", link)]
+    assert len(page) < 300_000
+
+
+def test_what_did_not_pass_is_told_first_and_has_rows(walked) -> None:
+    report = broken(Report.read(walked.out))
+    rows = rows_of(report)
+    assert [row.number for row in rows] == list(range(1, 8))
+    assert [row.status for row in rows[2:]] == ["passed", "refused", "failed", *["skipped"] * 2]
+    told = dict(hindrances(rows))
+    assert told["int8"] == "no <samples> left"
+    assert told["int8_onnx, mar"] == "skipped, as int8 did not pass"
+    assert "worse" in told
+    fronts = fronts_of(report, rows)
+    assert {row.name for row in fronts.absent} == {"int8", "int8_onnx", "mar"}
+    assert "worse" not in [row.name for row in (*fronts.by_size, *fronts.by_time)]
+    assert "worse" not in [row.name for row in shipped(rows, fronts, "train")]
+    assert "train" not in [row.name for row in shipped(rows, fronts, "train")]
+    page = report.html()
+    assert "no &lt;samples&gt; left" in page
+    before_stages = page.partition("<h2>Stages")[0]
+    assert "1 refused, 1 failed, 2 skipped" in before_stages
+    for name in ("worse", "int8", "int8_onnx, mar"):
+        assert f"<b>{name}</b>:" in before_stages
+    for row in rows:
+        assert f"</span>{folded(row.name)}</th>" in page
+
+
+def test_the_members_of_the_fronts_are_named(walked) -> None:
+    report = many(Report.read(walked.out))
+    rows = rows_of(report)
+    fronts = fronts_of(report, rows)
+    page = report.html()
+    by_size = page.partition("On the front by size")[2].partition("</p>")[0]
+    by_time = page.partition("On the front by latency")[2].partition("</p>")[0]
+    for told, members in ((by_size, fronts.by_size), (by_time, fronts.by_time)):
+        assert re.findall(r"<b>\d+ (.+?)</b>", told) == [row.name for row in members]
+        assert len(members) > 1
+    for row in rows:
+        better = [m for m in fronts.by_size if m.metric >= row.metric]
+        beaten = any(m.measured.bytes <= row.measured.bytes for m in better)
+        assert beaten, row.name
+        assert row in fronts.by_size or "size" not in fronts.of(row)
+
+
+def test_no_front_is_invented_where_nobody_tells_the_direction(walked) -> None:
+    report = Report.read(walked.out)
+    assert higher_is_better(report) is True
+    for name, told, expected in (
+        ("loss", None, False),
+        ("mine:metric", None, None),
+        ("mine:metric", False, False),
+    ):
+        spec = {"name": name, "arguments": {}, "higher_is_better": told}
+        lock = {**report.lock, "settings": {**report.lock["settings"], "metric": spec}}
+        other = report.model_copy(update={"lock": lock})
+        assert higher_is_better(other) is expected
+        if expected is None:
+            assert "there is no front" in other.html()
+
+
+def test_what_an_older_run_did_not_keep_is_said_to_be_missing(walked) -> None:
+    report = Report.read(walked.out)
+    for row in rows_of(report):
+        assert len(row.measured.latency_ms.ventiles) == 19
+        assert row.measured.latency_ms.ventiles[9] == pytest.approx(
+            row.measured.latency_ms.p50, rel=1e-3
+        )
+        low, high = row.measured.speedup_interval
+        assert min(row.measured.speedup_blocks) <= low * 1.001
+        assert high <= max(row.measured.speedup_blocks) * 1.001
+    content = report.model_dump(mode="json")
+    for measured in (content["baseline"], *(s["measurements"] for s in content["stages"])):
+        del measured["speedup_blocks"], measured["latency_ms"]["ventiles"]
+    lock = {k: v for k, v in report.lock.items() if k != "source"}
+    old = Report.model_validate({**content, "lock": lock})
+    page = old.html(walked.out)
+    assert "Not kept: nothing was measured" in page
+    assert "code, SHA-256" not in page
+    content["stages"][0] = report.stages[0].model_dump(mode="json")
+    assert ">not kept<" in Report.model_validate({**content, "lock": lock}).html(walked.out)
+
+
+def test_a_metric_that_is_not_finite_is_in_no_plot(walked) -> None:
+    report = Report.read(walked.out)
+    m = report.stages[-1].measurements
+    nan = m.model_copy(update={"metric": m.metric.model_copy(update={"value": math.nan})})
+    last = report.stages[-1].model_copy(update={"measurements": nan})
+    told = report.model_copy(update={"stages": (*report.stages[:-1], last)})
+    assert [row.name for row in fronts_of(told, rows_of(told)).absent] == [last.name]
+    assert f"not measured: <b>3 {last.name}</b>" in told.html()
+
+
+@pytest.mark.parametrize("value", [-1.11, 0.0, math.nan, math.inf, None])
+def test_impossible_figures_of_an_older_run_are_not_shown(walked, value) -> None:
+    """An older version extrapolated from few calls; JSON has null for NaN."""
+    content = Report.read(walked.out).model_dump(mode="json")
+    for found in (content["baseline"], *(stage["measurements"] for stage in content["stages"])):
+        found |= {"speedup": value, "speedup_interval": [value, value]}
+        found |= {"speedup_blocks": [value or -1.0, 1.0]}
+        found["latency_ms"] |= {"p50": value, "p95": value, "ventiles": [value or -1.0] * 19}
+        del found["latency_ms"]["p50_interval"], found["latency_ms"]["p95_interval"]
+    lock = Report.read(walked.out).lock
+    old = Report.model_validate({**content, "lock": lock})
+    page = old.html(walked.out)
+    assert "not measurable" in page
+    assert not re.search(r"-1\.11|>nan|>inf", page)
+    console = Console(width=160, file=io.StringIO())
+    console.print(stage_table(old, console))
+    assert console.file.getvalue().count("n/m") == 3 * len(old.stages)
+    again = json.loads(old.model_dump_json())
+    for stage in again["stages"]:
+        measured = stage["measurements"]
+        assert measured["speedup"] is None
+        assert measured["latency_ms"]["p50"] is measured["latency_ms"]["p95"] is None
+        assert "not measurable on this machine now" in measured["speedup_reason"]
+    assert Report.model_validate({**again, "lock": lock}).html(walked.out) == page
+
+
+def test_a_source_that_seems_faster_than_itself_has_no_speedup(walked) -> None:
+    content = Report.read(walked.out).baseline.model_dump(mode="json")
+    found = Measurements.model_validate(
+        {**content, "speedup": 1.19, "speedup_interval": [0.0, 1.86]}
+    )
+    assert found.speedup is None
+    assert "0 to 1.86" in found.speedup_reason
+    whole = Measurements.model_validate({**content, "speedup": 1.19, "speedup_interval": [1, 1.86]})
+    assert whole.speedup == 1.19
+
+
+def test_a_run_without_gates_claims_no_verdict(walked) -> None:
+    report = Report.read(walked.out)
+    assert "2 gates judged the artifacts below, and each of them passed." in report.html()
+    stages = tuple(stage.model_copy(update={"verdicts": ()}) for stage in report.stages)
+    page = report.model_copy(update={"stages": stages}).html()
+    assert "No gate judged the artifacts below" in page
+    assert "each of them passed" not in page
+
+
+def test_a_run_that_made_nothing_has_a_page(walked) -> None:
+    report = Report.read(walked.out)
+    failure = FailureReport(name="source", stage="source", error="source: no such checkpoint")
+    update = {"status": "failed", "error": failure.error, "failures": (failure,)}
+    empty = report.model_copy(update={**update, "stages": (), "baseline": None, "test": None})
+    page = empty.html(walked.out)
+    assert "✗ source: no such checkpoint" in page
+    assert "fewer than two artifacts" in page
+    assert "No stage made an artifact" in page

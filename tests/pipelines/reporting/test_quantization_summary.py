@@ -1,0 +1,143 @@
+"""A quantized stage is never silent: how near it stays, and where it is slower, is said."""
+
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from compress.quantization.qat.label_parity import Sameness
+from pipelines.config.pipeline import Pipeline
+from pipelines.reporting.quantization_summary import fidelity_of, slower_than_float
+from pipelines.reporting.terminal_table import closing_lines
+from pipelines.results.schema import Report, StageReport
+from tests.pipelines.conftest import measured_briefly
+
+
+@pytest.fixture(scope="module")
+def report(walked, tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """Return the report of a run with a quantized stage, as if that had been exported too."""
+    folder = Path(shutil.copytree(walked.folder, tmp_path_factory.mktemp("int8") / "user"))
+    file = folder / "small.yaml"
+    file.write_text(
+        file.read_text() + "  - {name: int8, stage: quantize_dynamic, input: prune_channels}\n"
+    )
+    with measured_briefly():
+        Pipeline.from_yaml(file).run(folder / "out")
+        # As reading asks again whether the figures are sure.
+        found = Report.read(folder / "out")
+    exported = next(s for s in found.stages if s.name == "export_onnx")
+    again = exported.model_copy(update={"name": "int8_onnx", "input": "int8"})
+    return found.model_copy(update={"stages": (*found.stages, again)})
+
+
+def timed(report: Report, **speedups: float) -> list[StageReport]:
+    """Return the stages as if they had been measured so."""
+    return [
+        stage.model_copy(
+            update={
+                "measurements": stage.measurements.model_copy(
+                    update={"speedup": speedups.get(stage.name, 1.0)}
+                )
+            }
+        )
+        for stage in report.stages
+    ]
+
+
+def told(report: Report) -> str:
+    console = Console(width=200, file=io.StringIO())
+    for line in closing_lines(report, Path()):
+        console.print(line, soft_wrap=True)
+    return console.file.getvalue()
+
+
+def test_the_page_and_the_terminal_say_how_near_it_stays(report: Report) -> None:
+    stage = next(s for s in report.stages if s.name == "int8")
+    found = fidelity_of(stage)
+    assert found.split == "val"
+    assert found.samples == 60
+    assert found.label_agreement is not None
+    assert [layer.module for layer in found.worst] == [x.module for x in found.layers]
+    page = report.html()
+    for layer in found.layers:
+        assert f"{layer.module} {layer.own_sqnr_db:.1f} dB" in page
+        assert f"{layer.module} {layer.own_sqnr_db:.1f} dB" in told(report)
+    assert f"{found.metric.before:.4f} → {found.metric.after:.4f}" in page
+    assert fidelity_of(report.stages[0]) is None
+
+
+def test_the_page_and_the_terminal_say_which_labels_are_not_as_trained(report: Report) -> None:
+    stage = next(s for s in report.stages if s.name == "int8")
+    same = Sameness(labels=60, differing=2, near_ties=1, last_step=0.25, largest_difference=0.5)
+    facts = {**stage.artifact.facts, "same_as_trained": same.model_dump(mode="json")}
+    artifact = stage.artifact.model_copy(update={"facts": facts})
+    trained = stage.model_copy(update={"artifact": artifact})
+    shown = report.model_copy(update={"stages": (*report.stages[:-2], trained)})
+    line = "int8: 58 of 60 labels as trained; near-ties (margins below the last"
+    assert line in shown.html()
+    assert line in told(shown)
+    assert "as trained" not in report.html()
+
+
+def test_slower_than_the_same_export_of_the_float_parent(report: Report) -> None:
+    stages = timed(report, prune_channels=1, export_onnx=2.0, int8_onnx=1.6, int8=0.1)
+    # int8 is read by the export, and only simulates integers.
+    assert list(slower_than_float(stages, "train")) == ["int8_onnx: slower than export_onnx (0.8×)"]
+
+
+def test_without_such_an_export_the_float_parent_itself_is_compared_with(report: Report) -> None:
+    stages = [
+        s for s in timed(report, prune_channels=2.0, int8_onnx=1.6) if s.name != "export_onnx"
+    ]
+    assert list(slower_than_float(stages, "train")) == [
+        "int8_onnx: slower than prune_channels (0.8×)"
+    ]
+    assert list(slower_than_float(timed(report, int8_onnx=0.97), "train")) == []
+    from_source = [s.model_copy(update={"input": "source"}) for s in stages if s.name == "int8"]
+    assert list(slower_than_float(from_source, "train")) == [], "source was not measured"
+
+
+def test_an_export_of_a_smaller_model_is_no_twin(report: Report) -> None:
+    """`export_onnx` is that of a model that was made smaller after the float parent."""
+    stages = timed(report, train=2.0, export_onnx=4.0, int8_onnx=2.5)
+    beside = [s.model_copy(update={"input": "train"}) if s.name == "int8" else s for s in stages]
+    assert list(slower_than_float(beside, "train")) == []
+
+
+def test_a_graph_that_is_shipped_is_said_to_simulate(report: Report) -> None:
+    stages = [s for s in timed(report, int8=0.5) if s.name != "int8_onnx"]
+    (line,) = slower_than_float(stages, "train")
+    assert line.startswith("int8: slower than prune_channels (0.5×) in PyTorch, which simulates")
+
+
+def test_a_slower_stage_is_in_the_first_line_of_the_page_and_the_last_of_the_terminal(
+    report: Report,
+) -> None:
+    line = "int8_onnx: slower than export_onnx (0.8×)"
+    slow = report.model_copy(update={"warnings": (line,)})
+    body = slow.html().partition("<body>")[2]
+    assert body.index(line) < body.index("✓ Passed") < body.index("<h2>")
+    assert told(slow).splitlines()[-2] == f"! {line}"
+    assert "slower" not in report.model_copy(update={"warnings": ()}).html().partition("<body>")[2]
+
+
+def test_warnings_are_of_the_measured_figures(report: Report) -> None:
+    content = report.model_dump(mode="json", exclude={"warnings"})
+    stages = timed(report, export_onnx=4.0, int8_onnx=1.0)
+    content["stages"] = [s.model_dump(mode="json") for s in stages]
+    again = Report.model_validate({**content, "lock": report.lock})
+    depends, slower = again.warnings
+    assert depends.startswith("int8: answers depend on what else is in the batch")
+    assert slower == "int8_onnx: slower than export_onnx (0.25×)"
+    assert Report.model_validate({**again.model_dump(), "lock": {}}).warnings == again.warnings
+
+
+def test_what_artifacts_warn_of_is_told_with_the_stages_name(report: Report) -> None:
+    content = report.model_dump(mode="json", exclude={"warnings"})
+    content["stages"][0]["artifact"]["facts"]["warnings"] = ["its format is deprecated"]
+    again = Report.model_validate({**content, "lock": report.lock})
+    told = f"{report.stages[0].name}: its format is deprecated"
+    assert told in again.warnings
+    assert f"! {told}." in again.html()

@@ -1,0 +1,99 @@
+"""Where marks, lines, ticks and labels of the page's plots stand."""
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from pipelines.reporting.svg_plots import (
+    DRAWN_POINTS,
+    FLOOR,
+    LEFT,
+    RIGHT,
+    TOP,
+    Axis,
+    Plot,
+    Point,
+    curve,
+    pareto,
+)
+from pipelines.reporting.svg_plots import scatter as scattered
+
+
+def points(*pairs: tuple[float, float], refused: tuple[int, ...] = ()) -> list[Point]:
+    return [Point(str(i), f"p{i}", x, y, refused=i in refused) for i, (x, y) in enumerate(pairs)]
+
+
+def scatter(found: list[Point], front: set[int]) -> Plot:
+    return scattered(found, front, title="t", names=("x", "y"), shown=str)
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    found = points((1, 0.8), (2, 0.9), (3, 0.85), (2, 0.9), (0.5, 0.95))
+    assert pareto(found[:4], higher_is_better=True) == {0, 1, 3}, "equal points beat no other"
+    assert pareto(found, higher_is_better=True) == {4}
+    assert pareto(found[:4], higher_is_better=False) == {0}
+    assert pareto(points((1, 0.8), (1, 0.9), (2, 0.9)), higher_is_better=True) == {1}, "ties"
+    cheap = points((1, 0.8), (2, 0.9), (0.5, 0.95), refused=(2,))
+    assert pareto(cheap, higher_is_better=True) == {0, 1}, "what is refused beats nothing"
+
+
+def test_marks_stand_within_the_plot_and_labels_on_no_mark() -> None:
+    found = points(*((10 ** (i / 5), math.sin(i)) for i in range(20)), refused=(3,))
+    plot = scatter(found, pareto(found, higher_is_better=True))
+    for mark in plot.marks:
+        assert LEFT <= mark.x <= RIGHT
+        assert TOP <= mark.y <= FLOOR
+    assert plot.marks[3].shape == "refused"
+    assert sorted(m.x for m in plot.marks) == [m.x for m in plot.marks], "x grows with the value"
+    for label in plot.labels:
+        for mark in plot.marks:
+            beside = abs(label.x + 3.5 * len(label.text) - mark.x) >= 5 + 3.5 * len(label.text)
+            assert beside or abs(label.y - 4.5 - mark.y) >= 9, (label, mark)
+    steps = [tuple(map(float, corner.split(","))) for corner in plot.lines[0].split()]
+    assert all(a[0] == b[0] or a[1] == b[1] for a, b in pairwise(steps))
+
+
+def test_what_was_refused_far_off_stands_at_the_edge() -> None:
+    found = points((1, 0.9), (2, 0.98), (3, 0.1), refused=(2,))
+    plot = scatter(found, {0, 1})
+    assert plot.beyond == 1
+    assert plot.marks[2].y == FLOOR
+    assert plot.marks[0].y - plot.marks[1].y > (FLOOR - TOP) / 2, "the choices have the room"
+    near = scatter(points((1, 0.9), (2, 0.98), (3, 0.95), refused=(2,)), {0, 1})
+    assert (near.beyond, FLOOR > near.marks[2].y > TOP) == (0, True)
+
+
+def test_equal_points_share_a_label() -> None:
+    plot = scatter(points((1, 1), (1, 1), (2, 0)), set())
+    assert {label.text for label in plot.labels} == {"0, 1", "2"}
+    assert not plot.lines
+
+
+@pytest.mark.parametrize(
+    ("axis", "ticks"),
+    [
+        (Axis(0.9, 1.0, 0, 100), [0.9, 0.92, 0.94, 0.96, 0.98, 1.0]),
+        (Axis(-3, 7, 0, 100), [-2, 0, 2, 4, 6]),
+        (Axis(0.02, 30, 0, 100, log=True), [0.1, 1, 10]),
+        (Axis(1e5, 1e6, 0, 100, log=True), [1e5, 2e5, 5e5, 1e6]),
+    ],
+)
+def test_ticks_are_round(axis: Axis, ticks: list[float]) -> None:
+    assert axis.ticks() == pytest.approx(ticks)
+
+
+def test_a_curve_breaks_where_nothing_was_measured() -> None:
+    values = [(0, None), (1, 3.0), (2, 2.0), (3, math.nan), (4, 1.0)]
+    plot = curve(values, title="loss", names=("epoch", "loss"), kept=4)
+    assert [len(part.split()) for part in plot.lines] == [2, 2]
+    assert [mark.title for mark in plot.marks] == ["kept epoch 4: 1.0000"]
+    assert curve([(0, None)], title="", names=("", ""), kept=0) is None
+
+
+def test_a_long_curve_is_thinned_and_keeps_the_kept_epoch_and_the_last() -> None:
+    values = [(epoch, 1 / (epoch + 1)) for epoch in range(1001)]
+    plot = curve(values, title="", names=("epoch", "loss"), kept=337)
+    assert len(plot.lines[0].split()) <= DRAWN_POINTS + 2
+    assert plot.marks
+    assert plot.description.endswith("epoch 1000: 0.0010.")

@@ -1,0 +1,127 @@
+import io
+import re
+import shlex
+
+import pytest
+from rich.console import Console
+
+from compress.common.errors import StageFailed
+from compress.core.gates import MaxDrop, MinMetric
+from pipelines.reporting.html_page import folded
+from pipelines.reporting.terminal_table import COLUMNS, DISPENSABLE, gate_lines, stage_table
+from pipelines.results.schema import (
+    Report,
+    found_in_words,
+    readable_bytes,
+    readable_count,
+    rule_in_words,
+)
+
+
+def test_the_page_is_self_contained_and_shows_every_figure(walked) -> None:
+    page = (walked.out / "report.html").read_text()
+    assert not re.search(r'(src|href)="(https?:)?//', page)
+    report = Report.read(walked.out)
+    for stage in report.stages:
+        assert f"</span>{folded(stage.name)}</th>" in page
+        assert stage.artifact.sha256 in page
+        assert f"{stage.measurements.speedup:.2f}×" in page
+        for verdict in stage.verdicts:
+            assert rule_in_words(verdict, "accuracy") in page
+    assert "✓ Passed" in page
+
+
+def test_what_the_user_wrote_is_escaped(walked) -> None:
+    report = Report.read(walked.out)
+    nasty = report.model_copy(update={"status": "failed", "error": "<script>alert(1)</script>"})
+    page = nasty.html()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_figures_for_people() -> None:
+    assert [readable_bytes(n) for n in (12, 45_600, 4_336_000)] == ["12 B", "46 kB", "4.34 MB"]
+    assert [readable_count(n) for n in (None, 7, 1_084_010)] == ["–", "7", "1.08 M"]
+
+
+def test_rules_are_in_plain_words() -> None:
+    at = MinMetric(at=0.975).verdict(0.98)
+    assert rule_in_words(at, "accuracy") == "accuracy >= 0.975"
+    drop = MaxDrop(points=1).verdict(0.5)
+    assert rule_in_words(drop, "accuracy") == "loses at most 1 point of accuracy"
+    assert rule_in_words(drop, "loss") == "loss rises by at most 0.01"
+
+
+def test_what_a_gate_found_has_the_unit_of_its_rule() -> None:
+    drop = MaxDrop(points=1).verdict(0.5)
+    assert found_in_words(drop, "accuracy") == "0.5"
+    assert found_in_words(drop, "loss") == "0.005"
+    assert found_in_words(MaxDrop(points=1).verdict(None, "no data"), "loss") == "no data"
+
+
+def test_the_page_gives_the_command_that_makes_it_again(walked) -> None:
+    command = shlex.join(["compress", "run", str(walked.file), "--out", str(walked.out)])
+    assert command in (walked.out / "report.html").read_text()
+
+
+def test_the_page_says_what_a_simulated_and_a_served_latency_mean(walked) -> None:
+    report = Report.read(walked.out)
+    assert "HTTP" not in report.html()
+    for kind, words in (("torchserve", "includes HTTP"), ("graph", "simulated in PyTorch")):
+        last = report.stages[-1]
+        other = last.artifact.model_copy(update={"kind": kind})
+        stages = (*report.stages[:-1], last.model_copy(update={"artifact": other}))
+        assert words in report.model_copy(update={"stages": stages}).html()
+
+
+def _printed(report: Report, width: int) -> str:
+    console = Console(width=width, file=io.StringIO())
+    console.print(stage_table(report, console))
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_table_is_never_truncated(walked, width: int) -> None:
+    report = Report.read(walked.out)
+    served = report.stages[-1].model_copy(update={"name": "package_torchserve"})
+    report = report.model_copy(update={"stages": (*report.stages, served)})
+    text = _printed(report, width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    header = "\n".join(text.splitlines()[1:4])
+    expected = {"size", "smaller", "faster", "gates"}
+    if width == 120:
+        expected = {*COLUMNS} - {"metric", *DISPENSABLE[:1]}
+    assert all(column in header for column in expected), text
+    for stage in report.stages:
+        assert re.search(rf"\b{stage.name}\b", text)
+        assert f"{stage.measurements.speedup:.2f}×" in text
+        assert f"{stage.measurements.metric.value:.4f}" in text
+
+
+def test_a_wide_table_has_every_column(walked) -> None:
+    text = _printed(Report.read(walked.out), 160)
+    assert all(column in text for column in COLUMNS if column != "metric")
+
+
+def test_a_failed_stage_has_its_row(project) -> None:
+    project.edit("ratio: 0.4", "ratio: 0.4\n    finetune: {epochs: 1, learning_rate: 1.0e+30}")
+    seen: list[Report] = []
+    with pytest.raises(StageFailed) as error:
+        project.run(finished=seen.append)
+    report = Report.read(project.out)
+    assert [s.name for s in report.stages] == ["train"]
+    assert report.failed_stage.name == "prune_channels"
+    assert report.failed_stage.error == str(error.value)
+    assert "✗ failed" in _printed(seen[0], 120)
+    assert str(error.value) in str(list(gate_lines(report))[-1])
+    assert "✗ prune_channels: " in (project.out / "report.html").read_text()
+
+
+def test_seconds_of_judging_are_told_apart(walked, project) -> None:
+    fresh = Report.read(walked.out).stages[-1]
+    assert fresh.judged_seconds > 0
+    assert any(": made in" in line and ", judged in" in line for line in walked.said)
+    again = project.run().stages[-1]
+    assert again.judged_seconds == 0
+    assert not any("judged" in line for line in project.said)

@@ -1,0 +1,188 @@
+"""What a model tells of itself when it is asked: shapes, and whether its rows may be joined."""
+
+import asyncio
+import json
+import threading
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from compress.artifacts.eager_model import EagerModel
+from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.stage import Context
+from export.exported_program import ExportProgram
+from export.torchscript.stage import ExportTorchScript
+from serve.http.asgi_app import Application
+from serve.http.dynamic_batcher import Batcher, Job, answer
+from serve.http.loaded_model import ServedModel, loaded, warm
+from serve.http.options import Limits
+from serve.packaging.model_interface import Interface, Tensor, interface_of
+from serve.worker.batching import together
+
+SIGNATURE = Signature(
+    inputs=(TensorSpec(name="x", shape=("batch", "steps", 3)),), outputs=(OutputSpec(name="y"),)
+)
+
+
+def test_an_axis_that_follows_another_varies() -> None:
+    found = interface_of(lambda x: [x.sum(-1)], SIGNATURE)
+    assert found.outputs[0].shape == (-1, -1)
+    assert found.rows_stay_first
+    found = interface_of(lambda x: [x.sum(1).astype(np.float16)], SIGNATURE)
+    assert (found.outputs[0].shape, found.outputs[0].dtype) == ((-1, 3), "float16")
+
+
+def test_a_model_of_one_size_leaves_every_axis_open() -> None:
+    def one_size(x: np.ndarray) -> list[np.ndarray]:
+        if len(x) != 2:
+            raise ValueError("batch")
+        return [x]
+
+    found = interface_of(one_size, SIGNATURE)
+    assert found.outputs[0].shape == (-1, -1, -1)
+    assert not found.rows_stay_first
+
+
+def test_answers_that_the_signature_does_not_name_are_refused() -> None:
+    with pytest.raises(StageFailed, match="gives 2 outputs, its signature names"):
+        interface_of(lambda x: [x, x], SIGNATURE)
+
+
+def test_an_answer_of_other_rows_than_were_asked_is_not_cut_apart() -> None:
+    requests = [[np.array([1, 2])], [np.array([3])]]
+    answers = together(lambda arrays: [arrays[0][:2]], requests)
+    assert [[output.tolist() for output in answer] for answer in answers] == [[[1, 2]], [[3]]]
+
+
+def test_joined_requests_get_their_own_rows() -> None:
+    class Future:
+        def done(self) -> bool:
+            return False
+
+    calls = []
+
+    def call(x: np.ndarray) -> list[np.ndarray]:
+        calls.append(len(x))
+        if (x == 9).any():
+            raise IndexError("no 9")
+        return [x * 2]
+
+    def jobs(*values: list[float]) -> list[Job]:
+        return [Job([np.array(v)], len(v), (), Future()) for v in values]  # type: ignore[arg-type]
+
+    assert [a[0].tolist() for a in answer(call, jobs([1], [2, 3], [4]))] == [[2], [4, 6], [8]]
+    assert calls == [4]
+    good, bad = answer(call, jobs([1, 2], [9]))
+    assert good[0].tolist() == [2, 4]
+    assert isinstance(bad, IndexError)
+
+
+@pytest.mark.parametrize(("breaks", "status"), [(False, 422), (True, 500)])
+def test_a_failure_is_the_requests_where_the_model_still_answers_another(
+    breaks: bool, status: int
+) -> None:
+    broken = []
+
+    def call(x: np.ndarray) -> list[np.ndarray]:
+        if broken or (x == 9).any():
+            broken.extend([breaks] * breaks)
+            raise RuntimeError("index out of range\nin /a/place")  # as TorchScript says it
+        return [x * 2]
+
+    async def ask() -> tuple[int, str]:
+        model = ServedModel("m", "torchscript", SIGNATURE, interface_of(call, SIGNATURE), call, "")
+        batcher = Batcher(call)
+        sent = []
+
+        async def receive() -> dict[str, object]:
+            return {"type": "http.request", "body": b"[[[1, 9, 1]]]"}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            sent.append(message)
+
+        headers = [(b"authorization", b"Bearer t"), (b"content-type", b"application/json")]
+        scope = {"path": "/v2/models/m/infer", "method": "POST", "headers": headers}
+        await Application(model, batcher, Limits(), "t")(scope, receive, send)
+        batcher.close()
+        return sent[0]["status"], json.loads(sent[1]["body"])["error"]
+
+    words = "does not work any more" if breaks else "cannot answer these values"
+    found, message = asyncio.run(ask())
+    assert found == status
+    assert message == f"the model {words}: RuntimeError: index out of range"
+
+
+def test_a_server_whose_calls_all_hang_is_not_ready_until_one_ends() -> None:
+    """A load balancer asks; the server itself stays alive."""
+    entered, released = threading.Semaphore(0), threading.Event()
+
+    def call(x: np.ndarray) -> list[np.ndarray]:
+        entered.release()
+        released.wait()
+        return [x]
+
+    async def states() -> list[int]:
+        tensor = Tensor("x", "float32", (-1, 3))
+        interface = Interface((tensor,), (tensor,), rows_stay_first=True)
+        model = ServedModel("m", "onnx", SIGNATURE, interface, call, "")
+        batcher = Batcher(call, workers=2, joins_rows=False)
+        application = Application(model, batcher, Limits(seconds=0.01), "t")
+
+        async def ready(path: str = "/v2/health/ready") -> int:
+            sent: list[MutableMapping[str, Any]] = []
+
+            async def send(message: MutableMapping[str, Any]) -> None:
+                sent.append(message)
+
+            scope = {"path": path, "method": "GET", "headers": [(b"authorization", b"Bearer t")]}
+            await application(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]  # unread
+            assert json.loads(sent[1]["body"]).get("ready", True) == (sent[0]["status"] == 200)
+            return int(sent[0]["status"])
+
+        async def until(status: int) -> int:
+            async with asyncio.timeout(60):
+                while await ready() != status:
+                    await asyncio.sleep(0.01)
+            return await ready("/v2/models/m/ready")
+
+        found = [await ready()]
+        first = batcher.submit([np.ones((1, 3), np.float32)])
+        await asyncio.to_thread(entered.acquire)
+        await asyncio.sleep(0.05)  # one hangs: the other answers
+        found.append(await ready())
+        second = batcher.submit([np.ones((1, 3), np.float32)])
+        found += [await until(503), await ready("/v2/health/live")]
+        released.set()
+        await asyncio.gather(first, second)
+        found.append(await until(200))
+        batcher.close()
+        return found
+
+    assert asyncio.run(states()) == [200, 200, 503, 200, 200]
+
+
+def test_what_torch_runs_is_loaded_and_answers_as_opened(mlp: EagerModel, tmp_path: Path) -> None:
+    context = Context(root=tmp_path)
+    kinds = [
+        ExportTorchScript().run(mlp, context.at(tmp_path / "torchscript")),
+        ExportProgram().run(mlp, context.at(tmp_path / "graph")),
+    ]
+    inputs = mlp.signature.example(batch=5)
+    for artifact in kinds:
+        with loaded(artifact, "model", 1) as served, artifact.open() as predict:
+            assert (served.kind, served.interface.rows_stay_first) == (artifact.kind, True)
+            assert served.interface.outputs == (Tensor("logits", "float32", (-1, 3)),)
+            (got,) = served.call(*(tensor.numpy() for tensor in inputs))
+            assert np.array_equal(got, predict(*inputs)[0].numpy())
+    refused = pytest.raises(ArtifactInvalid, match="is 'eager', expected one of onnx, aot")
+    with refused, loaded(mlp, "model", 1):
+        pass
+
+
+def test_a_model_that_answers_nan_is_never_ready() -> None:
+    with pytest.raises(StageFailed, match="answers NaN in y to normal inputs"):
+        warm(lambda x: [x * np.nan], SIGNATURE)
