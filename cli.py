@@ -94,12 +94,12 @@ def run(
         from pipelines.config.pipeline import Pipeline
     pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
     with fast_imports.quickly():
-        from pipelines.runner.run import foresee
+        from pipelines.runner.run import preview_run
         from pipelines.terminal.progress_bars import shown
     directory = out or Path("runs") / pipeline.name
     options: dict[str, Any] = {"start": start, "until": until, "force": force, "store": store}
     if dry_run:
-        foreseen = foresee(pipeline, directory, **options)
+        foreseen = preview_run(pipeline, directory, **options)
         tell(foreseen, (f"{name}: {what}" for name, what in foreseen.items()))
         return
     options |= {"jobs": jobs, "engine": engine, "finished": functools.partial(show, out=directory)}
@@ -115,7 +115,7 @@ def join(
 ) -> None:
     """Take part in a run's trainings on another node."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a run that ended is no stack trace
-    from pipelines.executors.join import join as take_part
+    from pipelines.executors.join import join_run as take_part
 
     trainings = take_part(directory, inform, wait=wait, silence=silence)
     tell({"directory": str(directory), "trainings": trainings}, ())
@@ -167,7 +167,7 @@ def inspect(artifact: ArtifactPath) -> None:
     from pipelines.commands.inspect import described
     from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
 
-    found = Artifact.at(artifact)
+    found = Artifact.from_directory(artifact)
     tell({"digest": found.digest} | found.manifest.model_dump(mode="json"), described(found))
 
 
@@ -189,7 +189,7 @@ def verify(
     given = Given(sha256, attestation, key)
     written: Any = {"report": report, "attest": attest, "sign_key": sign_key}
     proof = prove(artifact, given, replay=replay, **written)
-    tell({"artifact": str(artifact), **proof.model_dump(mode="json")}, proof.told())
+    tell({"artifact": str(artifact), **proof.model_dump(mode="json")}, proof.summary_lines())
 
 
 @command
@@ -298,9 +298,9 @@ def init(
     """Write a pipeline for a model, or a batch script."""
     if not slurm:
         from pipelines.commands.init import write_draft
-        from pipelines.commands.init_options import Wish
+        from pipelines.commands.init_options import InitOptions
 
-        wish = Wish(model, argument, checkpoint, inputs, data, target, goal)
+        wish = InitOptions(model, argument, checkpoint, inputs, data, target, goal)
         draft = write_draft(file, wish, force, asker())
         tell(draft.content(), draft.lines(), warnings=draft.warnings)
         return

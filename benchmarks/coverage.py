@@ -37,7 +37,7 @@ from compress.common.tensor_difference import (  # noqa: E402
 )
 from compress.graph.flops import count_macs  # noqa: E402
 from compress.pruning.allocation.ranking import plan_cut  # noqa: E402
-from compress.pruning.verification.masked_equivalence import silenced  # noqa: E402
+from compress.pruning.verification.masked_equivalence import zero_masked  # noqa: E402
 from compress.pruning.verification.module_rewrites import rewrite_  # noqa: E402
 from tests.compress.pruning.zoo.architectures import TRANSFORMERS  # noqa: E402
 from tests.compress.pruning.zoo.registry import HAND, Case  # noqa: E402
@@ -83,7 +83,7 @@ def ours(case: Case) -> dict[str, object]:
     keep_indices_(smaller, cut.kept, cut.attributes)
     others = case.signature.example(batch=3, seed=5)
     doubles = [x.double() if x.is_floating_point() else x for x in others]
-    expected = run_in_eval(silenced(module.double(), cut.kept), doubles)
+    expected = run_in_eval(zero_masked(module.double(), cut.kept), doubles)
     found = run_in_eval(smaller.double(), doubles)
     sizes = [sum(p.numel() for p in part.parameters()) for part in (original, smaller)]
     macs = [count_macs(part, x) for part, x in ((original, inputs), (smaller.float(), inputs))]

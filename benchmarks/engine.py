@@ -86,13 +86,13 @@ def store(folder: Path) -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
 
     def seal() -> None:
-        with OnnxModel.sealing(entry.artifact_path, signature) as partial:
+        with OnnxModel.atomic_write(entry.artifact_path, signature) as partial:
             _write(partial / OnnxModel.payload, 2 * GIGABYTE)
-        digest = OnnxModel.at(entry.artifact_path).digest
+        digest = OnnxModel.from_directory(entry.artifact_path).digest
         entry.commit(Record(parts={}, digest=digest, seconds=0))
 
     def show() -> None:
-        publish(OnnxModel.at(entry.artifact_path), published)
+        publish(OnnxModel.from_directory(entry.artifact_path), published)
 
     print("| 2 GB | seconds | peak above the start, MB | on the disk, GB |")
     print("|---|---:|---:|---:|")

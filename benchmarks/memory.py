@@ -23,7 +23,7 @@ from compress.profiling.rss import forget_peak, kibibytes
 from compress.training.config.parallel import Parallel
 from compress.training.config.training import Training
 from compress.training.distributed.base import process_group
-from compress.training.distributed.fsdp import Sharded
+from compress.training.distributed.fsdp import FSDPStrategy
 from compress.training.optim.activation_checkpoint import checkpoint_activations_
 
 HERE = Path(__file__).parent
@@ -44,11 +44,11 @@ def load_rank(rank: int, model: str, group: str, whole: bool, out) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": group}
     parallel = Parallel(strategy="fsdp", processes=2, wrap=("TransformerEncoderLayer",))
-    artifact = EagerModel.at(model)
+    artifact = EagerModel.from_directory(model)
     transformer_once = artifact.skeleton()  # what importing takes is not counted
     del transformer_once
     with process_group("cpu"):
-        strategy = Sharded(parallel)
+        strategy = FSDPStrategy(parallel)
         strategy.wait()
         forget_peak()
         before = kibibytes("VmRSS")

@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--soak", type=float, metavar="MINUTES")
     parser.add_argument("--server", choices=["built-in", "torchserve"], default="built-in")
     given = parser.parse_args()
-    model = OnnxModel.at(given.model)
+    model = OnnxModel.from_directory(given.model)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         ours = built_in(model, given.processes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compress.common.lazy_imports import imported_on_use
-from compress.core.baselines import RUNTIMES, Runtime
+from compress.core.baselines import BASELINES, Runtime
 from export.onnx.float_baseline import in_onnxruntime
 
 if TYPE_CHECKING:
@@ -35,6 +35,6 @@ _HOMES = {
     "export.torchscript.stage": ("ExportTorchScript", "TorchScriptModel"),
 }
 
-RUNTIMES["onnxruntime"] = Runtime(in_onnxruntime, frozenset({"eager", "graph", "onnx"}))
+BASELINES["onnxruntime"] = Runtime(in_onnxruntime, frozenset({"eager", "graph", "onnx"}))
 
 __getattr__ = imported_on_use(__name__, _HOMES)

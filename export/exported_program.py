@@ -33,7 +33,7 @@ class ExportProgram(Stage[EagerModel, GraphModel]):
         from export.parity.compare import prove_equal
 
         program = export_program(model.load(), model.signature)
-        with GraphModel.sealing(
+        with GraphModel.atomic_write(
             context.root, model.signature, lineage=self.lineage(model)
         ) as partial:
             file = partial / GraphModel.payload
@@ -43,7 +43,7 @@ class ExportProgram(Stage[EagerModel, GraphModel]):
                 prove_equal(model, graph, context)
         operators = sum(node.op == "call_function" for node in program.graph.nodes)
         logger.info("%s: %d operators", self.title, operators)
-        return GraphModel.at(context.root)
+        return GraphModel.from_directory(context.root)
 
     def _read_back(self, file: Path) -> ExportedProgram:
         """Return the program as whoever opens the artifact reads it.
@@ -59,7 +59,7 @@ class ExportProgram(Stage[EagerModel, GraphModel]):
             told = str(error).removeprefix(f"{file}: ")
             raise StageFailed(f"the graph cannot be stored: {told}") from error
 
-    def prove(self, model: EagerModel, artifact: GraphModel, context: Context) -> None:
+    def check_parity(self, model: EagerModel, artifact: GraphModel, context: Context) -> None:
         """Compare a graph from an earlier run with its source, on the data of this one."""
         from export.parity.compare import prove_again
 

@@ -91,7 +91,7 @@ def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: 
             raise ArtifactInvalid(f"{path}: {NATIVE}")
         _by_torchserve(path, origin.signature, options, token_file, tell)
         return
-    artifact = Artifact.at(path.parent if path.is_file() else path)
+    artifact = Artifact.from_directory(path.parent if path.is_file() else path)
     if path.is_file() and path.name != artifact.payload_name:
         raise ArtifactInvalid(f"{path}: expected the directory, or its {artifact.payload_name}")
     refuse_other_artifact(artifact, options.sha256)

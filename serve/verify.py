@@ -66,7 +66,7 @@ def verify(
         refuse_other(path, sha256)
         return _prove_bare(path, sha256, starts_native)
     _know_every_kind()
-    artifact = Artifact.at(path)
+    artifact = Artifact.from_directory(path)
     refuse_other_artifact(artifact, sha256)
     if isinstance(artifact, TorchServeArchive):
         return _prove_archive(artifact, evidence, starts_native)

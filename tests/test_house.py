@@ -25,7 +25,7 @@ from compress.quantization.config.dtype_scheme import Observer
 from pipelines.config.model_spec import SOURCES, ModelSpec
 from pipelines.config.pipeline import Pipeline
 from pipelines.config.registry import stages
-from pipelines.planning.plan import make_plan
+from pipelines.planning.plan import build_plan
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -102,13 +102,13 @@ def test_every_setting_is_described(stage: type[Stage]) -> None:
     ],
 )
 def test_the_shipped_pipelines_are_valid(file: str) -> None:
-    make_plan(Pipeline.from_yaml(ROOT / file))
+    build_plan(Pipeline.from_yaml(ROOT / file))
 
 
 def test_the_readmes_pipeline_is_valid(tmp_path: Path) -> None:
     (snippet,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     (tmp_path / "pipeline.yaml").write_text(snippet)
-    make_plan(Pipeline.from_yaml(tmp_path / "pipeline.yaml"))
+    build_plan(Pipeline.from_yaml(tmp_path / "pipeline.yaml"))
     assert len(snippet.splitlines()) <= 12
 
 

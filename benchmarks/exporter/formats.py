@@ -89,7 +89,7 @@ def _table(name: str, root: Path, *, small: bool) -> None:
 
 
 def _bytes(path: Path) -> int:
-    return Artifact.at(path).payload_bytes
+    return Artifact.from_directory(path).payload_bytes
 
 
 def apart(what: str, kind: str, path: Path) -> dict:
@@ -103,7 +103,7 @@ def apart(what: str, kind: str, path: Path) -> dict:
 
 def export(kind: str, root: Path) -> dict:
     """Export the model in a folder; return seconds, and bytes of memory at the peak."""
-    model, stage = EagerModel.at(root / "source"), STAGES[kind]()
+    model, stage = EagerModel.from_directory(root / "source"), STAGES[kind]()
     imported(root.name)
     fixed = _warm_up(kind, root / "warm")
     before = kibibytes("VmRSS")
@@ -121,7 +121,7 @@ def export(kind: str, root: Path) -> dict:
 
 def run(root: Path) -> dict:
     """Load the eager model and ask it once; return bytes of memory at the peak."""
-    model = EagerModel.at(root / "source")
+    model = EagerModel.from_directory(root / "source")
     imported(root.name)
     before = kibibytes("VmRSS")
     forget_peak()
@@ -153,7 +153,7 @@ def _warm_up(kind: str, folder: Path) -> int | None:
 def load(path: Path) -> dict:
     """Return the seconds from the file to a first answer."""
     began = time.perf_counter()
-    artifact = Artifact.at(path)
+    artifact = Artifact.from_directory(path)
     with artifact.open() as predict:
         predict(*artifact.signature.example(batch=1))
     return {"load": time.perf_counter() - began}
@@ -168,7 +168,7 @@ def _ratios(model: EagerModel, root: Path, kinds: list[str], *, small: bool) -> 
                 compiled = torch.compile(model.load(), dynamic=False)
                 opened = predicting(compiled, "cpu", 1)
             else:
-                opened = (model if kind == EAGER else Artifact.at(root / kind)).open()
+                opened = (model if kind == EAGER else Artifact.from_directory(root / kind)).open()
             predictors.append(stack.enter_context(opened))
         by_batch = []
         for batch in BATCHES:

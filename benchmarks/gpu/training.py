@@ -20,9 +20,9 @@ from torch import nn
 from compress.data.splits import Batch
 from compress.training.config.training import Training
 from compress.training.distributed.base import process_group, strategy_of
-from compress.training.distributed.ddp import Alone
+from compress.training.distributed.ddp import SingleProcess
 from compress.training.loop.cuda_prefetch import on_device
-from compress.training.loop.train_state import Learner
+from compress.training.loop.train_state import TrainState
 from compress.training.objectives.objective import TargetLoss
 
 FSDP = {"strategy": "fsdp", "wrap": ["Block"]}
@@ -140,10 +140,10 @@ def flops_per_token(size: Size, weights: int) -> float:
 def measure(size: Size, settings: dict) -> tuple[float, float]:
     """Return the median seconds of a step and the peak of memory in GiB."""
     training = Training(epochs=1, batch_size=size.batch, optimizer="adamw", **settings)
-    strategy = strategy_of(training.parallel) if "parallel" in settings else Alone()
+    strategy = strategy_of(training.parallel) if "parallel" in settings else SingleProcess()
     module = Language(size).to(size.device)
     loss = TargetLoss().prepare(size.device)
-    learner = Learner.of(module, loss, training, strategy, size.device, lambda: batch)
+    learner = TrainState.create(module, loss, training, strategy, size.device, lambda: batch)
     learner.wrapped.train()
     tokens = torch.randint(size.words, (size.batch, size.length + 1), device=size.device)
     batch = Batch((tokens[:, :-1],), tokens[:, 1:])

@@ -59,7 +59,7 @@ def _digits(root: Path, seed: int, epochs: int):
     student, big = (_resnet(root / f"resnet{width}", seed, width) for width in (8, 32))
 
     def context(name: str, data: Splits, **earlier) -> Context:
-        return Context(root=root / name, data=data, seed=seed, earlier=earlier)
+        return Context(root=root / name, data=data, seed=seed, artifacts=earlier)
 
     # As many steps whichever data there are, of 32 samples each.
     many = epochs * len(x) // LABELLED
@@ -151,9 +151,9 @@ def _minilm(root: Path, small: bool) -> tuple[EagerModel, Context]:
 
 def _timed(stage, model: EagerModel, context: Context, name: str) -> EagerModel:
     began, busy = time.monotonic(), time.process_time()
-    result = stage(model, context.at(context.root.with_name(stage.stage)))
+    result = stage(model, context.with_root(context.root.with_name(stage.stage)))
     minutes, busy = (time.monotonic() - began) / 60, (time.process_time() - busy) / 60
-    value, whole = context.score(result, "test"), context.earlier["source"].macs()
+    value, whole = context.score(result, "test"), context.artifacts["source"].macs()
     print(
         f"  {name:28s}cosine {value:.3f}, {result.parameters() / 1e6:.1f} M weights, "
         f"{result.macs() / whole:.2f} of the multiplications, {minutes:.1f} min, "

@@ -56,7 +56,7 @@ def _row(
         refit=refit,
         calibration_samples=samples,
     )
-    slim = stage(model, context.at(context.root.with_name(f"{importance} {ratio} {refit}")))
+    slim = stage(model, context.with_root(context.root.with_name(f"{importance} {ratio} {refit}")))
     seconds = time.process_time() - began
     macs = slim.manifest.facts["macs"]
     print(

@@ -160,4 +160,4 @@ def minilm(root: Path, batch_size: int = 32, **sizes: int):
     model = import_checkpoint(root / "source", recipe, signature, checkpoint=file, folder=here)
     data = DataReference("sentences:data", sizes, here, batch_size).load()
     metric = Metric("sentences:cosine", direction=True, folder=here)
-    return model, Context(root=root / "x", data=data, metric=metric, earlier={"source": model})
+    return model, Context(root=root / "x", data=data, metric=metric, artifacts={"source": model})

@@ -39,7 +39,7 @@ def walk(root: Path, calibrated: int, held_out: int, threads: int) -> None:
         for method in METHODS:
             began = time.monotonic()
             stage = PruneWeights(method=method, calibration_samples=calibrated, **zeros)
-            slim = stage(model, context.at(root / f"{method}{name}"))
+            slim = stage(model, context.with_root(root / f"{method}{name}"))
             seconds = time.monotonic() - began
             size = slim.manifest.facts["deflated_bytes"]
             share = slim.manifest.facts["zeros"]["all_weights"]

@@ -47,7 +47,7 @@ def minilm(root: Path, samples: int) -> tuple[EagerModel, Context]:
 
 def at(context: Context, name: str) -> Context:
     """Return the same context with a directory of its own for an artifact."""
-    return context.at(context.root.with_name(name.replace(" ", "_")))
+    return context.with_root(context.root.with_name(name.replace(" ", "_")))
 
 
 def onnx(model: Artifact, context: Context, name: str) -> Artifact:

@@ -7,8 +7,8 @@ from torch import nn
 from compress.data.splits import Batch
 from compress.training.config.training import Training
 from compress.training.distributed.base import strategy_of
-from compress.training.distributed.ddp import Alone
-from compress.training.loop.train_state import Learner
+from compress.training.distributed.ddp import SingleProcess
+from compress.training.loop.train_state import TrainState
 from compress.training.objectives.objective import TargetLoss
 
 
@@ -49,11 +49,11 @@ def batch(samples: int, length: int, width: int) -> Batch:
     return Batch((torch.randn(samples, length, width),), torch.randint(10, (samples,)))
 
 
-def learner(module: nn.Module, **settings) -> Learner:
+def learner(module: nn.Module, **settings) -> TrainState:
     """Return what trains a module, in the process group where there is one."""
     training = Training(epochs=1, learning_rate=1e-3, **settings)
-    strategy = Alone() if training.parallel.ranks == 1 else strategy_of(training.parallel)
+    strategy = SingleProcess() if training.parallel.ranks == 1 else strategy_of(training.parallel)
     loss = TargetLoss().prepare("cpu")
-    made = Learner.of(module, loss, training, strategy, "cpu", lambda: batch(1, 1, 1))
+    made = TrainState.create(module, loss, training, strategy, "cpu", lambda: batch(1, 1, 1))
     made.wrapped.train()
     return made

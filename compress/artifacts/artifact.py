@@ -116,7 +116,7 @@ class Artifact:
         return f"{type(self).__name__}({str(self.path)!r}, {self.digest[:12]})"
 
     @classmethod
-    def at(cls, path: Path | str) -> Self:
+    def from_directory(cls, path: Path | str) -> Self:
         """Read the artifact in a directory; on ``Artifact`` itself, of whichever kind it is.
 
         Names and sizes of its files are compared with the manifest; :meth:`verify` hashes them too.
@@ -144,10 +144,10 @@ class Artifact:
             raise ArtifactInvalid(f"{path}: not an artifact (it has no {MANIFEST})") from None
         except OSError as error:
             raise ArtifactInvalid(f"{path / MANIFEST}: {error.strerror}") from error
-        return cls.described_by(raw, path)
+        return cls.from_manifest(raw, path)
 
     @classmethod
-    def described_by(cls, raw: bytes, path: Path) -> Self:
+    def from_manifest(cls, raw: bytes, path: Path) -> Self:
         """Return the artifact that a manifest describes, whether or not it lies at the path yet.
 
         Raises:
@@ -176,7 +176,7 @@ class Artifact:
 
     @classmethod
     @contextmanager
-    def sealing(
+    def atomic_write(
         cls,
         path: Path,
         signature: Signature,
@@ -295,7 +295,7 @@ class Artifact:
         return ArtifactInvalid(f"{self.path}: {name} is not the file that was sealed")
 
     @property
-    def unseen_memory(self) -> str:
+    def memory_unavailable_reason(self) -> str:
         """Why the process that asks does not show what memory a call takes; empty where it does."""
         return self.memory_elsewhere
 
@@ -304,7 +304,7 @@ class Artifact:
         raise NotImplementedError(f"{self.kind} artifacts cannot answer")
 
     @contextmanager
-    def held(self, device: str = "cpu", threads: int = 1) -> Iterator[None]:
+    def keep_loaded(self, device: str = "cpu", threads: int = 1) -> Iterator[None]:
         """Keep what is costly to start, such as a server, up between several :meth:`open`."""
         yield
 

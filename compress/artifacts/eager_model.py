@@ -59,10 +59,12 @@ class EagerModel(Artifact):
         from compress.checkpoint.safetensors_io import write_safetensors
 
         sources = local_sources(recipe.factory, folder)
-        with cls.sealing(path, signature, recipe=recipe, lineage=lineage, facts=facts) as partial:
+        with cls.atomic_write(
+            path, signature, recipe=recipe, lineage=lineage, facts=facts
+        ) as partial:
             write_safetensors(partial / cls.payload, state)
             write_sources(partial, sources)
-        return cls.at(path)
+        return cls.from_directory(path)
 
     @classmethod
     def from_module(

@@ -46,9 +46,9 @@ class GraphModel(Artifact):
         """
         from compress.graph.torch_export import save_program
 
-        with cls.sealing(path, signature, lineage=lineage, facts=facts) as partial:
+        with cls.atomic_write(path, signature, lineage=lineage, facts=facts) as partial:
             save_program(program, partial / cls.payload)
-        return cls.at(path)
+        return cls.from_directory(path)
 
     @classmethod
     def of(cls, model: EagerModel, path: Path) -> GraphModel:

@@ -31,7 +31,7 @@ class Origin(Settings):
 
     _code: Path | None = PrivateAttr(default=None)
 
-    def beside(self, folder: Path, code: Path) -> Origin:
+    def resolve_paths(self, folder: Path, code: Path) -> Origin:
         """Return the same model with its paths relative to a pipeline's folders.
 
         Raises:

@@ -114,7 +114,7 @@ def lines_of(message: str) -> list[str]:
     return [" ".join(lines)]
 
 
-def told_of(error: Exception) -> list[str]:
+def cause_lines(error: Exception) -> list[str]:
     """Return what a user is told of an error and of those that it notes: one line per problem."""
     message = str(error)
     if not isinstance(error, CompressError | OSError):

@@ -59,7 +59,7 @@ def usable_cores() -> int:
     return max(1, min(allowed or 1, math.ceil(quota) if quota else allowed or 1))
 
 
-def told_threads() -> int:
+def configured_threads() -> int:
     """Return what `OMP_NUM_THREADS` says, 0 where it says nothing; of a list the first counts."""
     told = os.environ.get(THREADS, "").partition(",")[0].strip()
     return int(told) if told.isdecimal() else 0
@@ -67,7 +67,7 @@ def told_threads() -> int:
 
 def threads_to_use() -> int:
     """Return how many threads were told, or one for each usable core."""
-    return told_threads() or usable_cores()
+    return configured_threads() or usable_cores()
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def within_quota() -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()
-    fewer = min(before, told_threads() or usable_cores())
+    fewer = min(before, configured_threads() or usable_cores())
     if fewer == before:
         yield
         return

@@ -47,7 +47,7 @@ class Runtime(NamedTuple):
     requirements: tuple[Requirement, ...] = ()
 
 
-class InRuntime(Artifact):
+class BaselineArtifact(Artifact):
     """A float model as another runtime answers it; nothing is written."""
 
     def __init__(self, name: str, model: Artifact) -> None:
@@ -56,7 +56,7 @@ class InRuntime(Artifact):
         Raises:
             StageFailed: it cannot run models of this kind.
         """
-        self.runtime = RUNTIMES[name]
+        self.runtime = BASELINES[name]
         if model.kind not in self.runtime.takes:
             raise StageFailed(
                 f"against {name}: the model came in as {model.kind}, which {name} cannot run; "
@@ -79,7 +79,7 @@ class InRuntime(Artifact):
             yield predict
 
 
-def opponent_of(gate: Gate, model: Artifact, context: Context) -> Artifact:
+def baseline_for(gate: Gate, model: Artifact, context: Context) -> Artifact:
     """Return what a gate compares a stage's result with; a stage's name goes before a runtime's.
 
     Args:
@@ -92,9 +92,9 @@ def opponent_of(gate: Gate, model: Artifact, context: Context) -> Artifact:
     """
     if gate.against is None:
         return model
-    if gate.against in RUNTIMES and gate.against not in context.earlier:
-        return InRuntime(gate.against, float_model_of(model, context))
-    return context.named(gate.against)
+    if gate.against in BASELINES and gate.against not in context.artifacts:
+        return BaselineArtifact(gate.against, float_model_of(model, context))
+    return context.artifact(gate.against)
 
 
 def float_model_of(model: Artifact, context: Context) -> Artifact:
@@ -105,13 +105,13 @@ def float_model_of(model: Artifact, context: Context) -> Artifact:
     Raises:
         StageFailed: an artifact on that road is not known.
     """
-    known = {artifact.digest: artifact for artifact in context.earlier.values()}
+    known = {artifact.digest: artifact for artifact in context.artifacts.values()}
     while model.kind != "eager" and model.manifest.lineage:
         before = model.manifest.lineage[-1].inputs.get("input", "")
         if before not in known:
             raise StageFailed(
                 f"{model.path}: the float model that it was made of is not known here; pass it "
-                "with Context(earlier=…)"
+                "with Context(artifacts=…)"
             )
         model = known[before]
     return model
@@ -151,7 +151,7 @@ def _module(model: Artifact, device: str) -> torch.nn.Module:
 
 
 IN_PYTORCH = frozenset({"eager", "graph"})
-RUNTIMES: dict[str, Runtime] = {
+BASELINES: dict[str, Runtime] = {
     "eager": Runtime(_eager, IN_PYTORCH),
     "compiled": Runtime(_compiled, IN_PYTORCH, (COMPILER,)),
 }

@@ -49,9 +49,9 @@ class Gate(Settings):
 
     limit_field: ClassVar[str]
     """The setting that holds the limit."""
-    words: ClassVar[str]
+    rule_template: ClassVar[str]
     """The rule in words, with its unit; settings in braces."""
-    at_least: ClassVar[bool] = False
+    higher_passes: ClassVar[bool] = False
     """Whether the value must reach the limit, instead of staying under it."""
     compares: ClassVar[bool] = True
     """Whether another artifact is looked at."""
@@ -63,7 +63,7 @@ class Gate(Settings):
         """The number that the value is held against."""
         return float(getattr(self, self.limit_field))
 
-    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Measure.
 
         Raises:
@@ -75,7 +75,7 @@ class Gate(Settings):
         """Return the settings that change the measured value, its limit left out."""
         return self.model_dump(mode="json", exclude={self.limit_field, "against"})
 
-    def judge(self, before: Artifact, after: Artifact, context: Context) -> Verdict:
+    def evaluate(self, before: Artifact, after: Artifact, context: Context) -> Verdict:
         """Measure and hold against the limit.
 
         Raises:
@@ -83,7 +83,7 @@ class Gate(Settings):
         """
         try:
             with exits_refused():
-                return self.verdict(self.value(before, after, context))
+                return self.verdict(self.measure(before, after, context))
         except Unavailable:
             raise
         except CompressError as error:
@@ -97,13 +97,13 @@ class Gate(Settings):
             value, passed = None, False
             reason = reason or "the measured value is not finite"
         else:
-            passed = value >= self.limit if self.at_least else value <= self.limit
+            passed = value >= self.limit if self.higher_passes else value <= self.limit
         return Verdict(
             gate=self.gate,
             value=value,
             limit=self.limit,
             passed=passed,
             against=(self.against or "input") if self.compares else None,
-            rule=self.words.format_map(dict(self)),
+            rule=self.rule_template.format_map(dict(self)),
             reason=reason,
         )

@@ -34,10 +34,10 @@ class Parity(Gate):
     """Largest absolute difference allowed."""
 
     limit_field: ClassVar[str] = "atol"
-    words: ClassVar[str] = "max |difference| <= {atol:g}"
+    rule_template: ClassVar[str] = "max |difference| <= {atol:g}"
     asks_rows: ClassVar[bool] = True
 
-    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the largest absolute difference."""
         from compress.common.tensor_difference import largest, largest_difference
 
@@ -69,11 +69,11 @@ class LabelAgreement(Gate):
     """Fraction of samples with equal labels; 1.0 means every one."""
 
     limit_field: ClassVar[str] = "minimum"
-    words: ClassVar[str] = "equal labels >= {minimum:g}"
+    rule_template: ClassVar[str] = "equal labels >= {minimum:g}"
     asks_rows: ClassVar[bool] = True
-    at_least: ClassVar[bool] = True
+    higher_passes: ClassVar[bool] = True
 
-    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the fraction of equal labels."""
         from compress.core.metrics import decisions_of
 
@@ -95,10 +95,10 @@ class MaxDrop(Gate):
     """Largest loss allowed, in hundredths of the metric (percentage points for accuracy)."""
 
     limit_field: ClassVar[str] = "points"
-    words: ClassVar[str] = "drop <= {points:g} points"
+    rule_template: ClassVar[str] = "drop <= {points:g} points"
     asks_rows: ClassVar[bool] = True
 
-    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the loss in points, negative when the result is better."""
         # Rounded: 0.98 - 0.97 must not exceed one point by a float's last bit.
         return round(context.metric.drop_points(context.score(before), context.score(after)), 9)
@@ -112,12 +112,12 @@ class MinMetric(Gate):
     """The value to reach, in the metric's own unit (0.975 for an accuracy of 97.5 %)."""
 
     limit_field: ClassVar[str] = "at"
-    words: ClassVar[str] = "metric >= {at:g}"
+    rule_template: ClassVar[str] = "metric >= {at:g}"
     asks_rows: ClassVar[bool] = True
-    at_least: ClassVar[bool] = True
+    higher_passes: ClassVar[bool] = True
     compares: ClassVar[bool] = False
 
-    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the metric on `val`."""
         if not context.metric.higher_is_better:
             raise StageFailed(f"metric {context.metric.name} falls with quality; use max_drop")
@@ -132,9 +132,9 @@ class MaxSize(Gate):
     """Largest ratio of the deployed file's bytes to those of the artifact compared with."""
 
     limit_field: ClassVar[str] = "ratio"
-    words: ClassVar[str] = "size ratio <= {ratio:.4g}"
+    rule_template: ClassVar[str] = "size ratio <= {ratio:.4g}"
 
-    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the ratio of bytes."""
         return after.payload_bytes / before.payload_bytes
 
@@ -147,9 +147,9 @@ class MaxParameters(Gate):
     """Largest ratio of weights left."""
 
     limit_field: ClassVar[str] = "ratio"
-    words: ClassVar[str] = "parameter ratio <= {ratio:g}"
+    rule_template: ClassVar[str] = "parameter ratio <= {ratio:g}"
 
-    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the ratio of weights."""
         mine, theirs = after.parameters(), before.parameters()
         if mine is None or not theirs:
@@ -178,10 +178,10 @@ class MinSpeedup(_MeasuredOnVal):
     of: `eager` (PyTorch), `compiled` (torch.compile), `onnxruntime` (its plain export)."""
 
     limit_field: ClassVar[str] = "ratio"
-    words: ClassVar[str] = "speedup at batch {batch} >= {ratio:g} with 95 % confidence"
-    at_least: ClassVar[bool] = True
+    rule_template: ClassVar[str] = "speedup at batch {batch} >= {ratio:g} with 95 % confidence"
+    higher_passes: ClassVar[bool] = True
 
-    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the lower end of the interval in which the ratio of median latencies lies.
 
         Raises:
@@ -203,10 +203,10 @@ class MaxLatency(_MeasuredOnVal):
     """Samples per call."""
 
     limit_field: ClassVar[str] = "p95_ms"
-    words: ClassVar[str] = "p95 at batch {batch} <= {p95_ms:g} ms"
+    rule_template: ClassVar[str] = "p95 at batch {batch} <= {p95_ms:g} ms"
     compares: ClassVar[bool] = False
 
-    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the p95 latency in milliseconds.
 
         Raises:
@@ -231,10 +231,10 @@ class MaxMemory(_MeasuredOnVal):
     """Samples per call."""
 
     limit_field: ClassVar[str] = "mebibytes"
-    words: ClassVar[str] = "peak memory at batch {batch} <= {mebibytes:g} MiB"
+    rule_template: ClassVar[str] = "peak memory at batch {batch} <= {mebibytes:g} MiB"
     compares: ClassVar[bool] = False
 
-    def value(self, before: Artifact, after: Artifact, context: Context) -> float:
+    def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the peak memory in mebibytes."""
         return context.peak_memory(after, self.batch)
 
@@ -259,8 +259,8 @@ def _paired_outputs(
 ) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
     """Yield both models' outputs for the same batches, on the CPU."""
     with (
-        context.opened(before) as expected,
-        context.opened(after) as got,
+        context.predictor(before) as expected,
+        context.predictor(after) as got,
     ):
         batch_size = context.judged_batch_size(before, after)
         for inputs in context.comparison_inputs(before.signature, batch_size):

@@ -290,7 +290,7 @@ def predict_split(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the first output for every sample of a split, and the targets where there are any."""
 
-    def told() -> Iterator[Batch]:
+    def counted_batches() -> Iterator[Batch]:
         done, total = 0, len(splits.split(split))  # type: ignore[arg-type]
         for batch in splits.batches(split, batch_size):
             yield batch
@@ -298,7 +298,7 @@ def predict_split(
             if progress is not None:
                 progress(f"evaluate on {split}", done, total)
 
-    return predict_batches(predict, told())
+    return predict_batches(predict, counted_batches())
 
 
 def predict_batches(

@@ -13,7 +13,7 @@ from compress.common.dependency_recorder import Recording, note, recording
 from compress.common.errors import GateRefused, StageFailed, exits_refused
 from compress.common.process import only_new
 from compress.common.requirements import Requirement, requirements_of
-from compress.core.baselines import opponent_of
+from compress.core.baselines import baseline_for
 from compress.core.gate import Verdict, explain
 from compress.core.gates import AnyGate
 from compress.core.loss import INFERRED, Loss
@@ -68,7 +68,7 @@ class Context:
     threads: int = 1
     """CPU threads a model answers with, in every measurement alike."""
     seed: int = 0
-    earlier: Mapping[str, Artifact] = field(default_factory=dict)
+    artifacts: Mapping[str, Artifact] = field(default_factory=dict)
     """Artifacts by stage name, for `against` and `teacher`; `source` is the model as it came in."""
     progress: Progress = silent
     scratch: Path | None = None
@@ -114,16 +114,16 @@ class Context:
             raise StageFailed(f"{why} needs data; add a `data:` section or pass Context(data=…)")
         return self.data
 
-    def named(self, name: str) -> Artifact:
+    def artifact(self, name: str) -> Artifact:
         """Return an earlier artifact.
 
         Raises:
             StageFailed: no stage of that name came before.
         """
-        if name not in self.earlier:
-            known = ", ".join(self.earlier) or "none"
+        if name not in self.artifacts:
+            known = ", ".join(self.artifacts) or "none"
             raise StageFailed(f"no earlier artifact is named {name!r}; known: {known}")
-        return self.earlier[name]
+        return self.artifacts[name]
 
     def score(self, artifact: Artifact, split: str = "val") -> float:
         """Return an artifact's metric on a split."""
@@ -161,15 +161,15 @@ class Context:
 
         data = self.need_data(f"metric {self.metric.name}")
         with ExitStack() as stack:
-            predict = stack.enter_context(self.opened(artifact))
+            predict = stack.enter_context(self.predictor(artifact))
             reference = None
             if self.metric.name == "fidelity":
-                reference = stack.enter_context(self.opened(self.named("source")))
+                reference = stack.enter_context(self.predictor(self.artifact("source")))
             metric = self.metric.settled(data)
             return evaluate(predict, data, split, metric, reference, self.progress, batch)
 
     @contextmanager
-    def opened(self, artifact: Artifact) -> Iterator[Predictor]:
+    def predictor(self, artifact: Artifact) -> Iterator[Predictor]:
         """Give an artifact as a predictor that takes any number of samples."""
         from compress.data.fixed_batch import any_batch
 
@@ -215,7 +215,7 @@ class Context:
             for i in range(COMPARED_BATCHES):
                 yield signature.example(batch=batch_size or 8, seed=self.seed + i)
 
-    def at(self, root: Path) -> Context:
+    def with_root(self, root: Path) -> Context:
         """Return the same context with another artifact directory."""
         return replace(self, root=root)
 
@@ -239,7 +239,7 @@ class Stage(Settings, Generic[Reads, Writes]):
         """Do the work and seal the result at ``context.root``."""
         raise NotImplementedError
 
-    def prove(self, model: Reads, artifact: Writes, context: Context) -> None:
+    def check_parity(self, model: Reads, artifact: Writes, context: Context) -> None:
         """Hold a result of an earlier run against its input, on the data of this one.
 
         Only stages whose results are to answer as their inputs do have something to prove.
@@ -267,9 +267,9 @@ class Stage(Settings, Generic[Reads, Writes]):
 
     def judge(self, model: Artifact, artifact: Artifact, context: Context) -> list[Verdict]:
         """Return every gate's verdict on the result."""
-        with artifact.held(context.device, context.threads):
+        with artifact.keep_loaded(context.device, context.threads):
             return [
-                gate.judge(opponent_of(gate, model, context), artifact, context)
+                gate.evaluate(baseline_for(gate, model, context), artifact, context)
                 for gate in self.gates
             ]
 
@@ -312,12 +312,12 @@ class Stage(Settings, Generic[Reads, Writes]):
         return {}
 
     @property
-    def also_reads(self) -> tuple[str, ...]:
+    def extra_inputs(self) -> tuple[str, ...]:
         """Names of the artifacts read besides the input."""
         return ()
 
     @property
-    def also_takes(self) -> tuple[type[Artifact], ...]:
+    def extra_input_types(self) -> tuple[type[Artifact], ...]:
         """Kinds that those artifacts may be of."""
         return (Artifact,)
 
@@ -326,11 +326,11 @@ class Stage(Settings, Generic[Reads, Writes]):
         """What activations of the result may be besides float32, so far as the settings tell."""
         return frozenset()
 
-    def refusal(self, formats: Set[str]) -> str:
+    def unsupported_input_reason(self, formats: Set[str]) -> str:
         """Return why an input with activations of these formats cannot be read, or nothing."""
         return ""
 
-    def beside(self, folder: Path, code: Path) -> Self:
+    def resolve_paths(self, folder: Path, code: Path) -> Self:
         """Return the same stage with its paths relative to a pipeline's folders.
 
         Args:

@@ -33,7 +33,7 @@ class Loading(Settings):
     processes and later runs; for slow datasets that give the same sample each time. At the start of
     a run a few samples are read anew, so that other data are noticed; the folder may be removed."""
 
-    def beside(self, folder: Path) -> Self:
+    def resolve_paths(self, folder: Path) -> Self:
         """Return the same settings with paths relative to a folder."""
         if self.cache is None:
             return self

@@ -174,7 +174,7 @@ class Splits:
         if name in self._cached:
             return self._cached[name]
         if name not in self._caches:
-            with self._telling_of_samples(name), recording() as read:
+            with self._sample_errors(name), recording() as read:
                 probes = probe(dataset)
             self._opened.add(read)
             # Only a few samples are read anew: a changed file of labels has to be seen in itself.
@@ -337,7 +337,7 @@ class Splits:
                 records=is_sampled,
             )
             found = []
-            with self._telling_of_samples(name), recording() as recorded:
+            with self._sample_errors(name), recording() as recorded:
                 for hashes, read_there in reader.read(indices, self.batch_size, seed=0):
                     found.append(hashes)
                     note(read_there)
@@ -358,7 +358,7 @@ class Splits:
         return {"factory": self.source.factory, "arguments": arguments, "code": code}
 
     @contextmanager
-    def _telling_of_samples(self, split: str) -> Iterator[None]:
+    def _sample_errors(self, split: str) -> Iterator[None]:
         try:
             with exits_refused():
                 yield

@@ -15,7 +15,7 @@ from compress.common.seeding import derive_seed, seeded
 from compress.distillation.feature_hooks import Pairs, Recorder, channel_axis, projected
 from compress.distillation.feature_losses import FeatureTerm
 from compress.distillation.loss_terms import AnyTerm  # noqa: TC001 - a dataclass field
-from compress.distillation.output_losses import Said
+from compress.distillation.output_losses import OutputPair
 from compress.training.objectives.objective import BESIDE, TargetLoss
 from compress.training.objectives.teacher_objective import cosine_distance, need_equal_shapes
 
@@ -72,7 +72,7 @@ class Slot:
     projects: bool = False
 
     @property
-    def heard(self) -> bool:
+    def is_captured(self) -> bool:
         """Whether the model hands it over behind its outputs."""
         return self.projects or bool(self.student)
 
@@ -97,19 +97,19 @@ class Lesson:
     def __call__(self, outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
         """Return the weighted sum of all terms."""
         taught = self._taught(batch)
-        said = Said(
+        said = OutputPair(
             student=outputs[0].float(),
             teacher=taught[""].float(),
             target=batch.target,
             targets_loss=self.targets_loss,
         )
-        count = sum(slot.heard for slots in self.slots for slot in slots)
+        count = sum(slot.is_captured for slots in self.slots for slot in slots)
         handed = iter(outputs[len(outputs) - count :])
         total = said.student.new_zeros(())
         for term, slots in zip(self.lessons.terms, self.slots, strict=True):
             if term.needs_equal_outputs:
                 need_equal_shapes(said.student, said.teacher)
-            own = [next(handed) if slot.heard else outputs[0] for slot in slots]
+            own = [next(handed) if slot.is_captured else outputs[0] for slot in slots]
             pairs = [
                 (a.float(), taught[slot.teacher].float())
                 for a, slot in zip(own, slots, strict=True)
@@ -128,7 +128,7 @@ class Lesson:
         """
         kinds = [term.projects for term in self.lessons.terms]
         slots = [slot for slots in self.slots for slot in slots]
-        if all(kind == "none" for kind in kinds) and not any(slot.heard for slot in slots):
+        if all(kind == "none" for kind in kinds) and not any(slot.is_captured for slot in slots):
             return
         recorder = Recorder(module, [slot.student for slot in slots if slot.student])
         with torch.no_grad():
@@ -149,7 +149,7 @@ class Lesson:
             return None
         outputs = flatten_outputs(output)
         own = recorder.with_output(outputs[0])
-        heard = (slot.of(module, own) for slots in self.slots for slot in slots if slot.heard)
+        heard = (slot.of(module, own) for slots in self.slots for slot in slots if slot.is_captured)
         return (*outputs, *heard)
 
     def _taught(self, batch: Batch) -> Heard:
@@ -222,7 +222,7 @@ def distance_to(
         for own, expected in zip(inputs, taught, strict=True):
             found = flatten_outputs(module(*own))[0]
             need_equal_shapes(found, expected)
-            said = Said(found, expected, None)
+            said = OutputPair(found, expected, None)
             value = sum(term.weight * term.of(said, []) for term in comparing)
             total += float(value if comparing else cosine_distance(found, expected)) * len(found)
         return total / count

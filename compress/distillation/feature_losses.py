@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from compress.common.config import Positive  # noqa: TC001 - a setting's type
-from compress.distillation.output_losses import Modules, Said, Term, Weight
+from compress.distillation.output_losses import Modules, OutputPair, Term, Weight
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ class FeatureTerm(Term):
         """Modules of the student and of the teacher."""
         return None if self.student is None else (self.student, self.teacher or self.student)
 
-    def of(self, said: Said, pairs: list[Pair]) -> torch.Tensor:
+    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
         """Return the mean distance of the pairs."""
         distances = [self.distance(student, teacher) for student, teacher in pairs]
         return sum(distances[1:], start=distances[0]) / len(distances)

@@ -21,7 +21,7 @@ Modules = str | tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Said:
+class OutputPair:
     """What student and teacher said about a batch."""
 
     student: torch.Tensor
@@ -44,7 +44,7 @@ class Term(Settings):
     compares_classes: ClassVar[bool] = False
     """Whether outputs are taken for the logits of classes, on axis 1."""
 
-    def of(self, said: Said, pairs: list[Pair]) -> torch.Tensor:
+    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
         """Return the term before it is weighted.
 
         Args:
@@ -72,7 +72,7 @@ class Labels(Term):
     """Which term this is."""
     needs_equal_outputs: ClassVar[bool] = False
 
-    def of(self, said: Said, pairs: list[Pair]) -> torch.Tensor:
+    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
         """Return the loss, 0 where no sample has a target."""
         if said.target is None or said.targets_loss is None:
             return said.student.new_zeros(())
@@ -88,7 +88,7 @@ class Kl(Term):
     temperature: Positive = 4.0
     """How far both distributions are softened before they are compared."""
 
-    def of(self, said: Said, pairs: list[Pair]) -> torch.Tensor:
+    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
         """Return the divergence."""
         from compress.training.objectives.teacher_objective import soft_cross_entropy
 
@@ -111,7 +111,7 @@ class Dkd(Term):
     other_weight: Weight = 8.0
     """Weight of the other classes among themselves; the paper's beta."""
 
-    def of(self, said: Said, pairs: list[Pair]) -> torch.Tensor:
+    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
         """Return the weighted divergence."""
         from compress.distillation.losses import decoupled_divergence
         from compress.training.objectives.teacher_objective import need_classes
@@ -148,7 +148,7 @@ class Dist(Term):
     within_weight: Weight = 1.0
     """Weight of how samples relate for a class (intra-class; the paper's gamma)."""
 
-    def of(self, said: Said, pairs: list[Pair]) -> torch.Tensor:
+    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
         """Return the weighted distance."""
         from compress.distillation.losses import correlation_distance
         from compress.training.objectives.teacher_objective import need_classes
@@ -169,7 +169,7 @@ class Mse(Term):
     loss: Literal["mse"]
     """Which term this is."""
 
-    def of(self, said: Said, pairs: list[Pair]) -> torch.Tensor:
+    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
         """Return the mean."""
         from compress.training.objectives.teacher_objective import squared_error
 
@@ -182,7 +182,7 @@ class Cosine(Term):
     loss: Literal["cosine"]
     """Which term this is."""
 
-    def of(self, said: Said, pairs: list[Pair]) -> torch.Tensor:
+    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
         """Return the mean."""
         from compress.training.objectives.teacher_objective import cosine_distance
 

@@ -111,12 +111,12 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
                 need_task_of_classes(term.loss, loss)
 
     @property
-    def also_reads(self) -> tuple[str, ...]:
+    def extra_inputs(self) -> tuple[str, ...]:
         """The teacher's name, where it is an earlier stage."""
         return (self.teacher,) if isinstance(self.teacher, str) else ()
 
     @property
-    def also_takes(self) -> tuple[type[Artifact], ...]:
+    def extra_input_types(self) -> tuple[type[Artifact], ...]:
         """Any that answers, or an eager model where the losses name its modules."""
         return (EagerModel,) if self._names_modules else (Artifact,)
 
@@ -137,15 +137,15 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
             return (soft,)
         return (soft, Labels(loss="labels", weight=self.labels_weight))
 
-    def beside(self, folder: Path, code: Path) -> Self:
+    def resolve_paths(self, folder: Path, code: Path) -> Self:
         """Return the same stage with the teacher's and the student's files found."""
         changed: dict[str, Any] = {}
         if isinstance(self.teacher, Origin):
-            changed["teacher"] = self.teacher.beside(folder, code)
+            changed["teacher"] = self.teacher.resolve_paths(folder, code)
         elif isinstance(self.teacher, OnnxFile):
-            changed["teacher"] = self.teacher.beside(folder)
+            changed["teacher"] = self.teacher.resolve_paths(folder)
         if isinstance(self.student, Origin):
-            changed["student"] = self.student.beside(folder, code)
+            changed["student"] = self.student.resolve_paths(folder, code)
         return self.model_copy(update=changed)
 
     def own_settings(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         from compress.training.fit import fit
 
         context = replace(context, data=with_unlabelled(context.need_data(self.title)))
-        with told_by(self.title):
+        with errors_prefixed_with(self.title):
             teacher = self._teacher(model, context)
             student, facts = self._student(model, teacher, context)
             lessons = self._lessons(student, teacher, context)
@@ -190,7 +190,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
             # Outputs beyond the first need not have the names of the model's.
             inputs = Signature(inputs=model.signature.inputs)
             return Teacher.of(self.teacher.seal(context.work / "teacher", inputs, context.seed))
-        return Teacher.of(context.named(self.teacher))
+        return Teacher.of(context.artifact(self.teacher))
 
     def _student(
         self, model: EagerModel, teacher: Teacher, context: Context
@@ -236,7 +236,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
 
 
 @contextmanager
-def told_by(title: str) -> Iterator[None]:
+def errors_prefixed_with(title: str) -> Iterator[None]:
     """Let errors name the stage."""
     try:
         yield

@@ -29,7 +29,7 @@ class OnnxFile(Settings):
     onnx: str
     """The file, relative to the pipeline file; onnxruntime answers, on the CPU."""
 
-    def beside(self, folder: Path) -> OnnxFile:
+    def resolve_paths(self, folder: Path) -> OnnxFile:
         """Return the same with its path relative to a folder.
 
         Raises:
@@ -84,7 +84,7 @@ class Teacher:
                 f"the teacher is an {kind}, whose outputs alone are seen; name a stage before "
                 "quantization and export, or leave out losses that name modules"
             )
-        return self.kind.at(self.path).load().requires_grad_(False)
+        return self.kind.from_directory(self.path).load().requires_grad_(False)
 
     def answering(self, device: str, modules: Sequence[str] = ()) -> Answering:
         """Return the loaded teacher, which also tells what modules give."""
@@ -125,7 +125,7 @@ class Teacher:
         if self.kind is None:
             yield _session(self.path)
             return
-        artifact = self.kind.at(self.path)
+        artifact = self.kind.from_directory(self.path)
         with artifact.open(device, torch.get_num_threads()) as predict:
             yield any_batch(predict, artifact.signature)
 

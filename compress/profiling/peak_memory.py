@@ -77,7 +77,7 @@ def peak_memory(
         StageFailed: it cannot be measured; the message says why.
     """
     kind = type(artifact)
-    why = artifact.unseen_memory
+    why = artifact.memory_unavailable_reason
     if not (PROCESS / "clear_refs").exists():
         why = "this system does not tell the peak of a process (Linux does)"
     elif kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:

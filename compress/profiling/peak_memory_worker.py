@@ -143,7 +143,7 @@ def _found(question: Question) -> dict[str, Any]:
 def _measured(question: Question) -> float:
     home = importlib.import_module(question.module)
     kind: type[Artifact] = functools.reduce(getattr, question.name.split("."), home)  # type: ignore[assignment]
-    artifact = kind.at(question.path)
+    artifact = kind.from_directory(question.path)
     batches = torch.load(question.inputs, weights_only=True)
     on_device = _begun(question.device)
     libraries = library_kibibytes()

@@ -114,7 +114,7 @@ class PruneLayers(Stage[EagerModel, EagerModel]):
             reasons_to_stay,
             search,
         )
-        from compress.pruning.depth.output_error import Judge
+        from compress.pruning.depth.output_error import OutputErrorMeter
 
         module = model.load()
         blocks = all_blocks(module)
@@ -126,7 +126,7 @@ class PruneLayers(Stage[EagerModel, EagerModel]):
         refused |= reasons_to_stay(module, inputs, [b for b in blocks if b.name not in refused])
         free = [block for block in blocks if block.name not in refused]
         count = self._count(blocks, len(free))
-        judge = Judge(module, model.signature, context, self.judged_by, self.samples)
+        judge = OutputErrorMeter(module, model.signature, context, self.judged_by, self.samples)
         try:
             removal = search(module, free, count, judge, refused, context.progress)
         except StageFailed as error:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from compress.pruning.allocation.ranking import Ranking
     from compress.pruning.channels_stage import PruneChannels
     from compress.pruning.dependency.channel_groups import Kept
-    from compress.pruning.dependency.group_slices import ChannelCut
+    from compress.pruning.dependency.group_slices import SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ MEASURED_SECONDS = 0.2
 """For which each model is measured, to see whether it became faster."""
 
 
-class Pruner:
+class ChannelPruner:
     """Cuts a model in steps, and remembers what was cut and why the rest was not."""
 
     def __init__(self, stage: PruneChannels, model: EagerModel, context: Context) -> None:
@@ -66,7 +66,7 @@ class Pruner:
         self._facts: dict[str, Any] = {}
         self._pinned: dict[str, str] = {}
         self.module = model.load()
-        self._whole_cut: ChannelCut | None = None
+        self._whole_cut: SlicePlan | None = None
         self._rewriting = self._rewrite_()
         self.edits: list[AnyEdit] = list(self._rewriting)
         """The changes to the architecture so far."""
@@ -74,7 +74,7 @@ class Pruner:
         """The weights so far."""
         self._reference, self._kept = copy.deepcopy(self.module), dict[str, Any]()
 
-    def step_(self, share: float) -> None:
+    def prune_step_(self, share: float) -> None:
         """Cut a share of all that is to be cut, and repair and train what is left.
 
         Raises:
@@ -83,19 +83,19 @@ class Pruner:
         cut = self._whole_cut if self._whole_cut and share == 1 else self._plan(share)
         self._whole_cut = None  # the next step has another module to cut
         self._pinned = cut.pinned
-        if not cut.families:
+        if not cut.groups:
             return
         edit = KeepIndices(kept=cut.kept, attributes=dict(cut.attributes))
         edit.apply_(self.module)
         self.edits.append(edit)
-        self._remember(cut)
+        self._record(cut)
         self._kept = composed(self._kept, cut.kept)
         self._repair_()
         self.weights = self.module
         if self._stage.finetune is not None:
             self._finetune_()
 
-    def need_a_cut(self) -> None:
+    def require_pruned(self) -> None:
         """Refuse a plan that removes nothing.
 
         Raises:
@@ -152,7 +152,7 @@ class Pruner:
             edit.apply_(self.module)
         return needed
 
-    def _plan(self, share: float) -> ChannelCut:
+    def _plan(self, share: float) -> SlicePlan:
         stage, context = self._stage, self._context
         ranking = rank(
             self.module,
@@ -176,7 +176,7 @@ class Pruner:
         keep = ranking.allocate(stage.ratio * share, limits)
         return ranking.prove(keep, stage.on_unverified)
 
-    def _to_target(self, ranking: Ranking, limits: Limits, share: float) -> ChannelCut:
+    def _to_target(self, ranking: Ranking, limits: Limits, share: float) -> SlicePlan:
         target = self._stage.target
         if target is None:
             raise TypeError("ratio or target is set")
@@ -201,7 +201,7 @@ class Pruner:
             how,
         )
 
-    def _cut(self, cut: ChannelCut) -> torch.nn.Module:
+    def _cut(self, cut: SlicePlan) -> torch.nn.Module:
         """Return a copy of the module with a cut."""
         smaller = shallow_copy(self.module)
         keep_indices_(smaller, cut.kept, cut.attributes)
@@ -235,9 +235,9 @@ class Pruner:
         self._original.cpu(), module.cpu()
         return compared
 
-    def _remember(self, cut: ChannelCut) -> None:
-        for one in cut.families:
-            modules = list(one.family.makers)
+    def _record(self, cut: SlicePlan) -> None:
+        for one in cut.groups:
+            modules = list(one.group.producers_slots)
             known = self._families.setdefault(
                 tuple(modules), {"modules": modules, "before": one.before}
             )

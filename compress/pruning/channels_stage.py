@@ -146,15 +146,15 @@ class PruneChannels(Stage[EagerModel, EagerModel]):
             StageFailed: the model cannot be traced, nothing can be removed, a target cannot be
                 reached, or there is no data for what needs it.
         """
-        from compress.pruning.channel_pruner import Pruner
+        from compress.pruning.channel_pruner import ChannelPruner
 
         if self.needs_data:
             context.need_data(f"{self.title} with {' and '.join(self._needing_data)}")
-        pruner = Pruner(self, model, context)
+        pruner = ChannelPruner(self, model, context)
         for step in range(1, self.iterations + 1):
             context.progress(self.title, step - 1, self.iterations, "plan and prove")
-            pruner.step_(step / self.iterations)
-        pruner.need_a_cut()
+            pruner.prune_step_(step / self.iterations)
+        pruner.require_pruned()
         pruner.warn_unless_faster()
         lineage, facts = self.lineage(model), pruner.facts()
         return model.derive(

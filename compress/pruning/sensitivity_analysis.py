@@ -13,7 +13,7 @@ from compress.profiling.benchmark import compare_latency
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.allocation.ratios import Limits
 from compress.pruning.dependency.group_slices import joined
-from compress.pruning.depth.output_error import Judge
+from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.pruning.importance.criteria import FROM_DATA
 from compress.pruning.verification.masked_equivalence import shallow_copy
 from compress.pruning.verification.module_rewrites import rewrite_
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.pruning.allocation.ranking import Ranking
     from compress.pruning.dependency.channel_groups import AxisGraph
-    from compress.pruning.dependency.group_slices import FamilyCut
+    from compress.pruning.dependency.group_slices import GroupSlice
     from compress.pruning.importance.criteria import Criterion
 
 MEASURED_SECONDS = 0.3
@@ -87,14 +87,14 @@ class _Measuring:
 
     module: nn.Module
     graph: AxisGraph
-    judge: Judge
+    judge: OutputErrorMeter
     inputs: tuple[torch.Tensor, ...]
     macs: int
     timed: list[tuple[torch.Tensor, ...]]
     """What latency is measured on; nothing where it is not asked for."""
     context: Context
 
-    def point(self, cut: FamilyCut, ratio: float) -> Point:
+    def point(self, cut: GroupSlice, ratio: float) -> Point:
         """Cut a copy, and return what it does and brings."""
         trial = shallow_copy(self.module)
         alone = joined([cut], {}, self.graph)
@@ -162,7 +162,7 @@ def measure_sensitivity(
     )
     cuts, pinned = _cuts(ranking, ratios)
     one = tuple(x.to(context.device) for x in model.signature.example(1, context.seed))
-    judge = Judge(module, model.signature, context, None, samples)
+    judge = OutputErrorMeter(module, model.signature, context, None, samples)
     macs = count_macs(module, one)
     timed = (
         context.measured_batches(model.signature, model.signature.smallest_batch) if latency else []
@@ -193,13 +193,13 @@ def _samples(importance: Criterion, samples: int, context: Context) -> list[Batc
 
 def _cuts(
     ranking: Ranking, ratios: Sequence[float]
-) -> tuple[dict[tuple[str, float], FamilyCut], dict[str, str]]:
+) -> tuple[dict[tuple[str, float], GroupSlice], dict[str, str]]:
     """Return the proven cut of each family at each ratio, and why others stay."""
-    cuts: dict[tuple[str, float], FamilyCut] = {}
+    cuts: dict[tuple[str, float], GroupSlice] = {}
     pinned: dict[str, str] = {}
     for ratio in ratios:
         proven = ranking.prove(ranking.allocate(ratio, Limits(round_to=1)))
-        cuts |= {(cut.family.name, ratio): cut for cut in proven.families}
+        cuts |= {(cut.group.name, ratio): cut for cut in proven.groups}
         pinned |= proven.pinned
     return cuts, pinned
 
@@ -211,7 +211,7 @@ def _ranked(
     found = [
         FamilySensitivity(
             name=family.name,
-            modules=family.makers,
+            modules=family.producers_slots,
             channels=len(family.channels),
             points=tuple(points[family.name]),
         )

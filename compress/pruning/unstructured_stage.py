@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from compress.core.loss import Loss
     from compress.core.stage import Context
     from compress.pruning.finetune import Finetune
-    from compress.pruning.unstructured.weight_layout import Places
+    from compress.pruning.unstructured.weight_layout import PrunableWeights
     from compress.training.objectives.weight_constraint import Constraint
     from compress.training.result import Fit
 
@@ -185,7 +185,9 @@ class PruneWeights(Stage[EagerModel, EagerModel]):
         facts = {**facts_of_zeros(model.load(), module, found, self.n_of_m), **training}
         return model.derive(context.root, weights, lineage=self.lineage(model), facts=facts)
 
-    def _places(self, module: torch.nn.Module, model: EagerModel, context: Context) -> Places:
+    def _places(
+        self, module: torch.nn.Module, model: EagerModel, context: Context
+    ) -> PrunableWeights:
         from compress.pruning.unstructured.weight_layout import places
 
         inputs = model.signature.example(seed=context.seed)
@@ -195,13 +197,15 @@ class PruneWeights(Stage[EagerModel, EagerModel]):
         self._need_some(found)
         return found
 
-    def _need_some(self, found: Places) -> None:
+    def _need_some(self, found: PrunableWeights) -> None:
         if not found.layouts:
             shown = [f"{name}: {reason}" for name, reason in list(found.left.items())[:3]]
             why = "; ".join(shown) or "it has no layer with a matrix"
             raise StageFailed(f"{self.title}: no weight can be set to zero ({why})")
 
-    def _set_zeros_(self, module: torch.nn.Module, found: Places, context: Context) -> Places:
+    def _set_zeros_(
+        self, module: torch.nn.Module, found: PrunableWeights, context: Context
+    ) -> PrunableWeights:
         """Set zeros in place, and return where; calibration may find more to leave alone."""
         if not self.calibrates:
             self._set_uncalibrated_zeros_(module, found, context.seed)
@@ -224,7 +228,9 @@ class PruneWeights(Stage[EagerModel, EagerModel]):
         self._need_some(found)
         return found
 
-    def _set_uncalibrated_zeros_(self, module: torch.nn.Module, found: Places, seed: int) -> None:
+    def _set_uncalibrated_zeros_(
+        self, module: torch.nn.Module, found: PrunableWeights, seed: int
+    ) -> None:
         import torch
 
         from compress.pruning.unstructured.masks import neighbours, unstructured
@@ -246,7 +252,7 @@ class PruneWeights(Stage[EagerModel, EagerModel]):
         start: EagerModel,
         unpruned: EagerModel,
         training: Finetune,
-        found: Places,
+        found: PrunableWeights,
         context: Context,
     ) -> Fit:
         from compress.pruning.finetune import finetune

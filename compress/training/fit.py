@@ -18,7 +18,7 @@ from compress.training.checkpoint.metadata import (
     newest,
     read_progress,
 )
-from compress.training.distributed.ddp import Alone
+from compress.training.distributed.ddp import SingleProcess
 from compress.training.launch.launcher import train_on_ranks
 from compress.training.launch.worker_errors import one_line
 from compress.training.loop.early_stopping import is_over
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from compress.core.stage import Context
     from compress.data.splits import Splits
     from compress.training.config.training import Training
-    from compress.training.loop.step_metrics import MeasuredEpoch
+    from compress.training.loop.step_metrics import EpochMetrics
     from compress.training.objectives.objective import Objective
     from compress.training.objectives.weight_constraint import Constraint
 
@@ -77,7 +77,7 @@ def fit(
     data = context.need_data(task)
     _check(training, data, context.device, task)
     refuse_missing(training.profile)
-    with _told_as_one_line(task):
+    with _one_line_errors(task):
         need_compiler(training, context.device)
         job = _job(start, training, objective, context, data, accept_start, constraint)
         job = replace(job, profiles=_results(context) / "profiles" / task)
@@ -89,7 +89,7 @@ def fit(
             with tracking(
                 training.profile, _results(context), task, _digest(job), done, name
             ) as track:
-                _run(job, _teller(job, context, task, track))
+                _run(job, _epoch_logger(job, context, task, track))
         result = outcome(start, job)
     log.info("%s: %d epochs, kept epoch %d", task, len(result.history), result.kept.epoch)
     if result.warning:
@@ -141,7 +141,7 @@ def _job(
     constraint: Constraint | None,
 ) -> Job:
     """Return the training as one value, its folder named after all that decides its result."""
-    reference = context.named("source") if context.metric.name == "fidelity" else None
+    reference = context.artifact("source") if context.metric.name == "fidelity" else None
     identity = {
         # However it is spread, it is the same training, and goes on as such.
         "training": training.model_dump(mode="json", exclude={"parallel"}),
@@ -211,13 +211,13 @@ def _digest(job: Job) -> str:
     return job.folder.name.removeprefix("fit-")
 
 
-def _teller(
-    job: Job, context: Context, task: str, track: Callable[[MeasuredEpoch], None]
-) -> Callable[[MeasuredEpoch], None]:
+def _epoch_logger(
+    job: Job, context: Context, task: str, track: Callable[[EpochMetrics], None]
+) -> Callable[[EpochMetrics], None]:
     """Return what passes epochs on as progress, and to the log and the tracker."""
     total = job.training.epochs
 
-    def tell(epoch: MeasuredEpoch) -> None:
+    def tell(epoch: EpochMetrics) -> None:
         value = "" if epoch.metric is None else f" val {job.metric.name} {epoch.metric:.4g}"
         note = f"epoch {epoch.epoch}/{total} loss {epoch.loss:.3g}{value}"
         figures = figures_of(epoch, job.metric.name)
@@ -229,17 +229,17 @@ def _teller(
     return tell
 
 
-def _run(job: Job, tell: Callable[[MeasuredEpoch], None]) -> None:
+def _run(job: Job, tell: Callable[[EpochMetrics], None]) -> None:
     """Train in this process or in several."""
     parallel = job.training.parallel
     if parallel.alone:
-        train(job, Alone(), tell)
+        train(job, SingleProcess(), tell)
     else:
         train_on_ranks(job, tell)
 
 
 @contextmanager
-def _told_as_one_line(task: str) -> Iterator[None]:
+def _one_line_errors(task: str) -> Iterator[None]:
     """Turn whatever is raised into one error that names the task and the root cause."""
     try:
         yield

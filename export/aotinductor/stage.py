@@ -38,7 +38,7 @@ class AotModel(Artifact):
     payload: ClassVar[str] = "model.pt2"
 
     @property
-    def unseen_memory(self) -> str:
+    def memory_unavailable_reason(self) -> str:
         """Why PyTorch does not know what memory a call takes on a GPU."""
         built_for: Any = self.fact("built_for")
         unseen = "compiled code takes memory of the GPU that PyTorch does not count"
@@ -82,7 +82,7 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
 
         return (*self.requirements, *((CUDA,) if self.device == "cuda" else ()))
 
-    def refusal(self, formats: Set[str]) -> str:
+    def unsupported_input_reason(self, formats: Set[str]) -> str:
         """Return why there are no kernels for such activations, or nothing."""
         return NO_WIDE_INTEGERS if "uint16" in formats else ""
 
@@ -99,7 +99,7 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
         from export.common.device_predictor import on_cpu
         from export.common.host_check import built_for, refuse_missing
         from export.parity.compare import prove_equal
-        from export.parity.report import Account, accounting
+        from export.parity.report import ParityContext, report_on_mismatch
         from export.parity.repro_script import AOT
 
         refuse_missing(self.all_requirements(), self.title)
@@ -112,7 +112,7 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
         facts["operators"] = dict(sorted(operators.items()))
         facts |= limits_of(program, model.signature, self.title)
         device = _where(self.device, context.device)
-        with AotModel.sealing(
+        with AotModel.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             file = partial / AotModel.payload
@@ -120,13 +120,15 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
             module = load(file, model.signature, device)
             with predicting(module, device, context.threads) as compiled:
                 got, again = on_cpu(compiled), self._export_again
-                account = Account(self.title, model, got, file, program, again, AOT, context)
-                with accounting(account):
+                account = ParityContext(self.title, model, got, file, program, again, AOT, context)
+                with report_on_mismatch(account):
                     prove_equal(model, got, context, facts.get("axis_limits"), operators)
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
-        return AotModel.at(context.root)
+        return AotModel.from_directory(context.root)
 
-    def prove(self, model: EagerModel | GraphModel, artifact: AotModel, context: Context) -> None:
+    def check_parity(
+        self, model: EagerModel | GraphModel, artifact: AotModel, context: Context
+    ) -> None:
         """Compare a package from an earlier run with its source, on the data of this one."""
         from export.parity.compare import prove_again
 

@@ -38,18 +38,18 @@ def write_mapped(model: onnx.ModelProto, file: Path) -> None:
         place = {"location": file.name, "offset": end - length, "length": length}
         for key, value in place.items():
             outside.external_data.add(key=key, value=str(value))
-    _beside(file).write_bytes(small.SerializeToString(deterministic=True))
+    _data_file(file).write_bytes(small.SerializeToString(deterministic=True))
 
 
 @contextmanager
 def mapped(file: Path) -> Iterator[Path]:
     """Give the file to load a model from; what was written beside it for that goes afterwards."""
-    beside = _beside(file)
+    beside = _data_file(file)
     try:
         yield beside if beside.exists() else file
     finally:
         beside.unlink(missing_ok=True)
 
 
-def _beside(file: Path) -> Path:
+def _data_file(file: Path) -> Path:
     return file.with_name(f".{file.name}.mapped")

@@ -84,7 +84,7 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
     class_names: tuple[str, ...] = ()
     """Names of the first output's classes, written into the model's properties."""
 
-    def refusal(self, formats: Set[str]) -> str:
+    def unsupported_input_reason(self, formats: Set[str]) -> str:
         """Return why onnxruntime, or the operator set, has no such activations, or nothing."""
         if "bfloat16" in formats:
             return NO_BFLOAT16
@@ -99,13 +99,13 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         from export.onnx.translate import prove_equal
         from export.parity.compare import cases
         from export.parity.reference_outputs import recorded
-        from export.parity.report import Account, accounting
+        from export.parity.report import ParityContext, report_on_mismatch
         from export.parity.repro_script import ONNX
         from export.parity.sample_parity import val_inputs
 
         warn_of_another(model, ONNX_TARGETS, self.title)
         facts: dict[str, Any] = {}
-        with OnnxModel.sealing(
+        with OnnxModel.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             file = partial / OnnxModel.payload
@@ -117,16 +117,18 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
                 with mapped(file) as graph:
                     got, kernels = counted_predictor(graph, context.threads)
                 facts |= kernels
-                account = Account(
+                account = ParityContext(
                     self.title, model, got, file, None, self._export_again, ONNX, context
                 )
-                with accounting(account):
+                with report_on_mismatch(account):
                     prove_equal(model, expected, got, seen, translation, facts["operators"])
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
-        self._tell_of_floats(model, facts["float_kernels"].keys(), half=translation.half)
-        return OnnxModel.at(context.root)
+        self._log_float_layers(model, facts["float_kernels"].keys(), half=translation.half)
+        return OnnxModel.from_directory(context.root)
 
-    def prove(self, model: EagerModel | GraphModel, artifact: OnnxModel, context: Context) -> None:
+    def check_parity(
+        self, model: EagerModel | GraphModel, artifact: OnnxModel, context: Context
+    ) -> None:
         """Compare a file from an earlier run with its source, on the data of this one."""
         from export.parity.compare import prove_again
 
@@ -194,7 +196,7 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         write(graph, file)
         return session_predictor(file, threads=1)(*inputs)
 
-    def _tell_of_floats(
+    def _log_float_layers(
         self, model: EagerModel | GraphModel, kernels: Set[str], *, half: bool
     ) -> None:
         """Warn where a graph was to be computed in fewer bits and is not."""

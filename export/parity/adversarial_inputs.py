@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Predictor
     from compress.common.signature import Signature
-    from export.parity.float64_reference import Truth
+    from export.parity.float64_reference import Float64Reference
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ otherwise than torch's, by their nature."""
 ROUNDING = torch.finfo(torch.float32).eps
 
 
-def hostile_inputs(
+def adversarial_inputs(
     signature: Signature, seen: Sequence[Outputs], operators: Container[str] = ()
 ) -> Iterator[tuple[str, Outputs]]:
     """Yield kinds of inputs with their name; integers stay within the range that was seen.
@@ -104,7 +104,7 @@ def check_on_hostile(
     signature: Signature,
     cases: Iterator[tuple[str, Outputs]],
     limit: float,
-    truth: Truth | None = None,
+    truth: Float64Reference | None = None,
 ) -> tuple[str, Outputs, float] | None:
     """Return the first kind on which two models differ, its inputs and the error, or None.
 
@@ -137,7 +137,7 @@ def check_on_hostile(
         if (
             truth is not None
             and error < float("inf")
-            and truth.excuses(inputs, mine(*inputs), limit)
+            and truth.explains(inputs, mine(*inputs), limit)
         ):
             logger.info("on %s float32 itself is %.2g of the norm off", kind, error)
             continue
@@ -171,7 +171,7 @@ def _error(got: Predictor, inputs: Outputs, expected: Outputs, negligible: float
 
 
 def _has_infinities(
-    got: Predictor, inputs: Outputs, expected: Outputs, truth: Truth | None
+    got: Predictor, inputs: Outputs, expected: Outputs, truth: Float64Reference | None
 ) -> bool:
     """Whether a model is infinite where its source is, overflows of float32 left out."""
     pairs = [p for p in zip(expected, got(*inputs), strict=True) if p[0].is_floating_point()]

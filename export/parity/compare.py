@@ -14,8 +14,8 @@ from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
 from compress.data.fixed_batch import any_batch
 from export.parity import sample_parity
-from export.parity.adversarial_inputs import check_on_hostile, hostile_inputs
-from export.parity.float64_reference import Truth
+from export.parity.adversarial_inputs import adversarial_inputs, check_on_hostile
+from export.parity.float64_reference import Float64Reference
 from export.parity.sample_parity import ELSEWHERE, NOTHING_FINITE, check_on_samples, val_inputs
 
 if TYPE_CHECKING:
@@ -113,13 +113,13 @@ def compare(
     """
     signature, rounded = source.signature, isinstance(source, GraphModel)
     _refuse_outside(signature, seen)
-    truth = Truth(source, expected)
+    truth = Float64Reference(source, expected)
     check_agreement(expected, got, signature, rounded=rounded, truth=truth, limits=limits)
     found = check_on_samples(
         any_batch(expected, signature), any_batch(got, signature), seen, rounded=rounded
     )
     limit = sample_parity.ROUNDED_ERROR if rounded else FLOAT_ERROR
-    kinds = hostile_inputs(signature, seen, operators)
+    kinds = adversarial_inputs(signature, seen, operators)
     hostile = check_on_hostile(expected, got, signature, kinds, limit, truth)
     if hostile:
         kind, inputs, error = hostile
@@ -179,7 +179,7 @@ def cases(
         fixed = tuple(x[:rows] for x in inputs) if isinstance(rows, int) else inputs
         if not isinstance(rows, int) or len(fixed[0]) == rows:
             yield f"val, batch {i}", fixed
-    yield from hostile_inputs(signature, seen)
+    yield from adversarial_inputs(signature, seen)
 
 
 def check_agreement(
@@ -188,7 +188,7 @@ def check_agreement(
     signature: Signature,
     *,
     rounded: bool = False,
-    truth: Truth | None = None,
+    truth: Float64Reference | None = None,
     limits: Limits | None = None,
 ) -> None:
     """Compare two models at several sizes of every named axis.
@@ -222,12 +222,12 @@ def check_agreement(
                 )
 
 
-def _excused(truth: Truth | None, got: Predictor, inputs: Outputs, limit: float) -> bool:
+def _excused(truth: Float64Reference | None, got: Predictor, inputs: Outputs, limit: float) -> bool:
     """Whether float32 itself is as far off; False where the exported model fails."""
     if truth is None:
         return False
     try:
-        return truth.excuses(inputs, got(*inputs), limit)
+        return truth.explains(inputs, got(*inputs), limit)
     except Exception:  # noqa: BLE001 - each runtime raises its own, and the problem tells it
         return False
 

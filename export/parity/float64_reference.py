@@ -21,7 +21,7 @@ NUDGE = 1e-6
 """Relative change of the inputs, some ulps of float32, that no answer should jump at."""
 
 
-class Truth:
+class Float64Reference:
     """What excuses an export that answers otherwise than the source does in float32.
 
     Asked only after two models were found apart, so that nothing is computed where they agree.
@@ -32,7 +32,7 @@ class Truth:
         self._expected = expected
         self._double: torch.nn.Module | None = None
 
-    def excuses(self, inputs: Outputs, got: Outputs, limit: float) -> bool:
+    def explains(self, inputs: Outputs, got: Outputs, limit: float) -> bool:
         """Whether an export is about as near to float64 as its source, or the source jumps here.
 
         Args:

@@ -44,7 +44,7 @@ Outputs = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Account:
+class ParityContext:
     """What is needed to find out where an export left its source."""
 
     title: str
@@ -66,7 +66,7 @@ class Account:
 
 
 @contextmanager
-def accounting(account: Account) -> Iterator[None]:
+def report_on_mismatch(account: ParityContext) -> Iterator[None]:
     """Name the first layer out of tolerance where an export is found to answer otherwise.
 
     The folder ``parity`` of an earlier attempt goes, and what of one was half written.
@@ -80,14 +80,14 @@ def accounting(account: Account) -> Iterator[None]:
         yield
     except StageFailed as error:
         try:
-            told = _tell(account, error)
+            told = _write_report(account, error)
         except Exception as fault:  # noqa: BLE001 - the first error is what matters
             logger.warning("%s: no parity report: %s", account.title, first_line(fault))
             raise error from None
         raise StageFailed(f"{error}; {told}") from error
 
 
-def _tell(account: Account, error: StageFailed) -> str:
+def _write_report(account: ParityContext, error: StageFailed) -> str:
     """Search, write the folder, and return what the message is to end with."""
     limit = ROUNDED_ERROR if isinstance(account.source, GraphModel) else FLOAT_ERROR
     with account.source.open(threads=account.context.threads) as expected:
@@ -136,7 +136,7 @@ def _sentence(layer: Layer | None, search: Search) -> str:
 
 
 def _compare(
-    account: Account, expected: Predictor
+    account: ParityContext, expected: Predictor
 ) -> tuple[list[dict[str, Any]], tuple[str, Outputs]]:
     """Return a row for each kind of input, and the inputs of the worst."""
     rows, worst, largest = [], None, -1.0
@@ -190,7 +190,7 @@ def _error(expected: Predictor, got: Predictor, inputs: Outputs) -> float:
         return math.inf
 
 
-def _metric(account: Account, expected: Predictor) -> dict[str, Any] | None:
+def _metric(account: ParityContext, expected: Predictor) -> dict[str, Any] | None:
     """Return the task's metric on ``val`` of both, where there is data and a metric for it."""
     context, signature = account.context, account.source.signature
     if context.data is None or "val" not in context.data.datasets:
@@ -209,7 +209,7 @@ def _metric(account: Account, expected: Predictor) -> dict[str, Any] | None:
 
 
 def _reproduce(
-    account: Account, search: Search, layer: Layer | None, folder: Path
+    account: ParityContext, search: Search, layer: Layer | None, folder: Path
 ) -> dict[str, Any] | None:
     what = f"{account.runtime.name} and PyTorch differ" + (f" at {layer}." if layer else ".")
     try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Predictor
     from export.parity.bisect import Search
-    from export.parity.report import Account
+    from export.parity.report import ParityContext
 
 SOURCE = "source.pt2"
 INPUTS = "inputs.npz"
@@ -123,7 +123,7 @@ AOT = Runtime(
 )
 
 
-def write(folder: Path, search: Search, account: Account, what: str) -> float:
+def write(folder: Path, search: Search, account: ParityContext, what: str) -> float:
     """Write script, program, exported file and inputs; return the error that they show.
 
     Where no part differs on its own, the file is the one that was found to.

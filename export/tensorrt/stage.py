@@ -98,7 +98,7 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
     """Folder, relative to the pipeline file, where TensorRT keeps the timings of kernels and
     torch-tensorrt its engines, so that building again is faster; none when left out."""
 
-    def beside(self, folder: Path, code: Path) -> Self:
+    def resolve_paths(self, folder: Path, code: Path) -> Self:
         """Return the same stage with its cache relative to the pipeline file."""
         if self.cache is None:
             return self
@@ -139,7 +139,7 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
             "sizes": {name: list(three) for name, three in sizes.items()},
         }
         facts |= {"parameters": model.parameters(), "macs": model.macs()}
-        with TensorRTEngine.sealing(
+        with TensorRTEngine.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             file = partial / TensorRTEngine.payload
@@ -148,9 +148,9 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
             with predicting(run, device, context.threads) as engine:
                 prove_equal(model, engine, sizes, context)
         logger.info("%s: built for %s", self.title, facts["built_for"]["gpu"])
-        return TensorRTEngine.at(context.root)
+        return TensorRTEngine.from_directory(context.root)
 
-    def prove(
+    def check_parity(
         self,
         model: EagerModel | GraphModel | OnnxModel,
         artifact: TensorRTEngine,

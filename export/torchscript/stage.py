@@ -100,7 +100,7 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
             raise ValueError("scripted: names submodules for `method: mixed` alone")
         return self
 
-    def refusal(self, formats: Set[str]) -> str:
+    def unsupported_input_reason(self, formats: Set[str]) -> str:
         """Return why torch has no kernels for such activations, or nothing."""
         other = formats & SIGNED_OR_WIDE
         return no_such_integers(min(other)) if other else ""
@@ -108,7 +108,7 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
     def run(self, model: Source, context: Context) -> TorchScriptModel:
         """Trace or script, check and seal."""
         from export.parity.compare import prove_equal
-        from export.parity.report import Account, accounting
+        from export.parity.report import ParityContext, report_on_mismatch
         from export.parity.repro_script import TORCHSCRIPT
         from export.torchscript.file_io import load, save
 
@@ -116,7 +116,7 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
         scripted = self._scripted(model, facts)
         if self.optimize_for_inference:
             facts["optimize_for_inference"] = True
-        with TorchScriptModel.sealing(
+        with TorchScriptModel.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             file = partial / TorchScriptModel.payload
@@ -124,13 +124,15 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
             module = load(file, optimized=self.optimize_for_inference)
             with predicting(module, "cpu", context.threads) as got:
                 again = functools.partial(_export_again, isinstance(model, GraphModel))
-                account = Account(self.title, model, got, file, None, again, TORCHSCRIPT, context)
-                with accounting(account):
+                account = ParityContext(
+                    self.title, model, got, file, None, again, TORCHSCRIPT, context
+                )
+                with report_on_mismatch(account):
                     prove_equal(model, got, context)
-        self._tell(facts)
-        return TorchScriptModel.at(context.root)
+        self._log_facts(facts)
+        return TorchScriptModel.from_directory(context.root)
 
-    def prove(self, model: Source, artifact: TorchScriptModel, context: Context) -> None:
+    def check_parity(self, model: Source, artifact: TorchScriptModel, context: Context) -> None:
         """Compare a file from an earlier run with its source, on the data of this one."""
         from export.parity.compare import prove_again
 
@@ -156,7 +158,7 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
             logger.warning("%s: %s", self.title, facts["warnings"][-1])
         return module
 
-    def _tell(self, facts: dict[str, Any]) -> None:
+    def _log_facts(self, facts: dict[str, Any]) -> None:
         logger.info("%s: %s", self.title, DEPRECATED)
         if facts.get("integer_kernels"):
             told = (self.title, facts["integer_kernels"], facts["float_kernels"])

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
 from pipelines.config.validation_errors import did_you_mean
-from pipelines.runner.run import look_ahead
+from pipelines.runner.run import preview_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +59,7 @@ def why(pipeline: Pipeline, out: Path, stage: str, store: str | None = None) -> 
     Raises:
         PipelineInvalid: no stage has that name, or the file is invalid.
     """
-    foreseen, walk = look_ahead(pipeline, out, store=store)
+    foreseen, walk = preview_state(pipeline, out, store=store)
     if stage not in foreseen:
         raise PipelineInvalid(
             f"{pipeline.file}: no stage is named {stage!r}; {did_you_mean(stage, set(foreseen))}"
@@ -69,7 +69,7 @@ def why(pipeline: Pipeline, out: Path, stage: str, store: str | None = None) -> 
     if planned is None:
         parts = walk.source_parts()
     elif all(name in walk.artifacts for name in planned.reads):
-        parts = walk.parts(planned)
+        parts = walk.cache_key_parts(planned)
     before = walk.store.last_parts(stage) or parts
     return Reason(stage=stage, does=foreseen[stage], parts=tuple(_parts(parts, before)))
 

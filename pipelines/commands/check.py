@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import make_plan
+from pipelines.planning.plan import build_plan
 from pipelines.planning.unjudged_losses import advice
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def checked(file: Path, models: bool) -> Checked:
         CompressError: it is not.
     """
     pipeline = Pipeline.from_yaml(file)
-    plan = make_plan(pipeline)
+    plan = build_plan(pipeline)
     signature, told = None, ""
     if models:
         from pipelines.runner.inputs import check_model
@@ -47,5 +47,5 @@ def checked(file: Path, models: bool) -> Checked:
         warnings += advice(plan)
     content = {"valid": True, **plan.described(), "warnings": warnings, "signature": signature}
     how = "" if models else "; the model and the data were left out"
-    line = f"{file}: valid ({plan.road}){how}"
+    line = f"{file}: valid ({plan.route}){how}"
     return Checked(content, [*told.splitlines(), line], warnings)

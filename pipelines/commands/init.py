@@ -17,15 +17,15 @@ from pipelines.commands import init_options as told
 from pipelines.commands.init_advice import SMALL_BYTES, Found, advise, look_at
 from pipelines.config.pipeline import Pipeline
 from pipelines.config.yaml_source import Source
-from pipelines.planning.plan import SOURCE, Plan, make_plan
-from pipelines.runner.inputs import import_source, settle
+from pipelines.planning.plan import SOURCE, Plan, build_plan
+from pipelines.runner.inputs import import_source, resolve_inputs
 from pipelines.system.temp_files import temporary_files
 from pipelines.system.templates import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pipelines.commands.init_options import Ask, Wish
+    from pipelines.commands.init_options import Ask, InitOptions
 
 TEMPLATE = "pipeline.yaml.jinja"
 LAYERS = {
@@ -68,7 +68,9 @@ class Draft:
         yield f"next: compress run {self.file}"
 
 
-def write_draft(file: Path, wish: Wish, force: bool = False, ask: Ask | None = None) -> Draft:
+def write_draft(
+    file: Path, wish: InitOptions, force: bool = False, ask: Ask | None = None
+) -> Draft:
     """Write a pipeline file for a model.
 
     Args:
@@ -84,7 +86,7 @@ def write_draft(file: Path, wish: Wish, force: bool = False, ask: Ask | None = N
     if file.exists() and not force:
         raise PipelineInvalid(f"{file} exists and is not overwritten; name another, or use --force")
     try:
-        found = draft(file, told.asked(wish, ask) if ask else wish)
+        found = draft(file, told.prompt_for_missing(wish, ask) if ask else wish)
     except CompressError as error:
         raise type(error)(_of_options(str(error), file)) from error
     try:
@@ -94,14 +96,14 @@ def write_draft(file: Path, wish: Wish, force: bool = False, ask: Ask | None = N
     return found
 
 
-def draft(file: Path, wish: Wish) -> Draft:
+def draft(file: Path, wish: InitOptions) -> Draft:
     """Return the pipeline file for a model, without writing it.
 
     Raises:
         CompressError: what is told of the model or the data is wrong.
     """
     content = beginning(file, wish)
-    begun, data, inferred = settle(_pipeline(file, content))
+    begun, data, inferred = resolve_inputs(_pipeline(file, content))
     content["model"]["inputs"] = [told.shown(spec) for spec in begun.model.inputs or ()]
     settled = _pipeline(file, content)
     with temporary_files(), tempfile.TemporaryDirectory() as folder:
@@ -113,7 +115,7 @@ def draft(file: Path, wish: Wish) -> Draft:
 
 
 def composed(
-    file: Path, content: dict[str, Any], wish: Wish, found: Found, inferred: bool
+    file: Path, content: dict[str, Any], wish: InitOptions, found: Found, inferred: bool
 ) -> tuple[str, Plan]:
     """Return the file's text, with stages that suit what was found, and its plan.
 
@@ -133,10 +135,10 @@ def composed(
         small=found.weight_bytes < SMALL_BYTES and wish.goal != "faster",
     )
     # What is written is what was checked, comments and quotes included.
-    return text, make_plan(_pipeline(file, yaml.safe_load(text)))
+    return text, build_plan(_pipeline(file, yaml.safe_load(text)))
 
 
-def beginning(file: Path, wish: Wish) -> dict[str, Any]:
+def beginning(file: Path, wish: InitOptions) -> dict[str, Any]:
     """Return the file's content as far as it is told; its one stage stands for those to come.
 
     Raises:

@@ -23,7 +23,7 @@ NONE = "none"
 
 
 @dataclass(frozen=True)
-class Wish:
+class InitOptions:
     """What is told of a model."""
 
     model: str | None = None
@@ -40,7 +40,7 @@ class Wish:
     goal: Goal = "both"
 
 
-def asked(wish: Wish, ask: Ask) -> Wish:
+def prompt_for_missing(wish: InitOptions, ask: Ask) -> InitOptions:
     """Return a wish whose missing parts were asked for.
 
     Args:
@@ -48,14 +48,14 @@ def asked(wish: Wish, ask: Ask) -> Wish:
         ask: given a question, the usual answer, and what raises an error for a wrong one.
     """
     if wish.model is None:
-        wish = _interviewed(wish, ask)
+        wish = _prompt_all(wish, ask)
     if wish.data is None and not wish.inputs:
         answer = ask("Inputs, each as name=batch,3,224,224", "", lambda told: inputs(told.split()))
         wish = replace(wish, inputs=answer.split())
     return wish
 
 
-def _interviewed(wish: Wish, ask: Ask) -> Wish:
+def _prompt_all(wish: InitOptions, ask: Ask) -> InitOptions:
     model = ask("Model, as module:callable", "", reference)
     checkpoint = wish.checkpoint or ask("Checkpoint", NONE, str)
     data = wish.data or ask("Data, as module:callable", NONE, lambda d: d == NONE or reference(d))

@@ -12,10 +12,10 @@ from compress.common.atomic_files import write_atomically
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.stage import Context, silent
 from pipelines.planning.loss_and_metric import settled
-from pipelines.planning.plan import SOURCE, make_plan
+from pipelines.planning.plan import SOURCE, build_plan
 from pipelines.reporting.html_page import rendered
-from pipelines.runner.inputs import import_source, settle
-from pipelines.runner.run import look_ahead
+from pipelines.runner.inputs import import_source, resolve_inputs
+from pipelines.runner.run import preview_state
 from pipelines.system.temp_files import temporary_files
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def measure(
     wrong = [ratio for ratio in ratios if not 0 < ratio < 1]
     if wrong:
         raise PipelineInvalid(f"--ratio {wrong[0]:g}: expected a fraction between 0 and 1")
-    plan = make_plan(pipeline)
-    pipeline, data, _ = settle(pipeline)
+    plan = build_plan(pipeline)
+    pipeline, data, _ = resolve_inputs(pipeline)
     plan, pipeline = settled(plan, pipeline, data)
     planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
     with temporary_files(), _model(pipeline, planned, out) as model:
@@ -156,7 +156,7 @@ def _model(pipeline: Pipeline, planned: PlannedStage | None, out: Path) -> Itera
         with tempfile.TemporaryDirectory() as folder:
             yield _as_eager(SOURCE, import_source(pipeline, Path(folder) / SOURCE))
         return
-    foreseen, walk = look_ahead(pipeline, out, until=planned.input)
+    foreseen, walk = preview_state(pipeline, out, until=planned.input)
     if planned.input not in walk.artifacts:
         raise StageFailed(
             f"{planned.name} reads {planned.input!r}, which is not made yet "

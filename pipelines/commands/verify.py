@@ -67,7 +67,7 @@ def prove(
         anchors = anchors_of_file(path, sha256, given)
         proof = verify(path, sha256=given.sha256, trusted=replay)
     else:
-        artifact = Artifact.at(path)
+        artifact = Artifact.from_directory(path)
         sha256 = artifact.manifest.files[artifact.payload_name].sha256
         anchors = anchors_of(artifact, given, run)  # before the pipeline's code runs
         around = partial(evidence_of, path, replay)
@@ -111,18 +111,25 @@ def evidence_of(path: Path, replay: bool) -> Evidence | None:
             code runs, as in the run.
     """
     run = run_around(path)
-    if run is None or not run.lock or not isinstance(Artifact.at(path), TorchServeArchive):
+    if (
+        run is None
+        or not run.lock
+        or not isinstance(Artifact.from_directory(path), TorchServeArchive)
+    ):
         return None
     artifacts = {artifact.digest: artifact for artifact in run.artifacts.values()}
     if not replay:
         return Evidence(artifacts, source={}, data=None, missing=NO_REPLAY)
-    from pipelines.runner.inputs import settle, source_parts  # imports torch, which few proofs need
+    from pipelines.runner.inputs import (
+        resolve_inputs,
+        source_parts,
+    )  # imports torch, which few proofs need
 
     source: dict[str, Any] = {}
     data: Splits | None = None
     missing = ""
     try:
-        pipeline, data, _ = settle(Pipeline.from_yaml(run.lock["file"]))
+        pipeline, data, _ = resolve_inputs(Pipeline.from_yaml(run.lock["file"]))
         source = source_parts(pipeline)
         if data is None or "val" not in data.datasets:
             data, missing = None, "the pipeline has none"

@@ -83,7 +83,7 @@ def refuse_twins(branches: Sequence[Stage[Any, Any]], source: Source) -> None:
         key = _json([origin.index, stage.input, stage.own_settings()])
         if origin.chosen and key in seen:
             raise PipelineInvalid(
-                f"{source.told(('stages', i))}: {seen[key]} and {stage.title} have the same "
+                f"{source.describe(('stages', i))}: {seen[key]} and {stage.title} have the same "
                 "settings; leave one value out of the matrix"
             )
         seen[key] = stage.title
@@ -235,7 +235,7 @@ class _Expansion:
             raise self._refusal(("stages", index), f"{error}; {mend}") from None
 
     def _refusal(self, place: Location, message: str) -> PipelineInvalid:
-        return PipelineInvalid(f"{self.source.told(place)}: {message}")
+        return PipelineInvalid(f"{self.source.describe(place)}: {message}")
 
 
 def _names(values: list[Any]) -> list[str]:

@@ -69,7 +69,7 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 def _line(details: ErrorDetails, source: Source, model: type[Settings]) -> str:
     location, _ = _resolve(details["loc"], source.content, model)
-    where = source.told(location)
+    where = source.describe(location)
     kind, found = details["type"], details["input"]
     if kind == "extra_forbidden":
         known = _known(details["loc"], source, model)

@@ -75,7 +75,7 @@ class Source:
                 return f"{self.path}:{self.lines[location[:end]]}"
         return str(self.path)
 
-    def told(self, location: Location) -> str:
+    def describe(self, location: Location) -> str:
         """Return the place of a setting and its name, with what its stage and gate are."""
         text = ""
         content: Any = self.unexpanded or self.content
@@ -116,7 +116,7 @@ def read(path: Path) -> Source:
         loader = _Loader(text)
         root = loader.get_single_node()
         if root is not None:
-            _walk(root, (), lines, path, loader)
+            _collect_lines(root, (), lines, path, loader)
         content = None if root is None else loader.construct_document(root)
     except RecursionError:
         raise PipelineInvalid(f"{path}: nested deeper than {DEEPEST} levels") from None
@@ -178,7 +178,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:37]}… ({len(text)} characters)"
 
 
-def _walk(
+def _collect_lines(
     node: yaml.Node, here: Location, lines: dict[Location, int], path: Path, loader: _Loader
 ) -> None:
     lines.setdefault(here, node.start_mark.line + 1)
@@ -200,7 +200,7 @@ def _walk(
         raise PipelineInvalid(f"{path}:{node.start_mark.line + 1}: {dotted(here)}: {refusal}")
     if isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
-            _walk(child, (*here, index), lines, path, loader)
+            _collect_lines(child, (*here, index), lines, path, loader)
     elif isinstance(node, yaml.MappingNode):
         for key_node, child in node.value:
             line = key_node.start_mark.line + 1
@@ -221,4 +221,4 @@ def _walk(
                     f"first on line {lines[location]}"
                 )
             lines[location] = line
-            _walk(child, location, lines, path, loader)
+            _collect_lines(child, location, lines, path, loader)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.requirements import Requirement
-from pipelines.executors.process_pool import Workers
+from pipelines.executors.process_pool import ProcessPool
 
 if TYPE_CHECKING:
     from compress.core.stage import Progress
@@ -46,4 +46,4 @@ def engine_for(
         from pipelines.executors.ray import RayTasks
 
         return RayTasks.on_cluster(jobs, store.root)
-    return Workers(jobs, progress, store.lock) if jobs and jobs > 1 else None
+    return ProcessPool(jobs, progress, store.lock) if jobs and jobs > 1 else None

@@ -36,7 +36,7 @@ LONGEST_WAIT = 1e9
 INVITATIONS = f"{WORK}/*/*/invitation.json"
 
 
-class Run(Settings):
+class RunStatus(Settings):
     """What a run tells other nodes of itself."""
 
     name: str
@@ -49,9 +49,9 @@ class Run(Settings):
 
 
 @contextmanager
-def told_to_other_nodes(store: Path) -> Iterator[None]:
+def advertise_run(store: Path) -> Iterator[None]:
     """Show in the store that a run lives during a block, and how it ended."""
-    run = Run(name=uuid.uuid4().hex, job=slurm_step())
+    run = RunStatus(name=uuid.uuid4().hex, job=slurm_step())
     with beating(store / BEAT, run.name):
         write_atomically(store / RUN, run.model_dump_json())
         end = run.model_copy(update={"state": "done"})
@@ -75,7 +75,7 @@ def slurm_step() -> str | None:
     return f"{job}.{step}.{restart}" if "SLURM_JOB_ID" in os.environ else None
 
 
-def join(
+def join_run(
     out: Path, announce: Callable[[str], None], *, wait: float, silence: float = SECONDS_TO_SILENCE
 ) -> int:
     """Take part in all trainings of a run on another node, until the run ends; return how many.
@@ -139,18 +139,20 @@ def _waiting(out: Path, seconds: float) -> str:
     )
 
 
-def _is_ours(run: Run, before: Run | None) -> bool:
+def _is_ours(run: RunStatus, before: RunStatus | None) -> bool:
     """Whether a run of which no sign of life was heard is the one to join, and not an older one."""
     return run != before or (run.job is not None and run.job == slurm_step())
 
 
-def run_told_in(store: Path) -> str | None:
+def advertised_run(store: Path) -> str | None:
     """Return the name of the run that told of itself last in a store; None where none did."""
     run = _read(store)
     return run.name if run else None
 
 
-def _join_next(store: Path, run: Run, joined: set[str], announce: Callable[[str], None]) -> None:
+def _join_next(
+    store: Path, run: RunStatus, joined: set[str], announce: Callable[[str], None]
+) -> None:
     """Take part in a training to which the run invites now, if it does."""
     for file in store.glob(INVITATIONS):
         from compress.training.launch.multi_node import invitation_in
@@ -173,8 +175,8 @@ def _join(folder: Path, meeting: Meeting, announce: Callable[[str], None]) -> No
         announce(str(error))  # the run says what comes of it, or dies
 
 
-def _read(store: Path) -> Run | None:
+def _read(store: Path) -> RunStatus | None:
     try:
-        return Run.model_validate_json((store / RUN).read_bytes())
+        return RunStatus.model_validate_json((store / RUN).read_bytes())
     except (OSError, ValidationError):
         return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from compress.common.errors import StageFailed
-from pipelines.executors.join import run_told_in
+from pipelines.executors.join import advertised_run
 from pipelines.system.machine_info import versions
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Surroundings:
     @classmethod
     def of_run(cls, store: Path) -> Self:
         """Return those of the run that holds a store in this process."""
-        return cls(store.absolute(), run_told_in(store), Path.cwd(), versions())
+        return cls(store.absolute(), advertised_run(store), Path.cwd(), versions())
 
     def enter(self) -> None:
         """Go to the run's working directory, where this node has the same.
@@ -48,7 +48,7 @@ class Surroundings:
         Raises:
             StageFailed: it has not: what it would read and write were other files.
         """
-        if not seen(self.store, lambda: run_told_in(self.store) == self.run):
+        if not seen(self.store, lambda: advertised_run(self.store) == self.run):
             what = f"another {self.store}" if self.store.exists() else f"no {self.store}"
             raise StageFailed(f"{_here()} has {what}; {MEND}")
         try:

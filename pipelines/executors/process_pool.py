@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from compress.common.dependency_recorder import Recording
 from compress.common.errors import CompressError, StageFailed, ending_of, first_line
-from compress.common.process import THREADS, told_threads, usable_cores
+from compress.common.process import THREADS, configured_threads, usable_cores
 from compress.core.stage import silent
-from pipelines.executors.task import Made
+from pipelines.executors.task import TaskResult
 from pipelines.system.signals import insist, only_signals_interrupt
 
 if TYPE_CHECKING:
     from compress.core.stage import Progress
-    from pipelines.executors.task import Making
+    from pipelines.executors.task import StageTask
 
 SECONDS_TO_END = 10.0
 """For a worker to clean up when the run is interrupted."""
@@ -39,11 +39,11 @@ def threads_each(jobs: int) -> int:
 
     The cores divided, but what OMP_NUM_THREADS says holds for each of them as it does for one.
     """
-    return told_threads() or max(1, usable_cores() // jobs)
+    return configured_threads() or max(1, usable_cores() // jobs)
 
 
 @dataclass
-class Workers:
+class ProcessPool:
     """Makes up to so many stages at a time."""
 
     places: int
@@ -52,7 +52,7 @@ class Workers:
     """Descriptor of the store's lock: workers of a killed run hold it until they have ended."""
     _workers: list[_Worker] = field(default_factory=list)
 
-    def begin(self, making: Making) -> None:
+    def submit(self, making: StageTask) -> None:
         """Have a stage made; at most ``places`` at a time.
 
         Raises:
@@ -63,15 +63,15 @@ class Workers:
         if not idle:
             idle = [_Worker(threads_each(self.places), self.lock)]
             self._workers += idle
-        idle[0].begin(making.name, luggage)
+        idle[0].submit(making.name, luggage)
 
-    def next(self) -> Made:
+    def next(self) -> TaskResult:
         """Wait until a stage that was begun has been made, or has failed."""
         while True:
             busy = {worker.connection: worker for worker in self._workers if worker.name}
             for ready in wait(busy):
                 worker = busy[ready]  # type: ignore[index]
-                made = worker.hear(self.progress)
+                made = worker.read_message(self.progress)
                 if worker.process.returncode is not None:
                     self._workers.remove(worker)
                 if made is not None:
@@ -111,12 +111,12 @@ class _Worker:
         self.name = ""
         """The stage that it makes; empty while it waits."""
 
-    def begin(self, name: str, making: bytes) -> None:
+    def submit(self, name: str, making: bytes) -> None:
         self.name = name
         with suppress(BrokenPipeError):  # it is dead, and will be heard to be
             self.connection.send((name, logging.getLogger().level, making))
 
-    def hear(self, progress: Progress) -> Made | None:
+    def read_message(self, progress: Progress) -> TaskResult | None:
         """Take in a message; return what was made, if that is what it says."""
         try:
             kind, content = self.connection.recv()
@@ -128,7 +128,7 @@ class _Worker:
             log_here(content, self.name)
         else:
             name, self.name = self.name, ""
-            return Made(name, *content)
+            return TaskResult(name, *content)
         return None
 
     def end(self) -> None:
@@ -144,14 +144,14 @@ class _Worker:
         named = task if task.startswith(self.name) else f"{self.name}: {task}"
         progress(named, done, total, note)
 
-    def _died(self) -> Made:
+    def _died(self) -> TaskResult:
         name, self.name = self.name, ""
         self.end()
         how = f"its process {ending_of(self.process.returncode)}"
-        return Made(name, 0.0, StageFailed(f"{name}: {how}"))
+        return TaskResult(name, 0.0, StageFailed(f"{name}: {how}"))
 
 
-def pickled(making: Making) -> bytes:
+def pickled(making: StageTask) -> bytes:
     """Return a making for another process, without what only this one has.
 
     Raises:
@@ -167,7 +167,7 @@ def pickled(making: Making) -> bytes:
         ) from error
 
 
-def made_of(
+def run_task(
     name: str, making: bytes, progress: Progress
 ) -> tuple[float, CompressError | None, Recording]:
     """Make a stage in the process that it was sent to.
@@ -177,7 +177,7 @@ def made_of(
     """
     try:
         with only_signals_interrupt():
-            unpickled: Making = pickle.loads(making)
+            unpickled: StageTask = pickle.loads(making)
             _, seconds, recorded = unpickled(progress)
     except CompressError as error:
         insist()

@@ -11,7 +11,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pipelines.executors.process_pool import made_of
+from pipelines.executors.process_pool import run_task
 from pipelines.system import signals
 
 
@@ -31,7 +31,7 @@ def work(descriptor: int, lifeline: int) -> None:
         while True:
             name, level, making = run.connection.recv()
             logging.getLogger().setLevel(min(level, logging.INFO))
-            run.send("made", made_of(name, making, run.progress))
+            run.send("made", run_task(name, making, run.progress))
     os._exit(0)  # nothing is left to be taken apart
 
 

@@ -16,18 +16,18 @@ import ray
 from compress.artifacts.artifact import MANIFEST
 from compress.common.dependency_recorder import Recording
 from compress.common.errors import StageFailed, first_line
-from compress.common.process import told_threads
+from compress.common.process import configured_threads
 from pipelines.executors.node_environment import MEND, Surroundings, seen
-from pipelines.executors.process_pool import log_here, made_of, pickled
-from pipelines.executors.task import Made
-from pipelines.system.jsonl_log import happened
+from pipelines.executors.process_pool import log_here, pickled, run_task
+from pipelines.executors.task import TaskResult
+from pipelines.system.jsonl_log import log_event
 from pipelines.system.signals import insist
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.common.errors import CompressError
-    from pipelines.executors.task import Making
+    from pipelines.executors.task import StageTask
 
 RETRIES = 2
 """Times that a task is begun again after its process has died; a training goes on."""
@@ -47,7 +47,7 @@ class RayTasks:
     """Whether the cluster is ours alone and ends with us."""
     surroundings: Surroundings
     """What each node must have as we do."""
-    _begun: dict[ray.ObjectRef[Any], Making] = field(default_factory=dict)
+    _begun: dict[ray.ObjectRef[Any], StageTask] = field(default_factory=dict)
     _without_nodes_since: float | None = None
 
     @classmethod
@@ -66,11 +66,11 @@ class RayTasks:
             _join_or_start()
         cores = _cores_of_nodes()
         places = jobs or max(1, sum(cores))
-        threads = told_threads() or max(1, sum(cores) // places)
+        threads = configured_threads() or max(1, sum(cores) // places)
         surroundings = Surroundings.of_run(store)
         return cls(places, min(threads, max(cores, default=1)), started, surroundings)
 
-    def begin(self, making: Making) -> None:
+    def submit(self, making: StageTask) -> None:
         """Have a stage made by whichever process of the cluster is free.
 
         Raises:
@@ -81,7 +81,7 @@ class RayTasks:
         begun = task.remote(making.name, pickled(making), self.surroundings, level)
         self._begun[begun] = making
 
-    def next(self) -> Made:
+    def next(self) -> TaskResult:
         """Wait until a stage that was begun has been made, or has failed."""
         ready: list[ray.ObjectRef[Any]] = []
         while not ready:
@@ -94,13 +94,13 @@ class RayTasks:
         try:
             seconds, error, recorded, records = ray.get(ready[0])
         except ray.exceptions.RayError as lost:
-            return Made(name, 0.0, StageFailed(f"{name}: {_how_it_was_lost(lost)}"))
+            return TaskResult(name, 0.0, StageFailed(f"{name}: {_how_it_was_lost(lost)}"))
         for record in records:
             log_here(record, name)
         if error is None and not seen(root, (root / MANIFEST).exists):
             why = f"a node has made {root}, which is not seen here; {MEND}"
-            return Made(name, seconds, StageFailed(f"{name}: {why}"))
-        return Made(name, seconds, error, recorded)
+            return TaskResult(name, seconds, StageFailed(f"{name}: {why}"))
+        return TaskResult(name, seconds, error, recorded)
 
     def close(self) -> None:
         """End the tasks under way, and the cluster where it is ours."""
@@ -117,14 +117,14 @@ class RayTasks:
         self._without_nodes_since = self._without_nodes_since or time.monotonic()
         return time.monotonic() - self._without_nodes_since > SECONDS_WITHOUT_NODES
 
-    def _given_up(self) -> Made:
+    def _given_up(self) -> TaskResult:
         task, making = self._begun.popitem()
         ray.cancel(task, force=True)
         why = (
             f"the cluster has had no node of {self.threads} cores for {SECONDS_WITHOUT_NODES:.0f} "
             "s; start nodes, and run the same command again"
         )
-        return Made(making.name, 0.0, StageFailed(f"{making.name}: {why}"))
+        return TaskResult(making.name, 0.0, StageFailed(f"{making.name}: {why}"))
 
 
 def _make(
@@ -140,7 +140,7 @@ def _make(
     root.addHandler(told)
     root.setLevel(min(level, logging.INFO))
     try:
-        made = made_of(name, making, lambda *_: None)
+        made = run_task(name, making, lambda *_: None)
     finally:
         root.removeHandler(told)
     return *made, told.records
@@ -188,7 +188,7 @@ def _join_or_start() -> None:
 
 def _noted(told: dict[str, Any], **_: object) -> None:
     """Log what Ray tells of its dead processes, in dozens of lines that it would print."""
-    happened("message", f"Ray: {' '.join(told['lines'])}", level="warning", stage=None)
+    log_event("message", f"Ray: {' '.join(told['lines'])}", level="warning", stage=None)
 
 
 def _how_it_was_lost(error: ray.exceptions.RayError) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Made:
+class TaskResult:
     """How the making of a stage's artifact has ended."""
 
     name: str
@@ -30,7 +30,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Making:
+class StageTask:
     """A stage whose inputs are there, and where it is to run."""
 
     name: str
@@ -47,7 +47,7 @@ class Making:
         """
         began = time.monotonic()
         with named(self.name, self.out), only_new(), recording() as recorded:
-            model = self.context.earlier[self.input]
+            model = self.context.artifacts[self.input]
             made = self.stage.run(model, replace(self.context, progress=progress))
         return made, time.monotonic() - began, recorded
 

@@ -119,13 +119,13 @@ def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
         keep_outputs_(model, wanted)
     opset = max((o.version for o in model.opset_import if not o.domain), default=0)
     facts: dict[str, Any] = {"opset": opset, "operators": count_operators(model)}
-    with OnnxModel.sealing(path, signature, facts=facts) as partial:
+    with OnnxModel.atomic_write(path, signature, facts=facts) as partial:
         payload = partial / OnnxModel.payload
         payload.write_bytes(model.SerializeToString(deterministic=True))
         predict, kernels = counted_predictor(payload, threads=1)
         facts |= kernels
         _try(file, predict, signature)
-    return OnnxModel.at(path)
+    return OnnxModel.from_directory(path)
 
 
 def _import_program(file: Path, signature: Signature, path: Path) -> Artifact:
@@ -148,9 +148,9 @@ def _import_script(file: Path, signature: Signature, path: Path) -> Artifact:
         _try(file, module, signature)
     # A frozen module has none; its artifact then counts the constants of its graph.
     facts = {"parameters": sum(p.numel() for p in module.parameters())}
-    with TorchScriptModel.sealing(path, signature, facts=facts) as partial:
+    with TorchScriptModel.atomic_write(path, signature, facts=facts) as partial:
         save(module, partial / TorchScriptModel.payload)
-    return TorchScriptModel.at(path)
+    return TorchScriptModel.from_directory(path)
 
 
 def _try(file: Path, module: Any, signature: Signature) -> Any:

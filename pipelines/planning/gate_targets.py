@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import export  # noqa: F401 - adds the runtimes that it can open
 from compress.common.errors import PipelineInvalid, Unavailable
-from compress.core.baselines import RUNTIMES
+from compress.core.baselines import BASELINES
 from compress.core.gates import MinSpeedup
 from pipelines.config.validation_errors import did_you_mean
 
@@ -35,8 +35,8 @@ def check_runtime(pipeline: Pipeline, index: int, number: int, earlier: Set[str]
     gate = pipeline.stages[index].gates[number]
     name = str(gate.against)
     where = pipeline.place("stages", index, "gates", number, "against")
-    if name not in RUNTIMES or not isinstance(gate, MinSpeedup):
-        known = {*earlier, *(RUNTIMES if isinstance(gate, MinSpeedup) else ())}
+    if name not in BASELINES or not isinstance(gate, MinSpeedup):
+        known = {*earlier, *(BASELINES if isinstance(gate, MinSpeedup) else ())}
         raise PipelineInvalid(
             f"{where}: no earlier stage is named {name!r}; {did_you_mean(name, known)}"
         )
@@ -45,7 +45,7 @@ def check_runtime(pipeline: Pipeline, index: int, number: int, earlier: Set[str]
             f"{where}: {name!r} is a runtime, and a stage that is not earlier has that name; "
             "rename the stage"
         )
-    takes = RUNTIMES[name].takes
+    takes = BASELINES[name].takes
     if pipeline.model.kind not in takes:
         raise PipelineInvalid(
             f"{where}: {name} runs {' and '.join(sorted(takes))} models, and this one comes in as "
@@ -60,9 +60,9 @@ def refuse_missing_runtime(pipeline: Pipeline, gate: Gate, where: str) -> None:
         Unavailable: one line with the place, and what to install.
     """
     stages = {stage.title for stage in pipeline.stages}
-    if gate.against not in RUNTIMES or gate.against in stages:
+    if gate.against not in BASELINES or gate.against in stages:
         return
-    for need in RUNTIMES[gate.against].requirements:
+    for need in BASELINES[gate.against].requirements:
         if need.missing():
             raise Unavailable(
                 f"{where}: against {gate.against} needs {need.what}, which is not here; "

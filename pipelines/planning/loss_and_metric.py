@@ -99,7 +99,7 @@ def _answers(
         PipelineInvalid: it does not take the samples.
     """
     try:
-        with context.opened(source) as predict:
+        with context.predictor(source) as predict:
             return predict(*batch.inputs)[0].cpu()
     except CompressError:
         raise

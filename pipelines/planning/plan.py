@@ -17,7 +17,7 @@ from pipelines.config.registry import stages
 from pipelines.config.validation_errors import did_you_mean
 from pipelines.planning.gate_targets import check_runtime
 from pipelines.planning.requirement_checks import check_loss, check_needs, missing_programs
-from pipelines.planning.stage_selection import made_of, meant, needed_for
+from pipelines.planning.stage_selection import downstream_of, stage_named, upstream_of
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -43,7 +43,7 @@ class PlannedStage:
     @property
     def reads(self) -> tuple[str, ...]:
         """Names of all artifacts that the stage reads, its input first."""
-        return (self.input, *self.stage.also_reads)
+        return (self.input, *self.stage.extra_inputs)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -93,7 +93,7 @@ class Plan:
         return tuple(road)
 
     @property
-    def road(self) -> str:
+    def route(self) -> str:
         """The names of the stages in their order, for people."""
         return " → ".join(self.names)
 
@@ -109,7 +109,7 @@ class Plan:
         return tuple(p.name for p in self.stages if p.name not in read)
 
 
-def make_plan(
+def build_plan(
     pipeline: Pipeline, start: str | None = None, until: str | None = None, *, force: bool = False
 ) -> Plan:
     """Check names, order, types, requirements and device, without importing torch where possible.
@@ -127,9 +127,9 @@ def make_plan(
     stages = planned = _names(pipeline)
     baseline, again = _baseline(stages), frozenset[str]()
     if start is not None:
-        again = made_of(stages, meant(pipeline, stages, "--from", start))
+        again = downstream_of(stages, stage_named(pipeline, stages, "--from", start))
     if until is not None:
-        planned = needed_for(stages, {*meant(pipeline, stages, "--until", until), baseline})
+        planned = upstream_of(stages, {*stage_named(pipeline, stages, "--until", until), baseline})
     _check_types(pipeline, stages)
     _check_formats(pipeline, stages)
     if start is not None and again.isdisjoint(p.name for p in planned):
@@ -170,7 +170,7 @@ def _names(pipeline: Pipeline) -> tuple[PlannedStage, ...]:
         previous = planned[-1].name if planned else SOURCE
         known = {SOURCE, *(p.name for p in planned)}
         references = [("input", stage.input)] if stage.input else []
-        references += [("teacher", other) for other in stage.also_reads]
+        references += [("teacher", other) for other in stage.extra_inputs]
         for key, other in references:
             if other not in known:
                 raise PipelineInvalid(
@@ -181,14 +181,14 @@ def _names(pipeline: Pipeline) -> tuple[PlannedStage, ...]:
             if gate.against is not None and gate.against not in known:
                 check_runtime(pipeline, index, i, known)
         compared = tuple(g.against for g in stage.gates if g.against in known)
-        stage = _beside(pipeline, index, stage)
+        stage = _resolve_paths(pipeline, index, stage)
         planned.append(PlannedStage(index, name, stage.input or previous, stage, compared))
     return tuple(planned)
 
 
-def _beside(pipeline: Pipeline, index: int, stage: Stage[Any, Any]) -> Stage[Any, Any]:
+def _resolve_paths(pipeline: Pipeline, index: int, stage: Stage[Any, Any]) -> Stage[Any, Any]:
     try:
-        return stage.beside(pipeline.folder, pipeline.code_folder)
+        return stage.resolve_paths(pipeline.folder, pipeline.code_folder)
     except CompressError as error:
         raise type(error)(f"{pipeline.place('stages', index)}: {error}") from error
 
@@ -209,9 +209,9 @@ def _check_types(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> None:
                 f"{pipeline.place('stages', p.index)} ({p.name}): reads {kinds}, and {p.input!r} "
                 f"writes {found.kind}; {mend}"
             )
-        for other in p.stage.also_reads:
-            if not issubclass(written[other], p.stage.also_takes):
-                kinds = " or ".join(kind.kind for kind in p.stage.also_takes)
+        for other in p.stage.extra_inputs:
+            if not issubclass(written[other], p.stage.extra_input_types):
+                kinds = " or ".join(kind.kind for kind in p.stage.extra_input_types)
                 raise PipelineInvalid(
                     f"{pipeline.place('stages', p.index)} ({p.name}): {other!r} writes "
                     f"{written[other].kind}, and with these settings a teacher must be {kinds}"
@@ -229,7 +229,7 @@ def _check_formats(pipeline: Pipeline, planned: tuple[PlannedStage, ...]) -> Non
     named = {p.name: p.stage for p in planned}
     for p in planned:
         formats = named[p.input].activation_formats if p.input != SOURCE else frozenset()
-        problem = p.stage.refusal(formats)
+        problem = p.stage.unsupported_input_reason(formats)
         if problem:
             raise PipelineInvalid(
                 f"{pipeline.place('stages', p.index)} ({p.name}): input {p.input!r}: {problem}"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Stages = tuple["PlannedStage", ...]
 
 
-def needed_for(stages: Stages, names: Collection[str]) -> Stages:
+def upstream_of(stages: Stages, names: Collection[str]) -> Stages:
     """Return the stages of some names, and those without which they are not made and judged."""
     found = {*names}
     for planned in reversed(stages):
@@ -25,7 +25,7 @@ def needed_for(stages: Stages, names: Collection[str]) -> Stages:
     return tuple(planned for planned in stages if planned.name in found)
 
 
-def made_of(stages: Stages, names: Collection[str]) -> frozenset[str]:
+def downstream_of(stages: Stages, names: Collection[str]) -> frozenset[str]:
     """Return some names, and those of the stages whose artifacts are made of theirs."""
     found = {*names}
     for planned in stages:
@@ -34,7 +34,7 @@ def made_of(stages: Stages, names: Collection[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def meant(pipeline: Pipeline, stages: Stages, option: str, name: str) -> frozenset[str]:
+def stage_named(pipeline: Pipeline, stages: Stages, option: str, name: str) -> frozenset[str]:
     """Return the names of the stages that one means: all branches where the file's has several.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compress.quantization.numeric_debug.fidelity_report import Fidelity
-from compress.quantization.qat.label_parity import Sameness
+from compress.quantization.qat.label_parity import LabelParity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +26,10 @@ def fidelity_of(stage: StageReport) -> Fidelity | None:
     return None if found is None else Fidelity.model_validate(found)
 
 
-def sameness_of(stage: StageReport) -> Sameness | None:
+def sameness_of(stage: StageReport) -> LabelParity | None:
     """Return how far a stage's integers give the labels they were trained for, if they were."""
     found = stage.artifact.facts.get(SAMENESS)
-    return None if found is None else Sameness.model_validate(found)
+    return None if found is None else LabelParity.model_validate(found)
 
 
 def slower_than_float(stages: Sequence[StageReport], baseline: str) -> Iterator[str]:

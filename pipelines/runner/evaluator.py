@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import GateRefused
-from compress.core.baselines import opponent_of
+from compress.core.baselines import baseline_for
 from compress.core.gate import explain
 from compress.profiling.batch_dependence import BatchDependence
 from pipelines.results.measurements import Measurements
@@ -25,19 +25,21 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.core.gate import Gate, Verdict
     from pipelines.planning.plan import PlannedStage
-    from pipelines.runner.executor import Sought, Walk
+    from pipelines.runner.executor import CacheLookup, PipelineExecutor
 
 
-def judged(walk: Walk, planned: PlannedStage, sought: Sought) -> StageReport:
+def evaluate_stage(
+    walk: PipelineExecutor, planned: PlannedStage, sought: CacheLookup
+) -> StageReport:
     """Prove, publish, measure and judge what a stage has made.
 
     Raises:
         CompressError: it could not be proved, or not be measured.
     """
-    questions, artifact = Questions(walk, planned.name), walk.artifacts[planned.name]
+    questions, artifact = MeasurementCache(walk, planned.name), walk.artifacts[planned.name]
     _prove(questions, planned, cached=not sought.reason)
     publish(artifact, walk.out / "artifacts" / planned.name)
-    with artifact.held(walk.pipeline.device, walk.pipeline.threads):
+    with artifact.keep_loaded(walk.pipeline.device, walk.pipeline.threads):
         dependence_of(walk, planned.name, questions)
         verdicts = tuple(_judged_by(questions, planned, gate) for gate in planned.stage.gates)
         measurements = _measured(questions)
@@ -57,9 +59,9 @@ def judged(walk: Walk, planned: PlannedStage, sought: Sought) -> StageReport:
     )
 
 
-def measured(walk: Walk, name: str) -> tuple[Measurements, float]:
+def measured(walk: PipelineExecutor, name: str) -> tuple[Measurements, float]:
     """Return what is measured of an artifact beside the baseline, and how many seconds it took."""
-    questions = Questions(walk, name)
+    questions = MeasurementCache(walk, name)
     return _measured(questions), questions.seconds
 
 
@@ -75,14 +77,14 @@ def refusal_of(row: StageReport, out: Path) -> GateRefused | None:
 
 
 @dataclass
-class Questions:
+class MeasurementCache:
     """What is asked of one artifact, and the seconds that answering took."""
 
-    walk: Walk
+    walk: PipelineExecutor
     name: str
     seconds: float = 0.0
 
-    def ask(self, question: dict[str, Any], measure: Callable[[], JsonValue]) -> Any:
+    def get_or_measure(self, question: dict[str, Any], measure: Callable[[], JsonValue]) -> Any:
         """Return what was measured before, or measure, counting the seconds."""
 
         def timed() -> JsonValue:
@@ -93,33 +95,33 @@ class Questions:
                 self.seconds += time.monotonic() - began
 
         walk, name = self.walk, self.name
-        return walk.entries[name].answer(question, walk.artifacts[name], timed)
+        return walk.entries[name].cached_value(question, walk.artifacts[name], timed)
 
 
-def _prove(questions: Questions, planned: PlannedStage, cached: bool) -> None:
+def _prove(questions: MeasurementCache, planned: PlannedStage, cached: bool) -> None:
     """Hold a cached result against its input, once for each data and machine."""
     walk, name = questions.walk, planned.name
 
     def prove() -> JsonValue:
         if cached:  # else the stage has just done so itself
             model, artifact = walk.artifacts[planned.input], walk.artifacts[name]
-            planned.stage.prove(model, artifact, walk.context(name))
+            planned.stage.check_parity(model, artifact, walk.context(name))
         return True
 
     with named(name, walk.out):
-        questions.ask({"proved against its input": 1, **walk.conditions()}, prove)
+        questions.get_or_measure({"proved against its input": 1, **walk.conditions()}, prove)
 
 
-def _judged_by(questions: Questions, planned: PlannedStage, gate: Gate) -> Verdict:
+def _judged_by(questions: MeasurementCache, planned: PlannedStage, gate: Gate) -> Verdict:
     verdict = _verdict(questions, planned, gate)
-    questions.walk.tell(events.judged(planned.name, verdict))
+    questions.walk.emit(events.gate_event(planned.name, verdict))
     return verdict
 
 
-def _verdict(questions: Questions, planned: PlannedStage, gate: Gate) -> Verdict:
+def _verdict(questions: MeasurementCache, planned: PlannedStage, gate: Gate) -> Verdict:
     walk, other = questions.walk, gate.against or planned.input
     after = walk.artifacts[planned.name]
-    before = opponent_of(gate, walk.artifacts[planned.input], walk.context(planned.name))
+    before = baseline_for(gate, walk.artifacts[planned.input], walk.context(planned.name))
     question = {**gate.measurement_key(), "against": before.digest, **walk.conditions()}
     if gate.asks_rows:
         if gate.compares and walk.artifacts.get(other) is before:
@@ -128,20 +130,20 @@ def _verdict(questions: Questions, planned: PlannedStage, gate: Gate) -> Verdict
     failed: list[Verdict] = []
 
     def measure() -> float:
-        verdict = gate.judge(before, after, walk.context(planned.name))
+        verdict = gate.evaluate(before, after, walk.context(planned.name))
         if verdict.value is None:
             failed.append(verdict)
             raise _Unmeasured
         return verdict.value
 
     try:
-        verdict = gate.verdict(float(str(questions.ask(question, measure))))
+        verdict = gate.verdict(float(str(questions.get_or_measure(question, measure))))
     except _Unmeasured:
         verdict = failed[0]
     return verdict.model_copy(update={"against": other if gate.compares else None})
 
 
-def _measured(questions: Questions) -> Measurements:
+def _measured(questions: MeasurementCache) -> Measurements:
     walk, name = questions.walk, questions.name
     baseline, artifact = walk.artifacts[walk.plan.baseline], walk.artifacts[name]
     dependence = dependence_of(walk, name, questions)
@@ -156,14 +158,16 @@ def _measured(questions: Questions) -> Measurements:
 
     with named(name, walk.out):
         try:
-            found = Measurements.model_validate(questions.ask(question, measure))
+            found = Measurements.model_validate(questions.get_or_measure(question, measure))
         except _Doubtful as doubtful:
             found = doubtful.found
     found = found.model_copy(update={"batch_dependence": dependence})
     return found.with_peak(lambda: _peak(questions))
 
 
-def dependence_of(walk: Walk, name: str, questions: Questions | None = None) -> BatchDependence:
+def dependence_of(
+    walk: PipelineExecutor, name: str, questions: MeasurementCache | None = None
+) -> BatchDependence:
     """Return whether an artifact's answers depend on their batch, as measured once and kept.
 
     Args:
@@ -179,32 +183,34 @@ def dependence_of(walk: Walk, name: str, questions: Questions | None = None) -> 
             return walk.context(name).batch_dependence(artifact).model_dump(mode="json")
 
         with named(name, walk.out):
-            found = (questions or Questions(walk, name)).ask(
+            found = (questions or MeasurementCache(walk, name)).get_or_measure(
                 {"batch dependence": 1, **conditions}, measure
             )
         known[artifact.digest] = BatchDependence.model_validate(found)
     return known[artifact.digest]
 
 
-def judged_batch_size(walk: Walk, name: str) -> dict[str, JsonValue]:
+def judged_batch_size(walk: PipelineExecutor, name: str) -> dict[str, JsonValue]:
     """Return the number of rows a call has where an artifact is judged, if that decides figures."""
     dependence_of(walk, name)
     return _batch_size(walk, name, walk.artifacts[name])
 
 
-def _batch_size(walk: Walk, name: str, *artifacts: Artifact) -> dict[str, JsonValue]:
+def _batch_size(walk: PipelineExecutor, name: str, *artifacts: Artifact) -> dict[str, JsonValue]:
     size = walk.context(name).judged_batch_size(*artifacts)
     return {} if size is None else {"batch size": size}
 
 
-def _peak(questions: Questions) -> float:
+def _peak(questions: MeasurementCache) -> float:
     """Return the peak of memory, which neither metric nor baseline change."""
     walk, name = questions.walk, questions.name
     question = {"peak memory": 2, **walk.conditions()}
     del question["metric"]
     artifact = walk.artifacts[name]
     batch = artifact.signature.smallest_batch
-    return float(questions.ask(question, lambda: walk.context(name).peak_memory(artifact, batch)))
+    return float(
+        questions.get_or_measure(question, lambda: walk.context(name).peak_memory(artifact, batch))
+    )
 
 
 class _Unmeasured(Exception):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from compress.core.gate import Verdict
     from pipelines.results.measurements import Measurements
     from pipelines.results.schema import FailureReport, Report, SkippedReport
-    from pipelines.runner.executor import Sought, Walk
+    from pipelines.runner.executor import CacheLookup, PipelineExecutor
 
 Event: TypeAlias = Literal[
     "run_started",
@@ -34,7 +34,7 @@ Level: TypeAlias = Literal["info", "warning", "error"]
 
 
 @dataclass(frozen=True)
-class Happening:
+class RunEvent:
     """One thing that happened."""
 
     event: Event
@@ -48,10 +48,10 @@ class Happening:
     """Whether people are told of it when it happens."""
 
 
-Listener: TypeAlias = Callable[[Happening], None]
+EventListener: TypeAlias = Callable[[RunEvent], None]
 
 
-def run_started(walk: Walk) -> Happening:
+def run_started_event(walk: PipelineExecutor) -> RunEvent:
     """Return that a walk begins."""
     pipeline = walk.pipeline
     fields = {
@@ -62,15 +62,15 @@ def run_started(walk: Walk) -> Happening:
         "settings": pipeline.model_dump(mode="json", by_alias=True, exclude_unset=True),
     }
     line = f"{pipeline.name}: started"
-    return Happening("run_started", None, line, fields, is_announced=False)
+    return RunEvent("run_started", None, line, fields, is_announced=False)
 
 
-def task_known(line: str) -> Happening:
+def task_known(line: str) -> RunEvent:
     """Build the event that the loss and the metric follow from the data."""
-    return Happening("task_known", None, line)
+    return RunEvent("task_known", None, line)
 
 
-def run_finished(report: Report, seconds: float) -> Happening:
+def run_finished_event(report: Report, seconds: float) -> RunEvent:
     """Return how a run ended."""
     fields = {
         "status": report.status,
@@ -80,27 +80,27 @@ def run_finished(report: Report, seconds: float) -> Happening:
     }
     level: Level = "info" if report.status == "passed" else "error"
     line = f"{report.pipeline}: {report.status}"
-    return Happening("run_finished", None, line, fields, level, is_announced=False)
+    return RunEvent("run_finished", None, line, fields, level, is_announced=False)
 
 
-def warned(warning: str) -> Happening:
+def warned(warning: str) -> RunEvent:
     """Return that something is suspicious."""
-    return Happening("message", None, f"warning: {warning}", level="warning")
+    return RunEvent("message", None, f"warning: {warning}", level="warning")
 
 
-def started(stage: str, reason: str) -> Happening:
+def stage_started_event(stage: str, reason: str) -> RunEvent:
     """Return that a stage's artifact is made from here on, and why."""
     line = f"{stage}: running ({reason})"
-    return Happening("stage_started", stage, line, {"reason": reason})
+    return RunEvent("stage_started", stage, line, {"reason": reason})
 
 
-def finished(
-    sought: Sought,
+def stage_finished_event(
+    sought: CacheLookup,
     artifact: Artifact,
     judged_seconds: float,
     measurements: Measurements | None,
     verdicts: Sequence[Verdict] = (),
-) -> Happening:
+) -> RunEvent:
     """Return that a stage's artifact is there, measured and judged.
 
     Args:
@@ -126,26 +126,26 @@ def finished(
         "measurements": measurements.model_dump(mode="json") if measurements else None,
     }
     event: Event = "stage_finished" if sought.reason else "stage_cached"
-    return Happening(event, sought.name, f"{sought.name}: {', '.join(told)}", fields)
+    return RunEvent(event, sought.name, f"{sought.name}: {', '.join(told)}", fields)
 
 
-def judged(stage: str, verdict: Verdict) -> Happening:
+def gate_event(stage: str, verdict: Verdict) -> RunEvent:
     """Return what a gate found."""
     line = f"{stage}: {verdict.gate} {'passed' if verdict.passed else 'refused'}"
     level: Level = "info" if verdict.passed else "error"
     fields = verdict.model_dump(mode="json")
-    return Happening("gate_judged", stage, line, fields, level, is_announced=False)
+    return RunEvent("gate_judged", stage, line, fields, level, is_announced=False)
 
 
-def failed(failure: FailureReport, ends_run: bool) -> Happening:
+def stage_failed_event(failure: FailureReport, ends_run: bool) -> RunEvent:
     """Return that a stage had nothing to show; the error of the run itself is said at its end."""
     why = " ".join(lines_of(failure.error)).removeprefix(f"{failure.name}: ")
     how = INTERRUPTED if failure.status == INTERRUPTED else f"failed: {why}"
     line, fields = f"{failure.name}: {how}", {"error": failure.error}
-    return Happening("stage_failed", failure.name, line, fields, "error", not ends_run)
+    return RunEvent("stage_failed", failure.name, line, fields, "error", not ends_run)
 
 
-def skipped(left_out: SkippedReport) -> Happening:
+def stage_skipped_event(left_out: SkippedReport) -> RunEvent:
     """Return that a stage cannot run."""
     line = f"{left_out.name}: skipped, as {left_out.because} did not pass"
-    return Happening("stage_skipped", left_out.name, line, level="warning")
+    return RunEvent("stage_skipped", left_out.name, line, level="warning")

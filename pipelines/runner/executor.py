@@ -11,16 +11,16 @@ from compress.common.dependency_recorder import Dependencies, Recording, recordi
 from compress.core.stage import Context
 from compress.data.sample_cache import PROBES
 from pipelines.config.declared_dependencies import declared
-from pipelines.executors.task import Making
+from pipelines.executors.task import StageTask
 from pipelines.planning.loss_and_metric import fitting_loss
 from pipelines.planning.plan import SOURCE, Plan, PlannedStage
 from pipelines.results.schema import Report, TestReport, how_to_run, warnings_of
 from pipelines.runner import events
 from pipelines.runner.data_warnings import doubts_of_val
-from pipelines.runner.evaluator import judged, judged_batch_size, measured, refusal_of
+from pipelines.runner.evaluator import evaluate_stage, judged_batch_size, measured, refusal_of
 from pipelines.runner.inputs import import_source, source_parts
 from pipelines.runner.run_history import history_before, history_parts
-from pipelines.runner.run_state import Outcome
+from pipelines.runner.run_state import RunOutcome
 from pipelines.runner.run_warnings import suspicions
 from pipelines.store.entry import Entry, Record
 from pipelines.store.local import WORK, Store, publish, unpublish
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from pipelines.config.pipeline import Pipeline
     from pipelines.results.measurements import Measurements
     from pipelines.results.schema import StageReport, Status
-    from pipelines.runner.events import Listener
+    from pipelines.runner.events import EventListener
 
 ASKED = "asked to run again"
 
 
 @dataclass(frozen=True)
-class Sought:
+class CacheLookup:
     """A stage's place in the store, and why its artifact must be made where it is not there."""
 
     name: str
@@ -59,7 +59,7 @@ class Sought:
 
 
 @dataclass
-class Walk:
+class PipelineExecutor:
     """One run: what has been made so far."""
 
     pipeline: Pipeline
@@ -68,7 +68,7 @@ class Walk:
     store: Store
     data: Splits | None
     progress: Progress
-    tell: Listener
+    emit: EventListener
     artifacts: dict[str, Artifact] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
     rows: list[StageReport] = field(default_factory=list)
@@ -83,51 +83,53 @@ class Walk:
         depends = declared(self.pipeline)
         self.declared = {} if depends == Dependencies() else {"depends": depends.model_dump()}
         self.doubts_of_val = tuple(doubts_of_val(self.contents)) if self.contents else ()
-        self.outcome = Outcome(self.plan, self.tell)
+        self.outcome = RunOutcome(self.plan, self.emit)
 
     def import_model(self) -> None:
         """Bring in the model as it is; what an earlier run published makes room."""
         unpublish(self.out / "artifacts")
-        sought = self.seek(SOURCE, self.source_parts())
+        sought = self.lookup(SOURCE, self.source_parts())
         if sought.reason:
             began = time.monotonic()
             with named(SOURCE, self.out), recording() as recorded:
                 artifact = import_source(self.pipeline, sought.entry.artifact_path)
-            sought = self.keep(sought, artifact, time.monotonic() - began, recorded)
+            sought = self.commit(sought, artifact, time.monotonic() - began, recorded)
         publish(self.artifacts[SOURCE], self.out / "artifacts" / SOURCE)
         seconds = 0.0
         if self.plan.baseline == SOURCE:
             self.baseline, seconds = measured(self, SOURCE)
-        self.tell(events.finished(sought, self.artifacts[SOURCE], seconds, self.baseline))
+        self.emit(
+            events.stage_finished_event(sought, self.artifacts[SOURCE], seconds, self.baseline)
+        )
         self._announce_loss()
 
-    def step(self, planned: PlannedStage) -> None:
+    def run_stage(self, planned: PlannedStage) -> None:
         """Reuse or make one stage, then measure and judge it.
 
         Raises:
             GateRefused: a gate refused.
         """
-        sought = self.seek(planned.name, self.parts(planned))
+        sought = self.lookup(planned.name, self.cache_key_parts(planned))
         if sought.reason:
-            sought = self.keep(sought, *self.making(planned, sought)(self.progress))
-        self.judge(planned, sought)
+            sought = self.commit(sought, *self.task_for(planned, sought)(self.progress))
+        self.evaluate(planned, sought)
 
-    def seek(self, name: str, parts: dict[str, Any]) -> Sought:
+    def lookup(self, name: str, parts: dict[str, Any]) -> CacheLookup:
         """Take an artifact from the store, or tell why it must be made."""
         entry, again = self.store.entry(parts), name in self.plan.again
-        found = None if again else self.store.find(entry)
+        found = None if again else self.store.get(entry)
         if found is not None:
             artifact, record = found
-            self._hold(name, artifact, entry, parts)
-            return Sought(name, parts, entry, "", record.seconds)
-        reason = ASKED if again else self.store.why(name, parts, self.contents)
-        self.tell(events.started(name, reason))
+            self._register(name, artifact, entry, parts)
+            return CacheLookup(name, parts, entry, "", record.seconds)
+        reason = ASKED if again else self.store.explain_miss(name, parts, self.contents)
+        self.emit(events.stage_started_event(name, reason))
         entry.path.mkdir(parents=True, exist_ok=True)
-        return Sought(name, parts, entry, reason)
+        return CacheLookup(name, parts, entry, reason)
 
-    def keep(
-        self, sought: Sought, artifact: Artifact, seconds: float, recorded: Recording
-    ) -> Sought:
+    def commit(
+        self, sought: CacheLookup, artifact: Artifact, seconds: float, recorded: Recording
+    ) -> CacheLookup:
         """Make what was made part of the store, with what user code read meanwhile."""
         if self.data and sought.parts["data"]:
             recorded.add(self.data.read_by_user_code())
@@ -135,58 +137,62 @@ class Walk:
         record = Record(
             parts=sought.parts, digest=artifact.digest, seconds=seconds, depends=depends
         )
-        self.store.settle(sought.name, sought.entry, record)
-        self._hold(sought.name, artifact, sought.entry, sought.parts)
+        self.store.commit(sought.name, sought.entry, record)
+        self._register(sought.name, artifact, sought.entry, sought.parts)
         return replace(sought, seconds=seconds)
 
-    def making(self, planned: PlannedStage, sought: Sought) -> Making:
+    def task_for(self, planned: PlannedStage, sought: CacheLookup) -> StageTask:
         """Return the making of a stage's artifact, whose inputs are there."""
         history = history_before(planned, self) if planned.stage.records_history else None
         context = self.context(planned.name, sought.entry.artifact_path)
-        return Making(planned.name, planned.stage, planned.input, replace(context, history=history))
+        return StageTask(
+            planned.name, planned.stage, planned.input, replace(context, history=history)
+        )
 
-    def judge(self, planned: PlannedStage, sought: Sought) -> None:
+    def evaluate(self, planned: PlannedStage, sought: CacheLookup) -> None:
         """Prove, publish, measure and judge what a stage has made.
 
         Raises:
             GateRefused: a gate refused.
         """
-        row = judged(self, planned, sought)
+        row = evaluate_stage(self, planned, sought)
         if planned.name == self.plan.baseline:
             self.baseline = row.measurements
         self.rows.append(row)
         self.outcome.at = ""  # whoever interrupts it from here on finds it done
         artifact = self.artifacts[planned.name]
-        self.tell(
-            events.finished(sought, artifact, row.judged_seconds, row.measurements, row.verdicts)
+        self.emit(
+            events.stage_finished_event(
+                sought, artifact, row.judged_seconds, row.measurements, row.verdicts
+            )
         )
         refusal = refusal_of(row, self.out)
         if refusal:
             raise refusal
 
     @functools.cached_property
-    def came_in(self) -> dict[str, Any]:
+    def imported_model_parts(self) -> dict[str, Any]:
         """What decides the model that came in; its files are hashed once a run."""
         return source_parts(self.pipeline)
 
     def source_parts(self) -> dict[str, Any]:
         """Return everything that decides the imported model."""
-        return {**self.came_in, **self._surroundings(uses_data=False)}
+        return {**self.imported_model_parts, **self._environment_parts(uses_data=False)}
 
-    def parts(self, planned: PlannedStage) -> dict[str, Any]:
+    def cache_key_parts(self, planned: PlannedStage) -> dict[str, Any]:
         """Return everything that decides a stage's artifact."""
         return {
             "stage": planned.stage.stage,
             "settings": planned.stage.own_settings(),
             # Not by its name: whatever it is called, the same weights give the same artifact.
             "input": self.artifacts[planned.input].digest,
-            "others": {n: self.artifacts[n].digest for n in planned.stage.also_reads},
+            "others": {n: self.artifacts[n].digest for n in planned.stage.extra_inputs},
             "library": version_of(type(planned.stage).__module__),
             **self._calibration(planned),
             **planned.stage.machine_parts,
             **({"loss": self.plan.loss.identity()} if planned.stage.uses_loss else {}),
             **history_parts(planned, self),
-            **self._surroundings(planned.stage.uses_data),
+            **self._environment_parts(planned.stage.uses_data),
         }
 
     def test(self) -> None:
@@ -198,7 +204,7 @@ class Walk:
             question = {"metric on": "test", **self.conditions(), **judged_batch_size(self, name)}
             score = functools.partial(self.context(name).score, self.artifacts[name], "test")
             with named(name, self.out):
-                answer = self.entries[name].answer(question, self.artifacts[name], score)
+                answer = self.entries[name].cached_value(question, self.artifacts[name], score)
                 values[name] = float(str(answer))
         self.tested = TestReport(metric=self.plan.metric.name, values=values)
 
@@ -268,7 +274,7 @@ class Walk:
             device=self.pipeline.device,
             threads=self.pipeline.threads,
             seed=self.pipeline.seed,
-            earlier={n: artifact for n, artifact in self.artifacts.items() if n in needed},
+            artifacts={n: artifact for n, artifact in self.artifacts.items() if n in needed},
             progress=self.progress,
             # Not the entry's: a training goes on where another number of processes left it.
             scratch=self.store.root / WORK / name,
@@ -304,13 +310,13 @@ class Walk:
         }
         context, source = self.context(SOURCE), self.artifacts[SOURCE]
         fitting = functools.partial(fitting_loss, self.plan, self.pipeline, source, context)
-        line = str(self.entries[SOURCE].answer(question, source, fitting))
+        line = str(self.entries[SOURCE].cached_value(question, source, fitting))
         if line:
-            self.tell(events.task_known(line))
+            self.emit(events.task_known(line))
 
-    def _hold(self, name: str, artifact: Artifact, entry: Entry, parts: dict[str, Any]) -> None:
+    def _register(self, name: str, artifact: Artifact, entry: Entry, parts: dict[str, Any]) -> None:
         self.artifacts[name], self.entries[name] = artifact, entry
-        self.store.remember(name, parts)
+        self.store.save_last_parts(name, parts)
 
     def _calibration(self, planned: PlannedStage) -> dict[str, Any]:
         """Return a digest of the samples that a stage draws, where the data's own has not all."""
@@ -320,7 +326,7 @@ class Walk:
         digest = self.data.calibration_digest(count, self.pipeline.seed)
         return {"calibration": digest} if digest else {}
 
-    def _surroundings(self, uses_data: bool) -> dict[str, Any]:
+    def _environment_parts(self, uses_data: bool) -> dict[str, Any]:
         # Training keeps the best epoch by the metric, so that decides the result as data does.
         return {
             "data": self.contents.parts if uses_data and self.contents else None,

@@ -18,7 +18,7 @@ from compress.core.stage import Context
 from compress.data.splits import DataReference, Splits
 from pipelines.config.model_spec import FactoryModel, HuggingFaceModel, ModelFile, TimmModel
 from pipelines.planning.loss_and_metric import fitting_loss, settled
-from pipelines.planning.plan import SOURCE, make_plan
+from pipelines.planning.plan import SOURCE, build_plan
 from pipelines.system.machine_info import version_of
 from pipelines.system.temp_files import temporary_files
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 TIMM = "timm:create_model"
 
 
-def settle(pipeline: Pipeline) -> tuple[Pipeline, Splits | None, str]:
+def resolve_inputs(pipeline: Pipeline) -> tuple[Pipeline, Splits | None, str]:
     """Load the data, and find out what the model takes where the file does not say it.
 
     Returns:
@@ -70,7 +70,7 @@ def _check_requests(pipeline: Pipeline) -> None:
             continue  # what lacks a library is refused where it is planned
         try:
             signature = Signature(inputs=pipeline.model.inputs or ())
-            stage.beside(pipeline.folder, pipeline.code_folder).check_inputs(signature)
+            stage.resolve_paths(pipeline.folder, pipeline.code_folder).check_inputs(signature)
         except CompressError as error:
             where = pipeline.place("stages", index)
             raise PipelineInvalid(f"{where} ({stage.title}): {error}") from error
@@ -129,7 +129,7 @@ def load_data(pipeline: Pipeline) -> Splits | None:
         dict(spec.arguments),
         pipeline.code_folder,
         spec.batch_size,
-        spec.loader.beside(pipeline.folder),
+        spec.loader.resolve_paths(pipeline.folder),
         names,
     )
     try:
@@ -149,8 +149,8 @@ def check_model(pipeline: Pipeline) -> tuple[Signature, str]:
         CompressError: the factory, the checkpoint, the data or the declared inputs are wrong, or
             outputs and targets do not fit the loss.
     """
-    plan = make_plan(pipeline)
-    pipeline, data, told = settle(pipeline)
+    plan = build_plan(pipeline)
+    pipeline, data, told = resolve_inputs(pipeline)
     plan, pipeline = settled(plan, pipeline, data)
     with temporary_files(), tempfile.TemporaryDirectory() as folder:
         source = import_source(pipeline, Path(folder) / SOURCE)

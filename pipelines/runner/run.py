@@ -12,20 +12,20 @@ from compress.common.process import within_quota
 from compress.core.stage import silent
 from compress.profiling.peak_memory import measuring
 from pipelines.executors.factory import check_engine, engine_for
-from pipelines.executors.join import told_to_other_nodes
+from pipelines.executors.join import advertise_run
 from pipelines.planning.loss_and_metric import settled
-from pipelines.planning.plan import SOURCE, make_plan
+from pipelines.planning.plan import SOURCE, build_plan
 from pipelines.results.schema import withdraw_report
 from pipelines.runner import events
-from pipelines.runner.executor import ASKED, Walk
-from pipelines.runner.inputs import settle
-from pipelines.runner.scheduler import walk_branches
-from pipelines.runner.subscribers import heard, recorded
+from pipelines.runner.executor import ASKED, PipelineExecutor
+from pipelines.runner.inputs import resolve_inputs
+from pipelines.runner.scheduler import schedule
+from pipelines.runner.subscribers import event_listener, recording
 from pipelines.store.local import Store
 from pipelines.store.sample_diff import note_samples
 from pipelines.system import signals
-from pipelines.system.disk_errors import said_plainly
-from pipelines.system.jsonl_log import happened
+from pipelines.system.disk_errors import readable_disk_errors
+from pipelines.system.jsonl_log import log_event
 from pipelines.system.signals import INTERRUPTED
 from pipelines.system.temp_files import temporary_files
 
@@ -83,44 +83,44 @@ def run(
     """
     check_engine(pipeline, engine)
     remote = _shared(store, announce)
-    plan = make_plan(pipeline, start, until, force=force)
+    plan = build_plan(pipeline, start, until, force=force)
     for warning in plan.warnings:
         announce(f"warning: {warning}")
-    pipeline, data, told = settle(pipeline)
+    pipeline, data, told = resolve_inputs(pipeline)
     plan, pipeline = settled(plan, pipeline, data)
     if told:
         announce(told)
     root = out / ".store"
     with (
-        said_plainly(out),
+        readable_disk_errors(out),
         temporary_files(),
         within_quota(),
         measuring(),
         Store.locked(root, announce, remote, pipeline.folder, pipeline.code_folder) as kept,
-        told_to_other_nodes(root),
+        advertise_run(root),
     ):
         withdraw_report(out)
-        walk = Walk(pipeline, plan, out, kept, data, progress, heard(announce))
+        walk = PipelineExecutor(pipeline, plan, out, kept, data, progress, event_listener(announce))
         if walk.contents:
             note_samples(root, walk.contents)
-        with recorded(walk):
+        with recording(walk):
             begin = functools.partial(engine_for, engine, jobs, kept, progress)
-            return _walked(walk, begin, finished)
+            return _execute(walk, begin, finished)
 
 
-def _walked(
-    walk: Walk, begin: Callable[[], Engine | None], finished: Callable[[Report], None]
+def _execute(
+    walk: PipelineExecutor, begin: Callable[[], Engine | None], finished: Callable[[Report], None]
 ) -> Report:
     """Walk from end to end, and write the report of however it ends."""
     began = time.monotonic()
-    walk.tell(events.run_started(walk))
+    walk.emit(events.run_started_event(walk))
     for warning in walk.plan.warnings:  # told to people before there was a walk
-        happened("message", warning, level="warning")
+        log_event("message", warning, level="warning")
     for warning in walk.doubts_of_val:
-        walk.tell(events.warned(warning))
+        walk.emit(events.warned(warning))
     try:
-        with said_plainly(walk.out):
-            walk_branches(walk, begin())
+        with readable_disk_errors(walk.out):
+            schedule(walk, begin())
             walk.test()
             report = walk.report("passed")
             report.write(walk.out)
@@ -137,15 +137,15 @@ def _walked(
     return report
 
 
-def _end(walk: Walk, report: Report, began: float) -> None:
+def _end(walk: PipelineExecutor, report: Report, began: float) -> None:
     """Log the warnings of a report, and that the run has ended."""
     for warning in report.warnings:
         if warning not in walk.doubts_of_val:  # they were logged when it began
-            happened("message", warning, level="warning")
-    walk.tell(events.run_finished(report, time.monotonic() - began))
+            log_event("message", warning, level="warning")
+    walk.emit(events.run_finished_event(report, time.monotonic() - began))
 
 
-def _report_of(walk: Walk, error: BaseException) -> Report:
+def _report_of(walk: PipelineExecutor, error: BaseException) -> Report:
     """Return the report of a walk that an error ended; an interruption learns where it came."""
     if not signals.exit_code() and isinstance(error, Exception):
         status: Status = "refused" if isinstance(error, GateRefused) else "failed"
@@ -156,7 +156,7 @@ def _report_of(walk: Walk, error: BaseException) -> Report:
     return walk.report(INTERRUPTED, signals.note(error, walk.outcome.interrupted()))
 
 
-def foresee(
+def preview_run(
     pipeline: Pipeline,
     out: Path,
     *,
@@ -170,10 +170,10 @@ def foresee(
     Raises:
         CompressError: the pipeline is invalid.
     """
-    return look_ahead(pipeline, out, start=start, until=until, force=force, store=store)[0]
+    return preview_state(pipeline, out, start=start, until=until, force=force, store=store)[0]
 
 
-def look_ahead(
+def preview_state(
     pipeline: Pipeline,
     out: Path,
     *,
@@ -181,29 +181,29 @@ def look_ahead(
     until: str | None = None,
     force: bool = False,
     store: str | None = None,
-) -> tuple[dict[str, str], Walk]:
+) -> tuple[dict[str, str], PipelineExecutor]:
     """Return what :func:`foresee` does, and a walk that holds what is cached.
 
     Raises:
         CompressError: the pipeline is invalid.
     """
     remote = _shared(store, lambda line: None)
-    plan = make_plan(pipeline, start, until, force=force)
-    pipeline, data, _ = settle(pipeline)
+    plan = build_plan(pipeline, start, until, force=force)
+    pipeline, data, _ = resolve_inputs(pipeline)
     plan, pipeline = settled(plan, pipeline, data)
     kept = Store(out / ".store", remote, folder=pipeline.folder, code=pipeline.code_folder)
     kept.refuse_another_format()
     if remote:
         remote.refuse_another_format()
-    walk = Walk(pipeline, plan, out, kept, data, silent, lambda happening: None)
+    walk = PipelineExecutor(pipeline, plan, out, kept, data, silent, lambda happening: None)
     foreseen: dict[str, str] = {}
 
     def look(name: str, parts: dict[str, Any]) -> None:
         entry, again = kept.entry(parts), name in plan.again
-        found = None if again else kept.foresee(entry)
+        found = None if again else kept.peek(entry)
         if found:
             walk.artifacts[name] = found[0]
-        why = ASKED if again else kept.why(name, parts, walk.contents)
+        why = ASKED if again else kept.explain_miss(name, parts, walk.contents)
         origin = f" (from {entry.fetched_from})" if entry.fetched_from else ""
         foreseen[name] = f"cached{origin}" if found else f"runs ({why})"
 
@@ -214,7 +214,7 @@ def look_ahead(
             why = ASKED if planned.name in plan.again else f"after {missing[0]}"
             foreseen[planned.name] = f"runs ({why})"
         else:
-            look(planned.name, walk.parts(planned))
+            look(planned.name, walk.cache_key_parts(planned))
     return foreseen, walk
 
 

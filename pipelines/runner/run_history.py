@@ -11,10 +11,10 @@ from pipelines.system.machine_info import versions
 if TYPE_CHECKING:
     from compress.core.stage import Stage
     from pipelines.results.schema import StageReport
-    from pipelines.runner.executor import Walk
+    from pipelines.runner.executor import PipelineExecutor
 
 
-def history_before(planned: PlannedStage, walk: Walk) -> History:
+def history_before(planned: PlannedStage, walk: PipelineExecutor) -> History:
     """Return the road from the model as it came in to a stage's input."""
     rows = {row.name: row for row in walk.rows}
     road = road_before(planned, walk.plan)
@@ -25,11 +25,11 @@ def history_before(planned: PlannedStage, walk: Walk) -> History:
         versions=versions(),
         source=_source(walk),
         source_digest=walk.artifacts[SOURCE].digest,
-        stages=tuple(_told(rows[p.name], p.stage) for p in road),
+        stages=tuple(_past_stage(rows[p.name], p.stage) for p in road),
     )
 
 
-def history_parts(planned: PlannedStage, walk: Walk) -> dict[str, Any]:
+def history_parts(planned: PlannedStage, walk: PipelineExecutor) -> dict[str, Any]:
     """Return what decides a history, besides what decides the input.
 
     Names, earlier gates, and the files that came in: others may hold the same weights.
@@ -53,11 +53,11 @@ def road_before(planned: PlannedStage, plan: Plan) -> list[PlannedStage]:
     return road
 
 
-def _source(walk: Walk) -> dict[str, Any]:
-    return {key: walk.came_in.get(key) for key in ("checkpoint", "code", "library")}
+def _source(walk: PipelineExecutor) -> dict[str, Any]:
+    return {key: walk.imported_model_parts.get(key) for key in ("checkpoint", "code", "library")}
 
 
-def _told(row: StageReport, stage: Stage[Any, Any]) -> PastStage:
+def _past_stage(row: StageReport, stage: Stage[Any, Any]) -> PastStage:
     metric = row.measurements.metric
     return PastStage(
         name=row.name,

@@ -16,15 +16,15 @@ from pipelines.system.signals import INTERRUPTED, only_signals_interrupt
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pipelines.runner.events import Listener
+    from pipelines.runner.events import EventListener
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """The stages of a run that did not pass; the others go on."""
 
     plan: Plan
-    tell: Listener
+    emit: EventListener
     at: str = ""
     """The stage that this process is busy with; empty between stages."""
     elsewhere: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Outcome:
     skipped: dict[str, SkippedReport] = field(default_factory=dict)
 
     @contextmanager
-    def noting(self, name: str) -> Iterator[None]:
+    def record_failures(self, name: str) -> Iterator[None]:
         """Be at a stage during a block, and keep its error from ending the run.
 
         An interruption ends it, and whatever else is no error of the toolkit's.
@@ -52,13 +52,13 @@ class Outcome:
                 self._fail(name, str(error), ends_run=False)
         self.at = ""
 
-    def skips(self, planned: PlannedStage) -> bool:
+    def should_skip(self, planned: PlannedStage) -> bool:
         """Whether a stage cannot run, once all that it needs has come to an end; it is told why."""
         because = self._stopper(planned)
         if because:
             left_out = SkippedReport(**self._described(planned.name), because=because)
             self.skipped[planned.name] = left_out
-            self.tell(events.skipped(left_out))
+            self.emit(events.stage_skipped_event(left_out))
         return because is not None
 
     def _stopper(self, planned: PlannedStage) -> str | None:
@@ -102,7 +102,7 @@ class Outcome:
 
     def _fail(self, name: str, error: str, *, ends_run: bool) -> None:
         failure = self.failures[name] = FailureReport(**self._described(name), error=error)
-        self.tell(events.failed(failure, ends_run))
+        self.emit(events.stage_failed_event(failure, ends_run))
 
     def _described(self, name: str) -> dict[str, Any]:
         stage = self.plan.stage(name).stage.stage if name != SOURCE else SOURCE

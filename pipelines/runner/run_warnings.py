@@ -14,12 +14,12 @@ from pipelines.system.signals import only_signals_interrupt
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pipelines.runner.executor import Walk
+    from pipelines.runner.executor import PipelineExecutor
 
 log = logging.getLogger(__name__)
 
 
-def suspicions(walk: Walk) -> tuple[str, ...]:
+def suspicions(walk: PipelineExecutor) -> tuple[str, ...]:
     """Return a line for each suspicion, with its likely cause.
 
     A report is written whatever happens here: what cannot be found out is left out.
@@ -33,7 +33,7 @@ def suspicions(walk: Walk) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _suspicions(walk: Walk) -> Iterator[str]:
+def _suspicions(walk: PipelineExecutor) -> Iterator[str]:
     values = _values(walk)
     if walk.plan.baseline not in values:
         return
@@ -45,7 +45,7 @@ def _suspicions(walk: Walk) -> Iterator[str]:
     yield from _no_better_than_constant(walk, values)
 
 
-def _values(walk: Walk) -> dict[str, float]:
+def _values(walk: PipelineExecutor) -> dict[str, float]:
     """Return the metric by stage, as far as it was measured."""
     measured = {row.name: row.measurements for row in walk.rows}
     if walk.baseline:
@@ -54,7 +54,7 @@ def _values(walk: Walk) -> dict[str, float]:
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def _likely_cause(walk: Walk, fall: Fall) -> str:
+def _likely_cause(walk: PipelineExecutor, fall: Fall) -> str:
     """Return in words how a stage was calibrated on other inputs than it is asked; else nothing."""
     stage: Any = walk.plan.stage(fall.stage).stage
     samples = getattr(stage, "calibration_samples", None)
@@ -63,12 +63,12 @@ def _likely_cause(walk: Walk, fall: Fall) -> str:
     return unlike_val(walk.data, samples, walk.pipeline.seed)
 
 
-def _no_better_than_constant(walk: Walk, values: Mapping[str, float]) -> Iterator[str]:
+def _no_better_than_constant(walk: PipelineExecutor, values: Mapping[str, float]) -> Iterator[str]:
     data, metric, baseline = walk.data, walk.plan.metric, walk.plan.baseline
     if data is None:
         return
     question = {"constant answer": 1, "data": walk.fingerprint, "metric": metric.identity()}
-    constant = walk.entries[baseline].answer(
+    constant = walk.entries[baseline].cached_value(
         question, walk.artifacts[baseline], lambda: constant_score(data, metric)
     )
     if not isinstance(constant, int | float):

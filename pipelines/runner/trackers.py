@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from compress.common.errors import first_line
 from compress.training.loop.loggers import MLflow, TensorBoard, place_of
-from pipelines.system.jsonl_log import heard_by
+from pipelines.system.jsonl_log import log_handler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -99,7 +99,7 @@ def tracked(settings: Tracker, results: Path, pipeline: str, run: str) -> Iterat
         pipeline: name of the pipeline.
         run: name of the run.
     """
-    with heard_by(_Writing(settings, results, pipeline, run)):
+    with log_handler(_Writing(settings, results, pipeline, run)):
         yield
 
 

@@ -126,7 +126,7 @@ class Entry:
             record = Record.from_bytes(raw, self.path.name)
         except ArtifactInvalid as error:
             raise ArtifactInvalid(f"{self._record_path} {error}") from None
-        artifact = Artifact.at(self.artifact_path)
+        artifact = Artifact.from_directory(self.artifact_path)
         artifact.verify()
         if artifact.digest != record.digest:
             raise ArtifactInvalid(f"{artifact.path} is not the artifact that {RECORD} names")
@@ -141,7 +141,7 @@ class Entry:
         with suppress(OSError):
             os.utime(self._record_path)
 
-    def answer(
+    def cached_value(
         self, question: dict[str, Any], artifact: Artifact, measure: Callable[[], JsonValue]
     ) -> JsonValue:
         """Return what was measured before on the same artifact, or measure now and keep it.

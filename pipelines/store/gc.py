@@ -20,7 +20,7 @@ from pipelines.store.local import WORK, Store
 from pipelines.store.lock import lock
 from pipelines.store.object_store import PARTIAL, Failed, Objects
 from pipelines.store.remote import MANIFEST_BYTES, RECORD_BYTES, SECONDS_TRUSTED, Remote
-from pipelines.system.disk_errors import said_plainly
+from pipelines.system.disk_errors import readable_disk_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,7 +73,7 @@ def clean(place: str, older_than: str, dry_run: bool, announce: Callable[[str], 
     """
     seconds = _seconds_in(older_than)
     if "://" not in place:
-        with said_plainly(Path(place)):
+        with readable_disk_errors(Path(place)):
             return clean_own(Path(place), seconds, dry_run, announce)
     if seconds < LEAST_SHARED:
         raise PipelineInvalid(
@@ -150,10 +150,10 @@ class _Shared:
         self._remove(self._all("records"))
         records = self._all("records")
         named = {
-            f"manifests/{self._told(name, RECORD_BYTES).get('digest')}.json" for name in records
+            f"manifests/{self._summary(name, RECORD_BYTES).get('digest')}.json" for name in records
         }
         self._remove(self._all("manifests") - named)
-        manifests = [self._told(name, MANIFEST_BYTES) for name in self._all("manifests")]
+        manifests = [self._summary(name, MANIFEST_BYTES) for name in self._all("manifests")]
         self._remove(files - {place for told in manifests for place in _places_in(told)})
         self._remove(self._all(PARTIAL))
         removed = sum(name.startswith("records/") for name in self.gone)
@@ -180,7 +180,7 @@ class _Shared:
                 if not self.dry_run:
                     self.objects.remove(name)
 
-    def _told(self, name: str, limit: int) -> dict[str, Any]:
+    def _summary(self, name: str, limit: int) -> dict[str, Any]:
         """Return what a record or manifest tells; one that tells nothing needs nothing."""
         try:
             told = json.loads(self.objects.read(name, limit) or b"")

@@ -17,7 +17,7 @@ from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from pipelines.store.entry import RECORD, Entry, Record, Surroundings, key_of
 from pipelines.store.lock import lock
 from pipelines.store.sample_diff import samples_changed
-from pipelines.system.jsonl_log import happened
+from pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,7 +116,7 @@ class Store:
                 "can be made again)"
             )
 
-    def settle(self, name: str, entry: Entry, record: Record) -> None:
+    def commit(self, name: str, entry: Entry, record: Record) -> None:
         """Make a stage's artifact part of the store, and remove what it kept to go on."""
         work = self.root / WORK / name
         if work.is_dir():
@@ -126,9 +126,9 @@ class Store:
         remove(work)
         # Not in the background, where it would run while the stage is measured.
         if self._remote:
-            self._share(entry, Artifact.at(entry.artifact_path), record)
+            self._share(entry, Artifact.from_directory(entry.artifact_path), record)
 
-    def find(self, entry: Entry) -> tuple[Artifact, Record] | None:
+    def get(self, entry: Entry) -> tuple[Artifact, Record] | None:
         """Return an artifact and its record from here, else from the shared store, else None."""
         found = self._own(entry)
         key, path = entry.path.name, entry.artifact_path
@@ -140,7 +140,7 @@ class Store:
             entry.fetched_from = self._remote.url
         return found
 
-    def foresee(self, entry: Entry) -> tuple[Artifact, Record] | None:
+    def peek(self, entry: Entry) -> tuple[Artifact, Record] | None:
         """Return what :meth:`find` would; what is in the shared store alone stays there."""
         found = self._own(entry)
         if not found and self._remote:
@@ -169,7 +169,7 @@ class Store:
         if what not in self.warnings:
             self.warnings.append(what)
             self._announce(f"warning: {what}")
-            happened("message", what, level="warning")
+            log_event("message", what, level="warning")
 
     def _share(self, entry: Entry, artifact: Artifact, record: Record) -> None:
         if self._remote:
@@ -193,7 +193,7 @@ class Store:
         """Return the place of an artifact, given everything that decides it."""
         return Entry(self.root / key_of(parts), self.surroundings)
 
-    def why(self, name: str, parts: dict[str, Any], data: Contents | None) -> str:
+    def explain_miss(self, name: str, parts: dict[str, Any], data: Contents | None) -> str:
         """Return why a stage must run: what differs from its last run here."""
         unusable = self._unusable.get(key_of(parts))
         if unusable:
@@ -210,7 +210,7 @@ class Store:
         """Return what decided a stage's artifact when it was last run here, if it was."""
         return self._last().get(name)
 
-    def remember(self, name: str, parts: dict[str, Any]) -> None:
+    def save_last_parts(self, name: str, parts: dict[str, Any]) -> None:
         """Note what a stage of this name was last run with."""
         last = self._last()
         if last.get(name) != parts:

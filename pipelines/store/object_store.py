@@ -162,9 +162,9 @@ def _asking() -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise Missing(_told(error)) from error
+        raise Missing(_error_summary(error)) from error
     except Exception as error:
-        raise Failed(_told(error)) from error
+        raise Failed(_error_summary(error)) from error
 
 
 def _seconds_since(info: dict[str, Any]) -> float:
@@ -179,7 +179,7 @@ def _seconds_since(info: dict[str, Any]) -> float:
     return (datetime.now(UTC) - written.replace(tzinfo=written.tzinfo or UTC)).total_seconds()
 
 
-def _told(error: Exception) -> str:
+def _error_summary(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)[:200]}"
 
 

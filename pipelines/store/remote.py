@@ -25,7 +25,7 @@ from compress.common.errors import ArtifactInvalid, CompressError, PipelineInval
 from pipelines.store.entry import Record
 from pipelines.store.local import FORMAT, FORMAT_FILE, format_in
 from pipelines.store.object_store import Failed, Objects
-from pipelines.system.jsonl_log import happened
+from pipelines.system.jsonl_log import log_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -167,7 +167,7 @@ class Remote:
         if raw is None or _sha256(raw) != record.digest:
             raise _Damaged(place, "is missing" if raw is None else "is not what its name says")
         try:
-            artifact: Artifact = Artifact.described_by(raw, path)
+            artifact: Artifact = Artifact.from_manifest(raw, path)
         except CompressError as error:
             raise _Damaged(place, first_line(error)) from None
         return artifact, record, raw
@@ -226,7 +226,7 @@ class Remote:
 
     def _warn(self, what: str) -> None:
         self._announce(f"warning: {what}")
-        happened("message", what, level="warning")
+        log_event("message", what, level="warning")
 
     def _refused(self, what: str, error: Failed) -> PipelineInvalid:
         return PipelineInvalid(

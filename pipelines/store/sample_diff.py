@@ -56,7 +56,9 @@ def samples_changed(store: Path, before: dict[str, Any], now: Contents) -> str:
             pair = _counted(hashes), _counted(now.hashes[split].tobytes())
             samples = past[split]["samples"], told["samples"]
             exact = all(of.total() == count for of, count in zip(pair, samples, strict=True))
-            words = _told(*pair) if exact else _told_of_some(*pair, *samples)
+            words = (
+                _format_difference(*pair) if exact else _format_sampled_difference(*pair, *samples)
+            )
             return words and f"data.{split}: {words}"
     return ""
 
@@ -70,7 +72,7 @@ def _counted(hashes: bytes) -> Counter[bytes]:
     return Counter(hashes[place : place + BYTES_OF_A_HASH] for place in places)
 
 
-def _told(before: Counter[bytes], now: Counter[bytes]) -> str:
+def _format_difference(before: Counter[bytes], now: Counter[bytes]) -> str:
     new, gone = (now - before).total(), (before - now).total()
     if new == gone == 0:
         return "the same samples in another order"
@@ -79,6 +81,8 @@ def _told(before: Counter[bytes], now: Counter[bytes]) -> str:
     return f"{new} samples are new, {gone} are gone"
 
 
-def _told_of_some(before: Counter[bytes], now: Counter[bytes], past: int, samples: int) -> str:
+def _format_sampled_difference(
+    before: Counter[bytes], now: Counter[bytes], past: int, samples: int
+) -> str:
     new = (now - before).total()
     return f"at least {new} of {samples} samples differ" if new and past == samples else ""

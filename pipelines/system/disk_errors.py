@@ -19,7 +19,7 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
-def said_plainly(out: Path) -> Iterator[None]:
+def readable_disk_errors(out: Path) -> Iterator[None]:
     """Turn the operating system's refusals into the toolkit's errors.
 
     Raises:

@@ -24,13 +24,13 @@ OWN_LOGGERS = ("compress", "export", "serve", "pipelines")
 log = logging.getLogger(__name__)
 
 
-def happened(event: str, message: str, **fields: Any) -> None:
+def log_event(event: str, message: str, **fields: Any) -> None:
     """Log an event with its fields; who listens is :func:`heard_by`'s matter."""
     log.info("%s", message, extra={"told": {"event": event, **fields}})
 
 
 @contextmanager
-def heard_by(handler: logging.Handler) -> Iterator[None]:
+def log_handler(handler: logging.Handler) -> Iterator[None]:
     """Give a handler whatever the toolkit logs from INFO on, and close it in the end.
 
     Others hear no more than before.

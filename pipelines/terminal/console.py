@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from compress.common.errors import CompressError, StageFailed, exits_refused, told_of
+from compress.common.errors import CompressError, StageFailed, cause_lines, exits_refused
 from compress.common.printable import printable
 from pipelines.system import signals
 from pipelines.system.signals import words_of
@@ -105,7 +105,7 @@ def _refuse_as_json(error: BaseException) -> None:
         return
     kind, code, lines = "Interrupted", _interrupted(error), [words_of(error)]
     if not code and isinstance(error, Exception):
-        kind, code, lines = type(error).__name__, _exit_code(error), told_of(error)
+        kind, code, lines = type(error).__name__, _exit_code(error), cause_lines(error)
     found = {"kind": kind, "exit_code": code, "lines": lines}
     output_mode.give({"error": found})
 
@@ -122,7 +122,7 @@ def end(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
         raise SystemExit(1) from None
     if not isinstance(error, Exception):
         raise error
-    for line in told_of(error):
+    for line in cause_lines(error):
         warn(f"error: {line}", "red")
     raise SystemExit(_exit_code(error)) from None
 

@@ -13,7 +13,7 @@ import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from compress.common.errors import CompressError, StageFailed, told_of
+from compress.common.errors import CompressError, StageFailed, cause_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,12 +74,12 @@ def _become(child: Callable[[Ready], None], writing: int, parent: int) -> NoRetu
         # A parent that is killed must not leave us behind.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
         if os.getppid() == parent:
-            child(lambda: _tell(writing))
+            child(lambda: _signal_ready(writing))
         code = 0
     except KeyboardInterrupt:
         code = 0
     except CompressError as error:
-        sys.stderr.write("".join(f"error: {line}\n" for line in told_of(error)))
+        sys.stderr.write("".join(f"error: {line}\n" for line in cause_lines(error)))
         sys.stderr.flush()
     except BaseException:  # noqa: BLE001 - nothing may return into the parent's code
         traceback.print_exc()
@@ -87,7 +87,7 @@ def _become(child: Callable[[Ready], None], writing: int, parent: int) -> NoRetu
         os._exit(code)
 
 
-def _tell(writing: int) -> None:
+def _signal_ready(writing: int) -> None:
     with suppress(OSError):
         os.write(writing, b"r")
 

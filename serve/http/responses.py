@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from serve.worker.http_errors import told
+from serve.worker.http_errors import describe_error
 from serve.worker.wire import JSON
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ async def attempted(answering: Coroutine[Any, Any, Answer]) -> Answer:
 
 def refused(error: Exception) -> Refused:
     """Return the answer to what a codec refused, or could not read in any way."""
-    status, message = told(error)
+    status, message = describe_error(error)
     return Refused(status, message)
 
 

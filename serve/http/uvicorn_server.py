@@ -145,7 +145,7 @@ async def _serve(
         timeout_graceful_shutdown=max(1, round(options.stop_seconds)),
     )
     server = uvicorn.Server(config)
-    telling = asyncio.get_running_loop().create_task(_tell(server, ready))
+    telling = asyncio.get_running_loop().create_task(_notify_when_ready(server, ready))
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -154,7 +154,7 @@ async def _serve(
         batcher.close()
 
 
-async def _tell(server: Any, ready: Callable[[], None]) -> None:
+async def _notify_when_ready(server: Any, ready: Callable[[], None]) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
     ready()

@@ -90,7 +90,7 @@ class TextInput(Settings):
         Requirement(what="tokenizers", install="pip install 'compress-pipeline[text]'"),
     )
 
-    def beside(self, folder: Path) -> Self:
+    def resolve_paths(self, folder: Path) -> Self:
         """Return the same with its path relative to a folder.
 
         Raises:

@@ -103,7 +103,7 @@ class PackageKServe(Stage[TritonRepository, KServeService]):
             "macs": model.macs(),
             "warnings": [NOT_RUN],
         }
-        with KServeService.sealing(
+        with KServeService.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             for name in model.manifest.files:
@@ -113,7 +113,7 @@ class PackageKServe(Stage[TritonRepository, KServeService]):
             text = yaml.safe_dump(self.manifest_of(model), sort_keys=False)
             (partial / KServeService.payload).write_text(text, encoding="utf-8")
         logger.info("%s: %s", self.title, NOT_RUN)
-        return KServeService.at(context.root)
+        return KServeService.from_directory(context.root)
 
     def manifest_of(self, model: TritonRepository) -> dict[str, Any]:
         """Return the InferenceService."""

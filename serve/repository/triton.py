@@ -113,7 +113,7 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
             "macs": model.macs(),
             "warnings": [NOT_RUN, *(warned if self.dynamic_batching else ())],
         }
-        with TritonRepository.sealing(
+        with TritonRepository.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             (partial / self.model_name / VERSION).mkdir(parents=True)
@@ -121,7 +121,7 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
             text = config_of(self, model.kind, interface, joins_requests=not not_joined)
             (partial / self.model_name / CONFIG).write_text(text, encoding="utf-8")
         logger.info("%s: %s", self.title, NOT_RUN)
-        return TritonRepository.at(context.root)
+        return TritonRepository.from_directory(context.root)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class Proof(Settings):
         """Return the proof with something that it does not show."""
         return self.model_copy(update={"unproven": (*self.unproven, line)})
 
-    def told(self) -> Iterator[str]:
+    def summary_lines(self) -> Iterator[str]:
         """Yield what was proven and what not, for people."""
         yield from (f"proven: {line}" for line in self.proven)
         yield from (f"not proven: {line}" for line in self.unproven)

@@ -106,7 +106,7 @@ class TorchServeArchive(Artifact):
                 yield predict
 
     @contextmanager
-    def held(self, device: str = "cpu", threads: int = 1) -> Iterator[None]:
+    def keep_loaded(self, device: str = "cpu", threads: int = 1) -> Iterator[None]:
         """Keep the server that the first :meth:`open` starts, if any, up until the end."""
         if self._holding is not None:
             yield

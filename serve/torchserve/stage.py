@@ -95,9 +95,11 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
 
         return {"handler": hashlib.sha256(handler_text()).hexdigest()}
 
-    def beside(self, folder: Path, code: Path) -> Self:
+    def resolve_paths(self, folder: Path, code: Path) -> Self:
         """Return the same stage with the tokenizer's file found."""
-        return self.model_copy(update={"text": self.text.beside(folder)}) if self.text else self
+        return (
+            self.model_copy(update={"text": self.text.resolve_paths(folder)}) if self.text else self
+        )
 
     def own_settings(self) -> dict[str, Any]:
         """Return the settings that decide the result; the tokenizer by its content."""
@@ -134,7 +136,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
         }
         with (
             servable(model) as served,
-            TorchServeArchive.sealing(
+            TorchServeArchive.atomic_write(
                 context.root, model.signature, lineage=self.lineage(model), facts=facts
             ) as partial,
         ):
@@ -144,7 +146,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
             members = members_of(model, served, self, probe, context.history)
             facts["provenance"] = digest_of(members[PROVENANCE]).sha256
             write_mar(partial / TorchServeArchive.payload, members)
-        return TorchServeArchive.at(context.root)
+        return TorchServeArchive.from_directory(context.root)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
-def told(error: Exception, status: int = UNREADABLE) -> tuple[int, str]:
+def describe_error(error: Exception, status: int = UNREADABLE) -> tuple[int, str]:
     """Return the status and message that tell a client of an error."""
     if type(error) is ValueError and len(error.args) == 2:
         status, message = error.args

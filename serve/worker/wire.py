@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.worker.http_errors import NOT_ACCEPTABLE, UNKNOWN_FORM, UNREADABLE, told
+from serve.worker.http_errors import NOT_ACCEPTABLE, UNKNOWN_FORM, UNREADABLE, describe_error
 from serve.worker.oip import (
     HEADER_LENGTH,
     from_protocol,
@@ -249,5 +249,5 @@ def directory_bytes(data: bytes) -> int:
 
 def refusal(error: Exception, status: int = UNREADABLE) -> tuple[int, str]:
     """Return the status and the JSON body with which TorchServe tells a client of an error."""
-    status, message = told(error, status)
+    status, message = describe_error(error, status)
     return status, json.dumps({"code": status, "message": message})

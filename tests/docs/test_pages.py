@@ -9,7 +9,7 @@ import yaml
 from compress.core.gate import explain
 from compress.core.gates import AnyGate, MaxSize
 from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import make_plan
+from pipelines.planning.plan import build_plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -23,7 +23,7 @@ def test_the_pipelines_in_a_page_are_valid(page: str, tmp_path: Path) -> None:
     content = yaml.safe_load(found[0])
     usual = {"version": 1, "model": {"factory": "a:b"}, "data": {"factory": "a:c"}}
     (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump({**usual, **content}))
-    assert make_plan(Pipeline.from_yaml(tmp_path / "pipeline.yaml")).stages
+    assert build_plan(Pipeline.from_yaml(tmp_path / "pipeline.yaml")).stages
 
 
 def test_the_refusal_on_the_page_is_the_one_that_is_printed() -> None:

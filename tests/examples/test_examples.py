@@ -67,7 +67,7 @@ def test_the_road_from_python(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "accuracy 0.9" in done.stdout
-    Artifact.at(tmp_path / "out" / "onnx").verify()
+    Artifact.from_directory(tmp_path / "out" / "onnx").verify()
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from export.aotinductor.package import compile_package, count_kernels, load, ref
 from export.aotinductor.stage import AotModel, ExportAot
 from export.parity.bisect import Search
 from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import make_plan
+from pipelines.planning.plan import build_plan
 
 NETWORKS = Path(__file__).parents[1] / "compress" / "quantization"
 IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
@@ -45,7 +45,7 @@ def int8(folder: Path, factory: str, target: str, **bits: int) -> tuple[GraphMod
     samples = [(image, torch.tensor(0)) for image in images]
     context = Context(root=folder / "int8", data=Splits({"train": samples, "val": samples}))
     stage = QuantizeStatic.model_validate({"target": target, "calibration_samples": 64, **bits})
-    return stage(model, context), context.at(folder / "aot")
+    return stage(model, context), context.with_root(folder / "aot")
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_integers_are_multiplied_by_integer_kernels_and_answers_kept(
     model, context = graph
     assert package.manifest.facts["integer_kernels"] == {"qlinear_pointwise_tensor": 3}
     assert package.manifest.facts["float_kernels"] == {}
-    assert Parity(atol=0).value(model, package, context) < 1e-5
+    assert Parity(atol=0).measure(model, package, context) < 1e-5
     assert (package.parameters(), package.macs()) == (model.parameters(), model.macs())
 
 
@@ -116,7 +116,7 @@ def altered(package: AotModel, folder: Path, **built_for: object) -> AotModel:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["facts"]["built_for"] |= built_for
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    return AotModel.at(folder)
+    return AotModel.from_directory(folder)
 
 
 @pytest.mark.parametrize(
@@ -151,19 +151,19 @@ def test_without_a_compiler_nothing_is_begun(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unavailable, match=r"g\+\+ is not here; a C\+\+ compiler") as caught:
-        ExportAot()(graph[0], graph[1].at(tmp_path / "aot"))
+        ExportAot()(graph[0], graph[1].with_root(tmp_path / "aot"))
     assert caught.value.exit_code == 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_cuda_device_a_plan_for_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="needs a CUDA device"):
-        make_plan(pipeline(tmp_path, "{stage: export_aot, device: cuda}"))
+        build_plan(pipeline(tmp_path, "{stage: export_aot, device: cuda}"))
 
 
 def test_torchserve_takes_it(tmp_path: Path) -> None:
-    plan = make_plan(pipeline(tmp_path, "{stage: export_aot}, {stage: package_torchserve}"))
-    assert plan.road == "export_aot → package_torchserve"
+    plan = build_plan(pipeline(tmp_path, "{stage: export_aot}, {stage: package_torchserve}"))
+    assert plan.route == "export_aot → package_torchserve"
 
 
 def pipeline(folder: Path, stages: str) -> Pipeline:
@@ -241,7 +241,7 @@ def test_convolutions_and_additions_in_integers_answer_alike(tmp_path: Path) -> 
     artifact = ExportAot()(model, context)
     assert artifact.manifest.facts["integer_kernels"]["qconv_pointwise_tensor"] >= 1
     assert artifact.manifest.facts["float_kernels"] == {"mkldnn__convolution_pointwise": 1}
-    assert Parity(atol=0).value(model, artifact, context) < 1e-5
+    assert Parity(atol=0).measure(model, artifact, context) < 1e-5
 
 
 @pytest.mark.slow
@@ -255,7 +255,7 @@ def test_several_dynamic_axes_inputs_and_outputs(tmp_path: Path) -> None:
     )
     model = source(tmp_path / "source", "networks:two_inputs", signature)
     artifact = ExportAot(gates=(Parity(atol=1e-5),))(model, Context(root=tmp_path / "aot"))
-    with Artifact.at(artifact.path).open() as predict:
+    with Artifact.from_directory(artifact.path).open() as predict:
         logits, features = predict(torch.randn(5, 1, 12, 9), torch.randn(5, 4))
         with pytest.raises(ValueError, match="input context is"):
             predict(torch.randn(5, 1, 12, 9), torch.randn(4, 4))

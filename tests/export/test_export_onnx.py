@@ -71,13 +71,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory, digits: Splits) -> tuple[E
 def quantized(trained: tuple[EagerModel, Context]) -> GraphModel:
     model, context = trained
     return QuantizeStatic(calibration_samples=256)(
-        model, context.at(context.root.with_name("int8"))
+        model, context.with_root(context.root.with_name("int8"))
     )
 
 
 @pytest.fixture(scope="module")
 def exported(quantized: GraphModel, trained: tuple[EagerModel, Context]) -> OnnxModel:
-    return ExportOnnx()(quantized, trained[1].at(quantized.path.with_name("onnx")))
+    return ExportOnnx()(quantized, trained[1].with_root(quantized.path.with_name("onnx")))
 
 
 def test_every_heavy_operator_of_a_resnet_runs_in_integers(exported: OnnxModel) -> None:
@@ -91,8 +91,8 @@ def test_torch_and_onnxruntime_agree_in_integers(
     exported: OnnxModel, quantized: GraphModel, trained: tuple[EagerModel, Context]
 ) -> None:
     model, context = trained
-    assert LabelAgreement().value(quantized, exported, context) >= 0.995
-    assert LabelAgreement().value(model, exported, context) >= 0.97
+    assert LabelAgreement().measure(quantized, exported, context) >= 0.995
+    assert LabelAgreement().measure(model, exported, context) >= 0.97
     with quantized.open() as expected, exported.open() as got:
         for batch in context.data.batches("val"):
             (a,), (b,) = expected(*batch.inputs), got(*batch.inputs)
@@ -113,7 +113,7 @@ def test_the_file_is_hardly_larger_than_its_weights(
 def test_equal_runs_give_equal_bytes(
     exported: OnnxModel, quantized: GraphModel, trained: tuple[EagerModel, Context], tmp_path: Path
 ) -> None:
-    again = ExportOnnx()(quantized, trained[1].at(tmp_path / "again"))
+    again = ExportOnnx()(quantized, trained[1].with_root(tmp_path / "again"))
     assert again.digest == exported.digest
 
 
@@ -153,7 +153,7 @@ def test_a_float_model_keeps_its_answers(
 ) -> None:
     model, context = trained
     stage = ExportOnnx(opset=18, gates=(Parity(atol=1e-4), LabelAgreement(minimum=1)))
-    artifact = stage(model, context.at(tmp_path / "onnx"))
+    artifact = stage(model, context.with_root(tmp_path / "onnx"))
     assert artifact.manifest.facts["opset"] == 18
     assert artifact.manifest.facts["float_kernels"] == {"Conv": 21, "Gemm": 1}
     assert artifact.macs() == model.macs()
@@ -172,18 +172,18 @@ def test_other_networks_run_in_integers(
     model = source(tmp_path / "source", factory)
     context = Context(root=tmp_path / "int8", data=rows(torch.randn(128, 1, 8, 8)))
     graph = QuantizeStatic(calibration_samples=128)(model, context)
-    artifact = ExportOnnx()(graph, context.at(tmp_path / "onnx"))
+    artifact = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))
     assert artifact.manifest.facts["integer_kernels"] == integer
     assert artifact.manifest.facts["float_kernels"] == {}
-    assert LabelAgreement().value(graph, artifact, context) >= 0.99
-    assert Parity(atol=0).value(graph, artifact, context) < largest
+    assert LabelAgreement().measure(graph, artifact, context) >= 0.99
+    assert Parity(atol=0).measure(graph, artifact, context) < largest
 
 
 def test_sequences_of_any_length_run_in_integers(tmp_path: Path) -> None:
     model = source(tmp_path / "source", "networks:sequence", TOKENS)
     context = Context(root=tmp_path / "int8", data=rows(torch.randint(0, 50, (64, 8))))
     graph = QuantizeStatic(calibration_samples=64)(model, context)
-    artifact = ExportOnnx()(graph, context.at(tmp_path / "onnx"))
+    artifact = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))
     assert artifact.manifest.facts["integer_kernels"] == {"MatMulIntegerToFloat": 2}
     assert artifact.parameters() == model.parameters()
     assert artifact.macs() == model.macs() == 2 * 16 * 64 * 8
@@ -216,10 +216,10 @@ def test_a_refusing_gate_keeps_the_artifact(tmp_path: Path) -> None:
     context = Context(root=tmp_path / "int8", data=rows(torch.randn(64, 1, 8, 8)))
     graph = QuantizeStatic(calibration_samples=64)(model, context)
     stage = ExportOnnx(gates=(Parity(atol=0, against="source"),))
-    kept = Context(root=tmp_path / "kept", data=context.data, earlier={"source": model})
+    kept = Context(root=tmp_path / "kept", data=context.data, artifacts={"source": model})
     with pytest.raises(GateRefused, match=r"max \|difference\| <= 0"):
         stage(graph, kept)
-    Artifact.at(tmp_path / "kept").verify()
+    Artifact.from_directory(tmp_path / "kept").verify()
 
 
 def test_an_unknown_opset_is_refused() -> None:
@@ -229,14 +229,14 @@ def test_an_unknown_opset_is_refused() -> None:
 
 def test_a_truncated_file_is_refused(exported: OnnxModel, tmp_path: Path) -> None:
     half = shutil.copytree(exported.path, tmp_path / "half")
-    sealed = OnnxModel.at(half)
+    sealed = OnnxModel.from_directory(half)
     forge(half, "model.onnx", sealed.payload_path.read_bytes()[:5000])
     with (
         pytest.raises(ArtifactInvalid, match=r"model\.onnx is not the file that was sealed"),
         sealed.open(),
     ):
         pass
-    broken = OnnxModel.at(half)
+    broken = OnnxModel.from_directory(half)
     with (
         pytest.raises(ArtifactInvalid, match=r"model\.onnx: onnxruntime cannot load it"),
         broken.open(),
@@ -339,7 +339,7 @@ def test_a_layer_left_in_floats_is_logged(tmp_path: Path, caplog: pytest.LogCapt
     model = source(tmp_path / "source", "networks:mlp")
     context = Context(root=tmp_path / "int8", data=rows(torch.randn(32, 1, 8, 8)))
     graph = QuantizeStatic(calibration_samples=32, exclude=("1",))(model, context)
-    artifact = ExportOnnx()(graph, context.at(tmp_path / "onnx"))
+    artifact = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))
     assert artifact.manifest.facts["float_kernels"] == {"Gemm": 1}
     assert "quantized, yet computed in floats: ['Gemm']" in caplog.text
 

@@ -48,7 +48,7 @@ def test_torch_alone_answers_alike_and_the_other_exporters_read_it(tmp_path: Pat
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     scripted = ExportTorchScript(gates=(Parity(atol=1e-5),))
-    scripted(GraphModel.at(graph.path), Context(root=tmp_path / "ts"))
+    scripted(GraphModel.from_directory(graph.path), Context(root=tmp_path / "ts"))
 
 
 def test_a_graph_from_an_earlier_run_is_compared_again(tmp_path: Path) -> None:
@@ -57,9 +57,9 @@ def test_a_graph_from_an_earlier_run_is_compared_again(tmp_path: Path) -> None:
     other = model.derive(tmp_path / "other", state)
     context = Context(root=tmp_path / "program")
     graph = ExportProgram()(model, context)
-    ExportProgram().prove(model, graph, context)
+    ExportProgram().check_parity(model, graph, context)
     with pytest.raises(StageFailed, match="answers differ"):
-        ExportProgram().prove(other, graph, context)
+        ExportProgram().check_parity(other, graph, context)
 
 
 def test_what_cannot_be_traced_is_told_in_one_line(

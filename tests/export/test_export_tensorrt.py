@@ -31,7 +31,7 @@ from export.tensorrt.runtime import in_order, in_parts
 from export.tensorrt.shape_profiles import shapes_of, sizes_of
 from export.tensorrt.stage import ExportTensorRT, TensorRTEngine
 from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import make_plan
+from pipelines.planning.plan import build_plan
 
 NETWORKS = Path(__file__).parents[1] / "compress" / "quantization"
 IMAGE = Signature(
@@ -92,7 +92,7 @@ def test_a_plan_is_refused_where_tensorrt_is_not(tmp_path: Path, through: str) -
         f"stages: [{{stage: export_tensorrt, through: {through}}}]\n"
     )
     with pytest.raises(Unavailable, match=r"needs (torch_)?tensorrt, .*\[tensorrt\]") as caught:
-        make_plan(Pipeline.from_yaml(file))
+        build_plan(Pipeline.from_yaml(file))
     assert caught.value.exit_code == 4
     assert "\n" not in str(caught.value)
 
@@ -105,12 +105,12 @@ def test_nothing_is_begun_and_no_engine_opened_where_tensorrt_is_not(
         ExportTensorRT()(model, Context(root=tmp_path / "engine"))
     assert not (tmp_path / "engine").exists()
     facts = {"built_for": HERE, "sizes": {"batch": [1, 8, 32]}, "parameters": 1, "macs": 1}
-    with TensorRTEngine.sealing(tmp_path / "engine", IMAGE, facts=facts) as partial:
+    with TensorRTEngine.atomic_write(tmp_path / "engine", IMAGE, facts=facts) as partial:
         (partial / TensorRTEngine.payload).write_bytes(b"plan")
     told = r"model.engine: built for NVIDIA H200 with TensorRT 11\.0\.0\.114: .*cannot be imported"
     with (
         pytest.raises(Unavailable, match=told) as caught,
-        TensorRTEngine.at(tmp_path / "engine").open(),
+        TensorRTEngine.from_directory(tmp_path / "engine").open(),
     ):
         pass
     assert "\n" not in str(caught.value)
@@ -222,9 +222,9 @@ def test_an_engine_from_an_earlier_run_is_proved_at_its_own_sizes(
     model: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = {"sizes": {"batch": [1, 2, 5]}}
-    with TensorRTEngine.sealing(tmp_path / "engine", model.signature, facts=facts) as partial:
+    with TensorRTEngine.atomic_write(tmp_path / "engine", model.signature, facts=facts) as partial:
         (partial / TensorRTEngine.payload).write_bytes(b"no engine: there is no TensorRT here")
-    engine = TensorRTEngine.at(tmp_path / "engine")
+    engine = TensorRTEngine.from_directory(tmp_path / "engine")
     asked: list[int] = []
 
     @contextmanager
@@ -239,15 +239,15 @@ def test_an_engine_from_an_earlier_run_is_proved_at_its_own_sizes(
 
     monkeypatch.setattr(TensorRTEngine, "open", opened)
     wrong_at = 0
-    ExportTensorRT().prove(model, engine, Context(root=tmp_path / "again"))
+    ExportTensorRT().check_parity(model, engine, Context(root=tmp_path / "again"))
     assert asked == [1, 2, 5]
     wrong_at = 5
     with pytest.raises(StageFailed, match=r"at \{'batch': 5\}: .* answers differ"):
-        ExportTensorRT().prove(model, engine, Context(root=tmp_path / "again"))
+        ExportTensorRT().check_parity(model, engine, Context(root=tmp_path / "again"))
 
 
 def test_a_cache_is_no_part_of_what_is_built(tmp_path: Path) -> None:
-    stage = ExportTensorRT(cache="engines").beside(tmp_path, tmp_path)
+    stage = ExportTensorRT(cache="engines").resolve_paths(tmp_path, tmp_path)
     assert stage.cache == str(tmp_path / "engines")
     assert stage.own_settings() == ExportTensorRT().own_settings()
     settings = conversion_settings(stage, "cuda:0", tmp_path / "scratch")
@@ -313,7 +313,7 @@ def test_an_engine_answers_like_the_model(
     context = Context(root=tmp_path / "engine", data=samples(), device="cuda:0")
     stage = ExportTensorRT.model_validate({"through": through, "cache": str(tmp_path / "cache")})
     engine = stage(model, context)
-    assert Parity(atol=0).value(model, engine, context) < 1e-4
+    assert Parity(atol=0).measure(model, engine, context) < 1e-4
     with engine.open() as predict:
         assert predict(torch.zeros(70, 1, 8, 8))[0].shape[0] == 70
     code = (
@@ -330,4 +330,4 @@ def test_an_engine_answers_like_the_model(
 def test_integers_become_an_engine(int8: GraphModel, tmp_path: Path) -> None:
     context = Context(root=tmp_path / "engine", data=samples(), device="cuda:0")
     engine = ExportTensorRT()(int8, context)
-    assert Parity(atol=0).value(int8, engine, context) < 0.1
+    assert Parity(atol=0).measure(int8, engine, context) < 0.1

@@ -148,7 +148,7 @@ def test_a_refusing_gate_keeps_the_artifact(resnet: EagerModel, tmp_path: Path) 
     stage = ExportTorchScript(gates=(Parity(atol=0),))
     with pytest.raises(GateRefused, match=r"max \|difference\| <= 0"):
         stage(resnet, Context(root=tmp_path / "kept"))
-    Artifact.at(tmp_path / "kept").verify()
+    Artifact.from_directory(tmp_path / "kept").verify()
 
 
 def test_a_truncated_file_is_refused(resnet: EagerModel, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_truncated_file_is_refused(resnet: EagerModel, tmp_path: Path) -> None
         pass
     with (
         pytest.raises(ArtifactInvalid, match=r"model\.ts: not TorchScript, or truncated"),
-        TorchScriptModel.at(artifact.path).open(),
+        TorchScriptModel.from_directory(artifact.path).open(),
     ):
         pass
 

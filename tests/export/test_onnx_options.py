@@ -112,12 +112,12 @@ def test_weights_that_protobuf_cannot_hold_lie_beside_the_file(
     assert names == ["manifest.json", "model.onnx", "model.onnx.data"]
     assert artifact.payload_path.stat().st_size < 6000
     assert artifact.payload_bytes > 4 * model.parameters() * 0.9
-    assert MaxSize(ratio=0.5).value(model, artifact, Context(root=tmp_path)) > 0.5
+    assert MaxSize(ratio=0.5).measure(model, artifact, Context(root=tmp_path)) > 0.5
     assert (artifact.parameters(), artifact.macs()) == (whole.parameters(), whole.macs())
     artifact.verify()
     shutil.move(artifact.path, tmp_path / "elsewhere")
-    moved = OnnxModel.at(tmp_path / "elsewhere")
-    assert Parity(atol=0).value(whole, moved, Context(root=tmp_path)) < 1e-5
+    moved = OnnxModel.from_directory(tmp_path / "elsewhere")
+    assert Parity(atol=0).measure(whole, moved, Context(root=tmp_path)) < 1e-5
     probe = record_probe(moved, Context(root=tmp_path), max_rows=4)
     packed = members_of(moved, moved, PackageTorchServe(), probe, None)
     assert packed["model.onnx.data"] == moved.path / "model.onnx.data"

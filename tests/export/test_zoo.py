@@ -59,7 +59,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], EagerMo
 
     def get(name: str) -> EagerModel:
         path = root / name / "source"
-        return EagerModel.at(path) if path.exists() else imported(ZOO[name], path)
+        return EagerModel.from_directory(path) if path.exists() else imported(ZOO[name], path)
 
     return get
 

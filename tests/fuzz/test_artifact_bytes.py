@@ -24,7 +24,7 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint, read_state_dict
 from compress.checkpoint.safetensors_io import write_safetensors
 from compress.checkpoint.state_dict import in_memory
-from compress.common.errors import ArtifactInvalid, CompressError, told_of
+from compress.common.errors import ArtifactInvalid, CompressError, cause_lines
 from compress.common.printable import OBEYED
 from compress.common.signature import Signature, TensorSpec
 from pipelines.commands.inspect import described
@@ -39,7 +39,7 @@ NETS = "from torch import nn\n\ndef mlp():\n    return nn.Sequential(nn.Linear(4
 
 
 def one_line(error: CompressError) -> None:
-    (line,) = told_of(error)
+    (line,) = cause_lines(error)
     assert error.exit_code == 2, line
     assert len(line) < 3000 and not OBEYED.search(line) and "internal error" not in line
 
@@ -121,7 +121,7 @@ def test_a_changed_manifest_is_refused_by_who_knows_the_digest(
     changed = data.draw(st.one_of(changed_bytes(original), structured))
     folder = rewritten(eager, place, {MANIFEST: changed})
     try:
-        found = Artifact.at(folder)
+        found = Artifact.from_directory(folder)
         assert list(described(found))
         found.verify()
     except CompressError as error:

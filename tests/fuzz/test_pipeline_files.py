@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.common.errors import CompressError, told_of
+from compress.common.errors import CompressError, cause_lines
 from compress.common.printable import OBEYED
 from pipelines.commands.check import checked
 from pipelines.config.pipeline import Pipeline
@@ -96,7 +96,7 @@ def hold(file: Path, content: bytes) -> None:
         json.dumps([settings, *(s.own_settings() for s in pipeline.stages)], allow_nan=False)
     except CompressError as error:
         assert error.exit_code in (2, 4)
-        lines = told_of(error)
+        lines = cause_lines(error)
         assert lines and all(line.startswith(f"{file}:") for line in lines), lines
         for line in lines:
             assert len(line) < 3000 and not OBEYED.search(line) and "\n" not in line, line

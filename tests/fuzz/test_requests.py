@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from compress.common.printable import OBEYED
 from compress.common.signature import Signature, TensorSpec
-from serve.worker.http_errors import told
+from serve.worker.http_errors import describe_error
 from serve.worker.oip import HEADER_LENGTH, wanted_of
 from serve.worker.tensors import check
 from serve.worker.wire import JSON, NPY, NPZ, RAW, TEXT, decode, encode, to_npz
@@ -78,7 +78,7 @@ def hold(body: Any, content_type: str, headers: Mapping[str, str], specs: Any) -
         check(arrays, specs, 128)
         wanted = wanted_of(asked, OUTPUTS) if asked else {}
     except Exception as error:  # noqa: BLE001 - the servers catch all alike
-        status, message = told(error)
+        status, message = describe_error(error)
         assert 400 <= status < 500, error
         assert type(error) is ValueError or "cannot be read" in message, error
         assert len(message) < 1000 and not OBEYED.search(json.dumps(message)), message
@@ -90,7 +90,7 @@ def hold(body: Any, content_type: str, headers: Mapping[str, str], specs: Any) -
             written, _ = encode(named, accept, wanted, "model", None)
             assert isinstance(written, bytes)
         except ValueError as error:
-            assert told(error)[0] == 406  # infinity in JSON
+            assert describe_error(error)[0] == 406  # infinity in JSON
 
 
 @st.composite

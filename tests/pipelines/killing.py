@@ -123,7 +123,7 @@ class Killed:
             for path in folder.glob("[!.]*"):
                 if folder.name == "artifacts" or path.name == "artifact":
                     assert (path / MANIFEST).exists(), (self.place(), path)
-                    Artifact.at(path).verify()
+                    Artifact.from_directory(path).verify()
 
     def run(self, seconds: float, operation: int) -> int:
         """Run in a fork, killed after some seconds or before an operation; return how it ended."""
@@ -260,7 +260,7 @@ def _leave_the_server_out() -> None:
 
         store = self.path.parent.parent
         (packed,) = store.glob("*/artifact/model.onnx")
-        return OnnxModel.at(packed.parent).open(device, threads)
+        return OnnxModel.from_directory(packed.parent).open(device, threads)
 
     TorchServeArchive.open = inner
     benchmark.compare_latency.__defaults__ = (0.01,)

@@ -7,7 +7,7 @@ import pytest
 
 from compress.common.errors import CompressError, PipelineInvalid
 from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import make_plan
+from pipelines.planning.plan import build_plan
 from pipelines.runner.inputs import check_model
 
 GOOD = """\
@@ -183,7 +183,7 @@ MISTAKES = {
 
 
 def _load(path: Path) -> None:
-    make_plan(Pipeline.from_yaml(path))
+    build_plan(Pipeline.from_yaml(path))
 
 
 def test_the_good_file_is_accepted(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pipelines.commands.cache_miss import why
 from pipelines.config.pipeline import Pipeline
 from pipelines.results.comparison import compare, row_of
 from pipelines.results.schema import Report
-from pipelines.runner.run import look_ahead
+from pipelines.runner.run import preview_state
 from pipelines.runner.run_history import history_parts
 
 NAMES = ("status", "test", "failed")
@@ -53,7 +53,7 @@ def test_an_archive_is_packed_anew_where_what_it_says_of_the_checkpoint_changed(
     for by in ("one", "another"):
         save_file(weights, project.folder / "mlp.safetensors", {"saved by": by})
         pipeline = Pipeline.from_yaml(project.file)
-        walk = look_ahead(pipeline, project.out)[1]
+        walk = preview_state(pipeline, project.out)[1]
         found.append(history_parts(walk.plan.stages[-1], walk)["history"])
     assert found[0].pop("source") != found[1].pop("source")
     assert found[0] == found[1]

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from compress import PruneChannels, Target, Train
-from compress.common.errors import StageFailed, told_of
+from compress.common.errors import StageFailed, cause_lines
 from compress.common.requirements import undisturbed
 from pipelines.config.pipeline import Pipeline
-from pipelines.executors.task import Made
+from pipelines.executors.task import TaskResult
 from pipelines.results.schema import Report
 from pipelines.system.jsonl_log import LOG
 
@@ -70,7 +70,7 @@ def run(file: Path, out: str, **options) -> tuple[list[str], Report]:
     """Return the errors of a run that fails, and its report."""
     with pytest.raises(StageFailed) as caught:
         Pipeline.from_yaml(file).run(file.parent / out, **options)
-    return told_of(caught.value), Report.read(file.parent / out)
+    return cause_lines(caught.value), Report.read(file.parent / out)
 
 
 class InThisProcess:
@@ -85,13 +85,13 @@ class InThisProcess:
         self.under_way.append(making)
         self.events.append(("begun", making.name))
 
-    def next(self) -> Made:
+    def next(self) -> TaskResult:
         making = self.under_way.pop()
         self.events.append(("made", making.name))
         try:
-            return Made(making.name, making(lambda *_: None)[1], None)
+            return TaskResult(making.name, making(lambda *_: None)[1], None)
         except StageFailed as error:
-            return Made(making.name, 0.0, error)
+            return TaskResult(making.name, 0.0, error)
 
     def close(self) -> None:
         assert not self.under_way
@@ -100,7 +100,7 @@ class InThisProcess:
 def test_nothing_is_judged_while_something_is_made(file, monkeypatch) -> None:
     events: list[tuple[str, str]] = []
     monkeypatch.setattr(InThisProcess, "events", events, raising=False)
-    monkeypatch.setattr("pipelines.executors.factory.Workers", InThisProcess)
+    monkeypatch.setattr("pipelines.executors.factory.ProcessPool", InThisProcess)
 
     def announce(line: str) -> None:
         name, _, what = line.partition(": ")
@@ -126,7 +126,7 @@ def test_nothing_is_judged_while_something_is_made(file, monkeypatch) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("a cable was pulled")], ids=repr)
 def test_all_that_was_under_way_when_a_run_was_ended_is_told(file, monkeypatch, error) -> None:
     class Ended(InThisProcess):
-        def next(self) -> Made:
+        def next(self) -> TaskResult:
             raise error
 
         def close(self) -> None:
@@ -134,7 +134,7 @@ def test_all_that_was_under_way_when_a_run_was_ended_is_told(file, monkeypatch, 
 
     under_way = ["thin-amount=0.25", "thin-amount=0.5"]
     monkeypatch.setattr(Ended, "events", [], raising=False)
-    monkeypatch.setattr("pipelines.executors.factory.Workers", Ended)
+    monkeypatch.setattr("pipelines.executors.factory.ProcessPool", Ended)
     with pytest.raises((KeyboardInterrupt, StageFailed)) as caught:
         Pipeline.from_yaml(file).run(file.parent / "out", jobs=2)
     report = Report.read(file.parent / "out")

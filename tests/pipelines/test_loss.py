@@ -100,7 +100,7 @@ def announced(found: Project) -> list[str]:
 def answers(found: Project, name: str, data: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what the artifact of a stage answers to `test`, and what is right."""
     (batch,) = DataReference(f"nets:{data}", {}, found.folder, 80).load().batches("test")
-    with Artifact.at(found.out / "artifacts" / name).open() as predict:
+    with Artifact.from_directory(found.out / "artifacts" / name).open() as predict:
         return predict(*batch.inputs)[0], batch.target
 
 

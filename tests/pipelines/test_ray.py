@@ -17,7 +17,7 @@ from compress.common.requirements import Requirement
 from compress.profiling.benchmark import compare_latency
 from pipelines.config.pipeline import Pipeline
 from pipelines.executors import factory, node_environment
-from pipelines.executors.join import run_told_in, told_to_other_nodes
+from pipelines.executors.join import advertise_run, advertised_run
 from pipelines.executors.node_environment import Surroundings
 
 NETS = """
@@ -110,7 +110,7 @@ def test_a_node_without_the_runs_folder_or_its_packages_is_one_line(
     for made in (store, tmp_path / "late"):
         made.mkdir(parents=True)
     monkeypatch.setattr(node_environment, "SECONDS_TO_BE_SEEN", 0.3)
-    with told_to_other_nodes(store):
+    with advertise_run(store):
         home = Surroundings.of_run(store)
         home.enter()
         older = replace(home, versions=home.versions | {"torch": "1.0"})
@@ -120,13 +120,13 @@ def test_a_node_without_the_runs_folder_or_its_packages_is_one_line(
             StageFailed, match=r"has no /no/such/folder \(No such file.*; all nodes"
         ):
             replace(home, folder=Path("/no/such/folder")).enter()
-    with told_to_other_nodes(store), pytest.raises(StageFailed, match=rf"has another {store}; all"):
+    with advertise_run(store), pytest.raises(StageFailed, match=rf"has another {store}; all"):
         home.enter()
     shutil.rmtree(store)
     late = threading.Timer(0.05, shutil.copytree, (tmp_path / "late", store))
-    with told_to_other_nodes(tmp_path / "late"):
+    with advertise_run(tmp_path / "late"):
         late.start()
-        replace(home, run=run_told_in(tmp_path / "late")).enter()
+        replace(home, run=advertised_run(tmp_path / "late")).enter()
     shutil.rmtree(store)
     pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
     from pipelines.executors.ray import _make

@@ -116,7 +116,7 @@ ENTRIES = {
     "compress run": Pipeline.from_yaml,
     "compress verify": lambda f: verify(shutil.copy(f, f.with_suffix(".mar"))),
     "compress serve": model_name_of,
-    "compress inspect": lambda f: Artifact.at(_folder_with(f, MANIFEST)),
+    "compress inspect": lambda f: Artifact.from_directory(_folder_with(f, MANIFEST)),
     "compress report": _a_report,
     "a request": lambda f: from_npz(f.read_bytes()),
 }

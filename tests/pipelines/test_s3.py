@@ -75,7 +75,7 @@ def test_two_folders_share_a_bucket_and_a_flipped_byte_is_refused(project, bucke
     told = "".join(f.read_text() for f in second.out.glob("[!.]*.*"))
     assert "a-secret-of-mine" not in told and "an-id" not in told
 
-    pruned = Artifact.at(project.out / "artifacts" / "prune_channels")
+    pruned = Artifact.from_directory(project.out / "artifacts" / "prune_channels")
     place = f"{url}/files/{pruned.manifest.files[pruned.payload_name].sha256}"
     files = s3fs.S3FileSystem()
     content = bytearray(files.cat_file(place))
@@ -103,7 +103,7 @@ def test_two_folders_share_a_bucket_and_a_flipped_byte_is_refused(project, bucke
 
 def test_a_run_killed_in_mid_upload_leaves_no_half(project, bucket, tmp_path) -> None:
     # Writes: the format, the source's files, manifest and record, then those of the training.
-    source = len(Artifact.at(project.out / "artifacts" / "source").manifest.files)
+    source = len(Artifact.from_directory(project.out / "artifacts" / "source").manifest.files)
     script = tmp_path / "dies.py"
     script.write_text(DIES_IN_MID_UPLOAD)
     command = [sys.executable, str(script), str(project.file), bucket, str(1 + source + 2 + 1)]

@@ -45,7 +45,7 @@ def test_no_flipped_bit_is_taken(walked, tmp_path, name) -> None:
     raw = (folder / name).read_bytes()
     parts = unsealed((folder / RECORD).read_bytes())["parts"]
     question = json.loads(next(iter(unsealed((folder / ANSWERS).read_bytes())["answers"])))
-    found = store.find(store.entry(parts))
+    found = store.get(store.entry(parts))
     assert found
     artifact = found[0]
     for bit in random.Random(0).sample(range(8 * len(raw)), FLIPS):
@@ -53,10 +53,12 @@ def test_no_flipped_bit_is_taken(walked, tmp_path, name) -> None:
         said.clear()
         store.warnings.clear()
         if name == RECORD:
-            assert store.find(store.entry(parts)) is None, bit
+            assert store.get(store.entry(parts)) is None, bit
         else:
             before = (folder / name).read_bytes()
-            assert store.entry(parts).answer(question, artifact, lambda: "anew") == "anew", bit
+            assert store.entry(parts).cached_value(question, artifact, lambda: "anew") == "anew", (
+                bit
+            )
             assert (folder / name).read_bytes() != before
         assert len(said) == len(store.warnings) == 1, bit
         assert name in said[0] and "measured again" in said[0] and "\n" not in said[0]
@@ -119,7 +121,7 @@ def test_a_record_and_its_figures_belong_to_one_artifact(project) -> None:
     assert f"{one / ANSWERS} is that of another artifact" in warning
     shutil.rmtree(one / "artifact")
     shutil.copytree(other / "artifact", one / "artifact")
-    Artifact.at(one / "artifact").verify()
+    Artifact.from_directory(one / "artifact").verify()
     project.run()
     assert list(project.ran().values()) == ["its artifact or record is damaged"]
 
@@ -156,7 +158,7 @@ def test_sealing_gives_back_what_was_sealed(content) -> None:
 def test_a_figure_is_measured_again_where_what_was_read_for_it_has_changed(
     walked, tmp_path
 ) -> None:
-    artifact = Artifact.at(walked.out / "artifacts" / "train")
+    artifact = Artifact.from_directory(walked.out / "artifacts" / "train")
     weight, asked = tmp_path / "weight.txt", []
 
     def measure() -> float:
@@ -167,5 +169,5 @@ def test_a_figure_is_measured_again_where_what_was_read_for_it_has_changed(
         weight.write_text(content)
         entry = Store(tmp_path / ".store", folder=tmp_path).entry({"stage": "any"})
         entry.path.mkdir(parents=True, exist_ok=True)
-        assert entry.answer({"metric": 1}, artifact, measure) == float(content)
+        assert entry.cached_value({"metric": 1}, artifact, measure) == float(content)
         assert len(asked) == measured

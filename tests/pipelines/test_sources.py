@@ -14,8 +14,8 @@ from compress.artifacts.artifact import Artifact
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
 from compress.common.requirements import Requirement
 from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import make_plan
-from pipelines.runner.inputs import check_model, import_source, settle, source_parts
+from pipelines.planning.plan import build_plan
+from pipelines.runner.inputs import check_model, import_source, resolve_inputs, source_parts
 
 NETS = """
 import torch
@@ -81,8 +81,8 @@ def pipeline(folder: Path, model: str, stages: str = "{stage: export_onnx}", dat
 def imported(folder: Path, model: str, stage: str = "package_torchserve", data: str = ""):
     """Return the sealed source, and what it answers to one input."""
     read = pipeline(folder, model, f"{{stage: {stage}}}", data)
-    make_plan(read)
-    settled, *_ = settle(read)
+    build_plan(read)
+    settled, *_ = resolve_inputs(read)
     source = import_source(settled, folder / "sealed")
     return source, [o.name for o in source.signature.outputs]
 
@@ -136,7 +136,7 @@ def test_a_file_answers_as_it_did_and_lives_without_its_folder(
     assert source.signature.batch_axis is not None
     assert source.parameters() == 15
     x, expected = torch.load(files / "answers")
-    again = Artifact.at(source.path)
+    again = Artifact.from_directory(source.path)
     with again.open() as predict:
         for found, wanted in zip(predict(x), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
@@ -206,13 +206,13 @@ def test_a_program_with_keywords_is_called_by_position(tmp_path) -> None:
 
 
 def test_a_files_inputs_come_from_the_file_or_the_data(files, tmp_path) -> None:
-    told = settle(pipeline(tmp_path, f"file: {files / 'net.onnx'}"))[2]
+    told = resolve_inputs(pipeline(tmp_path, f"file: {files / 'net.onnx'}"))[2]
     assert told == "model.inputs, from net.onnx: x [rows, 4] float32"
-    _, data, told = settle(pipeline(tmp_path, f"file: {files / 'net.ts'}", data="pairs"))
+    _, data, told = resolve_inputs(pipeline(tmp_path, f"file: {files / 'net.ts'}", data="pairs"))
     assert told == "model.inputs, from the samples of the data: x [batch, 4] float32"
     assert data is not None
     with pytest.raises(PipelineInvalid, match=r"p\.yaml:2: model: inputs are not declared"):
-        settle(pipeline(tmp_path, f"file: {files / 'net.ts'}"))
+        resolve_inputs(pipeline(tmp_path, f"file: {files / 'net.ts'}"))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_stages_that_do_not_read_a_files_kind_are_refused(files, tmp_path) -> No
     for stage, name in (("train, epochs: 1", "net.onnx"), ("export_onnx", "net.ts")):
         read = pipeline(tmp_path, f"file: {files / name}", f"{{stage: {stage}}}", data="pairs")
         with pytest.raises(PipelineInvalid, match=r"begin with another .* package_torchserve"):
-            make_plan(read)
+            build_plan(read)
 
 
 def test_inputs_are_inferred_told_and_used_by_every_stage(tmp_path) -> None:
@@ -328,7 +328,7 @@ def test_a_missing_library_is_refused_early(tmp_path) -> None:
         pytest.skip("timm and torchvision are installed")
     assert isinstance(missing[0], Requirement)
     with pytest.raises(Unavailable, match=r"p\.yaml:2: model: needs .*compress-pipeline\[timm\]"):
-        make_plan(read)
+        build_plan(read)
 
 
 @pytest.mark.slow  # importing transformers is what takes long
@@ -349,7 +349,7 @@ def test_a_hugging_face_folder_goes_the_whole_road(tmp_path, fresh_process) -> N
     assert report.stages[0].measurements.parameters < report.baseline.parameters
     graph = onnx.load(tmp_path / "out/artifacts/export_onnx/model.onnx").graph
     assert [i.name for i in graph.input] == ["attention_mask", "input_ids"]
-    slim = Artifact.at(tmp_path / "out/artifacts/prune_channels")
+    slim = Artifact.from_directory(tmp_path / "out/artifacts/prune_channels")
     ids = torch.arange(12).reshape(2, 6)
     with slim.open() as predict:
         expected = predict((ids % 4 != 0).long(), ids)[0]

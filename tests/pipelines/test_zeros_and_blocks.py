@@ -63,6 +63,6 @@ def test_a_file_is_walked(tmp_path: Path) -> None:
     assert len(facts["prune_layers"]["removed"]) == 2
     assert facts["prune_weights"]["zeros"]["pruned_weights"] == 0.5
     assert abs(facts["sparse"]["zeros"]["pruned_weights"] - 0.6) < 0.01
-    model = EagerModel.at(tmp_path / "out" / "artifacts" / "prune_weights").load()
+    model = EagerModel.from_directory(tmp_path / "out" / "artifacts" / "prune_weights").load()
     assert len(model[1]) == 2
     assert ((model[1][0].up.weight.reshape(-1, 4) == 0).sum(1) == 2).all()

@@ -91,9 +91,9 @@ def sealed(path: Path) -> OnnxModel:
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     onnx.checker.check_model(model)
-    with OnnxModel.sealing(path, SIGNATURE) as partial:
+    with OnnxModel.atomic_write(path, SIGNATURE) as partial:
         onnx.save(model, partial / OnnxModel.payload)
-    return OnnxModel.at(path)
+    return OnnxModel.from_directory(path)
 
 
 @dataclass

@@ -62,9 +62,9 @@ def models(context: Context) -> dict[str, OnnxModel]:
     made: dict[str, Any] = {"float": source}
     for name in ("tensor", "row"):
         stage = QuantizeDynamic.model_validate({"activation_range": name})
-        made[name] = stage(source, context.at(context.root.with_name(f"{name}-graph")))
+        made[name] = stage(source, context.with_root(context.root.with_name(f"{name}-graph")))
     return {
-        name: ExportOnnx()(model, context.at(context.root.with_name(f"{name}-onnx")))
+        name: ExportOnnx()(model, context.with_root(context.root.with_name(f"{name}-onnx")))
         for name, model in made.items()
     }
 
@@ -172,7 +172,7 @@ def test_the_report_of_the_runs_folder_is_found(
 ) -> None:
     place = shutil.copytree(models["row"].path, tmp_path / "artifacts" / "onnx")
     report_on(tmp_path, models["row"], context)
-    with loaded(OnnxModel.at(place), "text", 1) as served:
+    with loaded(OnnxModel.from_directory(place), "text", 1) as served:
         assert served.not_joined == ""
 
 
@@ -190,9 +190,9 @@ def test_every_package_takes_the_same_decision(
     name: str, models: dict[str, OnnxModel], context: Context, tmp_path: Path
 ) -> None:
     gates = {"gates": (LabelAgreement(minimum=0.0),)}
-    triton = PackageTriton(**gates).run(models[name], context.at(tmp_path / "triton"))
+    triton = PackageTriton(**gates).run(models[name], context.with_root(tmp_path / "triton"))
     kserve = PackageKServe(storage_uri="s3://bucket/models", **gates).run(
-        triton, context.at(tmp_path / "kserve")
+        triton, context.with_root(tmp_path / "kserve")
     )
     config = (triton.path / "model" / "config.pbtxt").read_text()
     assert ("dynamic_batching" in config) == (name == "row")
@@ -207,7 +207,7 @@ def test_an_archive_is_packed_for_joining_only_where_rows_are_independent(
     name: str, models: dict[str, OnnxModel], context: Context, tmp_path: Path
 ) -> None:
     stage = PackageTorchServe(batch_size=8)
-    archive = stage.run(models[name], context.at(tmp_path / "mar"))
+    archive = stage.run(models[name], context.with_root(tmp_path / "mar"))
     config = yaml.safe_load(read_mar(archive.payload_path)["model-config.yaml"])
     assert config["batchSize"] == (8 if name == "row" else 1)
     assert config["handler"]["joins_rows"] is (name == "row")

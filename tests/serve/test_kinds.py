@@ -91,7 +91,7 @@ def test_a_quantized_graph_is_served(int8: GraphModel, tmp_path: Path) -> None:
 
 def test_onnx_weights_beside_the_file_travel(source: EagerModel, tmp_path: Path) -> None:
     whole = ExportOnnx(class_names=("a", "b", "c")).run(source, Context(root=tmp_path / "onnx"))
-    with OnnxModel.sealing(tmp_path / "large", whole.signature) as partial:
+    with OnnxModel.atomic_write(tmp_path / "large", whole.signature) as partial:
         onnx.save_model(
             onnx.load_model(whole.payload_path),
             partial / "model.onnx",
@@ -99,7 +99,7 @@ def test_onnx_weights_beside_the_file_travel(source: EagerModel, tmp_path: Path)
             location="model.onnx.data",
             size_threshold=0,
         )
-    model = OnnxModel.at(tmp_path / "large")
+    model = OnnxModel.from_directory(tmp_path / "large")
     assert "model.onnx.data" in answers_as_packed(model, tmp_path / "mar").members
 
 
@@ -139,10 +139,12 @@ def test_compiled_code_is_refused_where_it_was_not_built_for() -> None:
 
 def test_code_compiled_for_a_gpu_is_not_packed(source: EagerModel, tmp_path: Path) -> None:
     facts = {"built_for": {"device": "cuda"}, "parameters": 1, "macs": 1}
-    with AotModel.sealing(tmp_path / "cuda", source.signature, facts=facts) as partial:
+    with AotModel.atomic_write(tmp_path / "cuda", source.signature, facts=facts) as partial:
         (partial / "model.pt2").write_bytes(b"it would be run")
     with pytest.raises(StageFailed, match="compiled for cuda, and archives are served on the CPU"):
-        PackageTorchServe().run(AotModel.at(tmp_path / "cuda"), Context(root=tmp_path / "mar"))
+        PackageTorchServe().run(
+            AotModel.from_directory(tmp_path / "cuda"), Context(root=tmp_path / "mar")
+        )
     assert not (tmp_path / "mar").exists()
 
 
@@ -191,7 +193,9 @@ def test_a_tokenizer_travels_with_a_model_that_takes_texts(tmp_path: Path) -> No
     model = ExportOnnx().run(source, Context(root=tmp_path / "onnx"))
     words = Tokenizer(models.WordLevel({"[PAD]": 0, "good": 1, "bad": 2}, unk_token="[PAD]"))
     words.save(str(tmp_path / "words.json"))
-    stage = PackageTorchServe(text=TextInput(tokenizer="words.json")).beside(tmp_path, tmp_path)
+    stage = PackageTorchServe(text=TextInput(tokenizer="words.json")).resolve_paths(
+        tmp_path, tmp_path
+    )
     archive = stage.run(model, Context(root=tmp_path / "mar"))
     assert str(tmp_path) not in (archive.path / "manifest.json").read_text()
     members = read_mar(archive.payload_path)

@@ -83,7 +83,7 @@ def test_the_manifest_says_what_was_set(repository: TritonRepository) -> None:
 
 
 def test_the_repository_is_carried_and_its_model_answers(repository: TritonRepository) -> None:
-    service = Artifact.at(packaged(repository).path)
+    service = Artifact.from_directory(packaged(repository).path)
     service.verify()
     for name in ("rows/config.pbtxt", "rows/1/model.onnx"):
         carried = service.path / "model_repository" / name

@@ -52,7 +52,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> OnnxModel:
 @pytest.fixture
 def model(exported: OnnxModel, tmp_path: Path) -> OnnxModel:
     """Return a copy that a test may damage."""
-    return OnnxModel.at(shutil.copytree(exported.path, tmp_path / "onnx"))
+    return OnnxModel.from_directory(shutil.copytree(exported.path, tmp_path / "onnx"))
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_two_folders_give_the_same_bytes(
 ) -> None:
     moved = shutil.copytree(model.path, tmp_path / "elsewhere" / "model")
     twin = PackageTorchServe().run(
-        Artifact.at(moved), Context(root=tmp_path / "b" / "twin", data=blobs)
+        Artifact.from_directory(moved), Context(root=tmp_path / "b" / "twin", data=blobs)
     )
     assert twin.payload_path.read_bytes() == archive.payload_path.read_bytes()
     assert twin.digest == archive.digest
@@ -234,7 +234,7 @@ def test_a_gate_refuses_and_names_what_was_kept(model: OnnxModel, tmp_path: Path
     stage = PackageTorchServe(gates=(MaxSize(ratio=0.5),))
     with pytest.raises(GateRefused, match=r"max_size: .*kept in .*mar"):
         stage(model, Context(root=tmp_path / "mar"))
-    assert TorchServeArchive.at(tmp_path / "mar").payload_bytes > model.payload_bytes
+    assert TorchServeArchive.from_directory(tmp_path / "mar").payload_bytes > model.payload_bytes
 
 
 def test_an_altered_mar_is_not_started(archive: TorchServeArchive) -> None:

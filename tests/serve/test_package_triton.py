@@ -193,7 +193,7 @@ def test_a_repository_is_verified_and_refused_where_it_was_altered(
     config.chmod(0o644)
     config.write_text(config.read_text().replace("count: 1", "count: 9"))
     with pytest.raises(ArtifactInvalid, match=r"model/config\.pbtxt is not the file"):
-        Artifact.at(copy).verify()
+        Artifact.from_directory(copy).verify()
 
 
 def test_rows_on_another_axis_are_not_batched(

@@ -63,7 +63,7 @@ def source(context: Context) -> Artifact:
 
 @pytest.fixture(scope="module")
 def exported(source: Any, context: Context) -> Artifact:
-    return ExportOnnx().run(source, context.at(context.root.with_name("onnx")))
+    return ExportOnnx().run(source, context.with_root(context.root.with_name("onnx")))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def archive(exported: Any, context: Context) -> TorchServeArchive:
         class_names=tuple("abcdefghij"),
         image=ImageInput(),
     )
-    return stage.run(exported, context.at(context.root.with_name("mar")))
+    return stage.run(exported, context.with_root(context.root.with_name("mar")))
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_a_client_says_that_nobody_answers() -> None:
 def test_torchscript_passes_its_gates_through_one_server(
     source: Any, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = ExportTorchScript().run(source, context.at(context.root.with_name("ts")))
+    model = ExportTorchScript().run(source, context.with_root(context.root.with_name("ts")))
     started: list[Path] = []
     enter = TorchServe.__enter__
 
@@ -218,8 +218,8 @@ def test_torchscript_passes_its_gates_through_one_server(
     monkeypatch.setattr(TorchServe, "__enter__", counted)
     gates = (LabelAgreement(), Parity(atol=1e-5), MaxLatency(p95_ms=1e-6))
     stage = PackageTorchServe(gates=gates)
-    archive = stage.run(model, context.at(context.root.with_name("ts-mar")))
-    with measured_briefly(), archive.held():
+    archive = stage.run(model, context.with_root(context.root.with_name("ts-mar")))
+    with measured_briefly(), archive.keep_loaded():
         assert not started  # a run that measures nothing starts nothing
         verdicts = stage.judge(model, archive, context)
         running = processes_in(started[0])

@@ -19,7 +19,7 @@ from export.onnx.stage import ExportOnnx, OnnxModel
 from pipelines.commands.verify import evidence_of, prove
 from pipelines.commands.verify_anchors import Given
 from pipelines.config.pipeline import Pipeline
-from pipelines.runner.run import foresee
+from pipelines.runner.run import preview_run
 from serve.http.options import Options
 from serve.packaging.model_card import card
 from serve.packaging.provenance import Provenance, digest_of, refuse_broken_chain
@@ -196,7 +196,7 @@ def test_a_foreign_handler_under_a_forged_manifest_is_started_by_no_command(
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["facts"]["provenance"] = digest_of(sealed).sha256
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    forged = TorchServeArchive.at(folder)
+    forged = TorchServeArchive.from_directory(folder)
     forged.verify()  # every file is the one that the forged manifest names
     starting: list[Any] = [
         lambda: verify(folder),
@@ -218,7 +218,7 @@ def test_without_java_the_handler_answers_alone_and_the_proof_says_so(
     assert proof.served_by is not None and "without TorchServe" in proof.served_by
     assert [(r.what, r.samples) for r in proof.replays] == [("the recorded probe", 4)]
     assert proof.replays[0].largest_difference <= 1e-6
-    assert [line.split(": ")[0] for line in proof.told()][-2:] == ["not proven"] * 2
+    assert [line.split(": ")[0] for line in proof.summary_lines()][-2:] == ["not proven"] * 2
     written = json.loads((tmp_path / "proof.json").read_text())
     assert written["sha256"] == told and written["proven"] == list(proof.proven)
 
@@ -345,7 +345,9 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
     assert str(tmp_path).encode() not in mars[0].read_bytes()
     out = mars[0].parents[2]
     assert set(
-        foresee(pipeline, tmp_path / "two" / "out", start=None, until=None, force=False).values()
+        preview_run(
+            pipeline, tmp_path / "two" / "out", start=None, until=None, force=False
+        ).values()
     ) == {"cached"}
 
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from compress.pruning.allocation.ranking import OnUnverified, Ranking
     from compress.pruning.allocation.ratios import Limits
-    from compress.pruning.dependency.group_slices import ChannelCut
+    from compress.pruning.dependency.group_slices import SlicePlan
 
 BISECTIONS = 20
 ATTEMPTS = 6
@@ -27,9 +27,9 @@ def cut_to_cost(
     limits: Limits,
     goal: float,
     estimate: Callable[[Sequence[tuple[int, ...]]], float],
-    measure: Callable[[ChannelCut], float],
+    measure: Callable[[SlicePlan], float],
     on_unverified: OnUnverified = "pin",
-) -> ChannelCut:
+) -> SlicePlan:
     """Return a proven cut that costs at most ``goal``, and as near to it as rounding allows.
 
     An estimate steers the search and is corrected by what the cuts it leads to really cost.
@@ -45,7 +45,7 @@ def cut_to_cost(
     Raises:
         StageFailed: the largest cut still costs more.
     """
-    found: dict[float, ChannelCut] = {}
+    found: dict[float, SlicePlan] = {}
     off: dict[tuple[int, ...], float] = {}
     for _ in range(ATTEMPTS):
         keep = _next(ranking, limits, goal, estimate, list(off.values()), set(off))
@@ -66,9 +66,9 @@ def cut_to_latency(
     ranking: Ranking,
     limits: Limits,
     goal: float,
-    measure: Callable[[ChannelCut], float],
+    measure: Callable[[SlicePlan], float],
     on_unverified: OnUnverified = "pin",
-) -> ChannelCut:
+) -> SlicePlan:
     """Return a proven cut that was measured to take at most ``goal``, among a few candidates.
 
     Whole models are measured: the sum of its layers' times tells little of a model's.
@@ -84,7 +84,7 @@ def cut_to_latency(
         StageFailed: none of the candidates is fast enough.
     """
     measured: dict[tuple[int, ...], float] = {}
-    found: dict[float, ChannelCut] = {}
+    found: dict[float, SlicePlan] = {}
     low, high = 0.0, MOST
     for attempt in range(ATTEMPTS):
         # A ratio near the goal comes first; where that is too slow, the largest one may be, too.
@@ -147,9 +147,9 @@ def _largest(
     return keep
 
 
-def _refused(ranking: Ranking, keep: Sequence[int], cut: ChannelCut) -> set[str]:
+def _refused(ranking: Ranking, keep: Sequence[int], cut: SlicePlan) -> set[str]:
     """Return the names of the families that were to lose channels and could not be proven."""
-    proven = {one.family.name for one in cut.families}
+    proven = {one.group.name for one in cut.groups}
     wanted = {
         one.family.name
         for one, count in zip(ranking.ranked, keep, strict=True)
@@ -158,7 +158,7 @@ def _refused(ranking: Ranking, keep: Sequence[int], cut: ChannelCut) -> set[str]
     return wanted - proven
 
 
-def _nearest(found: dict[float, ChannelCut], goal: float) -> ChannelCut:
+def _nearest(found: dict[float, SlicePlan], goal: float) -> SlicePlan:
     reached = [cost for cost in found if cost <= goal]
     if not reached:
         least = f"the smallest that was found is {min(found):.4g}" if found else "no cut is proven"

@@ -11,10 +11,10 @@ from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.loss import INFERRED
 from compress.pruning.allocation.ratios import Limits, Ranked, allocate
 from compress.pruning.dependency.graph import trace
-from compress.pruning.dependency.group_slices import FamilyCut
+from compress.pruning.dependency.group_slices import GroupSlice
 from compress.pruning.importance.criteria import COMPARABLE, Criterion
 from compress.pruning.importance.scores import score_families
-from compress.pruning.verification.masked_equivalence import Proof
+from compress.pruning.verification.masked_equivalence import MaskedEquivalence
 from compress.pruning.verification.verified_slices import prove
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from compress.core.loss import Loss
     from compress.data.batch import Batch
-    from compress.pruning.dependency.channel_groups import AxisGraph, Family
-    from compress.pruning.dependency.group_slices import ChannelCut
+    from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
+    from compress.pruning.dependency.group_slices import SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
 
 OnUnverified: TypeAlias = Literal["pin", "error"]
@@ -45,7 +45,7 @@ class Ranking:
     """Module → why its channels stay, known before any cut."""
     comparable: bool
     """Whether scores mean the same in every family."""
-    proof: Proof
+    proof: MaskedEquivalence
 
     def allocate(self, ratio: float, limits: Limits) -> list[int]:
         """Return how many channels of each family stay."""
@@ -61,7 +61,7 @@ class Ranking:
             for one, count in zip(self.ranked, keep, strict=True)
         ]
 
-    def prove(self, keep: Sequence[int], on_unverified: OnUnverified = "pin") -> ChannelCut:
+    def prove(self, keep: Sequence[int], on_unverified: OnUnverified = "pin") -> SlicePlan:
         """Return the largest proven cut that keeps at least as many channels of each family.
 
         Raises:
@@ -70,12 +70,12 @@ class Ranking:
         pinned, wanted = dict(self.pinned), []
         for one, channels in zip(self.ranked, self.removed(keep), strict=True):
             if channels:
-                wanted.append(FamilyCut(one.family, channels))
+                wanted.append(GroupSlice(one.family, channels))
             else:
                 pinned[one.family.name] = f"all of its {len(one.scores)} channels are to stay"
         cut = prove(self.module, wanted, pinned, self.graph, self.proof)
-        proven = {found.family.name for found in cut.families}
-        refused = [name for name in (w.family.name for w in wanted) if name not in proven]
+        proven = {found.group.name for found in cut.groups}
+        refused = [name for name in (w.group.name for w in wanted) if name not in proven]
         if refused and on_unverified == "error":
             raise StageFailed(
                 f"the cut of {refused[0]!r} cannot be proven: {cut.pinned[refused[0]]}; exclude "
@@ -130,7 +130,7 @@ def rank(
     excluded = modules_excluded(module, exclude)
     graph = trace(module, inputs)
     pinned, chosen = dict(graph.pinned), []
-    for family in graph.families:
+    for family in graph.groups:
         reason = _not_chosen(family, included if include else None, excluded)
         if reason:
             pinned[family.name] = reason
@@ -147,7 +147,7 @@ def rank(
             original = (originals or {}).get(family.slots, len(found))
             kind = structure_of(module, family, graph)
             ranked.append(Ranked(family, found, entries_of(family, graph), original, kind))
-    comparable, proof = importance in COMPARABLE, Proof(module, inputs, others, real)
+    comparable, proof = importance in COMPARABLE, MaskedEquivalence(module, inputs, others, real)
     return Ranking(module, graph, tuple(ranked), pinned, comparable, proof)
 
 
@@ -160,7 +160,7 @@ def plan_cut(
     round_to: int = 16,
     exclude: Sequence[str] = (),
     seed: int = 0,
-) -> ChannelCut:
+) -> SlicePlan:
     """Return a cut that was proven, family by family and as a whole; the module is not changed.
 
     Args:
@@ -180,12 +180,12 @@ def plan_cut(
     return ranking.prove(ranking.allocate(ratio, Limits(round_to=round_to)))
 
 
-def entries_of(family: Family, graph: AxisGraph) -> int:
+def entries_of(family: ChannelGroup, graph: AxisGraph) -> int:
     """Return the places one channel takes along the axis where it takes fewest."""
     return min(graph.entries(slot, family.channels[0]) for slot in family.slots)
 
 
-def structure_of(module: nn.Module, family: Family, graph: AxisGraph) -> Hashable:
+def structure_of(module: nn.Module, family: ChannelGroup, graph: AxisGraph) -> Hashable:
     """Return what families of the same structure have in common: layers, axes, never widths."""
     modules = dict(module.named_modules())
     parts = []
@@ -221,10 +221,10 @@ def modules_excluded(
 
 
 def _not_chosen(
-    family: Family, included: Mapping[str, str] | None, excluded: Mapping[str, str]
+    family: ChannelGroup, included: Mapping[str, str] | None, excluded: Mapping[str, str]
 ) -> str | None:
     """Return why the user's patterns keep a family, or None."""
-    held_by = [excluded[name] for name in family.holders if name in excluded]
+    held_by = [excluded[name] for name in family.owners if name in excluded]
     if held_by:
         return f"excluded by {held_by[0]!r}"
     if included is not None and not any(name in included for name in family.producers):

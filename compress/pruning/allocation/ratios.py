@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compress.pruning.dependency.channel_groups import Family
+    from compress.pruning.dependency.channel_groups import ChannelGroup
 
 Scope: TypeAlias = Literal["uniform", "global", "isomorphic"]
 
@@ -21,7 +21,7 @@ Scope: TypeAlias = Literal["uniform", "global", "isomorphic"]
 class Ranked:
     """A family whose channels have scores."""
 
-    family: Family
+    family: ChannelGroup
     scores: torch.Tensor
     """How much each channel matters."""
     entries: int

@@ -17,7 +17,7 @@ Kept = dict[str, dict[int, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Family:
+class ChannelGroup:
     """Channels that are alike: each of them has entries in the same tensors along the same axes."""
 
     slots: tuple[Slot, ...]
@@ -34,26 +34,26 @@ class Family:
         return _owners(self.made_by)
 
     @property
-    def holders(self) -> tuple[str, ...]:
+    def owners(self) -> tuple[str, ...]:
         """Modules whose own channels these are: they make, normalise, scale or shift them."""
         return _owners(slot for slot in self.slots if slot not in self.read_by)
 
     @property
-    def makers(self) -> tuple[str, ...]:
+    def producers_slots(self) -> tuple[str, ...]:
         """What makes the channels, by name: modules, or the outermost module's own weights."""
         return tuple(dict.fromkeys(_name(slot) for slot in self.made_by))
 
     @property
     def name(self) -> str:
         """The first maker of the channels, or the first tensor that holds them."""
-        return next(iter(self.makers), self.slots[0][0])
+        return next(iter(self.producers_slots), self.slots[0][0])
 
 
 @dataclass(frozen=True)
 class AxisGraph:
     """What can be cut out of a module, and what cannot and why."""
 
-    families: tuple[Family, ...]
+    groups: tuple[ChannelGroup, ...]
     classes: Mapping[Slot, torch.Tensor]
     """Tensor and axis → the class of each index."""
     pinned: Mapping[str, str]
@@ -154,7 +154,7 @@ def _axes_of(classes: torch.Tensor) -> dict[int, torch.Tensor]:
 
 def _families(
     classes: Mapping[Slot, torch.Tensor], pinned: set[int], book: LabelBook
-) -> tuple[Family, ...]:
+) -> tuple[ChannelGroup, ...]:
     slots_of: dict[int, list[Slot]] = {}
     for slot, column in classes.items():
         for channel in dict.fromkeys(column.tolist()):
@@ -165,7 +165,7 @@ def _families(
         if channel not in pinned:
             alike.setdefault(tuple(slots), []).append(channel)
     return tuple(
-        Family(
+        ChannelGroup(
             slots,
             tuple(channels),
             made_by=tuple(slot for slot in slots if slot in book.produced),
@@ -181,7 +181,7 @@ def _pinned(
     classes: Mapping[Slot, torch.Tensor],
     reasons: Mapping[int, str],
     produced: set[Slot],
-    families: tuple[Family, ...],
+    families: tuple[ChannelGroup, ...],
 ) -> dict[str, str]:
     """Return, for each module with channels that are in no family, why."""
     free = {channel for family in families for channel in family.channels}

@@ -46,7 +46,7 @@ def trace(module: nn.Module, inputs: Sequence[torch.Tensor]) -> AxisGraph:
     """
     book = LabelBook()
     first_names, names = _names(module)
-    _walk(exported(module, inputs), first_names, book)
+    _propagate_labels(exported(module, inputs), first_names, book)
     return solve(book, names)
 
 
@@ -96,7 +96,9 @@ def _names(module: nn.Module) -> tuple[dict[str, str], dict[str, tuple[str, ...]
     return first_names, {names[0]: tuple(names) for names in held.values()}
 
 
-def _walk(program: ExportedProgram, first_names: dict[str, str], book: LabelBook) -> None:
+def _propagate_labels(
+    program: ExportedProgram, first_names: dict[str, str], book: LabelBook
+) -> None:
     signature = program.graph_signature
     held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     features = set(signature.user_inputs)

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from compress.pruning.dependency.channel_groups import AxisGraph, Family, Kept
+    from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup, Kept
 
 Value = int | list[int]
 """What an attribute holds: a number of channels or of blocks of them, or the sizes of parts."""
@@ -36,10 +36,10 @@ class Change:
 
 
 @dataclass(frozen=True)
-class FamilyCut:
+class GroupSlice:
     """The channels that leave one family."""
 
-    family: Family
+    group: ChannelGroup
     removed: tuple[int, ...]
     changes: tuple[Change, ...] = field(default=(), compare=False)
     """Attributes that go with the cut."""
@@ -47,7 +47,7 @@ class FamilyCut:
     @property
     def before(self) -> int:
         """Channels before the cut."""
-        return len(self.family.channels)
+        return len(self.group.channels)
 
     @property
     def after(self) -> int:
@@ -56,20 +56,20 @@ class FamilyCut:
 
 
 @dataclass(frozen=True)
-class ChannelCut:
+class SlicePlan:
     """A proven cut of a whole module, and what was left alone and why."""
 
     kept: Kept
     attributes: dict[str, Value]
-    families: tuple[FamilyCut, ...]
+    groups: tuple[GroupSlice, ...]
     pinned: dict[str, str]
     """Module whose channels stay → why."""
 
 
-def joined(cuts: Sequence[FamilyCut], pinned: dict[str, str], graph: AxisGraph) -> ChannelCut:
+def joined(cuts: Sequence[GroupSlice], pinned: dict[str, str], graph: AxisGraph) -> SlicePlan:
     """Return the cut of a whole module that cuts of some of its families make together."""
     removed = [channel for cut in cuts for channel in cut.removed]
     leaving = torch.tensor(sorted(removed), dtype=torch.int64)
     changes = [change for cut in cuts for change in cut.changes]
     attributes = {change.attribute: change.value(leaving) for change in changes}
-    return ChannelCut(graph.kept(removed), attributes, tuple(cuts), pinned)
+    return SlicePlan(graph.kept(removed), attributes, tuple(cuts), pinned)

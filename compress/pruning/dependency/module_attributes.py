@@ -14,7 +14,7 @@ from compress.pruning.dependency.group_slices import Change
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from compress.pruning.dependency.channel_groups import AxisGraph, Family
+    from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
 
 T = TypeVar("T")
 
@@ -25,7 +25,9 @@ COUNTERS = (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, nn.modules.batc
 """torch's layers that count their channels even when they have no weights."""
 
 
-def certain_changes(module: nn.Module, family: Family, graph: AxisGraph) -> tuple[Change, ...]:
+def certain_changes(
+    module: nn.Module, family: ChannelGroup, graph: AxisGraph
+) -> tuple[Change, ...]:
     """Return the changes that a cut makes to torch's own layers without weights."""
     modules = dict(module.named_modules())
     found = []
@@ -42,7 +44,7 @@ def certain_changes(module: nn.Module, family: Family, graph: AxisGraph) -> tupl
 
 def possible_changes(
     module: nn.Module,
-    family: Family,
+    family: ChannelGroup,
     graph: AxisGraph,
     removed: Sequence[int],
     is_read: Callable[[str], bool],
@@ -77,7 +79,7 @@ def possible_changes(
 
 
 def all_changes(
-    module: nn.Module, family: Family, graph: AxisGraph, removed: Sequence[int]
+    module: nn.Module, family: ChannelGroup, graph: AxisGraph, removed: Sequence[int]
 ) -> tuple[Change, ...]:
     """Return all candidates at once."""
     every = dict.fromkeys(name for made_by in family.producers for name in _around(made_by))
@@ -92,7 +94,7 @@ def combined(candidates: Sequence[T]) -> Iterator[tuple[T, ...]]:
 
 
 def _sizes(
-    family: Family, graph: AxisGraph, removed: Sequence[int]
+    family: ChannelGroup, graph: AxisGraph, removed: Sequence[int]
 ) -> dict[int, tuple[torch.Tensor, int]]:
     """Return each size that a cut changes → the classes counted, and how many count as one."""
     block = min(graph.entries(slot, removed[0]) for slot in family.slots)
@@ -147,7 +149,7 @@ def _is_split(value: object) -> bool:
     )
 
 
-def _meets(classes: torch.Tensor, family: Family) -> bool:
+def _meets(classes: torch.Tensor, family: ChannelGroup) -> bool:
     return bool(torch.isin(classes, torch.tensor(family.channels)).any())
 
 

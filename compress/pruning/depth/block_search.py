@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.core.stage import Progress
-    from compress.pruning.depth.output_error import Harm, Judge
+    from compress.pruning.depth.output_error import OutputError, OutputErrorMeter
 
 Shapes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 """Of the first tensor that goes in, and of the first that comes out."""
@@ -38,9 +38,9 @@ class Block:
 class Removal:
     """The blocks that a search took out, and what it learnt about the others."""
 
-    steps: tuple[tuple[Block, Harm], ...]
+    steps: tuple[tuple[Block, OutputError], ...]
     """Each block in the order of removal, and the harm with all until it gone."""
-    alone: Mapping[Block, Harm]
+    alone: Mapping[Block, OutputError]
     """The harm of each block's removal alone."""
     refused: Mapping[str, str]
     """Block that cannot be removed → why."""
@@ -86,7 +86,7 @@ def search(
     module: nn.Module,
     blocks: Sequence[Block],
     count: int,
-    judge: Judge,
+    judge: OutputErrorMeter,
     refused: Mapping[str, str],
     progress: Progress,
 ) -> Removal:
@@ -107,13 +107,13 @@ def search(
         StageFailed: fewer can leave.
     """
     refused = dict(refused)
-    alone: dict[Block, Harm] = {}
-    steps: list[tuple[Block, Harm]] = []
+    alone: dict[Block, OutputError] = {}
+    steps: list[tuple[Block, OutputError]] = []
     total = sum(max(0, len(blocks) - done) for done in range(count))
     tried = 0
     while len(steps) < count:
         gone = [block for block, _ in steps]
-        harms: dict[Block, Harm] = {}
+        harms: dict[Block, OutputError] = {}
         for block in _next(module, blocks, gone):
             tried += 1
             progress("remove blocks", min(tried, total), total, f"{len(steps)} of {count} removed")
@@ -145,7 +145,7 @@ def _next(module: nn.Module, blocks: Sequence[Block], gone: Sequence[Block]) -> 
     ]
 
 
-def _try(module: nn.Module, removed: Sequence[Block], judge: Judge) -> Harm | str:
+def _try(module: nn.Module, removed: Sequence[Block], judge: OutputErrorMeter) -> OutputError | str:
     """Return the harm of removing blocks, or why it cannot be done."""
     trial = shallow_copy(module)
     try:
@@ -160,8 +160,8 @@ def _try(module: nn.Module, removed: Sequence[Block], judge: Judge) -> Harm | st
 def _least_harmful(
     module: nn.Module,
     gone: Sequence[Block],
-    harms: Mapping[Block, Harm],
-    judge: Judge,
+    harms: Mapping[Block, OutputError],
+    judge: OutputErrorMeter,
     refused: dict[str, str],
 ) -> Block | None:
     """Return the block that is missed least, of those without which the model can be trained.
@@ -176,7 +176,9 @@ def _least_harmful(
     return None
 
 
-def _untrainable(module: nn.Module, removed: Sequence[Block], judge: Judge) -> str | None:
+def _untrainable(
+    module: nn.Module, removed: Sequence[Block], judge: OutputErrorMeter
+) -> str | None:
     """Return why the model without some blocks cannot run in training mode, where the whole can."""
     inputs = tuple(x.to(judge.context.device) for x in judge.batches[0].inputs)
     try:

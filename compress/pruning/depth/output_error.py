@@ -27,7 +27,7 @@ JudgedBy: TypeAlias = Literal["metric", "outputs"]
 
 
 @dataclass(frozen=True)
-class Harm:
+class OutputError:
     """What a change did to a model's answers."""
 
     distance: float
@@ -46,7 +46,7 @@ class Harm:
         return {**points, "distance": float(f"{self.distance:.6g}")}
 
 
-class Judge:
+class OutputErrorMeter:
     """Compares changed modules with the one they came from, on the same samples."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Judge:
         """What harm is ranked by."""
         return "outputs" if self.base is None else "metric"
 
-    def harm(self, changed: nn.Module) -> Harm:
+    def harm(self, changed: nn.Module) -> OutputError:
         """Return the harm that a change did.
 
         Raises:
@@ -103,8 +103,8 @@ class Judge:
         if not math.isfinite(distance):
             raise StageFailed("the outputs are NaN or infinite where they were not")
         if self.base is None:
-            return Harm(distance)
-        return Harm(distance, self.context.metric.drop_points(self.base, self._score(found)))
+            return OutputError(distance)
+        return OutputError(distance, self.context.metric.drop_points(self.base, self._score(found)))
 
     def _ask(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
         with predicting(module.eval(), self.context.device, self.context.threads) as predict:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.data.batch import Batch
-    from compress.pruning.dependency.channel_groups import AxisGraph, Family
+    from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
 
 RIDGE = 1e-4
 """What is added to second moments, relative to their mean, so that they can be inverted."""
@@ -118,7 +118,7 @@ class _State:
 
 def readings_of(
     module: nn.Module,
-    families: Sequence[Family],
+    families: Sequence[ChannelGroup],
     graph: AxisGraph,
     batches: Sequence[Batch],
     device: str = "cpu",
@@ -150,7 +150,7 @@ def readings_of(
 
 
 def _reading(
-    family: Family, graph: AxisGraph, weight: torch.Tensor, call: LayerCall, moments: Moments
+    family: ChannelGroup, graph: AxisGraph, weight: torch.Tensor, call: LayerCall, moments: Moments
 ) -> Reading:
     weight = weight.detach().double().cpu()
     if call.read_axis == 0:

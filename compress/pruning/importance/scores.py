@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from compress.core.loss import Loss
     from compress.data.batch import Batch
-    from compress.pruning.dependency.channel_groups import AxisGraph, Family
+    from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
 
 Scores = list[torch.Tensor | str]
 """For each family a score for each channel, in their order, or why there is none."""
@@ -25,7 +25,7 @@ Scores = list[torch.Tensor | str]
 
 def score_families(
     module: nn.Module,
-    families: Sequence[Family],
+    families: Sequence[ChannelGroup],
     graph: AxisGraph,
     criterion: Criterion,
     *,
@@ -63,7 +63,7 @@ def score_families(
 
 def _by_readers(
     module: nn.Module,
-    families: Sequence[Family],
+    families: Sequence[ChannelGroup],
     graph: AxisGraph,
     criterion: Criterion,
     batches: Sequence[Batch],
@@ -81,7 +81,7 @@ def _by_readers(
 
 def _by_weights(
     module: nn.Module,
-    family: Family,
+    family: ChannelGroup,
     graph: AxisGraph,
     criterion: Criterion,
     generator: torch.Generator,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.core.loss import Loss, Mean
-    from compress.pruning.dependency.channel_groups import AxisGraph, Family
+    from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
     from compress.pruning.dependency.rules.channel_labels import Slot
 
 SAMPLES_PER_GRADIENT = 16
@@ -36,7 +36,7 @@ SAMPLES_PER_GRADIENT = 16
 
 def taylor(
     module: nn.Module,
-    families: Sequence[Family],
+    families: Sequence[ChannelGroup],
     graph: AxisGraph,
     batches: Sequence[Batch],
     device: str = "cpu",
@@ -67,7 +67,7 @@ def taylor(
 
 def hessian(
     module: nn.Module,
-    families: Sequence[Family],
+    families: Sequence[ChannelGroup],
     graph: AxisGraph,
     batches: Sequence[Batch],
     device: str = "cpu",
@@ -109,7 +109,7 @@ def hessian(
     return [(total / count).abs() / 2 for total in totals]
 
 
-def gates(family: Family) -> tuple[Slot, ...]:
+def gates(family: ChannelGroup) -> tuple[Slot, ...]:
     """Return where a family's channels are silenced: where they are read, or else everywhere."""
     return family.read_by or family.slots
 
@@ -135,7 +135,7 @@ def parts(batches: Sequence[Batch], size: int = SAMPLES_PER_GRADIENT) -> Iterato
 
 
 def _prepared(
-    module: nn.Module, families: Sequence[Family], device: str
+    module: nn.Module, families: Sequence[ChannelGroup], device: str
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Return a copy that can be differentiated, and those of its weights that are gates."""
     twin = copy.deepcopy(module).eval().requires_grad_(False).to(device)
@@ -147,7 +147,7 @@ def _prepared(
 
 def _signed(
     weights: dict[str, torch.Tensor],
-    families: Sequence[Family],
+    families: Sequence[ChannelGroup],
     graph: AxisGraph,
     signs: torch.Tensor,
 ) -> dict[str, torch.Tensor]:

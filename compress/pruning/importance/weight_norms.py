@@ -14,12 +14,15 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from compress.pruning.dependency.channel_groups import AxisGraph, Family
+    from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
     from compress.pruning.dependency.rules.channel_labels import Slot
 
 
 def sums_by_channel(
-    family: Family, graph: AxisGraph, slots: Iterable[Slot], values: Mapping[str, torch.Tensor]
+    family: ChannelGroup,
+    graph: AxisGraph,
+    slots: Iterable[Slot],
+    values: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """Return, for each channel of a family, the sum of its entries' values.
 
@@ -42,7 +45,7 @@ def sums_by_channel(
 
 
 def norm(
-    family: Family, graph: AxisGraph, parameters: Mapping[str, torch.Tensor], power: int
+    family: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor], power: int
 ) -> torch.Tensor:
     """Return the L1 or L2 norm of each channel's weights.
 
@@ -53,7 +56,9 @@ def norm(
     return sums_by_channel(family, graph, slots, powers).pow(1 / power)
 
 
-def lamp(family: Family, graph: AxisGraph, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def lamp(
+    family: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
     """Return each channel's squared norm over the sum of those not smaller, its own among them.
 
     Lee et al., "Layer-adaptive Sparsity for the Magnitude-based Pruning" (2021), of groups: the
@@ -68,7 +73,7 @@ def lamp(family: Family, graph: AxisGraph, parameters: Mapping[str, torch.Tensor
 
 
 def geometric_median_distance(
-    family: Family, graph: AxisGraph, parameters: Mapping[str, torch.Tensor]
+    family: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """Return the sum of each channel's distances to all others of its family.
 
@@ -79,7 +84,9 @@ def geometric_median_distance(
     return torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist").sum(1)
 
 
-def batch_norm_scale(family: Family, graph: AxisGraph, module: nn.Module) -> torch.Tensor | None:
+def batch_norm_scale(
+    family: ChannelGroup, graph: AxisGraph, module: nn.Module
+) -> torch.Tensor | None:
     """Return the size of the scale that BatchNorm gives each channel, or None where there is none.
 
     Liu et al., "Learning Efficient Convolutional Networks through Network Slimming" (2017).
@@ -94,7 +101,7 @@ def batch_norm_scale(family: Family, graph: AxisGraph, module: nn.Module) -> tor
 
 
 def channel_vectors(
-    family: Family, graph: AxisGraph, parameters: Mapping[str, torch.Tensor]
+    family: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """Return all weights of each channel as a row; channels with fewer entries end in zeros."""
     columns = []

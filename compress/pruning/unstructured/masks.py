@@ -12,7 +12,7 @@ from compress.graph.layer_gram import inverse_factor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from compress.pruning.unstructured.weight_layout import Layout
+    from compress.pruning.unstructured.weight_layout import WeightLayout
 
 Method: TypeAlias = Literal["l1", "random", "wanda", "sparsegpt"]
 NofM: TypeAlias = "tuple[int, int]"
@@ -47,7 +47,7 @@ def unstructured(
 
 def neighbours(
     weights: Mapping[str, torch.Tensor],
-    layouts: Mapping[str, Layout | None],
+    layouts: Mapping[str, WeightLayout | None],
     n_of_m: NofM,
     method: Method,
 ) -> dict[str, torch.Tensor]:

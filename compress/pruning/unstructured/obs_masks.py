@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
     from compress.pruning.importance.layer_calls import LayerCall
     from compress.pruning.unstructured.masks import Method, NofM
-    from compress.pruning.unstructured.weight_layout import Layout
+    from compress.pruning.unstructured.weight_layout import WeightLayout
 
 
 @torch.no_grad()
 def set_calibrated_zeros_(
     module: nn.Module,
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, WeightLayout],
     batches: Sequence[Batch],
     *,
     method: Method,
@@ -74,7 +74,7 @@ def set_calibrated_zeros_(
 
 
 def _moments(
-    module: nn.Module, layouts: Mapping[str, Layout], batches: Sequence[Batch], device: str
+    module: nn.Module, layouts: Mapping[str, WeightLayout], batches: Sequence[Batch], device: str
 ) -> dict[str, Moments]:
     """Return the products of what some weights are multiplied with."""
     moments = {name: Moments() for name in layouts}

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
     from torch import nn
 
-    from compress.pruning.unstructured.weight_layout import Places
+    from compress.pruning.unstructured.weight_layout import PrunableWeights
 
 DENSE = (
     "Zeros alone make dense kernels no faster and the file no smaller: they are stored and "
@@ -24,7 +24,7 @@ SPARSE = (
 
 
 def facts_of_zeros(
-    before: nn.Module, after: nn.Module, found: Places, n_of_m: tuple[int, int] | None
+    before: nn.Module, after: nn.Module, found: PrunableWeights, n_of_m: tuple[int, int] | None
 ) -> dict[str, JsonValue]:
     """Return the share of zeros by layer and in all, and the measured size of compressed weights.
 

@@ -26,7 +26,7 @@ UNSEEN = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvTransposeNd)
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """How a layer reads its weight: as a matrix for each of its groups."""
 
     read_axis: int
@@ -37,7 +37,7 @@ class Layout:
     """Places of a convolution's window; 1 for a product."""
 
     @classmethod
-    def of(cls, call: LayerCall) -> Layout:
+    def of(cls, call: LayerCall) -> WeightLayout:
         """Return the layout that a call shows."""
         kernel = prod(call.kernel)
         return cls(call.read_axis, call.groups, call.columns // kernel, kernel)
@@ -65,15 +65,15 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Places:
+class PrunableWeights:
     """The weights that zeros go to."""
 
-    layouts: Mapping[str, Layout | None]
+    layouts: Mapping[str, WeightLayout | None]
     """Tensor in the order of its first use → how it is read, where a call shows it."""
     left: Mapping[str, str]
     """Tensor that is left alone → why."""
 
-    def readable(self, n_of_m: tuple[int, int] | None = None) -> Places:
+    def readable(self, n_of_m: tuple[int, int] | None = None) -> PrunableWeights:
         """Return those whose matrices are known, and whose rows divide into groups of ``m``."""
         left = dict(self.left)
         for name, layout in self.layouts.items():
@@ -83,10 +83,10 @@ class Places:
                 left[name] = f"it reads {layout.channels} channels, no multiple of {n_of_m[1]}"
         return self.without(left)
 
-    def without(self, left: Mapping[str, str]) -> Places:
+    def without(self, left: Mapping[str, str]) -> PrunableWeights:
         """Return the others, where some are left alone."""
         layouts = {name: layout for name, layout in self.layouts.items() if name not in left}
-        return Places(layouts, {**self.left, **left})
+        return PrunableWeights(layouts, {**self.left, **left})
 
 
 def places(
@@ -94,7 +94,7 @@ def places(
     inputs: Sequence[torch.Tensor],
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-) -> Places:
+) -> PrunableWeights:
     """Return the matrices and kernels of a module, embeddings and vectors left alone.
 
     Args:
@@ -107,10 +107,10 @@ def places(
         PipelineInvalid: a pattern matches nothing.
         StageFailed: the module does not take the inputs.
     """
-    calls: dict[str, Layout] = {}
+    calls: dict[str, WeightLayout] = {}
 
     def note(call: LayerCall) -> None:
-        calls.setdefault(call.weight, Layout.of(call))
+        calls.setdefault(call.weight, WeightLayout.of(call))
 
     device = str(inputs[0].device)
     elsewhere = watched(module, [Batch(tuple(inputs), None)], note, device)
@@ -128,7 +128,7 @@ def places(
             left[name] = "it is used otherwise than by a layer, too"
         else:
             layouts[name] = calls.get(name)
-    return Places(layouts, left)
+    return PrunableWeights(layouts, left)
 
 
 def in_groups(module: nn.Module, names: Sequence[str]) -> list[list[str]]:

@@ -54,7 +54,7 @@ ZERO_FILLING = 0.1
 """Spread of the numbers in place of a parameter that is zero throughout."""
 
 
-class Proof:
+class MaskedEquivalence:
     """Compares cuts of a module with their masked twins, in double precision where it runs."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Proof:
         self._questions = [(variant, x) for x in asked for variant in range(self._variants)]
         self._questions += [(0, other) for other in map(self._cast, others) if self._takes(other)]
 
-    def refute(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
+    def find_mismatch(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
         """Return why a cut is wrong, or None when it is proven.
 
         Args:
@@ -150,7 +150,7 @@ class Proof:
             _answers(self._module, self._inputs)
         return read
 
-    def refute_change(self, change_: Callable[[nn.Module], None]) -> str | None:
+    def find_change_mismatch(self, change_: Callable[[nn.Module], None]) -> str | None:
         """Return why a change in place does not keep the answers, or None when it does."""
         return self._compare(change_, None)
 
@@ -181,7 +181,7 @@ class Proof:
         for place, (variant, inputs) in enumerate(self._questions):
             if place == len(known):
                 module = self._variant(variant)
-                masked = module if kept is None else silenced(module, kept)
+                masked = module if kept is None else zero_masked(module, kept)
                 known.append(_answers(masked, inputs))
             # Other signs may take a model where it was never meant to be, like a root of less
             # than nothing. Infinities may be masked scores, which are compared.
@@ -275,7 +275,7 @@ def _fill_zeros_(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def silenced(module: nn.Module, kept: Kept) -> nn.Module:
+def zero_masked(module: nn.Module, kept: Kept) -> nn.Module:
     """Return a copy in which all entries that a cut would remove are zero; it shares the rest."""
     tensors = _tensors(module)
     memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors.values()}

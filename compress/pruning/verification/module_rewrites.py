@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from compress.artifacts.edits.split_attention import is_splittable
 from compress.artifacts.recipe import SplitAttention
-from compress.pruning.verification.masked_equivalence import Proof
+from compress.pruning.verification.masked_equivalence import MaskedEquivalence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.artifacts.recipe import AnyEdit
-    from compress.pruning.dependency.group_slices import ChannelCut
+    from compress.pruning.dependency.group_slices import SlicePlan
 
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def rewrite_(
     names = _attention(module)
     if not names:
         return ()
-    proof = Proof(module, inputs, real=real)
+    proof = MaskedEquivalence(module, inputs, real=real)
     if _refuted(proof, names):
         reasons = {name: _refuted(proof, [name]) for name in names}
         for name, reason in reasons.items():
@@ -55,7 +55,7 @@ def rewrite_(
     return (edit,)
 
 
-def edits_needed(edits: Iterable[AnyEdit], cut: ChannelCut) -> tuple[AnyEdit, ...]:
+def edits_needed(edits: Iterable[AnyEdit], cut: SlicePlan) -> tuple[AnyEdit, ...]:
     """Return the edits without which a cut cannot be made; of what is not cut none is needed."""
     needed: list[AnyEdit] = []
     for edit in edits:
@@ -85,5 +85,5 @@ def _attention(module: nn.Module) -> list[str]:
     ]
 
 
-def _refuted(proof: Proof, names: Sequence[str]) -> str | None:
-    return proof.refute_change(SplitAttention(modules=tuple(names)).apply_)
+def _refuted(proof: MaskedEquivalence, names: Sequence[str]) -> str | None:
+    return proof.find_change_mismatch(SplitAttention(modules=tuple(names)).apply_)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.quantization.algorithms.shared_input_layers import Family, drop_copies_, families
-from compress.quantization.numeric_debug.activation_tap import listen, some_rows
+from compress.quantization.numeric_debug.activation_tap import some_rows, tap_activations
 from compress.quantization.pt2e.quantizer import is_sequence_product
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def observed(
         if sum(map(len, own.rows)) < ROWS:
             own.rows.append(some_rows(rows_NI, ROWS_OF_A_BATCH))
 
-    listen(graph, batches, [family.linears[0] for family in found], hear)
+    tap_activations(graph, batches, [family.linears[0] for family in found], hear)
     return seen
 
 

@@ -57,7 +57,7 @@ def round_to_nearest(weight_OI: torch.Tensor, bits: int, group_size: int) -> Rou
     return Rounded(rounded.flatten(1), scale_OG, zero_OG.to(torch.uint8), bits)
 
 
-def half_quadratic(weight_OI: torch.Tensor, bits: int, group_size: int) -> Rounded:
+def hqq(weight_OI: torch.Tensor, bits: int, group_size: int) -> Rounded:
     """Fit each group's zero point so that the few large errors of a rounding do not rule it.
 
     After Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (2023):
@@ -84,7 +84,7 @@ def half_quadratic(weight_OI: torch.Tensor, bits: int, group_size: int) -> Round
     return Rounded(rounded.flatten(1), scale_OG, best.squeeze(-1).contiguous(), bits)
 
 
-def optimal_brain(
+def gptq(
     weight_OI: torch.Tensor, bits: int, group_size: int, second_moment_II: torch.Tensor
 ) -> Rounded:
     """Round input after input, and let the inputs to come make up for each one's error.

@@ -18,7 +18,7 @@ from compress.quantization.mixed_precision.bit_candidates import FLOAT, WIDE, Ca
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from compress.quantization.mixed_precision.sensitivity import Harm, Judge
+    from compress.quantization.mixed_precision.sensitivity import AccuracyLoss, SensitivityMeter
 
 Formats = dict[str, str]
 """Layer → observer of what it reads, `uint16` or `float`; others have the usual observer."""
@@ -35,13 +35,13 @@ class Search:
     candidates: Candidates
     observe: Callable[[str], None]
     """Calibrates with another observer, once it is needed."""
-    judge: Judge
+    judge: SensitivityMeter
     max_drop_points: float
     fallback: tuple[str, ...]
     costs: Mapping[str, float]
     deadline: float
     """On the clock of :func:`time.monotonic`."""
-    harms: dict[str, Harm] = field(default_factory=dict)
+    harms: dict[str, AccuracyLoss] = field(default_factory=dict)
     """What each layer does alone, in the best format in which it is rounded."""
     observers: Formats = field(default_factory=dict)
     """Layers for which another observer than the usual one does less harm."""
@@ -119,7 +119,7 @@ class Search:
                     self.harms[name], self.observers[name] = harm, observer
             self.judge.context.progress("rank layers", done, len(names), name)
 
-    def _harm(self, formats: Formats) -> Harm:
+    def _harm(self, formats: Formats) -> AccuracyLoss:
         self._refuse_when_late()
         return self.judge.harm(self.candidates.build(formats).graph)
 
@@ -211,7 +211,7 @@ class Search:
             {
                 "module": name,
                 "format": formats.get(name, next(iter(self.candidates.ranges))),
-                "sensitivity": self.harms[name].told() if name in self.harms else None,
+                "sensitivity": self.harms[name].metric_drop() if name in self.harms else None,
                 "cost": round(self.costs[name], 4),
             }
             for name in (self._order() if len(self.harms) == len(self.costs) else self.costs)
@@ -219,14 +219,14 @@ class Search:
         return {
             "metric": self.judge.metric,
             "before": round(self.judge.before, 6),
-            "drop_all_quantized_points": self._told(self._drops[frozenset()]),
-            "drop_points": self._told(self.drop(formats)),
+            "drop_all_quantized_points": self._reported_drop(self._drops[frozenset()]),
+            "drop_points": self._reported_drop(self.drop(formats)),
             "evaluations": self.evaluations,
             "stopped_by_time": self.stopped,
             "layers": layers,
         }
 
     @staticmethod
-    def _told(drop: float) -> float | None:
+    def _reported_drop(drop: float) -> float | None:
         """Return a drop as JSON takes it; None where the outputs were not finite."""
         return None if drop == float("inf") else round(drop, 6)

@@ -24,7 +24,7 @@ RANKED_SAMPLES = 64
 
 
 @dataclass(frozen=True, order=True)
-class Harm:
+class AccuracyLoss:
     """What rounding does; ordered by the metric first, where that was measured."""
 
     drop: float
@@ -38,14 +38,14 @@ class Harm:
         """Return the harm per cost."""
         return max(self.drop, 0.0) / cost, self.noise / cost
 
-    def told(self) -> float | None:
+    def metric_drop(self) -> float | None:
         """Return the drop of the metric, or the decibels, as it was asked for."""
         if not self.by_metric:
             return round(self.sqnr_db, 1)
         return round(self.drop, 6) if math.isfinite(self.drop) else None
 
 
-class Judge:
+class SensitivityMeter:
     """Holds graphs against a float model on `val`."""
 
     def __init__(self, model: EagerModel, context: Context, sensitivity: str) -> None:
@@ -59,7 +59,7 @@ class Judge:
         self.metric = context.metric.name
         self.before = context.score(model)
         self._inputs = [b.inputs for b in self.data.batches("val", limit=RANKED_SAMPLES)]
-        with context.opened(model) as predict:
+        with context.predictor(model) as predict:
             self._expected = [predict(*inputs) for inputs in self._inputs]
 
     def drop(self, graph: fx.GraphModule) -> float:
@@ -69,8 +69,8 @@ class Judge:
             asked = any_batch(predict, self.model.signature)
             reference = None
             if self.metric == "fidelity":
-                source = self.context.named("source")
-                reference = stack.enter_context(self.context.opened(source))
+                source = self.context.artifact("source")
+                reference = stack.enter_context(self.context.predictor(source))
             try:
                 after = evaluate(asked, self.data, "val", self.context.metric, reference)
             except StageFailed:  # the float model's was measured: the graph's is not finite
@@ -78,7 +78,7 @@ class Judge:
         # Rounded: 0.98 - 0.97 must not exceed one point by a float's last bit.
         return round(self.context.metric.drop_points(self.before, after), 9)
 
-    def harm(self, graph: fx.GraphModule) -> Harm:
+    def harm(self, graph: fx.GraphModule) -> AccuracyLoss:
         """Return what a graph does to the answers, and to the metric where that is asked for."""
         deviations = [Deviation() for _ in self._expected[0]]
         with predicting(graph, "cpu", self.context.threads) as predict:
@@ -88,4 +88,4 @@ class Judge:
                     deviation.add(a.cpu(), b)
         sqnr_db = min(deviation.sqnr_db for deviation in deviations)
         drop = self.drop(graph) if self.by_metric else 0.0
-        return Harm(drop, 10 ** (-sqnr_db / 10), sqnr_db, self.by_metric)
+        return AccuracyLoss(drop, 10 ** (-sqnr_db / 10), sqnr_db, self.by_metric)

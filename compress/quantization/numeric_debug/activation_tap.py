@@ -12,12 +12,15 @@ if TYPE_CHECKING:
 
     from compress.data.batch import Batch
 
-    Hear = Callable[[fx.Node, torch.Tensor, torch.Tensor], None]
+    ActivationCallback = Callable[[fx.Node, torch.Tensor, torch.Tensor], None]
 
 
 @torch.inference_mode()
-def listen(
-    graph: fx.GraphModule, batches: Iterable[Batch], nodes: Collection[fx.Node], hear: Hear
+def tap_activations(
+    graph: fx.GraphModule,
+    batches: Iterable[Batch],
+    nodes: Collection[fx.Node],
+    hear: ActivationCallback,
 ) -> None:
     """Run batches through a graph and hand over what some of its operators read and gave.
 
@@ -42,7 +45,9 @@ def some_rows(values: torch.Tensor, count: int, axis: int = 0) -> torch.Tensor:
 
 
 class _Listening(fx.Interpreter):
-    def __init__(self, graph: fx.GraphModule, nodes: Collection[fx.Node], hear: Hear) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, nodes: Collection[fx.Node], hear: ActivationCallback
+    ) -> None:
         super().__init__(graph)
         self._heard = set(nodes)
         self._hear = hear

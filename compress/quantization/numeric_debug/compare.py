@@ -23,7 +23,11 @@ from compress.quantization.numeric_debug.fidelity_report import (
     MetricPair,
     OutputFidelity,
 )
-from compress.quantization.numeric_debug.layer_outputs import FollowedGraph, Reference, layer_calls
+from compress.quantization.numeric_debug.layer_outputs import (
+    GraphLayerOutputs,
+    LayerOutputRecorder,
+    layer_calls,
+)
 from compress.quantization.numeric_debug.sqnr import Deviation
 from compress.quantization.pt2e.module_names import module_names
 
@@ -69,16 +73,16 @@ def compare(
     """
     layers = {n: call for n, call in layer_calls(graph, module).items() if call[0] not in rescaled}
     in_graph = {name for node in graph.graph.nodes for name in module_names(node)}
-    reference = Reference(module, {name for name, _ in layers.values()}, in_graph)
+    reference = LayerOutputRecorder(module, {name for name, _ in layers.values()}, in_graph)
     # Ranges of a whole call depend on its rows; such graphs are served one row at a time.
     chosen = torch.ops.quantized_decomposed.choose_qparams.tensor
     alone = any(node.target is chosen for node in graph.graph.nodes)
-    followed = FollowedGraph(graph, layers)
+    followed = GraphLayerOutputs(graph, layers)
     return compare_followed(reference, followed, signature, context, one_by_one=alone)
 
 
 def compare_followed(
-    reference: Reference,
+    reference: LayerOutputRecorder,
     followed: Followed,
     signature: Signature,
     context: Context,
@@ -106,7 +110,7 @@ def compare_followed(
             followed(inputs, values, found.own, given=True)
             context.progress("compare with the float model", found.samples, len(sample))
     found.refuse_unless_finite(signature)
-    return found.told(signature, context)
+    return found.summarize(signature, context)
 
 
 @dataclass
@@ -211,7 +215,7 @@ class _Found:
                     "the float model's is finite; leave that part in float with `exclude`"
                 )
 
-    def told(self, signature: Signature, context: Context) -> Fidelity:
+    def summarize(self, signature: Signature, context: Context) -> Fidelity:
         """Return the figures, rounded so that they are the same however sums are split up."""
         layers = [
             LayerFidelity(
@@ -274,7 +278,7 @@ class _Sample:
         return len(self.order) or self.seeded_batches * len(seeded)
 
     def batches(
-        self, reference: Reference
+        self, reference: LayerOutputRecorder
     ) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor | None]]:
         """Yield batches in which the results of the reference's layers take bounded memory."""
         data = self.context.data
@@ -286,7 +290,7 @@ class _Sample:
         for batch in data.read("val", self.order, self.fixed or self._rows(reference)):
             yield batch.inputs, batch.target
 
-    def _rows(self, reference: Reference) -> int:
+    def _rows(self, reference: LayerOutputRecorder) -> int:
         (first,) = self.context.data.read("val", self.order[:1], 1)  # type: ignore[union-attr]
         reference(*first.inputs)
         held = sum(value.nbytes for value in reference.values.values())

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     from compress.quantization.numeric_debug.sqnr import Deviation
 
-Call = tuple[str, int]
+LayerCall = tuple[str, int]
 """A module's name, and how many times it was called before in the same run."""
 
 
-def layer_calls(graph: fx.GraphModule, module: nn.Module) -> dict[fx.Node, Call]:
+def layer_calls(graph: fx.GraphModule, module: nn.Module) -> dict[fx.Node, LayerCall]:
     """Return the node that ends each call of a module which holds a weight (two axes and more)."""
     weighted = {
         name
@@ -38,14 +38,14 @@ def layer_calls(graph: fx.GraphModule, module: nn.Module) -> dict[fx.Node, Call]
             if name in weighted:
                 ends[call] = node, name
     calls: Counter[str] = Counter()
-    layers: dict[fx.Node, Call] = {}
+    layers: dict[fx.Node, LayerCall] = {}
     for node, name in ends.values():
         layers[node] = name, calls[name]
         calls[name] += 1
     return layers
 
 
-class Reference:
+class LayerOutputRecorder:
     """A float module that shows what its layers give, and can be given other results for them."""
 
     def __init__(
@@ -60,11 +60,11 @@ class Reference:
                 was folded into the layer before.
         """
         self.module = module
-        self.values: dict[Call, torch.Tensor] = {}
+        self.values: dict[LayerCall, torch.Tensor] = {}
         """What each call of a layer gave in the last run, its folded BatchNorm included."""
-        self._given: Mapping[Call, torch.Tensor] = {}
+        self._given: Mapping[LayerCall, torch.Tensor] = {}
         self._calls: Counter[str] = Counter()
-        self._latest: tuple[Call, torch.Tensor] | None = None
+        self._latest: tuple[LayerCall, torch.Tensor] | None = None
         for name, part in module.named_modules():
             if name in names:
                 part.register_forward_hook(self._layer_hook(name))
@@ -72,7 +72,7 @@ class Reference:
                 part.register_forward_hook(self._norm_hook)
 
     def __call__(
-        self, *inputs: torch.Tensor, given: Mapping[Call, torch.Tensor] | None = None
+        self, *inputs: torch.Tensor, given: Mapping[LayerCall, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Return the answers; layers in `given` give those results instead of their own."""
         self.values, self._latest, self._given = {}, None, given or {}
@@ -92,7 +92,7 @@ class Reference:
             return self._take(self._latest[0], output)
         return None
 
-    def _take(self, call: Call, output: torch.Tensor) -> torch.Tensor:
+    def _take(self, call: LayerCall, output: torch.Tensor) -> torch.Tensor:
         output = self._given.get(call, output)
         self._latest = call, output
         self.values[call] = output.clone()  # an activation in place may write over it
@@ -105,7 +105,7 @@ class Followed(Protocol):
     def __call__(
         self,
         inputs: Sequence[torch.Tensor],
-        expected: Mapping[Call, torch.Tensor],
+        expected: Mapping[LayerCall, torch.Tensor],
         found: dict[str, Deviation],
         *,
         given: bool,
@@ -123,17 +123,17 @@ class Followed(Protocol):
 
 
 @dataclass(frozen=True)
-class FollowedGraph:
+class GraphLayerOutputs:
     """A graph followed through its operators."""
 
     graph: fx.GraphModule
-    layers: Mapping[fx.Node, Call]
+    layers: Mapping[fx.Node, LayerCall]
     """Its nodes that end a layer."""
 
     def __call__(
         self,
         inputs: Sequence[torch.Tensor],
-        expected: Mapping[Call, torch.Tensor],
+        expected: Mapping[LayerCall, torch.Tensor],
         found: dict[str, Deviation],
         *,
         given: bool,
@@ -146,8 +146,8 @@ class _Following(fx.Interpreter):
     def __init__(
         self,
         graph: fx.GraphModule,
-        layers: Mapping[fx.Node, Call],
-        expected: Mapping[Call, torch.Tensor],
+        layers: Mapping[fx.Node, LayerCall],
+        expected: Mapping[LayerCall, torch.Tensor],
         found: dict[str, Deviation],
         given: bool,
     ) -> None:

@@ -14,7 +14,7 @@ from compress.quantization.config.dtype_scheme import Observer, scheme_of
 from compress.quantization.pt2e.observer_ranges import fit_ranges_
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.ptq.calibrate import copied, observe_, prepare, traced
-from compress.quantization.qat.conv_bn_qat import Normed, normed_layers
+from compress.quantization.qat.conv_bn_qat import BnParameters, normed_layers
 from compress.quantization.qat.fake_model import FakeQuantized
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Prepared:
     model: EagerModel
     rounding: FakeQuantization
     graph: GraphModule
-    normed: dict[str, Normed]
+    normed: dict[str, BnParameters]
     """The layers that had a BatchNorm, by the names of their nodes."""
     quantizer: OnnxRuntimeQuantizer
     """What marked the operators, and knows which."""
@@ -127,4 +127,4 @@ def fake_quantized(model: str, rounding: dict[str, Any]) -> FakeQuantized:
         rounding: the settings.
     """
     settings = FakeQuantization.model_validate(rounding)
-    return Prepared.of(EagerModel.at(Path(model)), settings).uncalibrated()
+    return Prepared.of(EagerModel.from_directory(Path(model)), settings).uncalibrated()

@@ -14,12 +14,12 @@ from compress.quantization.algorithms.awq import scale_by_activations_
 from compress.quantization.algorithms.shared_input_layers import drop_copies_
 from compress.quantization.algorithms.weight_rounding import (
     Rounded,
-    half_quadratic,
-    optimal_brain,
+    gptq,
+    hqq,
     packed,
     round_to_nearest,
 )
-from compress.quantization.numeric_debug.activation_tap import listen
+from compress.quantization.numeric_debug.activation_tap import tap_activations
 from compress.quantization.pt2e.graph_constants import value_of
 from compress.quantization.pt2e.module_names import is_excluded, module_of
 from compress.quantization.pt2e.quantizer import (
@@ -112,8 +112,8 @@ class WeightQuantizer:
 
     def _rounded(self, weight_OI: torch.Tensor, moment_II: torch.Tensor | None) -> Rounded:
         if self.method == "gptq" and moment_II is not None:
-            return optimal_brain(weight_OI, self.bits, self.group_size, moment_II)
-        method = half_quadratic if self.method == "hqq" else round_to_nearest
+            return gptq(weight_OI, self.bits, self.group_size, moment_II)
+        method = hqq if self.method == "hqq" else round_to_nearest
         return method(weight_OI, self.bits, self.group_size)
 
     def _round_table_(self, graph: fx.GraphModule, node: fx.Node) -> None:
@@ -180,7 +180,7 @@ def second_moments(graph: fx.GraphModule, batches: Iterable[Batch]) -> dict[str,
 
     linears = [node for node in graph.graph.nodes if node.target is LINEAR]
     firsts = {_read_by(linear): linear for linear in reversed(linears)}
-    listen(graph, batches, firsts.values(), hear)
+    tap_activations(graph, batches, firsts.values(), hear)
     return {name: total / rows[name] for name, total in sums.items()}
 
 

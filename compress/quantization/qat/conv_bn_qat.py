@@ -26,7 +26,7 @@ SMALLEST_FACTOR = 1e-12
 
 
 @dataclass(frozen=True)
-class Normed:
+class BnParameters:
     """The tensors of a layer and of the BatchNorm after it, as they were before folding."""
 
     weight: torch.Tensor
@@ -39,7 +39,7 @@ class Normed:
     eps: float
 
 
-def normed_layers(graph: GraphModule) -> dict[str, Normed]:
+def normed_layers(graph: GraphModule) -> dict[str, BnParameters]:
     """Return the layers that a BatchNorm follows, by the names of their nodes.
 
     Left out are those whose result or weight is read elsewhere too: they stay as they are folded.
@@ -53,11 +53,11 @@ def normed_layers(graph: GraphModule) -> dict[str, Normed]:
         if is_constant(weight) and len(weight.users) == 1 and len(layer.users) == 1:
             bias = layer.args[2] if len(layer.args) > 2 else None
             held = [_held(graph, part) for part in (weight, bias, *tensors)]
-            found[layer.name] = Normed(*held, *node.args[5:7])  # type: ignore[arg-type]
+            found[layer.name] = BnParameters(*held, *node.args[5:7])  # type: ignore[arg-type]
     return found
 
 
-class FoldedLayer(nn.Module):
+class ConvBnQat(nn.Module):
     """A convolution or linear layer with a BatchNorm folded in, whose statistics move meanwhile.
 
     After Jacob et al. (2018), section 3.2, and Krishnamoorthi, "Quantizing deep convolutional
@@ -76,7 +76,7 @@ class FoldedLayer(nn.Module):
     def __init__(
         self,
         product: Callable[..., torch.Tensor],
-        normed: Normed,
+        normed: BnParameters,
         weight_grid: nn.Module,
         bias_grid: nn.Module,
     ) -> None:

@@ -12,12 +12,12 @@ from compress.quantization.pt2e.observer_ranges import least_weight_scale, round
 from compress.quantization.pt2e.quantizer import is_constant
 from compress.quantization.pt2e.torchao_api import DerivedObserverOrFakeQuantize
 from compress.quantization.ptq.calibrate import integer_program
-from compress.quantization.qat.conv_bn_qat import FoldedLayer, Normed, product_of
+from compress.quantization.qat.conv_bn_qat import BnParameters, ConvBnQat, product_of
 from compress.quantization.qat.fake_quantize import (
-    ActivationGrid,
-    BiasGrid,
+    ActivationFakeQuantize,
+    BiasFakeQuantize,
     FakeQuantize,
-    WeightGrid,
+    WeightFakeQuantize,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class FakeQuantized(nn.Module):
     def __init__(
         self,
         prepared: GraphModule,
-        normed: Mapping[str, Normed],
+        normed: Mapping[str, BnParameters],
         *,
         learns: bool,
         follows: bool,
@@ -59,7 +59,7 @@ class FakeQuantized(nn.Module):
         grids: dict[str, nn.Module] = {**self.grids, **_bias_grids(prepared, self.grids)}
         for name, grid in grids.items():
             prepared.set_submodule(name, grid)
-        self.folded: dict[tuple[str, str], FoldedLayer] = {}
+        self.folded: dict[tuple[str, str], ConvBnQat] = {}
         """By the names that weight and bias have in a prepared graph."""
         for node in list(prepared.graph.nodes):
             if node.name in normed:
@@ -85,7 +85,7 @@ class FakeQuantized(nn.Module):
         """Let ranges or statistics stay as they are from now on, in place."""
         for part in self.modules():
             if (ranges and isinstance(part, FakeQuantize)) or (
-                batch_norm and isinstance(part, FoldedLayer)
+                batch_norm and isinstance(part, ConvBnQat)
             ):
                 part.frozen.turn_on_()
 
@@ -108,14 +108,14 @@ class FakeQuantized(nn.Module):
             prepared.set_submodule(name, grid)
         return integer_program(prepared, signature)
 
-    def _unfold_(self, prepared: GraphModule, node: Node, normed: Normed) -> None:
+    def _unfold_(self, prepared: GraphModule, node: Node, normed: BnParameters) -> None:
         """Compute a layer by a module that folds the BatchNorm anew in each step, in place."""
         weight, bias = cast("tuple[Node, Node]", node.args[1:3])
         grids = [
             prepared.get_submodule(str(part.target)) if part.op == "call_module" else nn.Identity()
             for part in (weight, bias)
         ]
-        layer = FoldedLayer(product_of(node), normed, *grids)
+        layer = ConvBnQat(product_of(node), normed, *grids)
         self.folded[_constant(weight), _constant(bias)] = layer
         name = f"folded_{len(self.folded)}"
         prepared.add_submodule(name, layer)
@@ -174,15 +174,15 @@ def _grid(
     prepared: GraphModule, node: Node, observer: Any, learns: bool, follows: bool
 ) -> FakeQuantize:
     if not is_constant(node.args[0]):
-        return ActivationGrid(observer, learns, follows)
+        return ActivationFakeQuantize(observer, learns, follows)
     each = observer.ch_axis is not None
-    return WeightGrid(observer, len(_weight(prepared, node)) if each else 1, learns)
+    return WeightFakeQuantize(observer, len(_weight(prepared, node)) if each else 1, learns)
 
 
 def _begin_(grid: FakeQuantize, prepared: GraphModule, node: Node, observer: Any) -> None:
-    if isinstance(grid, WeightGrid):
+    if isinstance(grid, WeightFakeQuantize):
         grid.begin_(observer, _weight(prepared, node))
-    elif isinstance(grid, ActivationGrid):
+    elif isinstance(grid, ActivationFakeQuantize):
         grid.begin_(observer)
 
 
@@ -190,10 +190,12 @@ def _weight(prepared: GraphModule, node: Node) -> torch.Tensor:
     return prepared.get_parameter(_constant(node)).detach()
 
 
-def _bias_grids(prepared: GraphModule, grids: Mapping[str, FakeQuantize]) -> dict[str, BiasGrid]:
+def _bias_grids(
+    prepared: GraphModule, grids: Mapping[str, FakeQuantize]
+) -> dict[str, BiasFakeQuantize]:
     names = _names(prepared)
     return {
-        name: BiasGrid(observer, *(grids[names[id(o)]] for o in observer.obs_or_fqs))
+        name: BiasFakeQuantize(observer, *(grids[names[id(o)]] for o in observer.obs_or_fqs))
         for name, observer in _bias_observers(prepared).items()
     }
 

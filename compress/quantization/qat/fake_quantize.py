@@ -104,7 +104,7 @@ class FakeQuantize(ObserverBase):  # type: ignore[misc]  # torchao has no type i
         return self.scale.detach(), self.zero_point.to(torch.int64)
 
 
-class ActivationGrid(FakeQuantize):
+class ActivationFakeQuantize(FakeQuantize):
     """One grid for a tensor, which follows a moving average of its batches' extremes."""
 
     def __init__(self, observer: MinMaxObserver, learns: bool, follows: bool) -> None:
@@ -143,7 +143,7 @@ class ActivationGrid(FakeQuantize):
             self.zero_point.copy_(zero_point.clamp(self.quant_min, self.quant_max))
 
 
-class WeightGrid(FakeQuantize):
+class WeightFakeQuantize(FakeQuantize):
     """One grid for each channel of a weight, around zero, which follows the largest number."""
 
     def __init__(self, observer: MinMaxObserver, channels: int, learns: bool) -> None:
@@ -182,7 +182,7 @@ class WeightGrid(FakeQuantize):
         return sizes.amax().reshape(1) if self.ch_axis is None else sizes.flatten(1).amax(1)
 
 
-class BiasGrid(nn.Module):
+class BiasFakeQuantize(nn.Module):
     """Rounds a bias to 32 bits, in steps of its layer's input scale times weight scale."""
 
     def __init__(
@@ -210,7 +210,7 @@ def on_grid(
     values: torch.Tensor,
     scale: torch.Tensor,
     zero_point: torch.Tensor,
-    form: FakeQuantize | BiasGrid,
+    form: FakeQuantize | BiasFakeQuantize,
 ) -> torch.Tensor:
     """Return values on a grid; the gradient is 1 within its range and 0 beyond."""
     low, high = form.quant_min, form.quant_max

@@ -17,7 +17,7 @@ from compress.common.errors import StageFailed
 from compress.common.tensor_difference import largest_difference
 from compress.core.metrics import labels_of
 from compress.quantization.pt2e.quantizer import LINEAR
-from compress.quantization.qat.fake_quantize import FakeQuantize, WeightGrid
+from compress.quantization.qat.fake_quantize import FakeQuantize, WeightFakeQuantize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,7 +31,7 @@ LARGEST_SHARE = 0.005
 """Of labels that differ and are no near-ties; more, and the graph is another model."""
 
 
-class Sameness(Settings):
+class LabelParity(Settings):
     """A trained model that rounds in floats beside the integer graph made of it."""
 
     labels: int
@@ -46,12 +46,12 @@ class Sameness(Settings):
     largest_difference: float
     """Of outputs."""
 
-    def and_of(self, more: Sameness) -> Sameness:
+    def merge(self, more: LabelParity) -> LabelParity:
         """Return what holds of these samples and of more."""
         ties = None
         if self.near_ties is not None and more.near_ties is not None:
             ties = self.near_ties + more.near_ties
-        return Sameness(
+        return LabelParity(
             labels=self.labels + more.labels,
             differing=self.differing + more.differing,
             near_ties=ties,
@@ -88,7 +88,7 @@ aten = torch.ops.aten
 PASSED = {aten.clone.default, aten.view.default, aten._unsafe_view.default}
 
 
-def sameness(trained: torch.Tensor, integer: torch.Tensor, step: float | None) -> Sameness:
+def sameness(trained: torch.Tensor, integer: torch.Tensor, step: float | None) -> LabelParity:
     """Return how far two forms of a model give the same labels.
 
     Args:
@@ -108,7 +108,7 @@ def sameness(trained: torch.Tensor, integer: torch.Tensor, step: float | None) -
     differs = labels_of(trained) != labels_of(integer)
     top = trained.topk(2, dim=1).values
     margins = (top[:, 0] - top[:, 1])[differs]
-    return Sameness(
+    return LabelParity(
         labels=differs.numel(),
         differing=int(differs.sum()),
         near_ties=None if step is None else int((margins <= step).sum()),
@@ -122,7 +122,7 @@ def compare_with_trained(
     integer: Predictor,
     inputs: Iterable[tuple[torch.Tensor, ...]],
     step: float | None,
-) -> Sameness | None:
+) -> LabelParity | None:
     """Compare a trained model with its integer graph; None where outputs are no classes.
 
     Args:
@@ -131,14 +131,14 @@ def compare_with_trained(
         inputs: batches of inputs.
         step: the last step of rounding as the outputs see it.
     """
-    found: Sameness | None = None
+    found: LabelParity | None = None
     with torch.no_grad():
         for batch in inputs:
             outputs, others = flatten_outputs(trained(*batch))[0], integer(*batch)[0]
             if outputs.dim() < 2 or outputs.shape[1] < 2:
                 return None
             same = sameness(outputs, others, step)
-            found = same if found is None else found.and_of(same)
+            found = same if found is None else found.merge(same)
     return found
 
 
@@ -155,7 +155,7 @@ def last_step(model: FakeQuantized) -> float | None:
         node = node.args[0]  # type: ignore[assignment]
     if node.target is LINEAR:
         source, weight = (_grid(model, part) for part in node.args[:2])
-        if isinstance(weight, WeightGrid) and source is not None:
+        if isinstance(weight, WeightFakeQuantize) and source is not None:
             name = node.args[1].args[0].target  # type: ignore[union-attr]
             weight_OI = weight.rounded(graph.get_parameter(str(name)).detach())
             spread = (weight_OI.amax(0) - weight_OI.amin(0)).max()

@@ -13,7 +13,7 @@ from compress.core.stage import Context, Stage
 from compress.quantization.config.backend_targets import SIGNED_ACTIVATIONS, Target
 from compress.quantization.config.calibration_data import Calibration
 from compress.quantization.config.dtype_scheme import Smoothing, formats_of, one_backend, scheme_of
-from compress.quantization.stages.graph_artifact import check_exclude, sealed
+from compress.quantization.stages.graph_artifact import check_exclude, save_quantized
 
 RECURRENT = {"gru", "rnn_tanh", "rnn_relu"}
 WITHOUT_KERNEL = {"onnxruntime-cpu": RECURRENT, "inductor-cpu": {*RECURRENT, "lstm"}}
@@ -96,6 +96,6 @@ class QuantizeDynamic(Stage[EagerModel, GraphModel]):
             "weights_alone": sorted(WITHOUT_KERNEL[self.target] & quantizer.quantized.keys()),
             **corrections.facts,
         }
-        return sealed(
+        return save_quantized(
             self, model, program, quantizer.quantized, facts, context, corrections.rescaled
         )

@@ -27,7 +27,7 @@ LONGEST_FACT = 300
 """Characters of a fact in the log; the manifest has it whole."""
 
 
-def sealed(
+def save_quantized(
     stage: Stage[Any, GraphModel],
     model: EagerModel,
     program: ExportedProgram,
@@ -57,12 +57,12 @@ def sealed(
     fidelity = compare(model.load(), graph, model.signature, context, rescaled)
     target = getattr(stage, "target", None)
     facts = facts if target is None else {"target": target, **facts}
-    facts = told(stage.title, quantized, facts, fidelity)
+    facts = log_and_collect_facts(stage.title, quantized, facts, fidelity)
     lineage = stage.lineage(model)
     return GraphModel.create(context.root, program, model.signature, lineage=lineage, facts=facts)
 
 
-def told(
+def log_and_collect_facts(
     title: str, quantized: Mapping[str, int], facts: dict[str, Any], fidelity: Fidelity
 ) -> dict[str, Any]:
     """Log what was quantized and how near it stays to float, and return it as facts."""

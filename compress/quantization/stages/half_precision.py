@@ -11,7 +11,7 @@ from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.core.stage import COMPARED_BATCHES, Context, Stage
 from compress.quantization.config.calibration_data import Calibration
-from compress.quantization.stages.graph_artifact import check_exclude, sealed
+from compress.quantization.stages.graph_artifact import check_exclude, save_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -73,7 +73,9 @@ class ConvertPrecision(Stage[EagerModel, GraphModel]):
 
         batches = self._batches(model, context)
         program = convert_precision(module, model.signature, converter, batches, report)
-        return sealed(self, model, program, converter.converted, self._facts(converter), context)
+        return save_quantized(
+            self, model, program, converter.converted, self._facts(converter), context
+        )
 
     def _batches(self, model: EagerModel, context: Context) -> Iterable[Batch]:
         """Return a sample of the data, or seeded inputs where there is none and none is needed."""

@@ -14,7 +14,7 @@ from compress.core.stage import Context, Stage
 from compress.quantization.config.backend_targets import Target
 from compress.quantization.config.calibration_data import Calibration
 from compress.quantization.config.dtype_scheme import Observer, formats_of, scheme_of
-from compress.quantization.stages.graph_artifact import check_exclude, sealed
+from compress.quantization.stages.graph_artifact import check_exclude, save_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,10 +105,10 @@ class QuantizeMixed(Stage[EagerModel, GraphModel]):
         """Calibrate, search, and seal the graph that keeps the metric."""
         from compress.graph.torch_export import export_program
         from compress.quantization.mixed_precision.bit_search import Search
-        from compress.quantization.mixed_precision.sensitivity import Judge
+        from compress.quantization.mixed_precision.sensitivity import SensitivityMeter
 
         deadline = time.monotonic() + 60 * self.minutes
-        judge = Judge(model, context, self.sensitivity)
+        judge = SensitivityMeter(model, context, self.sensitivity)
         candidates, observe = self._candidates(model, context)
         observe(self.observer)
         asked = [model.signature.example(1)]
@@ -122,7 +122,7 @@ class QuantizeMixed(Stage[EagerModel, GraphModel]):
         found = candidates.build(formats)
         program = export_program(found.graph, model.signature)
         facts = {"float_modules": found.quantizer.float_modules, "mixed": search.facts(formats)}
-        return sealed(self, model, program, found.quantizer.quantized, facts, context)
+        return save_quantized(self, model, program, found.quantizer.quantized, facts, context)
 
     def _candidates(
         self, model: EagerModel, context: Context

@@ -14,7 +14,11 @@ from compress.common.config import Fraction, Positive
 from compress.core.stage import Stage
 from compress.quantization.config.backend_targets import Target
 from compress.quantization.config.dtype_scheme import Observer, WeightBits, formats_of, one_backend
-from compress.quantization.stages.graph_artifact import check_exclude, need_free_batch, sealed
+from compress.quantization.stages.graph_artifact import (
+    check_exclude,
+    need_free_batch,
+    save_quantized,
+)
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.objectives.teacher_objective import Teaching
 
@@ -155,7 +159,7 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
         program, same = self._converted(prepared, module, context)
         quantizer = prepared.quantizer
         facts = {"float_modules": quantizer.float_modules, **same, **trained.facts()}
-        return sealed(self, model, program, quantizer.quantized, facts, context)
+        return save_quantized(self, model, program, quantizer.quantized, facts, context)
 
     @property
     def _rounding(self) -> FakeQuantization:

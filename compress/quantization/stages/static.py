@@ -22,7 +22,7 @@ from compress.quantization.config.dtype_scheme import (
     one_backend,
     scheme_of,
 )
-from compress.quantization.stages.graph_artifact import check_exclude, sealed
+from compress.quantization.stages.graph_artifact import check_exclude, save_quantized
 
 
 class QuantizeStatic(Stage[EagerModel, GraphModel]):
@@ -120,6 +120,6 @@ class QuantizeStatic(Stage[EagerModel, GraphModel]):
             **quantizer.ranges,
             **corrections.facts,
         }
-        return sealed(
+        return save_quantized(
             self, model, program, quantizer.quantized, facts, context, corrections.rescaled
         )

@@ -12,7 +12,7 @@ from compress.common.config import Count
 from compress.core.stage import Context, Stage
 from compress.quantization.config.calibration_data import Calibration
 from compress.quantization.config.dtype_scheme import WeightMethod
-from compress.quantization.stages.graph_artifact import check_exclude, sealed
+from compress.quantization.stages.graph_artifact import check_exclude, save_quantized
 
 
 class QuantizeWeights(Stage[EagerModel, GraphModel]):
@@ -73,4 +73,6 @@ class QuantizeWeights(Stage[EagerModel, GraphModel]):
         facts: dict[str, Any] = {"left_float": quantizer.left}
         if self.method == "awq":
             facts["scaled"] = quantizer.scaled
-        return sealed(self, model, program, quantizer.quantized, facts, context, quantizer.rescaled)
+        return save_quantized(
+            self, model, program, quantizer.quantized, facts, context, quantizer.rescaled
+        )

@@ -61,7 +61,7 @@ def read_(checkpoint: Path, state: dict[str, Any]) -> set[str]:
         StageFailed: it cannot be read, or holds other shapes.
     """
     # The index is a pickle; it is this training's own, and lies where only its processes write.
-    with told_in_one_line(f"checkpoint {checkpoint} cannot be read"):
+    with one_line_errors(f"checkpoint {checkpoint} cannot be read"):
         reader = FileSystemReader(checkpoint)
         held = reader.read_metadata().state_dict_metadata
         known = {
@@ -95,7 +95,7 @@ def load_optimizer_(module: nn.Module, optimizer: torch.optim.Optimizer, checkpo
 
 
 @contextmanager
-def told_in_one_line(what: str) -> Iterator[None]:
+def one_line_errors(what: str) -> Iterator[None]:
     """Turn the errors of torch.distributed.checkpoint, which are no Exceptions, into one line."""
     try:
         yield

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from compress.training.checkpoint.metadata import Tensors
     from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
-    from compress.training.loop.train_state import Learner
+    from compress.training.loop.train_state import TrainState
 
 # An epoch's metric may take long; a dead process is noticed at once, by its closed connection.
 PATIENCE = timedelta(hours=24)
@@ -34,9 +34,9 @@ class Strategy(Protocol):
     """Which share of each batch this process computes."""
     ranks: int
     """Shares into which each batch is cut."""
-    leads: bool
+    is_main: bool
     """Whether this process writes and tells what all have in common; one of them does."""
-    stream: int
+    rng_stream: int
     """Which random numbers this process draws: processes that repeat each other's work share it."""
 
     def load(self, model: EagerModel, device: str) -> nn.Module:
@@ -67,7 +67,7 @@ class Strategy(Protocol):
         """Compute the gradients of one part of a step, and add them up."""
         ...
 
-    def add_up_gradients(self, learner: Learner, batches: Sequence[Batch]) -> float:
+    def accumulate_gradients(self, learner: TrainState, batches: Sequence[Batch]) -> float:
         """Compute the gradients of a step, in place, and return this rank's mean loss."""
         ...
 
@@ -101,7 +101,7 @@ class Strategy(Protocol):
         """Return the value of each share of the batch on the leading process, if not others."""
         ...
 
-    def of_all(self, value: Any) -> list[Any] | None:
+    def gather_all(self, value: Any) -> list[Any] | None:
         """Return every process's value on the leading one, and None on the others."""
         ...
 
@@ -113,7 +113,7 @@ class Strategy(Protocol):
         """Give all copies of the module the first one's buffers, in place."""
         ...
 
-    def settle_(self, module: nn.Module) -> None:
+    def release_buffers_(self, module: nn.Module) -> None:
         """Let go of what evaluating the module has gathered, in place."""
         ...
 
@@ -129,11 +129,11 @@ class Strategy(Protocol):
         """Return those of them that went to another group of processes, where there are groups."""
         ...
 
-    def remember(self, checkpoint: Path) -> None:
+    def save_local(self, checkpoint: Path) -> None:
         """Write into a checkpoint what this process alone knows."""
         ...
 
-    def recall(self, checkpoint: Path) -> None:
+    def load_local(self, checkpoint: Path) -> None:
         """Take up what this process wrote into a checkpoint."""
         ...
 
@@ -149,22 +149,22 @@ def process_group(device: str) -> Iterator[None]:
 
 def strategy_of(parallel: Parallel) -> Strategy:
     """Return the strategy that the settings name, in a process group that has been joined."""
-    from compress.training.distributed.ddp import DataParallel
+    from compress.training.distributed.ddp import DDPStrategy
 
     if parallel.is_mesh:
-        from compress.training.distributed.device_mesh import Meshed
+        from compress.training.distributed.device_mesh import DeviceMeshStrategy
 
-        return Meshed(parallel)
+        return DeviceMeshStrategy(parallel)
     if parallel.sharding_mode is not None:
-        from compress.training.distributed.fsdp import Sharded
+        from compress.training.distributed.fsdp import FSDPStrategy
 
-        return Sharded(parallel)
+        return FSDPStrategy(parallel)
     if parallel.strategy == "deepspeed":
         from compress.training.distributed.deepspeed import DeepSpeed
 
         return DeepSpeed(parallel)
     if parallel.strategy == "zero1":
-        from compress.training.distributed.zero1 import ZeroOne
+        from compress.training.distributed.zero1 import Zero1Strategy
 
-        return ZeroOne(parallel)
-    return DataParallel(parallel)
+        return Zero1Strategy(parallel)
+    return DDPStrategy(parallel)

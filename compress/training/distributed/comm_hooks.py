@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from compress.common.atomic_files import write_atomically
-from compress.training.distributed.gradient_compression import Int8, Lossy, PowerSGD, TopK, Wire
+from compress.training.distributed.gradient_compression import (
+    GradientCompressor,
+    Int8,
+    PowerSGD,
+    TopK,
+    Wire,
+)
 from compress.training.distributed.hierarchical_allreduce import Hierarchical
 
 if TYPE_CHECKING:
@@ -62,7 +68,7 @@ class Halved:
 class WithFeedback:
     """A lossy average that adds to each gradient what was lost of the one before it."""
 
-    def __init__(self, lossy: Lossy, module: nn.Module) -> None:
+    def __init__(self, lossy: GradientCompressor, module: nn.Module) -> None:
         """Take an algorithm, and the module whose gradients are averaged."""
         self.wire = Wire()
         self.lossy = lossy

@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from compress.training.checkpoint.metadata import Tensors
     from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
-    from compress.training.loop.train_state import Learner
+    from compress.training.loop.train_state import TrainState
 
 
-class Alone:
+class SingleProcess:
     """One process; also what strategies do that keep the whole model everywhere."""
 
     rank = 0
     ranks = 1
-    leads = True
-    stream = 0
+    is_main = True
+    rng_stream = 0
 
     def load(self, model: EagerModel, device: str) -> nn.Module:
         """Return the module with its weights."""
@@ -65,9 +65,9 @@ class Alone:
         """Add up gradients."""
         torch.autograd.backward(loss)
 
-    def add_up_gradients(self, learner: Learner, batches: Sequence[Batch]) -> float:
+    def accumulate_gradients(self, learner: TrainState, batches: Sequence[Batch]) -> float:
         """Compute one part of the step after the other."""
-        return learner.add_up_gradients(batches)
+        return learner.accumulate_gradients(batches)
 
     def clip_(self, module: nn.Module, largest: float) -> None:
         """Scale all gradients, in place, so that their common norm is not above a limit."""
@@ -99,7 +99,7 @@ class Alone:
         """Return the one value."""
         return [value]
 
-    def of_all(self, value: Any) -> list[Any] | None:
+    def gather_all(self, value: Any) -> list[Any] | None:
         """Return the one value."""
         return [value]
 
@@ -110,7 +110,7 @@ class Alone:
     def share_buffers_(self, module: nn.Module) -> None:
         """Do nothing."""
 
-    def settle_(self, module: nn.Module) -> None:
+    def release_buffers_(self, module: nn.Module) -> None:
         """Do nothing."""
 
     def wait(self) -> None:
@@ -124,23 +124,23 @@ class Alone:
         """Return None: there are no groups of processes."""
         return None
 
-    def remember(self, checkpoint: Path) -> None:
+    def save_local(self, checkpoint: Path) -> None:
         """Write nothing."""
 
-    def recall(self, checkpoint: Path) -> None:
+    def load_local(self, checkpoint: Path) -> None:
         """Take up nothing."""
 
 
-class DataParallel(Alone):
+class DDPStrategy(SingleProcess):
     """Every rank holds the whole model; gradients are averaged (Li et al., 2020)."""
 
     def __init__(self, parallel: Parallel) -> None:
         """Take part in the process group, which has been joined."""
         self.parallel = parallel
         self.gradients: Gradients | None = None
-        self.rank = self.stream = dist.get_rank()
+        self.rank = self.rng_stream = dist.get_rank()
         self.ranks = dist.get_world_size()
-        self.leads = self.rank == 0
+        self.is_main = self.rank == 0
         self.begins_step = True
 
     def wrap(
@@ -178,11 +178,11 @@ class DataParallel(Alone):
 
     def gather(self, value: Any) -> list[Any] | None:
         """Return every process's value on the leading one, and None on the others."""
-        return self.of_all(value)
+        return self.gather_all(value)
 
-    def of_all(self, value: Any) -> list[Any] | None:
+    def gather_all(self, value: Any) -> list[Any] | None:
         """Return every process's value on the leading one, and None on the others."""
-        values: list[Any] | None = [None] * dist.get_world_size() if self.leads else None
+        values: list[Any] | None = [None] * dist.get_world_size() if self.is_main else None
         dist.gather_object(value, values)
         return values
 
@@ -209,12 +209,12 @@ class DataParallel(Alone):
         """Return those of them that went to another group of processes, where there are groups."""
         return self.gradients.sent_between_bytes(steps) if self.gradients else None
 
-    def remember(self, checkpoint: Path) -> None:
+    def save_local(self, checkpoint: Path) -> None:
         """Write what was lost of this process's gradients."""
         if self.gradients:
             self.gradients.save(checkpoint)
 
-    def recall(self, checkpoint: Path) -> None:
+    def load_local(self, checkpoint: Path) -> None:
         """Take up what was lost of this process's gradients."""
         if self.gradients:
             self.gradients.load(checkpoint)

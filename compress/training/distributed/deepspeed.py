@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.common.errors import StageFailed, first_line
-from compress.training.distributed.ddp import DataParallel
+from compress.training.distributed.ddp import DDPStrategy
 from compress.training.optim.compile import compile_
 from compress.training.optim.optimizer import build_optimizer
 
@@ -33,7 +33,7 @@ FOLDER = "deepspeed"
 TAG = "engine"
 
 
-class DeepSpeed(DataParallel):
+class DeepSpeed(DDPStrategy):
     """Every rank drives an engine, which holds its part of the training.
 
     After Rajbhandari et al., "ZeRO" (2019), and Ren et al., "ZeRO-Offload" (2021).
@@ -112,7 +112,7 @@ class DeepSpeed(DataParallel):
         """Return None: the engine does not count."""
         return None
 
-    def remember(self, checkpoint: Path) -> None:
+    def save_local(self, checkpoint: Path) -> None:
         """Have the engine write its part of a checkpoint."""
         self.engine.save_checkpoint(str(checkpoint / FOLDER), tag=TAG, save_latest=False)
 

@@ -13,11 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from compress.common.errors import StageFailed
-from compress.training.distributed.fsdp import Sharded, blocks_to_wrap, shard_
+from compress.training.distributed.fsdp import FSDPStrategy, blocks_to_wrap, shard_
 from compress.training.model_parallel.equivalence_check import Proof
 from compress.training.model_parallel.pipeline_schedule import Pipe
 from compress.training.model_parallel.pipeline_split import partition_of
-from compress.training.model_parallel.tensor_parallel import spread_
+from compress.training.model_parallel.tensor_parallel import apply_tensor_parallel_
 from compress.training.optim.clip_grad import clip_norm_
 from compress.training.optim.compile import compile_
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from compress.data.splits import Batch
     from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
-    from compress.training.loop.train_state import Learner
+    from compress.training.loop.train_state import TrainState
 
 
-class Meshed(Sharded):
+class DeviceMeshStrategy(FSDPStrategy):
     """Processes by stage of the pipeline, by share of the batch, and by share of each matrix.
 
     All processes of one share of the batch read the same samples. Those of one stage draw the same
@@ -49,7 +49,7 @@ class Meshed(Sharded):
         self.mesh = init_device_mesh(device, shape, mesh_dim_names=("pipeline", "data", "tensor"))
         self.group = self.mesh["data"].get_group()
         self.rank, self.ranks = self.mesh["data"].get_local_rank(), shape[1]
-        self.stream = self.rank + self.ranks * self.mesh["pipeline"].get_local_rank()
+        self.rng_stream = self.rank + self.ranks * self.mesh["pipeline"].get_local_rank()
         self.pipe: Pipe | None = None
         self.partial: list[str] = []
         """Weights whose gradients are to be added up over the processes of `tensor`."""
@@ -70,7 +70,7 @@ class Meshed(Sharded):
         pipeline = self.parallel.pipeline
         partition = partition_of(module, pipeline, proof.inputs) if pipeline else None
         if self.parallel.tensor > 1:
-            self.partial = spread_(module, self.parallel, self.mesh["tensor"], proof)
+            self.partial = apply_tensor_parallel_(module, self.parallel, self.mesh["tensor"], proof)
         if pipeline and partition:
             self.pipe = Pipe(module, partition, pipeline, self.mesh["pipeline"].get_group())
             self.pipe.refuse_ties(self.parallel)
@@ -105,10 +105,10 @@ class Meshed(Sharded):
         if last:
             self._exchange(wrapped)
 
-    def add_up_gradients(self, learner: Learner, batches: Sequence[Batch]) -> float:
+    def accumulate_gradients(self, learner: TrainState, batches: Sequence[Batch]) -> float:
         """Compute the gradients of a step, through the pipeline where there is one."""
         if self.pipe is None:
-            return super().add_up_gradients(learner, batches)
+            return super().accumulate_gradients(learner, batches)
         (batch,) = batches
         value = self.pipe.step(batch.to(learner.device), learner.loss, learner.autocast)
         self._exchange(learner.module)

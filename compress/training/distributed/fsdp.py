@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 )
 
 from compress.training.checkpoint.sharded_loading import Unfilled
-from compress.training.distributed.ddp import DataParallel
+from compress.training.distributed.ddp import DDPStrategy
 from compress.training.optim.compile import compile_
 from compress.training.optim.transformer_blocks import large_blocks, named_blocks
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PRECISION = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Sharded(DataParallel):
+class FSDPStrategy(DDPStrategy):
     """Every rank holds a part of each weight, and gathers a block's when it is computed.
 
     After Zhao et al., "PyTorch FSDP" (2023), and ZeRO's stages 2 and 3; over ``fully_shard``.
@@ -64,7 +64,7 @@ class Sharded(DataParallel):
         wrapped.set_requires_gradient_sync(last)  # type: ignore[operator]  # an FSDPModule
         yield
 
-    def settle_(self, module: nn.Module) -> None:
+    def release_buffers_(self, module: nn.Module) -> None:
         """Let go of gathered weights: the next forward must gather what the shards then hold."""
         for part in module.modules():
             if isinstance(part, FSDPModule):

@@ -47,7 +47,7 @@ class Wire:
         return gathered
 
 
-class Lossy(Protocol):
+class GradientCompressor(Protocol):
     """An average that loses something on the way."""
 
     def average(

@@ -10,7 +10,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from compress.checkpoint.distributed_checkpoint import read_distributed
 from compress.training.checkpoint.state_dict import STATE
-from compress.training.distributed.ddp import DataParallel
+from compress.training.distributed.ddp import DDPStrategy
 from compress.training.optim.optimizer import (
     optimizer_arguments,
     optimizer_class,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from compress.training.config.training import Training
 
 
-class ZeroOne(DataParallel):
+class Zero1Strategy(DDPStrategy):
     """Every rank holds the whole model, and its part of the optimizer's state.
 
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
@@ -48,7 +48,7 @@ class ZeroOne(DataParallel):
         """Gather the whole state on the leading process: torch's checkpoints refuse its parts."""
         spread = cast("ZeroRedundancyOptimizer", optimizer)
         spread.consolidate_state_dict(to=0)
-        if not self.leads:
+        if not self.is_main:
             return {}
         names = _names(module, optimizer)
         return {

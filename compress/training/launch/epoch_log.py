@@ -6,19 +6,19 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from compress.training.loop.step_metrics import MeasuredEpoch
+from compress.training.loop.step_metrics import EpochMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    Tell = Callable[[MeasuredEpoch], None]
+    Tell = Callable[[EpochMetrics], None]
 
 JOURNAL = "epochs.jsonl"
 SECONDS_BETWEEN_LOOKS = 0.1
 
 
-def append_epoch(folder: Path, epoch: MeasuredEpoch) -> None:
+def append_epoch(folder: Path, epoch: EpochMetrics) -> None:
     """Append a line."""
     with (folder / JOURNAL).open("a", encoding="utf-8") as stream:
         stream.write(epoch.model_dump_json() + "\n")
@@ -51,5 +51,5 @@ def _follow(file: Path, tell: Tell, over: threading.Event) -> None:
         text = file.read_text(encoding="utf-8") if file.exists() else ""
         whole_lines = text[: text.rfind("\n") + 1].splitlines()
         for line in whole_lines[told:]:
-            tell(MeasuredEpoch.model_validate_json(line))
+            tell(EpochMetrics.model_validate_json(line))
         told = len(whole_lines)

@@ -34,7 +34,7 @@ from compress.training.launch.process_env import (
     own_rendezvous_store,
     own_signals,
     quiet,
-    ranks_deaf_to_ctrl_c,
+    ranks_ignore_sigint,
 )
 from compress.training.launch.spawn import start_rank
 from compress.training.launch.worker_errors import (
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from compress.training.loop.step_metrics import MeasuredEpoch
+    from compress.training.loop.step_metrics import EpochMetrics
     from compress.training.loop.trainer import Job
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 SECONDS_TO_END = 5
 
 
-def train_on_ranks(job: Job, tell: Callable[[MeasuredEpoch], None]) -> None:
+def train_on_ranks(job: Job, tell: Callable[[EpochMetrics], None]) -> None:
     """Train on several processes, and return when all of them have ended.
 
     When a process is killed all are started again from the last checkpoint. The elastic agent could
@@ -84,7 +84,7 @@ def train_on_ranks(job: Job, tell: Callable[[MeasuredEpoch], None]) -> None:
                 log.warning("%s; all are started again from the last checkpoint", error)
 
 
-def _train_once(job: Job, tell: Callable[[MeasuredEpoch], None]) -> None:
+def _train_once(job: Job, tell: Callable[[EpochMetrics], None]) -> None:
     meeting = meeting_of(job.training.parallel, job.folder.name)
     forget_failure(job.folder)
     with inviting(job.folder, meeting), following(job.folder, tell):
@@ -114,7 +114,7 @@ def run_ranks(meeting: Meeting, folder: Path, *, hosts: bool) -> None:
                 own_rendezvous_store(),
                 exits_noticed(),
                 interface_named(address) if meeting.nodes > 1 else nullcontext(),
-                ranks_deaf_to_ctrl_c(),
+                ranks_ignore_sigint(),
             ):
                 stack.enter_context(surroundings)
             launch(str(folder), os.getpid())

@@ -53,7 +53,7 @@ def own_signals() -> Iterator[None]:
 
 
 @contextmanager
-def ranks_deaf_to_ctrl_c() -> Iterator[None]:
+def ranks_ignore_sigint() -> Iterator[None]:
     """Keep a Ctrl-C from ranks that are still importing, which would each print a traceback.
 
     Processes inherit the mask of the thread that starts them. Here, a thread started before takes

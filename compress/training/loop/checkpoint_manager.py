@@ -18,7 +18,7 @@ from compress.training.checkpoint.metadata import (
     remove_unfinished,
     rotate,
 )
-from compress.training.checkpoint.state_dict import told_in_one_line
+from compress.training.checkpoint.state_dict import one_line_errors
 from compress.training.distributed.base import PATIENCE
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from compress.training.config.checkpoint import Checkpoints
     from compress.training.distributed.base import Strategy
-    from compress.training.loop.train_state import Learner
+    from compress.training.loop.train_state import TrainState
 
 
 class Checkpointer:
@@ -44,7 +44,7 @@ class Checkpointer:
         self.group = (
             dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None
         )
-        if strategy.leads:
+        if strategy.is_main:
             remove_unfinished(folder)
         strategy.wait()
 
@@ -64,7 +64,7 @@ class Checkpointer:
         self,
         step: int,
         progress: Progress,
-        learner: Learner,
+        learner: TrainState,
         tell: Callable[[], None] | None = None,
     ) -> None:
         """Write the state after a step, at once or while training goes on.
@@ -80,11 +80,11 @@ class Checkpointer:
         """
         self.wait()
         partial = begin(self.folder, step)
-        self.strategy.remember(partial)
+        self.strategy.save_local(partial)
         # Each process counted its own batches; the first one's numbers are kept at every exchange.
         self.strategy.share_buffers_(learner.module)
         state = learner.tensors()
-        with told_in_one_line(f"checkpoint {partial} cannot be written"):
+        with one_line_errors(f"checkpoint {partial} cannot be written"):
             written: Any = async_save(
                 state, checkpoint_id=partial, process_group=self.group, no_dist=self.group is None
             )
@@ -92,9 +92,9 @@ class Checkpointer:
         if not self.settings.asynchronous:
             self.wait()
 
-    def resume(self, learner: Learner, trusted: str | None) -> Progress | None:
+    def resume(self, learner: TrainState, trusted: str | None) -> Progress | None:
         """Put everything where the newest whole checkpoint left it; None where there is none."""
-        leads = self.strategy.leads
+        leads = self.strategy.is_main
         found: Path | None = self.strategy.share(newest(self.folder, trusted) if leads else None)
         if found is None:
             return None
@@ -102,7 +102,7 @@ class Checkpointer:
         self._refuse_another_engine(progress, learner.training.parallel.layout, found)
         learner.restore(found, progress)
         if progress.layouts[-1] == learner.training.parallel.layout:
-            self.strategy.recall(found)
+            self.strategy.load_local(found)
         return progress
 
     def let_finish(self) -> None:
@@ -138,9 +138,9 @@ class Checkpointer:
         tell: Callable[[], None] | None,
     ) -> None:
         """Commit what all processes have written; the first knows when they have."""
-        with told_in_one_line(f"checkpoint {partial} cannot be written"):
+        with one_line_errors(f"checkpoint {partial} cannot be written"):
             written.result()
-        if self.strategy.leads:
+        if self.strategy.is_main:
             commit(partial, progress)
             rotate(self.folder, self.settings.keep)
             if tell:

@@ -33,7 +33,7 @@ def score(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | None
     strategy.share_buffers_(module)
     module.eval()
     outputs, targets = _share(job, module, strategy)
-    strategy.settle_(module)
+    strategy.release_buffers_(module)
     value = reduce_metric(job.metric, outputs, targets, strategy)
     if not math.isfinite(value):
         raise StageFailed(f"metric {job.metric.name} on 'val' is {value}")
@@ -88,7 +88,11 @@ def _share(
     outputs, targets = predict_batches(predict, batches())
     if job.metric.name == "fidelity":
         threads = torch.get_num_threads()
-        opened = Artifact.at(job.reference).open(job.device, threads) if job.reference else None
+        opened = (
+            Artifact.from_directory(job.reference).open(job.device, threads)
+            if job.reference
+            else None
+        )
         with opened or nullcontext() as reference:
             if reference is None:
                 raise StageFailed("metric fidelity needs a reference model")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.training.config.profiling import Profile
-    from compress.training.loop.step_metrics import MeasuredEpoch
+    from compress.training.loop.step_metrics import EpochMetrics
 
 EXPERIMENT = "compress"
 FOLDER = "tracking"
@@ -142,7 +142,7 @@ def refuse_missing(profile: Profile) -> None:
             )
 
 
-def figures_of(epoch: MeasuredEpoch, metric: str) -> dict[str, float]:
+def figures_of(epoch: EpochMetrics, metric: str) -> dict[str, float]:
     """Return an epoch's figures by name, those that it has."""
     figures = {
         "loss": epoch.loss,
@@ -158,7 +158,7 @@ def figures_of(epoch: MeasuredEpoch, metric: str) -> dict[str, float]:
 @contextmanager
 def tracking(
     profile: Profile, results: Path, title: str, identity: str, done: int, metric: str
-) -> Iterator[Callable[[MeasuredEpoch], None]]:
+) -> Iterator[Callable[[EpochMetrics], None]]:
     """Give what writes epochs to the tracker for a block; a tracker that fails is let go.
 
     Args:
@@ -172,7 +172,7 @@ def tracking(
     tracker: Tracker | None = None
     last = done
 
-    def write(epoch: MeasuredEpoch) -> None:
+    def write(epoch: EpochMetrics) -> None:
         nonlocal tracker, last
         if tracker is None or epoch.epoch <= last:
             return

@@ -15,7 +15,7 @@ Losses: TypeAlias = tuple[str, int, tuple[float, ...]]
 DIFFERENT = 2
 
 
-class Tally:
+class LossMeter:
     """Losses of the steps of an epoch; sums are exact, so that their order does not matter."""
 
     def __init__(self, before: Losses) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class MeasuredEpoch(Epoch):
+class EpochMetrics(Epoch):
     """An epoch and what it cost: figures that differ from run to run, and are never sealed."""
 
     samples_per_second: float | None = None
@@ -49,7 +49,7 @@ class MeasuredEpoch(Epoch):
         return f"{self.speed()}, peak MiB by rank: {peaks}"
 
 
-class Watch:
+class StepMetrics:
     """The clock of one rank's epochs."""
 
     def __init__(self, job: Job, strategy: Strategy, profiler: Any = None) -> None:
@@ -69,14 +69,14 @@ class Watch:
                 self.profiler.step()
         self.seconds = time.perf_counter() - began
 
-    def measured(self, epoch: Epoch) -> MeasuredEpoch:
+    def measured(self, epoch: Epoch) -> EpochMetrics:
         """Return an epoch with its figures; every rank calls, and the leading one's are whole."""
         (tokens,) = self.strategy.total([self.tokens])
-        return MeasuredEpoch(
+        return EpochMetrics(
             **epoch.model_dump(),
             samples_per_second=self.samples * self.strategy.ranks / self.seconds,
             tokens_per_second=tokens / self.seconds if tokens else None,
-            peak_mebibytes=tuple(self.strategy.of_all(self._peak_mebibytes()) or ()),
+            peak_mebibytes=tuple(self.strategy.gather_all(self._peak_mebibytes()) or ()),
         )
 
     def _peak_mebibytes(self) -> float:
@@ -86,7 +86,7 @@ class Watch:
 
 
 @contextmanager
-def watching(job: Job, strategy: Strategy) -> Iterator[Watch]:
+def watching(job: Job, strategy: Strategy) -> Iterator[StepMetrics]:
     """Watch a training for a block; traces and memory snapshots are written at its end."""
     folder, profile = job.profiles or job.folder / "profiles", job.training.profile
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -97,7 +97,7 @@ def watching(job: Job, strategy: Strategy) -> Iterator[Watch]:
     if profile.memory:
         memory = recording_memory(folder / f"memory-rank{rank}.pickle")
     with memory, trace as profiler:
-        yield Watch(job, strategy, profiler)
+        yield StepMetrics(job, strategy, profiler)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
-class Learner:
+class TrainState:
     """A module and all that its steps need and change."""
 
     module: torch.nn.Module
@@ -45,11 +45,11 @@ class Learner:
     training: Training
     strategy: Strategy
     device: str
-    hold: Hold
+    step_context: Hold
     """What each step of the optimizer is taken in."""
 
     @classmethod
-    def of(
+    def create(
         cls,
         module: torch.nn.Module,
         loss: LossFunction,
@@ -57,8 +57,8 @@ class Learner:
         strategy: Strategy,
         device: str,
         example: Callable[[], Batch],
-        hold: Hold = free,
-    ) -> Learner:
+        step_context: Hold = free,
+    ) -> TrainState:
         """Return a learner before its first step; the strategy may shard the module in place."""
         checkpoint_activations_(module, training)
         wrapped = strategy.wrap(module, training, example)
@@ -74,7 +74,7 @@ class Learner:
             training=training,
             strategy=strategy,
             device=device,
-            hold=hold,
+            step_context=step_context,
         )
 
     def step(self, batches: Sequence[Batch], rate: float, number: int) -> float:
@@ -92,7 +92,7 @@ class Learner:
         skips = self.training.on_nan == "skip"
         buffers = [b.clone() for b in self.module.buffers()] if skips else []
         self.optimizer.zero_grad()
-        value = self.strategy.add_up_gradients(self, batches)
+        value = self.strategy.accumulate_gradients(self, batches)
         if skips and self.strategy.total([not math.isfinite(value)])[0]:
             for buffer, before in zip(self.module.buffers(), buffers, strict=True):
                 buffer.copy_(before)
@@ -116,7 +116,7 @@ class Learner:
         self.scaler.load_state_dict(progress.scaler)
 
     @contextmanager
-    def as_kept(self) -> Iterator[torch.nn.Module]:
+    def ema_weights(self) -> Iterator[torch.nn.Module]:
         """Give the module with the weights that are evaluated and kept, for a block."""
         with self.average.in_place() if self.average else nullcontext():
             yield self.module
@@ -127,7 +127,7 @@ class Learner:
             state["average"] = self.average.tensors()
         return state
 
-    def add_up_gradients(self, batches: Sequence[Batch]) -> float:
+    def accumulate_gradients(self, batches: Sequence[Batch]) -> float:
         """Compute the gradients of the parts of a step one by one, and return the mean loss."""
         samples, total = sum(map(len, batches)), 0.0
         for part, batch in enumerate(batches, 1):
@@ -141,7 +141,7 @@ class Learner:
         return total
 
     def _update(self, number: int) -> None:
-        with self.hold(number):
+        with self.step_context(number):
             if self.training.clip_norm:
                 self.scaler.unscale_(self.optimizer)
                 self.strategy.clip_(self.module, self.training.clip_norm)

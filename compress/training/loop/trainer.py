@@ -26,9 +26,9 @@ from compress.training.loop.checkpoint_manager import Checkpointer
 from compress.training.loop.cuda_prefetch import on_device
 from compress.training.loop.early_stopping import is_better, is_over, plateaus
 from compress.training.loop.evaluation import score
-from compress.training.loop.loss_meter import Losses, Tally, is_constant
+from compress.training.loop.loss_meter import Losses, LossMeter, is_constant
 from compress.training.loop.step_metrics import watching
-from compress.training.loop.train_state import Learner
+from compress.training.loop.train_state import TrainState
 from compress.training.objectives.objective import attach_
 from compress.training.objectives.weight_constraint import held
 from compress.training.optim.optimizer import learning_rate
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from compress.data.splits import Batch, Splits
     from compress.training.config.training import Training
     from compress.training.distributed.base import Strategy
-    from compress.training.loop.step_metrics import MeasuredEpoch, Watch
+    from compress.training.loop.step_metrics import EpochMetrics, StepMetrics
     from compress.training.objectives.objective import Objective
     from compress.training.objectives.weight_constraint import Constraint
 
@@ -74,7 +74,7 @@ class Job:
     """Name of the checkpoint that was found whole before the processes were started."""
 
 
-def train(job: Job, strategy: Strategy, tell: Callable[[MeasuredEpoch], None]) -> None:
+def train(job: Job, strategy: Strategy, tell: Callable[[EpochMetrics], None]) -> None:
     """Train from where the checkpoints left off; the last of them is the result.
 
     Args:
@@ -93,12 +93,12 @@ def train(job: Job, strategy: Strategy, tell: Callable[[MeasuredEpoch], None]) -
         seeded(job.seed, job.device),
         watching(job, strategy) as watch,
     ):
-        module = strategy.load(EagerModel.at(job.start), job.device)
+        module = strategy.load(EagerModel.from_directory(job.start), job.device)
         loss = job.objective.prepare(job.device)
         example = partial(few_samples, job)
         attach_(loss, module, example)
         hold = held(job.constraint, module, training.epochs * _steps_per_epoch(job))
-        learner = Learner.of(module, loss, training, strategy, job.device, example, hold)
+        learner = TrainState.create(module, loss, training, strategy, job.device, example, hold)
         with Checkpointer(job.folder, training.checkpoints, strategy) as checkpointer:
             progress = checkpointer.resume(learner, job.trusted) or _begun(job, learner)
             while not is_over(training, progress.history, job.metric):
@@ -110,7 +110,11 @@ def train(job: Job, strategy: Strategy, tell: Callable[[MeasuredEpoch], None]) -
 
 
 def _epoch(
-    learner: Learner, job: Job, progress: Progress, checkpointer: Checkpointer, watch: Watch
+    learner: TrainState,
+    job: Job,
+    progress: Progress,
+    checkpointer: Checkpointer,
+    watch: StepMetrics,
 ) -> Progress:
     """Train what is left of an epoch, and return the progress after it.
 
@@ -120,13 +124,13 @@ def _epoch(
     training, strategy, number = job.training, learner.strategy, progress.trained_epochs + 1
     fallen = plateaus(progress.history, job.metric, training.epochs_per_fall)
     steps, rate = _steps_per_epoch(job), 0.0
-    tally = Tally(progress.losses)
+    tally = LossMeter(progress.losses)
     learner.wrapped.train()
     remaining = watch.steps(_steps(job, strategy, number, progress.steps))
     for done, batches in enumerate(remaining, progress.steps):
         step = (number - 1) * steps + done
         rate = learning_rate(training, step, training.epochs * steps, fallen)
-        reseed(derive_seed(job.seed, number, strategy.stream, done), job.device)
+        reseed(derive_seed(job.seed, number, strategy.rng_stream, done), job.device)
         value = learner.step(batches, rate, step)
         tally.add(value)
         if not math.isfinite(value) and training.on_nan == "stop":
@@ -209,7 +213,7 @@ def _not_finite(
     )
 
 
-def _begun(job: Job, learner: Learner) -> Progress:
+def _begun(job: Job, learner: TrainState) -> Progress:
     """Return the progress before the first epoch."""
     if not job.accept_start:
         return Progress()
@@ -219,12 +223,12 @@ def _begun(job: Job, learner: Learner) -> Progress:
 
 
 def _close(
-    job: Job, progress: Progress, learner: Learner, losses: Losses, rate: float, taken: int
+    job: Job, progress: Progress, learner: TrainState, losses: Losses, rate: float, taken: int
 ) -> Progress:
     """Evaluate an epoch, of which so many steps were taken here, and enter it into the progress."""
     number = progress.trained_epochs + 1
     try:
-        with learner.as_kept() as module:
+        with learner.ema_weights() as module:
             metric = score(job, module, learner.strategy)
     except StageFailed as error:
         raise StageFailed(f"after epoch {number}, at learning rate {rate:.3g}: {error}") from error
@@ -244,7 +248,7 @@ def _close(
     return _saved(progress, learner, steps=0, losses=NO_LOSSES, **changed)
 
 
-def _saved(progress: Progress, learner: Learner, **changed: Any) -> Progress:
+def _saved(progress: Progress, learner: TrainState, **changed: Any) -> Progress:
     """Return the progress with changes and what is not a tensor of the learner's state."""
     layout = learner.training.parallel.layout
     layouts = progress.layouts if layout in progress.layouts[-1:] else (*progress.layouts, layout)

@@ -72,7 +72,9 @@ HEADS = re.compile(r"^(?!.*(dim|size|width|mask|group)).*head")
 """Names of attributes that hold a number of heads, not what a head measures."""
 
 
-def spread_(module: nn.Module, parallel: Parallel, mesh: DeviceMesh, proof: Proof) -> list[str]:
+def apply_tensor_parallel_(
+    module: nn.Module, parallel: Parallel, mesh: DeviceMesh, proof: Proof
+) -> list[str]:
     """Cut a whole module's matrices over a mesh, in place.
 
     Returns:
@@ -82,13 +84,13 @@ def spread_(module: nn.Module, parallel: Parallel, mesh: DeviceMesh, proof: Proo
     Raises:
         StageFailed: the plan does not fit the module, or the result does not answer as the whole.
     """
-    plan = plan_of(module, parallel)
+    plan = tensor_parallel_plan(module, parallel)
     refuse_what_does_not_divide(module, plan, parallel.tensor)
     counts = _counts(module, plan)
     _cut_(module, plan, mesh)
     told = []
     for smaller in counts:
-        with _divided(smaller, parallel.tensor) as keep:
+        with _scaled_head_counts(smaller, parallel.tensor) as keep:
             partial, wrong = _attempt(module, mesh, proof)
             if not wrong:
                 keep()
@@ -100,7 +102,7 @@ def spread_(module: nn.Module, parallel: Parallel, mesh: DeviceMesh, proof: Proo
     )
 
 
-def plan_of(module: nn.Module, parallel: Parallel) -> dict[str, str]:
+def tensor_parallel_plan(module: nn.Module, parallel: Parallel) -> dict[str, str]:
     """Return how each linear layer that is cut is cut, by its name.
 
     Raises:
@@ -178,7 +180,9 @@ def _cut_(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
 
 
 @contextmanager
-def _divided(counts: Sequence[tuple[nn.Module, str]], ranks: int) -> Iterator[Callable[[], object]]:
+def _scaled_head_counts(
+    counts: Sequence[tuple[nn.Module, str]], ranks: int
+) -> Iterator[Callable[[], object]]:
     """Divide numbers that modules store for a block, or for good."""
     with ExitStack() as stack:
         for part, name in counts:

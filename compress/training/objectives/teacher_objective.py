@@ -79,7 +79,7 @@ class FromTeacher:
 
         from compress.artifacts.eager_model import EagerModel, flatten_outputs
 
-        teacher = EagerModel.at(self.teacher).load(device).requires_grad_(False)
+        teacher = EagerModel.from_directory(self.teacher).load(device).requires_grad_(False)
         labels_term, teaching = self.targets.mean(device, over_all=True), self.teaching
 
         def loss(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:

@@ -19,7 +19,7 @@ def _edit(file: Path, content: bytes) -> None:
 
 
 def test_reads_back_as_the_kind_it_is(mlp: EagerModel) -> None:
-    found = Artifact.at(mlp.path)
+    found = Artifact.from_directory(mlp.path)
     assert type(found) is EagerModel
     assert found.digest == mlp.digest
     found.verify()
@@ -27,7 +27,7 @@ def test_reads_back_as_the_kind_it_is(mlp: EagerModel) -> None:
 
 def test_refuses_another_kind(mlp: EagerModel) -> None:
     with pytest.raises(ArtifactInvalid, match="is 'eager', expected graph"):
-        GraphModel.at(mlp.path)
+        GraphModel.from_directory(mlp.path)
 
 
 @pytest.mark.parametrize("file", ["weights.safetensors", "code/nets.py"])
@@ -49,7 +49,10 @@ def test_verify_names_missing_and_added_files(mlp: EagerModel) -> None:
 
 
 def test_a_failed_write_leaves_nothing(mlp: EagerModel, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), EagerModel.sealing(tmp_path / "new", mlp.signature) as folder:
+    with (
+        pytest.raises(RuntimeError),
+        EagerModel.atomic_write(tmp_path / "new", mlp.signature) as folder,
+    ):
         (folder / "weights.safetensors").write_bytes(b"half")
         raise RuntimeError
     assert not (tmp_path / "new").exists()
@@ -57,21 +60,21 @@ def test_a_failed_write_leaves_nothing(mlp: EagerModel, tmp_path: Path) -> None:
 
 
 def test_a_failed_write_keeps_what_was_there(mlp: EagerModel) -> None:
-    with pytest.raises(RuntimeError), EagerModel.sealing(mlp.path, mlp.signature):
+    with pytest.raises(RuntimeError), EagerModel.atomic_write(mlp.path, mlp.signature):
         raise RuntimeError
-    Artifact.at(mlp.path).verify()
+    Artifact.from_directory(mlp.path).verify()
 
 
 def test_a_directory_without_manifest_is_no_artifact(tmp_path: Path) -> None:
     with pytest.raises(ArtifactInvalid, match="not an artifact"):
-        Artifact.at(tmp_path)
+        Artifact.from_directory(tmp_path)
 
 
 def test_an_unreadable_manifest_names_the_key(mlp: EagerModel) -> None:
     manifest = mlp.path / "manifest.json"
     _edit(manifest, manifest.read_bytes().replace(b'"version": 1', b'"version": 2'))
     with pytest.raises(ArtifactInvalid, match="version"):
-        Artifact.at(mlp.path)
+        Artifact.from_directory(mlp.path)
 
 
 def test_other_files_are_never_overwritten(mlp: EagerModel, tmp_path: Path) -> None:
@@ -102,7 +105,7 @@ def test_a_manifest_without_payload_is_no_artifact(mlp: EagerModel) -> None:
     content = json.loads(manifest.read_text())
     _edit(manifest, json.dumps({**content, "files": {}}).encode())
     with pytest.raises(ArtifactInvalid, match=r"weights\.safetensors is not among them"):
-        Artifact.at(mlp.path)
+        Artifact.from_directory(mlp.path)
 
 
 def _planted_as_folder(model: EagerModel, elsewhere: Path) -> None:
@@ -142,7 +145,7 @@ def test_a_link_or_a_pipe_in_an_artifact_is_refused_and_what_it_leads_to_never_r
     trace = f"open({str(ran)!r}, 'w').close()\n"
     (elsewhere / "nets.py").write_text(trace + (mlp.path / "code" / "nets.py").read_text())
     plant(mlp, elsewhere)
-    refusing: list[Callable[[], object]] = [lambda: EagerModel.at(mlp.path)]
+    refusing: list[Callable[[], object]] = [lambda: EagerModel.from_directory(mlp.path)]
     if plant is not _manifest_elsewhere:
         refusing += [mlp.load, mlp.verify, mlp.skeleton]
     for refuse in refusing:
@@ -154,14 +157,14 @@ def test_a_link_or_a_pipe_in_an_artifact_is_refused_and_what_it_leads_to_never_r
 def test_changed_code_of_the_same_length_is_never_run(mlp: EagerModel) -> None:
     source = mlp.path / "code" / "nets.py"
     _edit(source, source.read_bytes().replace(b"Linear", b"linear"))
-    opened = EagerModel.at(mlp.path)
+    opened = EagerModel.from_directory(mlp.path)
     with pytest.raises(ArtifactInvalid, match=r"code/nets\.py is not the file that was sealed"):
         opened.load()
 
 
 def test_a_link_to_an_artifact_is_no_link_in_it(mlp: EagerModel, tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(mlp.path)
-    opened = EagerModel.at(tmp_path / "latest")
+    opened = EagerModel.from_directory(tmp_path / "latest")
     opened.verify()
     opened.load()
 
@@ -170,14 +173,14 @@ def test_a_manifest_with_a_key_twice_is_refused(mlp: EagerModel) -> None:
     manifest = mlp.path / "manifest.json"
     _edit(manifest, manifest.read_bytes().replace(b'"facts": {', b'"kind": "onnx", "facts": {'))
     with pytest.raises(ArtifactInvalid, match="key 'kind' stands twice"):
-        EagerModel.at(mlp.path)
+        EagerModel.from_directory(mlp.path)
 
 
 def test_changed_weights_are_not_loaded_also_after_they_were_once(mlp: EagerModel) -> None:
     mlp.load()
     original = mlp.payload_path.read_bytes()
     _edit(mlp.payload_path, original[:-1] + bytes([original[-1] ^ 1]))
-    for opened in (mlp, EagerModel.at(mlp.path)):
+    for opened in (mlp, EagerModel.from_directory(mlp.path)):
         with pytest.raises(ArtifactInvalid, match=r"weights\.safetensors is not the file that was"):
             opened.load()
     _edit(mlp.payload_path, original)

@@ -127,7 +127,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, kept: float) -> None:
         graph.program()
     message = r"model\.pt2: not a (torch\.export program|readable archive)"
     with pytest.raises(ArtifactInvalid, match=message):
-        GraphModel.at(graph.path).program()
+        GraphModel.from_directory(graph.path).program()
 
 
 class Payload:
@@ -243,5 +243,5 @@ def test_planted_code_is_refused_and_never_runs(
     with pytest.raises(ArtifactInvalid, match=r"model\.pt2 is not the file that was sealed"):
         graph.program()
     with pytest.raises(ArtifactInvalid, match=r"model\.pt2: .*it was not read"):
-        GraphModel.at(graph.path).program()
+        GraphModel.from_directory(graph.path).program()
     assert not planted.exists()

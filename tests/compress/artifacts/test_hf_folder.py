@@ -62,7 +62,7 @@ def test_it_answers_as_transformers_does_and_needs_the_folder_no_more(folder, tm
     mask, kinds = (ids % 4 != 0).long(), ids % 2
     with torch.no_grad():
         expected = whole(input_ids=ids, attention_mask=mask, token_type_ids=kinds).logits
-    with EagerModel.at(model.path).open() as predict:
+    with EagerModel.from_directory(model.path).open() as predict:
         assert torch.equal(predict(kinds, mask, ids)[0], expected)
 
 

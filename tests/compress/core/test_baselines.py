@@ -8,7 +8,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import Requirement
-from compress.core.baselines import RUNTIMES, opponent_of
+from compress.core.baselines import BASELINES, baseline_for
 from compress.core.gates import MinSpeedup
 from compress.core.stage import Context, Stage
 
@@ -30,7 +30,7 @@ def graph(mlp: EagerModel, tmp_path: Path) -> GraphModel:
 
 @pytest.fixture
 def context(mlp: EagerModel, tmp_path: Path) -> Context:
-    return Context(root=tmp_path / "result", earlier={"source": mlp})
+    return Context(root=tmp_path / "result", artifacts={"source": mlp})
 
 
 def speedup(name: str) -> MinSpeedup:
@@ -43,29 +43,29 @@ def speedup(name: str) -> MinSpeedup:
 )
 def test_the_float_model_answers_in_each_runtime(name: str, mlp, graph, context) -> None:
     torch._dynamo.utils.counters.clear()
-    opponent = opponent_of(speedup(name), graph, context)
+    opponent = baseline_for(speedup(name), graph, context)
     inputs = mlp.signature.example(batch=3)
     with opponent.open() as found, mlp.open() as expected:
         torch.testing.assert_close(found(*inputs), expected(*inputs))
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert bool(compiled) == (name == "compiled")
     assert opponent.digest not in (mlp.digest, graph.digest)
-    assert speedup(name).judge(opponent, graph, context).passed
+    assert speedup(name).evaluate(opponent, graph, context).passed
 
 
 def test_a_stage_bearing_the_name_goes_before_the_runtime(graph, mlp, context) -> None:
-    known = Context(root=context.root, earlier={"eager": graph})
-    assert opponent_of(speedup("eager"), mlp, known) is graph
+    known = Context(root=context.root, artifacts={"eager": graph})
+    assert baseline_for(speedup("eager"), mlp, known) is graph
 
 
 def test_a_float_model_that_is_not_known_is_asked_for(graph, tmp_path) -> None:
     with pytest.raises(StageFailed, match="float model that it was made of is not known"):
-        opponent_of(speedup("eager"), graph, Context(root=tmp_path / "result"))
+        baseline_for(speedup("eager"), graph, Context(root=tmp_path / "result"))
 
 
 def test_a_missing_compiler_is_named(mlp, graph, context, monkeypatch) -> None:
     none = Requirement(what="no-such-compiler", install="install one", program=True)
-    monkeypatch.setitem(RUNTIMES, "compiled", RUNTIMES["compiled"]._replace(requirements=(none,)))
+    monkeypatch.setitem(BASELINES, "compiled", BASELINES["compiled"]._replace(requirements=(none,)))
     gate = speedup("compiled")
     with pytest.raises(Unavailable, match="against compiled: needs no-such-compiler"):
-        gate.judge(opponent_of(gate, graph, context), graph, context)
+        gate.evaluate(baseline_for(gate, graph, context), graph, context)

@@ -69,8 +69,8 @@ def shifted(trained: EagerModel, tmp_path: Path) -> EagerModel:
 
 
 def test_parity_measures_the_largest_difference(trained, slim, shifted, context) -> None:
-    assert Parity(atol=1e-6).judge(trained, slim, context).passed
-    verdict = Parity(atol=0.1).judge(trained, shifted, context)
+    assert Parity(atol=1e-6).evaluate(trained, slim, context).passed
+    verdict = Parity(atol=0.1).evaluate(trained, shifted, context)
     assert verdict.value == pytest.approx(0.5)
     assert not verdict.passed
 
@@ -83,20 +83,20 @@ def test_equal_infinities_are_equal(trained, shifted, context, tmp_path) -> None
         return model.derive(tmp_path / f"{model.path.name}{mask}", module)
 
     one, other = masked(trained, -torch.inf), masked(shifted, -torch.inf)
-    assert Parity(atol=0.1).judge(one, one, context).value == 0
-    assert Parity(atol=0.1).judge(one, other, context).value == pytest.approx(0.5)
-    assert Parity(atol=1e9).judge(one, masked(trained, torch.inf), context).value is None
-    assert Parity(atol=1e9).judge(one, trained, context).value is None
+    assert Parity(atol=0.1).evaluate(one, one, context).value == 0
+    assert Parity(atol=0.1).evaluate(one, other, context).value == pytest.approx(0.5)
+    assert Parity(atol=1e9).evaluate(one, masked(trained, torch.inf), context).value is None
+    assert Parity(atol=1e9).evaluate(one, trained, context).value is None
 
 
 def test_parity_works_without_data(trained, shifted, context) -> None:
-    verdict = Parity(atol=0.1).judge(trained, shifted, replace(context, data=None))
+    verdict = Parity(atol=0.1).evaluate(trained, shifted, replace(context, data=None))
     assert verdict.value == pytest.approx(0.5)
 
 
 def test_label_agreement(trained, slim, mlp, context) -> None:
-    assert LabelAgreement().judge(trained, slim, context).value == 1.0
-    verdict = LabelAgreement().judge(trained, mlp, context)
+    assert LabelAgreement().evaluate(trained, slim, context).value == 1.0
+    verdict = LabelAgreement().evaluate(trained, mlp, context)
     assert not verdict.passed
     x = torch.cat([batch.inputs[0] for batch in context.data.batches("val")])
     equal = trained.load()(x).argmax(1) == mlp.load()(x).argmax(1)
@@ -110,14 +110,14 @@ def test_one_output_is_decided_by_its_sign() -> None:
 
 
 def test_drop_and_metric(trained, mlp, slim, context) -> None:
-    assert MaxDrop(points=0).judge(trained, slim, context).passed
-    drop = MaxDrop(points=1).judge(trained, mlp, context)
+    assert MaxDrop(points=0).evaluate(trained, slim, context).passed
+    drop = MaxDrop(points=1).evaluate(trained, mlp, context)
     assert drop.value is not None
     assert drop.value > 20
     assert not drop.passed
-    assert MaxDrop(points=0).judge(mlp, trained, context).value == pytest.approx(-drop.value)
-    assert MinMetric(at=0.8).judge(mlp, trained, context).passed
-    assert not MinMetric(at=0.999).judge(mlp, trained, context).passed
+    assert MaxDrop(points=0).evaluate(mlp, trained, context).value == pytest.approx(-drop.value)
+    assert MinMetric(at=0.8).evaluate(mlp, trained, context).passed
+    assert not MinMetric(at=0.999).evaluate(mlp, trained, context).passed
 
 
 def test_a_drop_of_exactly_the_limit_passes(context) -> None:
@@ -135,7 +135,7 @@ def test_a_drop_of_exactly_the_limit_passes(context) -> None:
 )
 def test_a_drop_is_in_hundredths_and_free_of_float_errors(metric, before, after, points) -> None:
     scored = SimpleNamespace(metric=Metric(metric), score=lambda value: value)
-    assert MaxDrop(points=0).value(before, after, scored) == points
+    assert MaxDrop(points=0).measure(before, after, scored) == points
 
 
 def test_what_has_no_weights_to_count_fails(context) -> None:
@@ -143,9 +143,9 @@ def test_what_has_no_weights_to_count_fails(context) -> None:
         return SimpleNamespace(parameters=lambda: number, kind="thing")
 
     gate = MaxParameters(ratio=1)
-    assert gate.judge(counted(8), counted(2), context).value == 0.25
+    assert gate.evaluate(counted(8), counted(2), context).value == 0.25
     for before, after in ((None, 2), (0, 2), (8, None), (None, None)):
-        verdict = gate.judge(counted(before), counted(after), context)
+        verdict = gate.evaluate(counted(before), counted(after), context)
         assert not verdict.passed and "of thing or thing cannot be counted" in verdict.reason
 
 
@@ -156,16 +156,16 @@ def test_latency_is_that_of_both_at_the_gates_batch(slim, trained) -> None:
         after=SimpleNamespace(p50=2, p95=7.0, p95_interval=Interval(6.0, 8.0)),
     )
     timing = SimpleNamespace(compare_latency=lambda *given: asked.append(given) or found)
-    assert MinSpeedup(ratio=1, batch=3).value(trained, slim, timing) == 1.5
-    assert MaxLatency(p95_ms=1, batch=3).value(trained, slim, timing) == 7.0
+    assert MinSpeedup(ratio=1, batch=3).measure(trained, slim, timing) == 1.5
+    assert MaxLatency(p95_ms=1, batch=3).measure(trained, slim, timing) == 7.0
     assert asked == [(trained, slim, 3)] * 2
 
 
 def test_memory_is_that_of_the_result_at_the_gates_batch(slim, trained) -> None:
     asked = []
     counting = SimpleNamespace(peak_memory=lambda *given: asked.append(given) or 12.5)
-    assert MaxMemory(mebibytes=12.5, batch=3).judge(trained, slim, counting).passed
-    assert not MaxMemory(mebibytes=12.4, batch=3).judge(trained, slim, counting).passed
+    assert MaxMemory(mebibytes=12.5, batch=3).evaluate(trained, slim, counting).passed
+    assert not MaxMemory(mebibytes=12.4, batch=3).evaluate(trained, slim, counting).passed
     assert asked == [(slim, 3)] * 2
 
 
@@ -204,20 +204,20 @@ def test_a_verdict_is_explained_in_one_line() -> None:
 
 def test_size_and_parameters(trained, slim, context) -> None:
     ratio = slim.payload_bytes / trained.payload_bytes
-    assert MaxSize(ratio=ratio).judge(trained, slim, context).passed
-    assert not MaxSize(ratio=ratio * 0.99).judge(trained, slim, context).passed
-    assert MaxParameters(ratio=0.3).judge(trained, slim, context).passed
-    assert not MaxParameters(ratio=0.1).judge(trained, slim, context).passed
+    assert MaxSize(ratio=ratio).evaluate(trained, slim, context).passed
+    assert not MaxSize(ratio=ratio * 0.99).evaluate(trained, slim, context).passed
+    assert MaxParameters(ratio=0.3).evaluate(trained, slim, context).passed
+    assert not MaxParameters(ratio=0.1).evaluate(trained, slim, context).passed
 
 
 def test_speed_is_measured(trained, slim, context, monkeypatch) -> None:
     monkeypatch.setattr(quantiles, "WIDEST", math.inf)  # a busy machine is no failure
-    faster = MinSpeedup(ratio=1000, batch=4).judge(trained, slim, context)
+    faster = MinSpeedup(ratio=1000, batch=4).evaluate(trained, slim, context)
     assert faster.value is not None
     assert 0 < faster.value < 1000
     assert not faster.passed
-    assert MaxLatency(p95_ms=1e6).judge(trained, slim, context).passed
-    assert not MaxLatency(p95_ms=1e-6).judge(trained, slim, context).passed
+    assert MaxLatency(p95_ms=1e6).evaluate(trained, slim, context).passed
+    assert not MaxLatency(p95_ms=1e-6).evaluate(trained, slim, context).passed
 
 
 @dataclass
@@ -246,14 +246,14 @@ def test_speed_is_that_on_samples_of_val(mlp, context, blobs, batch) -> None:
 
 @pytest.mark.parametrize("gate", [MaxDrop(points=100), MinMetric(at=0)])
 def test_what_cannot_be_measured_fails(gate: Gate, trained, slim, context) -> None:
-    verdict = gate.judge(trained, slim, replace(context, data=None))
+    verdict = gate.evaluate(trained, slim, replace(context, data=None))
     assert verdict.value is None
     assert not verdict.passed
     assert "needs data" in verdict.reason
 
 
 def test_min_metric_fails_for_a_metric_that_falls_with_quality(trained, slim, context) -> None:
-    verdict = MinMetric(at=0).judge(trained, slim, replace(context, metric=Metric("loss")))
+    verdict = MinMetric(at=0).evaluate(trained, slim, replace(context, metric=Metric("loss")))
     assert not verdict.passed
 
 
@@ -269,7 +269,7 @@ def test_nan_outputs_fail_parity(trained, context, tmp_path) -> None:
     with torch.no_grad():
         module[2].bias[0] = float("nan")
     broken = trained.derive(tmp_path / "nan", module)
-    verdict = Parity(atol=1e9).judge(trained, broken, context)
+    verdict = Parity(atol=1e9).evaluate(trained, broken, context)
     assert not verdict.passed
     assert "NaN" in verdict.reason
 
@@ -286,10 +286,10 @@ class Copy(Stage[EagerModel, EagerModel]):
 def test_a_refusing_gate_keeps_and_names_the_artifact(trained, shifted, context) -> None:
     with pytest.raises(GateRefused, match=r"copy: parity against shifted.*found 0\.5") as refusal:
         Copy(gates=(Parity(atol=0.1, against="shifted"),))(
-            trained, replace(context, earlier={"shifted": shifted})
+            trained, replace(context, artifacts={"shifted": shifted})
         )
     assert str(context.root) in str(refusal.value)
-    EagerModel.at(context.root).verify()
+    EagerModel.from_directory(context.root).verify()
 
 
 def test_the_lineage_says_what_was_read(trained, context) -> None:
@@ -310,7 +310,7 @@ def test_a_fixed_batch_is_not_passed_off_as_another(mlp, context, tmp_path) -> N
     model = EagerModel.create(
         tmp_path / "fixed", mlp.recipe, mlp.load().state_dict(), fixed, folder=folder
     )
-    verdict = MinSpeedup(ratio=0.1, batch=32).judge(model, model, context)
+    verdict = MinSpeedup(ratio=0.1, batch=32).evaluate(model, model, context)
     assert not verdict.passed
     assert "fixed at 4" in verdict.reason
     assert model.macs() == mlp.macs()
@@ -318,10 +318,10 @@ def test_a_fixed_batch_is_not_passed_off_as_another(mlp, context, tmp_path) -> N
 
 def test_what_a_gate_meets_fails_the_gate_and_nothing_else(trained, context) -> None:
     class Falling(MaxSize):
-        def value(self, before, after, context) -> float:
+        def measure(self, before, after, context) -> float:
             raise ZeroDivisionError("by the user's metric")
 
-    verdict = Falling(ratio=1).judge(trained, trained, context)
+    verdict = Falling(ratio=1).evaluate(trained, trained, context)
     assert not verdict.passed
     assert verdict.reason == "ZeroDivisionError: by the user's metric"
 
@@ -340,7 +340,7 @@ def test_a_fixed_batch_is_judged_on_every_sample(trained, shifted, context, tmp_
         for i, m in enumerate((trained, shifted))
     ]
     assert context.score(pair[0]) == context.score(trained)
-    assert Parity(atol=1).judge(*pair, context).value == pytest.approx(0.5)
+    assert Parity(atol=1).evaluate(*pair, context).value == pytest.approx(0.5)
 
 
 @pytest.fixture
@@ -363,16 +363,16 @@ def test_nan_in_a_later_output_or_batch_fails_parity(answering, context) -> None
     whole = answering("whole", "(x, x)")
     later = answering("later", "(x, x / (x[:1] == 0))")
     for other in (later, answering("rows", "(x, x.where(x.abs() < 2, torch.nan))")):
-        verdict = Parity(atol=1e9).judge(whole, other, context)
+        verdict = Parity(atol=1e9).evaluate(whole, other, context)
         assert (verdict.value, verdict.passed) == (None, False)
     assert "NaN" in verdict.reason
 
 
 def test_parity_takes_empty_outputs_beside_others_and_not_alone(answering, context) -> None:
     some = answering("some", "(x, x[:, :0])")
-    assert Parity(atol=0).judge(some, some, context).value == 0
+    assert Parity(atol=0).evaluate(some, some, context).value == 0
     nothing = answering("nothing", "x[:, :0]")
-    verdict = Parity(atol=1).judge(nothing, nothing, context)
+    verdict = Parity(atol=1).evaluate(nothing, nothing, context)
     assert not verdict.passed
     assert verdict.reason == "the outputs have no elements, so that there is nothing to compare"
 
@@ -382,9 +382,9 @@ def test_labels_agree_beside_a_masked_class(answering, context) -> None:
         answering("plain", "x[:, :3]"),
         answering("masked", "x.masked_fill(torch.arange(4) == 3, -torch.inf)"),
     )
-    assert LabelAgreement().judge(plain, masked, context).value == 1.0
+    assert LabelAgreement().evaluate(plain, masked, context).value == 1.0
     another = answering("another", "x.masked_fill(torch.arange(4) == 0, -torch.inf)")
-    assert LabelAgreement().judge(plain, another, context).value < 0.9
+    assert LabelAgreement().evaluate(plain, another, context).value < 0.9
     everything = answering("everything", "x.masked_fill(x < 9, -torch.inf)")
-    verdict = LabelAgreement().judge(plain, everything, context)
+    verdict = LabelAgreement().evaluate(plain, everything, context)
     assert "all classes of a sample are masked" in verdict.reason

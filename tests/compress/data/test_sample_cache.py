@@ -278,9 +278,9 @@ def test_samples_of_every_form_make_the_same_batch(tmp_path, sample) -> None:
 
 
 def test_the_folder_is_relative_to_the_pipeline_file(tmp_path) -> None:
-    assert Loading(cache="samples").beside(tmp_path).cache == str(tmp_path / "samples")
-    assert Loading(cache="/samples").beside(tmp_path).cache == "/samples"
-    assert Loading().beside(tmp_path).cache is None
+    assert Loading(cache="samples").resolve_paths(tmp_path).cache == str(tmp_path / "samples")
+    assert Loading(cache="/samples").resolve_paths(tmp_path).cache == "/samples"
+    assert Loading().resolve_paths(tmp_path).cache is None
 
 
 def test_a_file_copied_from_another_folder_is_not_read(tmp_path, caplog) -> None:

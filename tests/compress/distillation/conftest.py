@@ -39,7 +39,7 @@ class School:
         return Context(
             root=self.root / f"result{self.made}",
             data=data or self.data(),
-            earlier={"teacher": self.teacher, **earlier},
+            artifacts={"teacher": self.teacher, **earlier},
         )
 
     def distil(self, model, context=None, /, **settings) -> EagerModel:

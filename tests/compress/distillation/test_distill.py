@@ -46,7 +46,9 @@ def taught(tmp_path_factory, data):
     root = tmp_path_factory.mktemp("models")
     student = make(root / "student")
     teacher = Train(epochs=4)(make(root / "fresh"), Context(root=root / "teacher", data=data))
-    where = Context(root=root / "result", data=data, earlier={"source": student, "train": teacher})
+    where = Context(
+        root=root / "result", data=data, artifacts={"source": student, "train": teacher}
+    )
     assert where.score(teacher) > 0.8
     return student, where
 
@@ -62,7 +64,7 @@ def test_a_student_learns_without_a_single_label_and_opens_in_a_fresh_process(
     student, where = taught
     where = replace(where, root=tmp_path / "distilled", data=unlabelled(data))
     stage = Distill(teacher="train", epochs=4)
-    assert stage.also_reads == ("train",)
+    assert stage.extra_inputs == ("train",)
     learnt = stage(student, where)
     assert where.score(learnt) > where.score(student) + 0.2
     step = learnt.manifest.lineage[-1]
@@ -97,7 +99,7 @@ def test_a_harmful_distillation_leaves_the_input_as_it_was(tmp_path, data, taugh
     _, where = taught
     teacher = where.named("train")
     earlier = {"source": make(tmp_path / "ignorant")}
-    where = replace(where, root=tmp_path / "a", earlier=earlier)
+    where = replace(where, root=tmp_path / "a", artifacts=earlier)
     kept = Distill(teacher="source", epochs=1, hard_weight=0)(teacher, where)
     assert kept.manifest.facts["kept_epoch"] == 0
     before, after = teacher.load().state_dict(), kept.load().state_dict()
@@ -111,7 +113,7 @@ def test_a_wrong_teacher_is_refused_in_one_line(tmp_path, taught):
         Distill(teacher="big", epochs=1)(student, where)
     other = {"other": make(tmp_path / "other", classes=7)}
     with pytest.raises(StageFailed, match=r"distill: the teacher's output has shape \(64, 7\)"):
-        Distill(teacher="other", epochs=1)(student, replace(where, earlier=other))
+        Distill(teacher="other", epochs=1)(student, replace(where, artifacts=other))
 
 
 def test_a_gate_refuses(tmp_path, taught):

@@ -38,7 +38,7 @@ def test_all_losses_together_teach_and_leave_nothing_behind(school):
     losses = [e["loss"] for e in learnt.manifest.facts["history"][1:]]
     assert losses[-1] < losses[0]
     assert school.context().score(learnt) > school.context().score(student)
-    EagerModel.at(learnt.path).verify()
+    EagerModel.from_directory(learnt.path).verify()
 
 
 @pytest.mark.parametrize("term", EVERY[2:], ids=lambda t: f"{t['loss']}-{t.get('student', '')}")

@@ -17,7 +17,7 @@ from compress.distillation.teacher import OnnxFile, Teacher
 from export.onnx.stage import ExportOnnx
 from export.torchscript.stage import ExportTorchScript
 from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import make_plan
+from pipelines.planning.plan import build_plan
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -81,7 +81,7 @@ def test_a_pipeline_takes_a_teacher_and_a_student_of_their_own(folder, tmp_path,
 def test_a_missing_file_is_refused_before_anything_runs(folder):
     (folder / "big.safetensors").unlink()
     with pytest.raises(ArtifactInvalid, match=r"pipeline.yaml:7.*: checkpoint .*/mine/big.safe"):
-        make_plan(Pipeline.from_yaml(folder / "pipeline.yaml"))
+        build_plan(Pipeline.from_yaml(folder / "pipeline.yaml"))
     text = PIPELINE.replace("checkpoint: big.safetensors", "checkpont: x")
     (folder / "pipeline.yaml").write_text(text)
     with pytest.raises(PipelineInvalid, match="checkpont"):
@@ -152,7 +152,7 @@ def test_wrong_onnx_files_are_told_in_one_line(school, tmp_path):
     with pytest.raises(StageFailed, match=r"teacher's output has shape \(16, 7\) and the model's"):
         school.distil(school.make(), teacher={"onnx": str(other.payload_path)})
     with pytest.raises(ArtifactInvalid, match=r"onnx: /.*/none.onnx: no such file"):
-        OnnxFile(onnx="none.onnx").beside(tmp_path)
+        OnnxFile(onnx="none.onnx").resolve_paths(tmp_path)
     answer = Teacher.of(OnnxFile(onnx=str(other.payload_path))).answering("cpu")
     with pytest.raises(StageFailed, match=r"takes 1 inputs \(features\), and samples have 2"):
         answer((torch.zeros(1, 4), torch.zeros(1, 4)))
@@ -167,10 +167,10 @@ def test_hints_need_an_eager_teacher_which_the_plan_knows(folder, tmp_path):
     )
     file = folder / "pipeline.yaml"
     file.write_text(text.replace("LOSSES", "[{loss: kl}]"))
-    assert make_plan(Pipeline.from_yaml(file)).stages[1].reads == ("source", "export_onnx")
+    assert build_plan(Pipeline.from_yaml(file)).stages[1].reads == ("source", "export_onnx")
     file.write_text(text.replace("LOSSES", "[{loss: hint, student: head}]"))
     with pytest.raises(PipelineInvalid, match=r"'export_onnx' writes onnx, and .* must be eager"):
-        make_plan(Pipeline.from_yaml(file))
+        build_plan(Pipeline.from_yaml(file))
 
 
 def test_settings_are_read_without_torch():

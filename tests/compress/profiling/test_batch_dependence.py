@@ -248,11 +248,11 @@ def test_gates_measure_such_a_model_with_as_many_rows_as_it_is_served_with(
     # In a batch of 96 both answer alike; alone, every row is its own mean.
     assert context.score(whole) == 1.0
     assert context.score(alone) == pytest.approx(1 / 3)
-    assert not MinMetric(at=0.9).judge(whole, alone, context).passed
-    assert MaxDrop(points=1).judge(whole, alone, context).value == pytest.approx(66.7, abs=0.1)
-    agreement = LabelAgreement().judge(whole, alone, context)
+    assert not MinMetric(at=0.9).evaluate(whole, alone, context).passed
+    assert MaxDrop(points=1).evaluate(whole, alone, context).value == pytest.approx(66.7, abs=0.1)
+    agreement = LabelAgreement().evaluate(whole, alone, context)
     assert agreement.value == pytest.approx(1 / 3)
-    assert Parity(atol=0.1).judge(whole, alone, context).value == pytest.approx(2, abs=0.1)
+    assert Parity(atol=0.1).evaluate(whole, alone, context).value == pytest.approx(2, abs=0.1)
 
 
 def test_a_served_batch_size_is_what_gates_measure_with(

@@ -193,8 +193,8 @@ def test_the_gate_judges_the_lower_end(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(Context, "compare_latency", lambda *_: unsure)
     context = Context(root=tmp_path)
     assert unsure.speedup == 2
-    assert not MinSpeedup(ratio=1.5).judge(None, None, context).passed
-    assert MinSpeedup(ratio=1.4).judge(None, None, context).passed
+    assert not MinSpeedup(ratio=1.5).evaluate(None, None, context).passed
+    assert MinSpeedup(ratio=1.4).evaluate(None, None, context).passed
 
 
 def test_gates_refuse_figures_that_are_not_sure(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
@@ -204,7 +204,7 @@ def test_gates_refuse_figures_that_are_not_sure(monkeypatch: pytest.MonkeyPatch,
         (MinSpeedup(ratio=1e-9), "interval is 8 to 2.05e+03"),
         (MaxLatency(p95_ms=1e9), "interval is 1 to 2.5"),
     ):
-        verdict = gate.judge(None, None, Context(root=tmp_path))
+        verdict = gate.evaluate(None, None, Context(root=tmp_path))
         assert verdict.value is None
         assert not verdict.passed
         assert "not measurable on this machine now" in verdict.reason

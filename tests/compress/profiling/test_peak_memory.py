@@ -156,15 +156,15 @@ def in_onnx(model: EagerModel, path: Path) -> OnnxModel:
         [numpy_helper.from_array(tensor.numpy(), name) for name, tensor in named.items()],
     )
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    with OnnxModel.sealing(path, ROWS) as partial:
+    with OnnxModel.atomic_write(path, ROWS) as partial:
         onnx.save(made, partial / OnnxModel.payload)
-    return OnnxModel.at(path)
+    return OnnxModel.from_directory(path)
 
 
 def in_torchscript(model: EagerModel, path: Path) -> TorchScriptModel:
-    with TorchScriptModel.sealing(path, ROWS) as partial:
+    with TorchScriptModel.atomic_write(path, ROWS) as partial:
         torch.jit.script(model.load()).save(partial / TorchScriptModel.payload)
-    return TorchScriptModel.at(path)
+    return TorchScriptModel.from_directory(path)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_gate_holds_it_against_a_limit(make: Make, context: Context) -> None:
 
 def test_a_gate_that_cannot_be_measured_says_why(make: Make, context: Context) -> None:
     model = make("Dying")
-    verdict = MaxMemory(mebibytes=1e6).judge(model, model, context)
+    verdict = MaxMemory(mebibytes=1e6).evaluate(model, model, context)
     assert not verdict.passed
     assert "was ended by SIGKILL" in verdict.reason
 

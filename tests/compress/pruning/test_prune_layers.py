@@ -152,7 +152,7 @@ def test_a_gate_refuses_and_the_result_is_kept(deep: EagerModel, tmp_path: Path)
     stage = PruneLayers(remove=1, gates=(MaxParameters(ratio=0.1),))
     with pytest.raises(GateRefused, match="max_parameters"):
         stage(deep, Context(root=tmp_path / "slim"))
-    assert EagerModel.at(tmp_path / "slim").parameters() < deep.parameters()
+    assert EagerModel.from_directory(tmp_path / "slim").parameters() < deep.parameters()
 
 
 SUPERVISED = """

@@ -18,7 +18,7 @@ from compress.core.metrics import Metric
 from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.pruning.allocation.targets import Target
-from compress.pruning.channel_pruner import Pruner, composed
+from compress.pruning.channel_pruner import ChannelPruner, composed
 from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.finetune import Finetune
 from compress.training.config.training import Training
@@ -93,7 +93,7 @@ def test_a_refit_brings_outputs_nearer_and_says_so(
     assert told["samples"] == 120  # all there are
     assert set(told["layers"]) == {"2.weight", "4.weight", "6.weight"}
     assert told["output_error"]["refit"] < 0.2 * told["output_error"]["cut"]
-    plain = PruneChannels(ratio=0.5, refit=False)(wide, context.at(tmp_path / "plain"))
+    plain = PruneChannels(ratio=0.5, refit=False)(wide, context.with_root(tmp_path / "plain"))
     x = blobs.datasets["test"].tensors[0]
     answers = [run_in_eval(m.load(), (x,))[0] for m in (wide, plain, slim)]
     assert (answers[2] - answers[0]).norm() < 0.5 * (answers[1] - answers[0]).norm()
@@ -143,11 +143,11 @@ def test_a_target_of_latency_is_measured_on_whole_models(
 ) -> None:
     asked = []
 
-    def latency(pruner: Pruner, module: torch.nn.Module, batch: int) -> float:
+    def latency(pruner: ChannelPruner, module: torch.nn.Module, batch: int) -> float:
         asked.append(batch)
         return sum(p.numel() for p in module.parameters()) / wide.parameters()
 
-    monkeypatch.setattr(Pruner, "_latency", latency)
+    monkeypatch.setattr(ChannelPruner, "_latency", latency)
     stage = PruneChannels(target=Target(latency=0.5, batch=8), round_to=1)
     slim = stage(wide, Context(root=tmp_path / "slim"))
     assert 0.45 < slim.parameters() / wide.parameters() <= 0.5
@@ -162,7 +162,7 @@ def test_a_model_that_is_not_faster_is_warned_of(
 ) -> None:
     for ratio in (0.7, 1.2):
         compared = SimpleNamespace(share=ratio)
-        monkeypatch.setattr(Pruner, "_compared", lambda *_, found=compared, **__: found)
+        monkeypatch.setattr(ChannelPruner, "_compared", lambda *_, found=compared, **__: found)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             PruneChannels(ratio=0.5)(wide, Context(root=tmp_path / str(ratio)))
@@ -172,7 +172,7 @@ def test_a_model_that_is_not_faster_is_warned_of(
 
 
 def test_the_latency_ratio_is_that_of_two_models(wide: EagerModel, tmp_path: Path) -> None:
-    pruner = Pruner(PruneChannels(ratio=0.5), wide, Context(root=tmp_path / "slim"))
+    pruner = ChannelPruner(PruneChannels(ratio=0.5), wide, Context(root=tmp_path / "slim"))
     slow = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(400)))
     assert pruner._latency(slow, batch=1) > 5
 
@@ -182,9 +182,9 @@ def test_a_teacher_teaches_without_labels(wide: EagerModel, blobs: Splits, tmp_p
     finetune = Finetune(epochs=2, batch_size=8, teaching={"hard_weight": 0})
     stage = PruneChannels(ratio=0.75, refit=False, finetune=finetune)
     context = Context(
-        root=tmp_path / "taught", data=data, metric=Metric("fidelity"), earlier={"source": wide}
+        root=tmp_path / "taught", data=data, metric=Metric("fidelity"), artifacts={"source": wide}
     )
-    cut = stage.model_copy(update={"finetune": None})(wide, context.at(tmp_path / "cut"))
+    cut = stage.model_copy(update={"finetune": None})(wide, context.with_root(tmp_path / "cut"))
     taught = stage(wide, context)
     assert context.score(taught) > context.score(cut)
     with pytest.raises(StageFailed, match="a loss needs targets"):

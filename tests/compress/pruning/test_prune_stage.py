@@ -91,7 +91,7 @@ def test_heads_are_written_into_the_recipe(tmp_path: Path) -> None:
 
 def test_finetuning_is_kept_where_it_helps(mlp: EagerModel, blobs: Splits, tmp_path: Path) -> None:
     context = Context(root=tmp_path / "tuned", data=blobs)
-    cut = PruneChannels(ratio=0.5)(mlp, context.at(tmp_path / "cut"))
+    cut = PruneChannels(ratio=0.5)(mlp, context.with_root(tmp_path / "cut"))
     tuned = PruneChannels(ratio=0.5, finetune=Training(epochs=3, batch_size=16))(mlp, context)
     assert tuned.parameters() == cut.parameters() < mlp.parameters()
     assert context.score(tuned) > max(0.9, context.score(cut))
@@ -170,7 +170,7 @@ def test_a_gate_refuses_and_the_result_is_kept(mlp: EagerModel, tmp_path: Path) 
     stage = PruneChannels(ratio=0.5, gates=(MaxParameters(ratio=0.1),))
     with pytest.raises(GateRefused, match="max_parameters"):
         stage(mlp, Context(root=tmp_path / "slim"))
-    assert EagerModel.at(tmp_path / "slim").parameters() < mlp.parameters()
+    assert EagerModel.from_directory(tmp_path / "slim").parameters() < mlp.parameters()
 
 
 def test_settings_are_read_without_torch(fresh_process: Callable[[str], str]) -> None:

@@ -73,7 +73,9 @@ def test_the_model_is_trained_after_each_cut(
     context = Context(root=tmp_path / "slim", data=blobs)
     slim = stage(mlp, context)
     assert len(slim.recipe.edits) == 2
-    untrained = stage.model_copy(update={"finetune": None})(mlp, context.at(tmp_path / "cut"))
+    untrained = stage.model_copy(update={"finetune": None})(
+        mlp, context.with_root(tmp_path / "cut")
+    )
     assert context.score(slim) > context.score(untrained)
     assert not (tmp_path / "slim.work").exists()
 
@@ -87,7 +89,7 @@ def test_a_refit_saves_what_a_cut_breaks(digits: Splits, tmp_path: Path) -> None
     found = {}
     for ratio, refit in ((0.5, False), (0.5, True), (0.7, True)):
         stage = PruneChannels(ratio=ratio, refit=refit, calibration_samples=256)
-        slim = stage(trained, context.at(tmp_path / f"{ratio} {refit}"))
+        slim = stage(trained, context.with_root(tmp_path / f"{ratio} {refit}"))
         found[ratio, refit] = context.score(slim)
     assert found[0.5, True] > before - 0.02 > found[0.5, False]
     assert found[0.7, True] > before - 0.03
@@ -150,6 +152,6 @@ def test_entries_that_only_longer_inputs_read_stay() -> None:
             rank(net, inputs, others=other_sizes(signature, seed=0)),
         )
     )
-    assert {cut.family.name for cut in fooled.families} == {"positions", "up"}
-    assert {cut.family.name for cut in wise.families} == {"up"}
+    assert {cut.group.name for cut in fooled.groups} == {"positions", "up"}
+    assert {cut.group.name for cut in wise.groups} == {"up"}
     assert "otherwise than its masked twin" in wise.pinned["positions"]

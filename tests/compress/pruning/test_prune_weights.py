@@ -134,7 +134,7 @@ def test_an_epoch_without_all_zeros_is_not_kept(
     good = Train(epochs=4, batch_size=16)(mlp, context)
     barely = Training(epochs=4, batch_size=16, learning_rate=1e-6)
     stage = PruneWeights(amount=0.95, finetune=barely, schedule="linear", updates=3)
-    poor = stage(good, context.at(tmp_path / "poor"))
+    poor = stage(good, context.with_root(tmp_path / "poor"))
     history = poor.manifest.facts["history"]
     assert history[0]["metric"] > 0.9 > history[-1]["metric"]
     assert poor.manifest.facts["kept_epoch"] >= 3
@@ -199,7 +199,9 @@ def test_a_gate_refuses_and_the_result_is_kept(
     stage = PruneWeights(amount=0.9, gates=(MinMetric(at=0.99),))
     with pytest.raises(GateRefused, match="min_metric"):
         stage(wide, Context(root=tmp_path / "slim", data=blobs))
-    assert shares(EagerModel.at(tmp_path / "slim"))["up.weight"] == pytest.approx(0.9, abs=0.01)
+    assert shares(EagerModel.from_directory(tmp_path / "slim"))["up.weight"] == pytest.approx(
+        0.9, abs=0.01
+    )
 
 
 def test_wrong_input_is_refused(wide: EagerModel, blobs: Splits, tmp_path: Path) -> None:

@@ -51,5 +51,5 @@ def test_heads_and_inner_widths_are_cut(factory: str, tmp_path: Path) -> None:
     inputs = pruned.signature.example(batch=3, seed=4)
     before, after = run_in_eval(source.load(), inputs), run_in_eval(pruned.load(), inputs)
     assert [x.shape for x in after] == [x.shape for x in before]
-    again = run_in_eval(EagerModel.at(pruned.path).load(), inputs)
+    again = run_in_eval(EagerModel.from_directory(pruned.path).load(), inputs)
     assert all(torch.equal(a, b) for a, b in zip(after, again, strict=True))

@@ -61,11 +61,11 @@ def pruned(
             signature = name_outputs(case.signature, len(outputs))
             state = module.state_dict()
             EagerModel.create(before, case.recipe, state, signature, folder=case.folder)
-        source = EagerModel.at(before)
+        source = EagerModel.from_directory(before)
         if not after.exists():
             stage = PruneChannels(ratio=ratio, round_to=ROUND_TO[ratio])
             stage(source, Context(root=after))
-        return source, EagerModel.at(after)
+        return source, EagerModel.from_directory(after)
 
     return get
 

@@ -37,11 +37,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[EagerModel, Contex
 def quantized(source: tuple[EagerModel, Context], path: Path, **bits: int) -> GraphModel:
     model, context = source
     stage = QuantizeStatic.model_validate({"calibration_samples": 64, **bits})
-    return stage(model, context.at(path))
+    return stage(model, context.with_root(path))
 
 
 def error(source: tuple[EagerModel, Context], other: GraphModel) -> float:
-    return Parity(atol=0).value(source[0], other, source[1])
+    return Parity(atol=0).measure(source[0], other, source[1])
 
 
 def test_four_bit_weights_take_fifteen_values(
@@ -71,9 +71,9 @@ def test_onnxruntime_answers_alike_with_sixteen_bits(
     source: tuple[EagerModel, Context], tmp_path: Path
 ) -> None:
     graph = quantized(source, tmp_path / "a16", weight_bits=4, activation_bits=16)
-    onnx = ExportOnnx()(graph, source[1].at(tmp_path / "onnx"))
+    onnx = ExportOnnx()(graph, source[1].with_root(tmp_path / "onnx"))
     assert onnx.manifest.facts["opset"] == 21
     assert onnx.manifest.facts["integer_kernels"] == {}
-    assert Parity(atol=0).value(graph, onnx, source[1]) < 1e-4
+    assert Parity(atol=0).measure(graph, onnx, source[1]) < 1e-4
     with pytest.raises(StageFailed, match="opset 20 has no 16-bit activations; set opset: 21"):
-        ExportOnnx(opset=20)(graph, source[1].at(tmp_path / "none"))
+        ExportOnnx(opset=20)(graph, source[1].with_root(tmp_path / "none"))

@@ -89,7 +89,7 @@ def test_training_begins_with_what_calibration_alone_gives(
     harmful = {"weight_bits": 8, "epochs": 1, "learning_rate": 1e6, "on_nan": "skip"}
     kept = stage(**harmful)(mlp, context)
     assert kept.manifest.facts["kept_epoch"] == 0
-    static = QuantizeStatic(calibration_samples=64)(mlp, context.at(tmp_path / "static"))
+    static = QuantizeStatic(calibration_samples=64)(mlp, context.with_root(tmp_path / "static"))
     with kept.open() as found, static.open() as expected:
         for batch in few.batches("val"):
             torch.testing.assert_close(found(*batch.inputs)[0], expected(*batch.inputs)[0])
@@ -127,7 +127,7 @@ def test_samples_without_labels_are_learnt_from_the_float_model(
         root=tmp_path / "qat",
         data=Splits(bare, batch_size=64),
         metric=Metric("fidelity"),
-        earlier={"source": mlp},
+        artifacts={"source": mlp},
     )
     with caplog.at_level("INFO"):
         graph = stage(epochs=1)(mlp, context)
@@ -182,7 +182,7 @@ def test_two_processes_train_what_one_does(mlp: EagerModel, few: Splits, tmp_pat
     losses = [graph.manifest.facts["history"][1]["loss"] for graph in (one, two)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert two.manifest.facts["same_as_trained"]["differing"] == 0
-    assert LabelAgreement().value(one, two, Context(root=tmp_path / "x", data=few)) >= 0.98
+    assert LabelAgreement().measure(one, two, Context(root=tmp_path / "x", data=few)) >= 0.98
 
 
 @pytest.mark.parametrize(
@@ -235,10 +235,10 @@ def test_four_bits_that_are_trained_for_beat_those_that_are_not(
 ) -> None:
     context = Context(root=tmp_path / "float", data=digits)
     model = Train(epochs=8)(build(tmp_path / "source", "mobilenet"), context)
-    graph = stage(epochs=3, calibration_samples=256)(model, context.at(tmp_path / "qat"))
+    graph = stage(epochs=3, calibration_samples=256)(model, context.with_root(tmp_path / "qat"))
     history = graph.manifest.facts["history"]
     calibrated, kept = history[0]["metric"], history[graph.manifest.facts["kept_epoch"]]["metric"]
     assert calibrated < context.score(model) - 0.01
     assert kept >= calibrated + 0.01
-    onnx = ExportOnnx()(graph, context.at(tmp_path / "onnx"))
-    assert LabelAgreement().value(graph, onnx, context) >= 0.995
+    onnx = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))
+    assert LabelAgreement().measure(graph, onnx, context) >= 0.995

@@ -101,7 +101,7 @@ def test_a_rerun_gives_the_same_bytes(
 ) -> None:
     model, context, graph = mixed
     stage = QuantizeMixed(max_drop_points=5, calibration_samples=256)
-    assert stage(model, context.at(tmp_path / "again")).digest == graph.digest
+    assert stage(model, context.with_root(tmp_path / "again")).digest == graph.digest
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_where_all_layers_may_be_quantized_they_are_as_by_quantize_static(
     assert found["evaluations"] == 1
     assert {layer["format"] for layer in found["layers"]} == {"minmax"}
     stage = QuantizeStatic(calibration_samples=64, target=target)
-    same = stage(model, context.at(tmp_path / "static"))
+    same = stage(model, context.with_root(tmp_path / "static"))
     with graph.open() as a, same.open() as b:
         assert torch.equal(a(*ROWS.example(9))[0], b(*ROWS.example(9))[0])
 
@@ -170,7 +170,7 @@ def test_sixteen_bits_are_enough_for_what_eight_ruin(tmp_path: Path) -> None:
     assert facts["quantized_operators"]["linear"] == 7
     assert facts["mixed"]["drop_all_quantized_points"] > 30
     assert facts["mixed"]["drop_points"] <= 5
-    exported = ExportOnnx(gates=(Parity(atol=1e-3),))(graph, context.at(tmp_path / "onnx"))
+    exported = ExportOnnx(gates=(Parity(atol=1e-3),))(graph, context.with_root(tmp_path / "onnx"))
     assert exported.manifest.facts["opset"] == 21
     # onnxruntime has no kernel that reads or gives 16 bits, so those before them are floats too.
     assert exported.manifest.facts["integer_kernels"] == {"QGemm": 3}

@@ -76,7 +76,7 @@ def test_answers_stay_near_the_float_models(
     resnet: tuple[EagerModel, Context], quantized: GraphModel
 ) -> None:
     model, context = resnet
-    assert LabelAgreement().value(model, quantized, context) >= 0.97
+    assert LabelAgreement().measure(model, quantized, context) >= 0.97
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_equal_runs_give_equal_bytes(
     resnet: tuple[EagerModel, Context], quantized: GraphModel, tmp_path: Path
 ) -> None:
     model, context = resnet
-    again = QuantizeStatic(calibration_samples=256)(model, context.at(tmp_path / "again"))
+    again = QuantizeStatic(calibration_samples=256)(model, context.with_root(tmp_path / "again"))
     assert again.digest == quantized.digest
 
 
@@ -121,7 +121,7 @@ def test_pooling_and_clamps_keep_the_answers(tmp_path: Path, observer: str) -> N
     model = source(tmp_path / "source", "networks:mobilenet")
     context = Context(root=tmp_path / observer, data=splits((1, 8, 8)))
     stage = QuantizeStatic.model_validate({"observer": observer, "calibration_samples": 64})
-    assert Parity(atol=0).value(model, stage(model, context), context) < 0.05
+    assert Parity(atol=0).measure(model, stage(model, context), context) < 0.05
 
 
 def test_observers_choose_different_ranges(tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_observers_choose_different_ranges(tmp_path: Path) -> None:
     found = set()
     for observer in observers:
         graph = QuantizeStatic(observer=observer, calibration_samples=64)(
-            model, context.at(tmp_path / observer)
+            model, context.with_root(tmp_path / observer)
         )
-        assert Parity(atol=0).value(model, graph, context) < 0.05
+        assert Parity(atol=0).measure(model, graph, context) < 0.05
         found.add(graph.payload_path.read_bytes())
     assert len(found) == len(observers)
 
@@ -166,7 +166,7 @@ def test_two_inputs_and_dict_outputs(tmp_path: Path) -> None:
     context = Context(root=tmp_path / "int8", data=splits((1, 8, 8), (4,)))
     graph = QuantizeStatic(calibration_samples=64)(model, context)
     assert graph.manifest.facts["quantized_operators"] == {"conv2d": 1, "linear": 2}
-    assert Parity(atol=0).value(model, graph, context) < 0.05
+    assert Parity(atol=0).measure(model, graph, context) < 0.05
 
 
 def test_sequences_keep_float_results(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_writing_into_views_and_branches_keeps_the_answers(tmp_path: Path, facto
     model = source(tmp_path / "source", factory)
     context = Context(root=tmp_path / "int8", data=splits((1, 8, 8)))
     graph = QuantizeStatic(calibration_samples=64)(model, context)
-    assert Parity(atol=0).value(model, graph, context) < 0.03
+    assert Parity(atol=0).measure(model, graph, context) < 0.03
 
 
 def scaled(path: Path, weight: float, bias: float) -> EagerModel:
@@ -260,7 +260,7 @@ def test_small_and_large_ranges_keep_their_8_bits(
     model = scaled(tmp_path / "source", weights, bias=0)
     context = Context(root=tmp_path / "int8", data=scaled_rows(inputs))
     stage = QuantizeStatic.model_validate({"observer": observer, "calibration_samples": 64})
-    error = Parity(atol=0).value(model, stage(model, context), context)
+    error = Parity(atol=0).measure(model, stage(model, context), context)
     assert error < 0.03 * inputs * weights
 
 
@@ -324,7 +324,7 @@ def test_data_that_does_not_fit_is_refused_by_shape(
 def test_too_few_samples_are_refused(resnet: tuple[EagerModel, Context], tmp_path: Path) -> None:
     model, context = resnet
     with pytest.raises(StageFailed, match="5000 calibration samples asked for"):
-        QuantizeStatic(calibration_samples=5000)(model, context.at(tmp_path / "none"))
+        QuantizeStatic(calibration_samples=5000)(model, context.with_root(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
 
 
@@ -363,7 +363,7 @@ def test_a_refusing_gate_keeps_the_artifact(tmp_path: Path) -> None:
     stage = QuantizeStatic(calibration_samples=64, gates=(Parity(atol=0),))
     with pytest.raises(GateRefused, match=r"max \|difference\| <= 0"):
         stage(model, context)
-    Artifact.at(tmp_path / "kept").verify()
+    Artifact.from_directory(tmp_path / "kept").verify()
 
 
 def test_progress_counts_samples(tmp_path: Path) -> None:

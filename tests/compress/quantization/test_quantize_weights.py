@@ -13,7 +13,7 @@ from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from compress.data.splits import Splits
-from compress.quantization.algorithms.weight_rounding import half_quadratic, round_to_nearest
+from compress.quantization.algorithms.weight_rounding import hqq, round_to_nearest
 from compress.quantization.stages.weight_only import QuantizeWeights
 from export.onnx.stage import ExportOnnx, OnnxModel
 
@@ -23,7 +23,7 @@ TOKENS = Signature(
     outputs=(OutputSpec(name="states"),),
 )
 IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
-ROUNDINGS = {"rtn": round_to_nearest, "hqq": half_quadratic}
+ROUNDINGS = {"rtn": round_to_nearest, "hqq": hqq}
 
 
 def source(path: Path, factory: str, signature: Signature) -> EagerModel:

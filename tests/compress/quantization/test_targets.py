@@ -79,7 +79,7 @@ def test_tensorrt_has_signed_integers_before_layers_and_on_the_residual(tmp_path
     assert str(addition.args[0].target) == CONVOLUTION  # type: ignore[union-attr]
     layers = nodes(model, CONVOLUTION) + nodes(model, "aten.linear.default")
     assert all(n.args[2].op == "placeholder" for n in layers)  # type: ignore[union-attr]
-    onnx = ExportOnnx()(model, context.at(tmp_path / "onnx"))
+    onnx = ExportOnnx()(model, context.with_root(tmp_path / "onnx"))
     assert onnx.manifest.lineage[-2].settings["target"] == "tensorrt"
 
 
@@ -94,7 +94,7 @@ def test_a_graph_for_another_runtime_is_said_to_be_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, context = quantized(tmp_path, "inductor-cpu")
-    ExportOnnx()(model, context.at(tmp_path / "onnx"))
+    ExportOnnx()(model, context.with_root(tmp_path / "onnx"))
     assert "was quantized for inductor-cpu" in caplog.text
     assert "`target: onnxruntime-cpu`" in caplog.text
 

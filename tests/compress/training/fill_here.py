@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from compress.artifacts.eager_model import EagerModel
 from compress.training.config.parallel import Parallel
 from compress.training.config.training import Training
-from compress.training.distributed.fsdp import Sharded
+from compress.training.distributed.fsdp import FSDPStrategy
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 SETTINGS = {
@@ -24,8 +24,8 @@ SETTINGS = {
 
 def loaded(folder: Path, name: str, source: str) -> dict:
     parallel = Parallel(strategy="fsdp", processes=2, **SETTINGS[name])
-    strategy, training = Sharded(parallel), Training(epochs=1, parallel=parallel)
-    module = strategy.load(EagerModel.at(folder / source), "cpu")
+    strategy, training = FSDPStrategy(parallel), Training(epochs=1, parallel=parallel)
+    module = strategy.load(EagerModel.from_directory(folder / source), "cpu")
     on_meta = [p.is_meta for p in module.parameters()]
     strategy.wrap(module, training, lambda: None)
     optimizer = strategy.optimizer(module, training)

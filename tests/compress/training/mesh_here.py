@@ -22,30 +22,30 @@ from compress.common.errors import StageFailed
 from compress.data.splits import Batch
 from compress.training.config.training import Training
 from compress.training.distributed.base import process_group, strategy_of
-from compress.training.distributed.ddp import Alone
+from compress.training.distributed.ddp import SingleProcess
 from compress.training.distributed.device_mesh import local
-from compress.training.loop.train_state import Learner
+from compress.training.loop.train_state import TrainState
 from compress.training.objectives.objective import TargetLoss
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 WHOLE = StateDictOptions(full_state_dict=True)
 
 
-def train_for_some_steps(root: Path, source: str, parallel: dict) -> Learner:
+def train_for_some_steps(root: Path, source: str, parallel: dict) -> TrainState:
     if parallel:
         parallel = {**parallel, "processes": dist.get_world_size()}
     training = Training(epochs=1, batch_size=16, optimizer="adamw", parallel=parallel)
-    module = EagerModel.at(root / source).load()
-    learner = Learner.of(
+    module = EagerModel.from_directory(root / source).load()
+    learner = TrainState.create(
         module,
         TargetLoss().prepare("cpu"),
         training,
-        strategy_of(training.parallel) if parallel else Alone(),
+        strategy_of(training.parallel) if parallel else SingleProcess(),
         "cpu",
         lambda: Batch((batch(4, seed=2)[0],), None),
     )
     learner.wrapped.train()
-    torch.manual_seed(learner.strategy.stream)
+    torch.manual_seed(learner.strategy.rng_stream)
     for step in range(5):
         tokens, words = batch(16 // learner.strategy.ranks, 10 * step + learner.strategy.rank)
         # Sequences of several lengths: what stages hand on has several shapes.
@@ -60,7 +60,7 @@ def together(part: dict) -> dict:
     return {name: value for one in parts for name, value in one.items()}
 
 
-def copies_agree(learner: Learner) -> bool:
+def copies_agree(learner: TrainState) -> bool:
     """Whether weights that every process of a group over matrices holds whole are the same."""
     own = torch.cat([
         local(weight.detach()).flatten()

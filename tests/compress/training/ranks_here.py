@@ -13,7 +13,7 @@ from compress.data.splits import DataReference
 from compress.training.checkpoint.metadata import Epoch
 from compress.training.config.training import Training
 from compress.training.distributed.base import process_group, strategy_of
-from compress.training.distributed.ddp import Alone
+from compress.training.distributed.ddp import SingleProcess
 from compress.training.loop.trainer import Job, train
 from compress.training.objectives.objective import TargetLoss
 
@@ -48,7 +48,7 @@ def main(root: Path, alone: dict[str, dict], trainings: dict[str, dict]) -> None
     first = os.environ["RANK"] == "0"
     if first:
         for name, settings in alone.items():
-            train(job(root, name, 1, settings), Alone(), silent)
+            train(job(root, name, 1, settings), SingleProcess(), silent)
     left_to_one = []
     with process_group("cpu"):
         ranks = torch.distributed.get_world_size()
@@ -67,7 +67,7 @@ def main(root: Path, alone: dict[str, dict], trainings: dict[str, dict]) -> None
                 whole = job(root, name, ranks, {**settings, "parallel": then})
                 train(whole, strategy_of(whole.training.parallel), silent)
     for name, settings in left_to_one if first else []:
-        train(job(root, name, 1, settings), Alone(), silent)
+        train(job(root, name, 1, settings), SingleProcess(), silent)
 
 
 def silent(epoch: Epoch) -> None:

@@ -222,7 +222,7 @@ def test_the_gradient_is_clipped(tmp_path, source):
 def test_fidelity_compares_with_the_source(tmp_path, source):
     where = context(tmp_path / "a", metric="fidelity")
     where = Context(
-        root=where.root, data=where.data, metric=where.metric, earlier={"source": source}
+        root=where.root, data=where.data, metric=where.metric, artifacts={"source": source}
     )
     result = run(source, where, accept_start=True)
     assert result.history[0].metric == 1.0 and result.kept.epoch == 0

@@ -9,7 +9,10 @@ from compress.common.errors import StageFailed
 from compress.training.config.parallel import Parallel
 from compress.training.config.training import Training
 from compress.training.model_parallel.pipeline_split import partition_of, strip_
-from compress.training.model_parallel.tensor_parallel import plan_of, refuse_what_does_not_divide
+from compress.training.model_parallel.tensor_parallel import (
+    refuse_what_does_not_divide,
+    tensor_parallel_plan,
+)
 
 
 class Layers(nn.Module):
@@ -81,38 +84,38 @@ def test_conventional_names_are_found(columns, row):
     block = Layers(*columns.split(), row, "other")
     model = nn.ModuleDict({"layers": nn.ModuleList([block])})
     expected = {f"layers.0.{name}": "column" for name in columns.split()}
-    assert plan_of(model, tensor()) == {**expected, f"layers.0.{row}": "row"}
+    assert tensor_parallel_plan(model, tensor()) == {**expected, f"layers.0.{row}": "row"}
 
 
 def test_fused_projections_and_torch_s_own_attention_stay_whole():
     layer = nn.TransformerEncoderLayer(8, 2, 16)
-    assert plan_of(layer, tensor()) == {"linear1": "column", "linear2": "row"}
+    assert tensor_parallel_plan(layer, tensor()) == {"linear1": "column", "linear2": "row"}
     with pytest.raises(StageFailed, match=r"no attention or feed-forward .*tensor_plan, e\.g\. "):
-        plan_of(Layers("c_attn", "c_proj"), tensor())
+        tensor_parallel_plan(Layers("c_attn", "c_proj"), tensor())
 
 
 def test_a_plan_names_linear_layers_by_pattern():
     model = nn.Sequential(Layers("first", "second"), Layers("first", "second"))
     plan = {"*.first": "column", "*.second": "row"}
-    assert plan_of(model, tensor(**plan)) == {
+    assert tensor_parallel_plan(model, tensor(**plan)) == {
         "0.first": "column",
         "1.first": "column",
         "0.second": "row",
         "1.second": "row",
     }
     with pytest.raises(StageFailed, match=r"matches '\*\.frist'; did you mean '\*\.first'\?"):
-        plan_of(model, tensor(**{"*.frist": "column"}))
+        tensor_parallel_plan(model, tensor(**{"*.frist": "column"}))
     with pytest.raises(StageFailed, match=r"'0' is a Layers, expected a Linear"):
-        plan_of(model, tensor(**{"0": "column"}))
+        tensor_parallel_plan(model, tensor(**{"0": "column"}))
 
 
 def test_what_does_not_divide_is_refused():
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     odd = nn.ModuleDict({"attn": Layers(*names, width=9)})
     with pytest.raises(StageFailed, match=r"'attn.q_proj' has 9 outputs, .* not divide over 2"):
-        refuse_what_does_not_divide(odd, plan_of(odd, tensor()), 2)
+        refuse_what_does_not_divide(odd, tensor_parallel_plan(odd, tensor()), 2)
     heads = nn.ModuleDict({"attn": Layers(*names, width=12, num_heads=6, n_kv_heads=3, head_dim=2)})
-    plan = plan_of(heads, tensor())
+    plan = tensor_parallel_plan(heads, tensor())
     refuse_what_does_not_divide(heads, plan, 3)
     with pytest.raises(StageFailed, match=r"'attn' has 3 heads \(n_kv_heads\), .* over 2 proc"):
         refuse_what_does_not_divide(heads, plan, 2)

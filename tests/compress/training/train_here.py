@@ -18,7 +18,7 @@ def tell(task: str, done: int, total: int, note: str = "") -> None:
 def main(root: Path, behaviour: str, epochs: int, processes: int) -> None:
     data = DataReference("nets:behaving", {"behaviour": behaviour}, HERE, 16).load()
     stage = Train(epochs=epochs, batch_size=16, parallel={"processes": processes})
-    source = EagerModel.at(root / "source")
+    source = EagerModel.from_directory(root / "source")
     try:
         trained = stage(source, Context(root=root / "train", data=data, progress=tell))
     except KeyboardInterrupt:

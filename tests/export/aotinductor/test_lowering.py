@@ -41,7 +41,7 @@ def quantized(root: Path, kind: str, layers: int = 2) -> tuple[GraphModel, Conte
     samples = TensorDataset(rows, rows[:, 0])
     data = Splits({"train": samples, "val": samples}, batch_size=16)
     context = Context(root=root / "int8", data=data)
-    return STAGES[kind](model, context), context.at(root / "aot")
+    return STAGES[kind](model, context), context.with_root(root / "aot")
 
 
 @pytest.mark.parametrize("kind", STAGES)
@@ -100,7 +100,7 @@ def test_a_product_of_queries_keys_and_values_is_one_kernel(tmp_path: Path) -> N
     artifact = ExportAot()(model, context)
     kernels = artifact.manifest.facts["integer_kernels"]
     assert kernels == {"qlinear_pointwise_binary_tensor": 2, "qlinear_pointwise_tensor": 3}
-    assert Parity(atol=0).value(model, artifact, context) < 1e-4
+    assert Parity(atol=0).measure(model, artifact, context) < 1e-4
 
 
 class Rounded(torch.nn.Module):

@@ -18,14 +18,14 @@ from export.parity.adversarial_inputs import (
     MIXED,
     MIXED_KIND,
     TINY_KIND,
+    adversarial_inputs,
     check_on_hostile,
-    hostile_inputs,
 )
 from export.parity.adversarial_inputs import (
     ROWS as HOSTILE_ROWS,
 )
 from export.parity.compare import Disagreement, prove_equal
-from export.parity.float64_reference import Truth
+from export.parity.float64_reference import Float64Reference
 from pipelines.system.error_context import named
 
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
@@ -73,7 +73,7 @@ def eager(folder: Path, factory: str) -> EagerModel:
 def test_integers_stay_within_what_was_seen_and_masks_stay_valid() -> None:
     ids = torch.randint(3, 90, (5, 12), generator=torch.Generator().manual_seed(0))
     seen = [(ids, torch.ones(5, 12, dtype=torch.bool))]
-    kinds = dict(hostile_inputs(TEXT, seen))
+    kinds = dict(adversarial_inputs(TEXT, seen))
     for tokens, mask in kinds.values():
         assert ids.min() <= tokens.min() <= tokens.max() <= ids.max()
         assert mask[:, 0].all()
@@ -87,7 +87,7 @@ def test_integers_stay_within_what_was_seen_and_masks_stay_valid() -> None:
 
 def test_a_fixed_batch_keeps_its_size() -> None:
     fixed = Signature(inputs=(TensorSpec(name="x", shape=(3, 4)),))
-    kinds = dict(hostile_inputs(fixed, []))
+    kinds = dict(adversarial_inputs(fixed, []))
     assert {len(x) for (x,) in kinds.values()} == {3}
     assert kinds["zeros"][0].abs().max() == 0
 
@@ -134,7 +134,7 @@ def test_where_the_source_has_no_answer_nothing_is_compared() -> None:
     def another(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(t + 0.5 * (x.std() == 0) for t in refuses_zeros(x))
 
-    cases = list(hostile_inputs(ROWS, [SEEN]))
+    cases = list(adversarial_inputs(ROWS, [SEEN]))
     assert check_on_hostile(refuses_zeros, another, ROWS, iter(cases), 1e-3) is None
 
 
@@ -145,48 +145,48 @@ def test_a_runtime_as_near_to_float64_as_torch_is_excused(tmp_path: Path) -> Non
         return lambda x: (x * (1 + error),)
 
     with model.open() as expected:
-        truth = Truth(model, expected)
+        truth = Float64Reference(model, expected)
         assert (expected(*SEEN)[0] - SEEN[0]).norm() > 5e-4 * SEEN[0].norm()
-        assert truth.excuses(SEEN, off_by(0)(*SEEN), 1e-6)
-        assert not truth.excuses(SEEN, off_by(0.1)(*SEEN), 1e-6)
-        assert not truth.excuses(SEEN, (SEEN[0][:2],), 1e-6)
+        assert truth.explains(SEEN, off_by(0)(*SEEN), 1e-6)
+        assert not truth.explains(SEEN, off_by(0.1)(*SEEN), 1e-6)
+        assert not truth.explains(SEEN, (SEEN[0][:2],), 1e-6)
 
 
 def test_where_the_source_itself_jumps_either_side_is_right(tmp_path: Path) -> None:
     model = eager(tmp_path, "Step")
     zeros, ones = (torch.zeros(2, 4),), (torch.ones(2, 4),)
     with model.open() as expected:
-        truth = Truth(model, expected)
+        truth = Float64Reference(model, expected)
         other = tuple(1 - t for t in expected(*zeros))
-        assert truth.excuses(zeros, other, 1e-3)
-        assert not truth.excuses(ones, tuple(t - 1 for t in expected(*ones)), 1e-3)
+        assert truth.explains(zeros, other, 1e-3)
+        assert not truth.explains(ones, tuple(t - 1 for t in expected(*ones)), 1e-3)
 
 
 def test_numbers_are_tiny_large_and_both_at_a_time() -> None:
-    kinds = {kind: x for kind, (x,) in hostile_inputs(ROWS, [SEEN])}
+    kinds = {kind: x for kind, (x,) in adversarial_inputs(ROWS, [SEEN])}
     for kind, size in {TINY_KIND: 1e-9, **LARGE_KINDS}.items():
         torch.testing.assert_close(kinds[kind].abs().max(), torch.tensor(size))
         torch.testing.assert_close(kinds[kind] * (SEEN[0][:2].abs().max() / size), SEEN[0][:2])
-    mixed = dict(hostile_inputs(WIDE, []))[MIXED_KIND][0].abs()
+    mixed = dict(adversarial_inputs(WIDE, []))[MIXED_KIND][0].abs()
     assert mixed.shape == (HOSTILE_ROWS, 64)
     assert [float(((mixed > s / 9) & (mixed < s * 9)).sum() > 9) for s in (MIXED[0], 1e3)] == [1, 1]
 
 
 def test_what_a_runtime_computes_otherwise_by_its_nature_is_left_out() -> None:
-    everything = dict(hostile_inputs(ROWS, [SEEN]))
-    rounded = dict(hostile_inputs(ROWS, [SEEN], {"Gemm": 1, "Elu": 1}))
+    everything = dict(adversarial_inputs(ROWS, [SEEN]))
+    rounded = dict(adversarial_inputs(ROWS, [SEEN], {"Gemm": 1, "Elu": 1}))
     assert everything.keys() - rounded.keys() == {TINY_KIND}
-    chosen = dict(hostile_inputs(ROWS, [SEEN], {"TopK": 1}))
+    chosen = dict(adversarial_inputs(ROWS, [SEEN], {"TopK": 1}))
     assert everything.keys() - chosen.keys() == {*LARGE_KINDS, MIXED_KIND}
-    recurrent = dict(hostile_inputs(ROWS, [SEEN], {"DynamicQuantizeLSTM": 1}))
+    recurrent = dict(adversarial_inputs(ROWS, [SEEN], {"DynamicQuantizeLSTM": 1}))
     assert everything.keys() - recurrent.keys() == {MIXED_KIND}
 
 
 def refused_on(source: EagerModel, got: Predictor) -> str:
     """Return the kind of input on which two models differ; nothing where they are alike."""
     with source.open() as expected:
-        cases = hostile_inputs(ROWS, [SEEN])
-        truth = Truth(source, expected)
+        cases = adversarial_inputs(ROWS, [SEEN])
+        truth = Float64Reference(source, expected)
         found = check_on_hostile(expected, got, ROWS, cases, 1e-3, truth)
     return found[0] if found else ""
 
@@ -232,7 +232,7 @@ def test_less_than_the_rounding_of_a_usual_answer_is_nothing_but_for_tiny_inputs
 
 
 def test_a_jump_to_infinity_excuses_nothing() -> None:
-    class Nudged(Truth):
+    class Nudged(Float64Reference):
         def exact(self, inputs):
             return None
 
@@ -241,7 +241,7 @@ def test_a_jump_to_infinity_excuses_nothing() -> None:
 
     ones = (torch.ones(2, 4),)
     truth = Nudged(None, expected)  # type: ignore[arg-type]
-    assert not truth.excuses(ones, (2 * ones[0],), 1e-3)
+    assert not truth.explains(ones, (2 * ones[0],), 1e-3)
 
 
 def test_a_disagreement_can_be_named_and_sent_to_another_process() -> None:

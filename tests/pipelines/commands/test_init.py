@@ -14,7 +14,7 @@ from compress.common.errors import CompressError, PipelineInvalid
 from pipelines.commands.check import checked
 from pipelines.commands.init import beginning, composed, draft, write_draft
 from pipelines.commands.init_advice import Family, Found, Goal, Target, family_of
-from pipelines.commands.init_options import Wish, asked
+from pipelines.commands.init_options import InitOptions, prompt_for_missing
 from pipelines.config.pipeline import Pipeline
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -73,13 +73,15 @@ def test_every_file_that_can_be_written_is_valid(
     file, seen = user / "pipeline.yaml", set()
     others = itertools.product(get_args(Goal), DATA, (True, False))
     for i, (goal, samples, trained) in enumerate(others):
-        wish = Wish("nets:mlp", ["hidden=4"], "x.pt", ["x=batch,4"], "nets:blobs", target, goal)
+        wish = InitOptions(
+            "nets:mlp", ["hidden=4"], "x.pt", ["x=batch,4"], "nets:blobs", target, goal
+        )
         wish = wish if DATA[samples] else replace(wish, data=None, checkpoint=None)
         targets = (None, "labels", "numbers")[i % 3]
         found = Found(family, (100, 10**7)[i % 2], trained, DATA[samples], targets)
         # This reads the text again, and refuses what `compress check` does.
         text, plan = composed(file, beginning(file, wish), wish, found, inferred=False)
-        seen.add(plan.road)
+        seen.add(plan.route)
         kernels = {getattr(planned.stage, "target", None) for planned in plan.stages} - {None}
         assert kernels <= {"inductor-cpu" if target == "aot" else "onnxruntime-cpu"}
         assert text.count("\n  - {") == len(plan.stages)
@@ -92,23 +94,25 @@ def test_every_file_that_can_be_written_is_valid(
     [
         (
             "custom",
-            Wish("my_model:classifier", data="my_data:splits"),
+            InitOptions("my_model:classifier", data="my_data:splits"),
             ("train", "quantize_dynamic", "export_onnx"),
         ),
         (
             "digits",
-            Wish("models:resnet20", inputs=["image=batch,1,8,8"], target="aot", goal="smaller"),
+            InitOptions(
+                "models:resnet20", inputs=["image=batch,1,8,8"], target="aot", goal="smaller"
+            ),
             ("export_aot",),
         ),
         (
             "text",
-            Wish("reader:reader", data="lines:splits", target="torchscript", goal="smaller"),
+            InitOptions("reader:reader", data="lines:splits", target="torchscript", goal="smaller"),
             ("train", "quantize_static", "export_torchscript"),
         ),
     ],
 )
 def test_the_examples_get_stages_that_suit_them(
-    tmp_path: Path, folder: str, wish: Wish, road: tuple[str, ...]
+    tmp_path: Path, folder: str, wish: InitOptions, road: tuple[str, ...]
 ) -> None:
     for file in (EXAMPLES / folder).glob("*.py"):
         (tmp_path / file.name).write_text(file.read_text())
@@ -122,7 +126,7 @@ def test_what_is_written_names_the_inputs_the_arguments_and_the_checkpoint(user:
     nets = {"hidden": 6}
     torch.save(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).state_dict(), "w.pt")
     file = Path("pipelines/small.yaml")
-    wish = Wish("nets:mlp", ["hidden=6"], Path("w.pt"), data="nets:blobs", goal="smaller")
+    wish = InitOptions("nets:mlp", ["hidden=6"], Path("w.pt"), data="nets:blobs", goal="smaller")
     found = write_draft(file, wish)
     content = yaml.safe_load(file.read_text())
     assert content["code"] == ".."
@@ -145,7 +149,7 @@ def test_what_is_written_names_the_inputs_the_arguments_and_the_checkpoint(user:
 
 def test_what_a_layer_counts_for(user: Path) -> None:
     assert draft(
-        user / "p.yaml", Wish("nets:recurrent", inputs=["steps=batch,length,4"])
+        user / "p.yaml", InitOptions("nets:recurrent", inputs=["steps=batch,length,4"])
     ).stages == (
         "quantize_dynamic",
         "export_onnx",
@@ -159,7 +163,7 @@ def test_samples_without_classes_are_judged_by_the_first_models_labels(user: Pat
     (user / "unlabelled.py").write_text(
         "import nets\ndef data():\n    return nets.blobs(60, False)"
     )
-    found = draft(user / "p.yaml", Wish("nets:mlp", data="unlabelled:data"))
+    found = draft(user / "p.yaml", InitOptions("nets:mlp", data="unlabelled:data"))
     assert yaml.safe_load(found.text)["metric"] == "fidelity"
     assert "train" not in found.stages
 
@@ -167,25 +171,49 @@ def test_samples_without_classes_are_judged_by_the_first_models_labels(user: Pat
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
-        (Wish(), "needs a model: --model module:callable"),
-        (Wish("nets:mlp"), "needs what the model takes: --input"),
-        (Wish("nets.py", inputs=["x=batch,4"]), "--model 'nets.py' is not of the form module:"),
-        (Wish("absent:mlp", inputs=["x=batch,4"]), "--model: cannot import 'absent'"),
-        (Wish("nets:mpl", inputs=["x=batch,4"]), r"--model: .*no callable 'mpl'; it has .*mlp"),
-        (Wish("nets:nothing", inputs=["x=batch,4"]), "--model: .*returned int, expected torch"),
-        (Wish("nets:mlp", ["hiden=3"], inputs=["x=batch,4"]), "--model: .*unexpected keyword"),
-        (Wish("nets:mlp", ["hidden"], inputs=["x=batch,4"]), "--argument 'hidden': expected name="),
-        (Wish("nets:mlp", inputs=["x=batch,5"]), "--(input|model): .*does not take x"),
-        (Wish("nets:mlp", inputs=["x=batch,0"]), "--input 'x=batch,0': a dimension is a size"),
-        (Wish("nets:mlp", inputs=["x=batch,4:float"]), "--input 'x=batch,4:float': .*'float32'"),
-        (Wish("nets:mlp", inputs=["batch,4"]), "--input 'batch,4': .*expected name=batch"),
-        (Wish("nets:mlp", checkpoint="a.pt", inputs=["x=batch,4"]), r"--checkpoint: .*a\.pt"),
-        (Wish("nets:mlp", data="nets:nothing"), "--data: .*returned a int, expected"),
-        (Wish("nets:mlp", data="nets:absent"), "--data: .*no callable 'absent'"),
+        (InitOptions(), "needs a model: --model module:callable"),
+        (InitOptions("nets:mlp"), "needs what the model takes: --input"),
+        (
+            InitOptions("nets.py", inputs=["x=batch,4"]),
+            "--model 'nets.py' is not of the form module:",
+        ),
+        (InitOptions("absent:mlp", inputs=["x=batch,4"]), "--model: cannot import 'absent'"),
+        (
+            InitOptions("nets:mpl", inputs=["x=batch,4"]),
+            r"--model: .*no callable 'mpl'; it has .*mlp",
+        ),
+        (
+            InitOptions("nets:nothing", inputs=["x=batch,4"]),
+            "--model: .*returned int, expected torch",
+        ),
+        (
+            InitOptions("nets:mlp", ["hiden=3"], inputs=["x=batch,4"]),
+            "--model: .*unexpected keyword",
+        ),
+        (
+            InitOptions("nets:mlp", ["hidden"], inputs=["x=batch,4"]),
+            "--argument 'hidden': expected name=",
+        ),
+        (InitOptions("nets:mlp", inputs=["x=batch,5"]), "--(input|model): .*does not take x"),
+        (
+            InitOptions("nets:mlp", inputs=["x=batch,0"]),
+            "--input 'x=batch,0': a dimension is a size",
+        ),
+        (
+            InitOptions("nets:mlp", inputs=["x=batch,4:float"]),
+            "--input 'x=batch,4:float': .*'float32'",
+        ),
+        (InitOptions("nets:mlp", inputs=["batch,4"]), "--input 'batch,4': .*expected name=batch"),
+        (
+            InitOptions("nets:mlp", checkpoint="a.pt", inputs=["x=batch,4"]),
+            r"--checkpoint: .*a\.pt",
+        ),
+        (InitOptions("nets:mlp", data="nets:nothing"), "--data: .*returned a int, expected"),
+        (InitOptions("nets:mlp", data="nets:absent"), "--data: .*no callable 'absent'"),
     ],
 )
 def test_what_is_told_wrongly_is_one_line_and_nothing_is_written(
-    user: Path, wish: Wish, message: str
+    user: Path, wish: InitOptions, message: str
 ) -> None:
     with pytest.raises(CompressError, match=message) as caught:
         write_draft(user / "pipeline.yaml", wish)
@@ -209,13 +237,13 @@ def test_what_is_missing_is_asked_for_and_wrong_answers_are_asked_again() -> Non
         check(answers[questions[-1]])
         return answers[questions[-1]]
 
-    wish = asked(Wish(), ask)
-    assert wish == Wish(
+    wish = prompt_for_missing(InitOptions(), ask)
+    assert wish == InitOptions(
         "nets:mlp", inputs=["x=batch,4", "y=batch,2:int64"], target="aot", goal="faster"
     )
     assert questions == [*answers]
     questions.clear()
-    assert asked(Wish("nets:mlp", data="nets:blobs"), ask).inputs == ()
+    assert prompt_for_missing(InitOptions("nets:mlp", data="nets:blobs"), ask).inputs == ()
     assert questions == []
 
 
@@ -225,7 +253,7 @@ def test_a_file_that_was_written_runs_and_its_gates_pass(tmp_path: Path) -> None
         (tmp_path / file.name).write_text(file.read_text())
     file = tmp_path / "pipeline.yaml"
     # The speed is the machine's, and not what is tested.
-    write_draft(file, Wish("my_model:classifier", data="my_data:splits", goal="smaller"))
+    write_draft(file, InitOptions("my_model:classifier", data="my_data:splits", goal="smaller"))
     report = Pipeline.from_yaml(file).run(tmp_path / "out")
     assert [stage.name for stage in report.stages] == ["train", "quantize_weights", "export_onnx"]
     assert report.status == "passed"
@@ -237,7 +265,7 @@ def test_a_model_of_numbers_gets_a_loss_and_a_metric_that_it_can_have(user: Path
         "def data():\n    x = torch.randn(60, 4)\n"
         "    return {n: TensorDataset(x, x[:, :3] * 2) for n in ('train', 'val')}\n"
     )
-    found = draft(user / "p.yaml", Wish("nets:mlp", data="regression:data"))
+    found = draft(user / "p.yaml", InitOptions("nets:mlp", data="regression:data"))
     content = yaml.safe_load(found.text)
     assert (content["loss"], content["metric"]) == ("mse", "r2")
     assert found.stages[0] == "train"

@@ -38,7 +38,7 @@ def forge(folder: Path) -> str:
             content["files"][name] = digest
             written = json.dumps(content, indent=1, sort_keys=True).encode() + b"\n"
         file.write_bytes(written)
-    return Artifact.at(folder).digest
+    return Artifact.from_directory(folder).digest
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_an_artifact_under_a_new_manifest_is_refused_for_what_the_run_says(proje
 
 def test_what_was_made_of_it_is_an_anchor_where_the_records_were_changed_too(project) -> None:
     folder = project.out / "artifacts" / "prune_channels"
-    before, after = Artifact.at(folder).digest, forge(folder)
+    before, after = Artifact.from_directory(folder).digest, forge(folder)
     for name in ("report.json", "lock.json"):
         file = project.out / name
         file.write_text(file.read_text().replace(before, after))
@@ -121,7 +121,7 @@ def test_without_an_anchor_it_says_so(walked, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_any_artifact_is_anchored_by_a_hash_that_was_given(walked, tmp_path, stage: str) -> None:
     alone = shutil.copytree(walked.out / "artifacts" / stage, tmp_path / stage)
-    artifact = Artifact.at(alone)
+    artifact = Artifact.from_directory(alone)
     whole = prove(alone, Given(artifact.digest.upper()))
     assert whole.anchors == ("--sha256",) and whole.unproven == ()
     payload = prove(alone, Given(artifact.manifest.files[artifact.payload_name].sha256))
@@ -234,7 +234,7 @@ def test_the_libraries_of_the_formats_authors_read_it(walked, tmp_path: Path, ke
         "resolvedDependencies",
     }
     materials = predicate["buildDefinition"]["resolvedDependencies"]
-    lineage = Artifact.at(walked.out / "artifacts" / "export_onnx").manifest.lineage
+    lineage = Artifact.from_directory(walked.out / "artifacts" / "export_onnx").manifest.lineage
     assert [m["digest"]["sha256"] for m in materials] == [s.inputs["input"] for s in lineage]
 
 

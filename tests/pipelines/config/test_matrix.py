@@ -8,9 +8,9 @@ import pytest
 from compress.common.errors import PipelineInvalid
 from pipelines.commands.cache_miss import why
 from pipelines.config.pipeline import Pipeline, json_schema
-from pipelines.planning.plan import make_plan
+from pipelines.planning.plan import build_plan
 from pipelines.results.schema import Report
-from pipelines.runner.run import foresee
+from pipelines.runner.run import preview_run
 from tests.pipelines.conftest import measured_briefly
 
 NETS = """
@@ -48,7 +48,7 @@ def pipeline(tmp_path: Path):
 
 
 def _roads(pipeline: Pipeline) -> list[str]:
-    return [f"{p.input} > {p.name}" for p in make_plan(pipeline).stages]
+    return [f"{p.input} > {p.name}" for p in build_plan(pipeline).stages]
 
 
 def test_a_matrix_becomes_branches_and_what_follows_is_repeated(pipeline) -> None:
@@ -78,7 +78,7 @@ def test_two_matrices_on_one_road_multiply(pipeline) -> None:
         "{stage: prune_channels, matrix: {ratio: [0.3, 0.5]}}\n"
         "{stage: prune_weights, matrix: {amount: [0.25, 0.5]}}"
     )
-    assert make_plan(found).names[2:] == tuple(
+    assert build_plan(found).names[2:] == tuple(
         f"prune_weights-ratio={r}-amount={a}" for r in (0.3, 0.5) for a in (0.25, 0.5)
     )
 
@@ -93,7 +93,7 @@ def test_names_of_other_stages_mean_those_of_the_same_branch(pipeline) -> None:
         "{name: one, stage: export_onnx, input: thin-ratio=0.5, "
         "gates: [{gate: max_size, ratio: 2, against: cut}]}"
     )
-    by_name = {p.name: p for p in make_plan(found).stages}
+    by_name = {p.name: p for p in build_plan(found).stages}
     assert by_name["distill-ratio=0.5"].reads == ("thin-ratio=0.5", "cut-ratio=0.5")
     assert by_name["export_onnx-ratio=0.3"].needs == ("distill-ratio=0.3", "thin-ratio=0.3")
     assert by_name["one"].needs == ("thin-ratio=0.5", "cut-ratio=0.5")
@@ -104,7 +104,7 @@ def test_values_that_make_no_name_are_numbered(pipeline) -> None:
         "{stage: prune_channels, ratio: 0.5, matrix: {finetune: [{epochs: 1}, {epochs: 2}], "
         "exclude: [['a/b'], ['a b']]}}"
     )
-    assert make_plan(found).names[:2] == (
+    assert build_plan(found).names[:2] == (
         "prune_channels-finetune=epochs=1-exclude=1",
         "prune_channels-finetune=epochs=1-exclude=2",
     )
@@ -160,7 +160,7 @@ def test_values_that_make_no_name_are_numbered(pipeline) -> None:
 )
 def test_what_is_wrong_with_a_matrix_is_one_line(pipeline, stages: str, told: str) -> None:
     with pytest.raises(PipelineInvalid) as error:
-        make_plan(pipeline(stages))
+        build_plan(pipeline(stages))
     (line,) = str(error.value).splitlines()
     assert told in line
     assert "m.yaml:" in line
@@ -169,7 +169,7 @@ def test_what_is_wrong_with_a_matrix_is_one_line(pipeline, stages: str, told: st
 
 def test_a_stage_trained_in_several_ways_is_no_baseline(pipeline) -> None:
     found = pipeline("{stage: train, matrix: {epochs: [1, 2]}}")
-    assert make_plan(found).baseline == "source"
+    assert build_plan(found).baseline == "source"
 
 
 def test_the_schema_takes_a_matrix_in_the_place_of_a_required_setting() -> None:
@@ -206,13 +206,13 @@ def test_a_branch_and_a_stage_written_out_share_their_artifact(ran, monkeypatch)
     (ran / "written.yaml").write_text(written)
     pipeline = Pipeline.from_yaml(ran / "written.yaml")
     nothing = {"start": None, "until": None, "force": False}
-    assert set(foresee(pipeline, ran / "out", **nothing).values()) == {"cached"}
+    assert set(preview_run(pipeline, ran / "out", **nothing).values()) == {"cached"}
 
 
 def test_options_and_explanations_take_the_names_of_branches(ran) -> None:
     pipeline, out = Pipeline.from_yaml(ran / "halves.yaml"), ran / "out"
     assert why(pipeline, out, "export_torchscript-amount=0.25").does == "cached"
-    foreseen = foresee(
+    foreseen = preview_run(
         pipeline, out, start="thin-amount=0.5", until="export_torchscript", force=False
     )
     assert foreseen == {

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from compress.common.errors import PipelineInvalid, StageFailed
 from pipelines.config.pipeline import Pipeline
-from pipelines.executors.join import BEAT, RUN, Run, join, told_to_other_nodes
+from pipelines.executors.join import BEAT, RUN, RunStatus, advertise_run, join_run
 from tests.pipelines.conftest import measured_briefly
 
 ROOT = Path(__file__).parents[3]
@@ -209,7 +209,7 @@ def test_a_joiner_that_is_stopped_is_named(user):
 
 def end_of(out: Path, **more) -> str:
     with pytest.raises(StageFailed) as error:
-        join(out, print, **{"wait": 0, **more})
+        join_run(out, print, **{"wait": 0, **more})
     return str(error.value)
 
 
@@ -228,7 +228,7 @@ def test_it_is_said_at_once_what_is_waited_for_and_until_when(tmp_path, monkeypa
     monkeypatch.setattr("pipelines.executors.join.time.sleep", sleep)
     for folder in (tmp_path, tmp_path / "later"):
         with pytest.raises(Slept):
-            join(folder, said.append, wait=600)
+            join_run(folder, said.append, wait=600)
     words = r"waiting until (.*) for a run in (.*) to show signs of life; `compress run` with --out"
     found = [re.match(words, line).groups() for line in said]
     assert [folder for _, folder in found] == [str(tmp_path), str(tmp_path / "later")]
@@ -236,30 +236,30 @@ def test_it_is_said_at_once_what_is_waited_for_and_until_when(tmp_path, monkeypa
         seconds = (datetime.fromisoformat(until) - before).total_seconds()
         assert seconds >= 599
     with pytest.raises(Slept):
-        join(tmp_path, said.append, wait=float("inf"))
+        join_run(tmp_path, said.append, wait=float("inf"))
 
 
 def test_it_is_said_once(tmp_path):
     said = []
     with pytest.raises(StageFailed):
-        join(tmp_path, said.append, wait=1)
+        join_run(tmp_path, said.append, wait=1)
     assert len(said) == 1
 
 
 def test_where_no_run_can_begin_none_is_waited_for(tmp_path):
     with pytest.raises(PipelineInvalid, match=r"there is no folder .*absent; .*mkdir -p ") as error:
-        join(tmp_path / "absent" / "out", print, wait=600)
+        join_run(tmp_path / "absent" / "out", print, wait=600)
     assert error.value.exit_code == 2
     (tmp_path / "file").touch()
     with pytest.raises(PipelineInvalid, match="is a file"):
-        join(tmp_path / "file", print, wait=600)
+        join_run(tmp_path / "file", print, wait=600)
 
 
 def test_what_an_older_run_left_is_no_run(tmp_path, monkeypatch):
     (tmp_path / ".store").mkdir()
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     for state in ("running", "done", "failed"):
-        run = Run(name="another", job=None, state=state)
+        run = RunStatus(name="another", job=None, state=state)
         (tmp_path / ".store" / RUN).write_text(run.model_dump_json())
         (tmp_path / ".store" / BEAT).write_text("another 7\n")
         assert "no run began" in end_of(tmp_path, wait=1)
@@ -271,9 +271,9 @@ def test_a_run_that_begins_is_not_taken_for_the_one_before_it(tmp_path, monkeypa
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     store, seen = tmp_path / ".store", []
     store.mkdir()
-    older, newer = (Run(name=name, job=None) for name in ("older", "newer"))
+    older, newer = (RunStatus(name=name, job=None) for name in ("older", "newer"))
 
-    def told(run: Run, state: str) -> None:
+    def told(run: RunStatus, state: str) -> None:
         (store / RUN).write_text(run.model_copy(update={"state": state}).model_dump_json())
 
     told(older, state)
@@ -286,7 +286,7 @@ def test_a_run_that_begins_is_not_taken_for_the_one_before_it(tmp_path, monkeypa
     monkeypatch.setattr(
         "pipelines.executors.join._join_next", lambda store, run, *_: seen.append(run)
     )
-    join(tmp_path, print, wait=60)
+    join_run(tmp_path, print, wait=60)
     assert [run.name for run in seen] == ["newer"]
 
 
@@ -294,10 +294,10 @@ def test_a_run_of_the_same_slurm_step_may_have_ended_before(tmp_path, monkeypatc
     store = tmp_path / ".store"
     store.mkdir()
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    with told_to_other_nodes(store):
+    with advertise_run(store):
         assert json.loads((store / RUN).read_text())["state"] == "running"
-    join(tmp_path, print, wait=0)
-    with pytest.raises(ValueError, match="no"), told_to_other_nodes(store):
+    join_run(tmp_path, print, wait=0)
+    with pytest.raises(ValueError, match="no"), advertise_run(store):
         raise ValueError("no memory")
     assert f"the run in {tmp_path} failed: no memory" in end_of(tmp_path)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -307,7 +307,7 @@ def test_a_run_of_the_same_slurm_step_may_have_ended_before(tmp_path, monkeypatc
 def test_a_run_that_falls_silent_is_taken_for_dead(tmp_path, monkeypatch):
     store = tmp_path / ".store"
     store.mkdir()
-    (store / RUN).write_text(Run(name="one", job=None).model_dump_json())
+    (store / RUN).write_text(RunStatus(name="one", job=None).model_dump_json())
     (store / BEAT).write_text("one\n")
 
     def beat_once(seconds):

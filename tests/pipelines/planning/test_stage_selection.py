@@ -7,8 +7,8 @@ import pytest
 from compress.common.errors import PipelineInvalid
 from compress.profiling.benchmark import compare_latency
 from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import make_plan
-from pipelines.runner.run import foresee
+from pipelines.planning.plan import build_plan
+from pipelines.runner.run import preview_run
 
 NETS = """
 from torch import nn
@@ -68,7 +68,7 @@ def read(tmp_path: Path):
     ],
 )
 def test_from_runs_again_what_is_made_of_a_stage(read, start, again) -> None:
-    plan = make_plan(read(SCHOOL), start)
+    plan = build_plan(read(SCHOOL), start)
     assert plan.again == {*again.split()}
     assert len(plan.names) == 7 and not plan.cut
 
@@ -84,35 +84,35 @@ def test_from_runs_again_what_is_made_of_a_stage(read, start, again) -> None:
     ],
 )
 def test_until_runs_what_a_stage_needs(read, until, needed) -> None:
-    plan = make_plan(read(SCHOOL), until=until)
+    plan = build_plan(read(SCHOOL), until=until)
     assert plan.names == tuple(needed.split())
     assert plan.cut and not plan.again and plan.baseline == "train"
 
 
 def test_what_all_is_compared_with_is_the_same_in_a_part(read) -> None:
     two = SCHOOL.replace("{name: alone, stage: export_onnx,", "{name: b, stage: train, epochs: 2,")
-    whole, part = make_plan(read(two)), make_plan(read(two), until="thin")
+    whole, part = build_plan(read(two)), build_plan(read(two), until="thin")
     assert whole.baseline == part.baseline == "source"
 
 
 def test_a_stage_of_the_file_means_all_its_branches(read) -> None:
     pipeline = read(TWO)
-    assert make_plan(pipeline, "cut").again == CUT | SCRIPT
-    assert make_plan(pipeline, "cut-amount=0.5").again == {"cut-amount=0.5", "script-amount=0.5"}
-    assert {*make_plan(pipeline, until="script").names} == CUT | SCRIPT
-    assert make_plan(pipeline, until="script-amount=0.5").names == (
+    assert build_plan(pipeline, "cut").again == CUT | SCRIPT
+    assert build_plan(pipeline, "cut-amount=0.5").again == {"cut-amount=0.5", "script-amount=0.5"}
+    assert {*build_plan(pipeline, until="script").names} == CUT | SCRIPT
+    assert build_plan(pipeline, until="script-amount=0.5").names == (
         "cut-amount=0.5",
         "script-amount=0.5",
     )
     with pytest.raises(PipelineInvalid, match=r"--until 'scrip': .*mean 'script'") as found:
-        make_plan(pipeline, until="scrip")
+        build_plan(pipeline, until="scrip")
     assert "\n" not in str(found.value)
 
 
 def test_what_the_other_option_leaves_out_is_refused(read) -> None:
     with pytest.raises(PipelineInvalid, match=r"--until 'whole' needs nothing of --from 'cut'"):
-        make_plan(read(TWO), "cut", "whole")
-    assert make_plan(read(TWO), "cut", "script-amount=0.5").again >= {"cut-amount=0.5"}
+        build_plan(read(TWO), "cut", "whole")
+    assert build_plan(read(TWO), "cut", "script-amount=0.5").again >= {"cut-amount=0.5"}
 
 
 def test_what_is_foreseen_is_what_runs(read, monkeypatch) -> None:
@@ -121,7 +121,7 @@ def test_what_is_foreseen_is_what_runs(read, monkeypatch) -> None:
 
     def ran(**options) -> set[str]:
         asked = {"start": None, "until": None, "force": False} | options
-        foreseen = foresee(pipeline, out, **asked)
+        foreseen = preview_run(pipeline, out, **asked)
         said: list[str] = []
         report = pipeline.run(out, announce=said.append, **options)
         found = {line.partition(": ")[0] for line in said if ": running (" in line}

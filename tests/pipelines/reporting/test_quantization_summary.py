@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from compress.quantization.qat.label_parity import Sameness
+from compress.quantization.qat.label_parity import LabelParity
 from pipelines.config.pipeline import Pipeline
 from pipelines.reporting.quantization_summary import fidelity_of, slower_than_float
 from pipelines.reporting.terminal_table import closing_lines
@@ -70,7 +70,7 @@ def test_the_page_and_the_terminal_say_how_near_it_stays(report: Report) -> None
 
 def test_the_page_and_the_terminal_say_which_labels_are_not_as_trained(report: Report) -> None:
     stage = next(s for s in report.stages if s.name == "int8")
-    same = Sameness(labels=60, differing=2, near_ties=1, last_step=0.25, largest_difference=0.5)
+    same = LabelParity(labels=60, differing=2, near_ties=1, last_step=0.25, largest_difference=0.5)
     facts = {**stage.artifact.facts, "same_as_trained": same.model_dump(mode="json")}
     artifact = stage.artifact.model_copy(update={"facts": facts})
     trained = stage.model_copy(update={"artifact": artifact})

@@ -12,11 +12,11 @@ from compress.artifacts.artifact import Artifact
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
 from pipelines.config.pipeline import Pipeline
 from pipelines.results.schema import Report
-from pipelines.runner.run import foresee
+from pipelines.runner.run import preview_run
 
 
 def _digests(out: Path) -> dict[str, str]:
-    return {p.name: Artifact.at(p).digest for p in (out / "artifacts").iterdir()}
+    return {p.name: Artifact.from_directory(p).digest for p in (out / "artifacts").iterdir()}
 
 
 def test_a_run_leaves_report_lock_and_sealed_artifacts(walked) -> None:
@@ -35,7 +35,7 @@ def test_a_run_leaves_report_lock_and_sealed_artifacts(walked) -> None:
     assert lock["artifacts"] == _digests(walked.out)
     assert "torch" in lock["versions"]
     for path in (walked.out / "artifacts").iterdir():
-        Artifact.at(path).verify()
+        Artifact.from_directory(path).verify()
 
 
 def test_a_second_run_computes_nothing_and_changes_nothing(project) -> None:
@@ -101,7 +101,7 @@ def test_a_refused_gate_fails_the_run_and_keeps_the_artifact(project) -> None:
     assert seen[0].status == report.status == "refused"
     assert report.error == str(error.value)
     assert report.test is None, "a refused run must not touch the test split"
-    Artifact.at(project.out / "artifacts/export_onnx").verify()
+    Artifact.from_directory(project.out / "artifacts/export_onnx").verify()
     assert project.ran() == {}, "a changed limit judges again without computing"
 
     project.edit("ratio: 0.001", "ratio: 4")
@@ -194,9 +194,9 @@ def test_until_from_and_force(project) -> None:
 def test_foreseeing_runs_nothing(project) -> None:
     options = {"start": None, "until": None, "force": False}
     pipeline = Pipeline.from_yaml(project.file)
-    assert set(foresee(pipeline, project.out, **options).values()) == {"cached"}
+    assert set(preview_run(pipeline, project.out, **options).values()) == {"cached"}
     project.edit("epochs: 3", "epochs: 4")
-    foreseen = foresee(Pipeline.from_yaml(project.file), project.out, **options)
+    foreseen = preview_run(Pipeline.from_yaml(project.file), project.out, **options)
     assert foreseen == {
         "source": "cached",
         "train": "runs (settings.epochs 3 → 4)",
@@ -204,7 +204,7 @@ def test_foreseeing_runs_nothing(project) -> None:
         "export_onnx": "runs (after prune_channels)",
     }
     elsewhere = project.folder / "elsewhere"
-    foresee(pipeline, elsewhere, **options)
+    preview_run(pipeline, elsewhere, **options)
     assert not elsewhere.exists()
 
 
@@ -267,7 +267,7 @@ def test_outputs_survive_where_hard_links_do_not(project, monkeypatch) -> None:
     monkeypatch.setattr(os, "link", refuse)
     shutil.rmtree(project.out / "artifacts")
     project.run()
-    Artifact.at(project.out / "artifacts/export_onnx").verify()
+    Artifact.from_directory(project.out / "artifacts/export_onnx").verify()
 
 
 @pytest.mark.slow

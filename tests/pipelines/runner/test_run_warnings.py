@@ -13,7 +13,7 @@ from compress.core.metrics import Metric
 from compress.data.splits import Splits
 from pipelines.commands.check import checked
 from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import make_plan
+from pipelines.planning.plan import build_plan
 from pipelines.planning.unjudged_losses import falls, is_much
 from pipelines.reporting.terminal_table import closing_lines
 from pipelines.results.schema import Report
@@ -91,7 +91,7 @@ def plan_of(tmp_path, *stages: str):
     head = FILE.partition("stages:\n")[0]
     (tmp_path / "nets.py").write_text(CALIBRATED)
     (tmp_path / "p.yaml").write_text(f"{head}stages:\n{lines}")
-    return make_plan(Pipeline.from_yaml(tmp_path / "p.yaml"))
+    return build_plan(Pipeline.from_yaml(tmp_path / "p.yaml"))
 
 
 TRAIN = "stage: train, epochs: 1"

@@ -6,15 +6,15 @@ import json
 import pytest
 from rich.console import Console
 
-from compress.common.errors import GateRefused, StageFailed, told_of
+from compress.common.errors import GateRefused, StageFailed, cause_lines
 from pipelines.commands.cache_miss import why
 from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import make_plan
+from pipelines.planning.plan import build_plan
 from pipelines.reporting.stage_rows import rows_of
 from pipelines.reporting.terminal_table import closing_lines, stage_table
 from pipelines.results.comparison import compare
 from pipelines.results.schema import Report
-from pipelines.runner.run_state import Outcome
+from pipelines.runner.run_state import RunOutcome
 from pipelines.system.jsonl_log import LOG
 from tests.pipelines.conftest import measured_briefly
 
@@ -64,7 +64,7 @@ class Branches:
             Pipeline.from_yaml(self.file).run(
                 self.out, announce=self.said.append, finished=self.seen.append, **options
             )
-        return told_of(caught.value)
+        return cause_lines(caught.value)
 
 
 @pytest.fixture(scope="module")
@@ -219,13 +219,13 @@ def test_what_is_skipped_is_told_with_the_first_that_failed(tmp_path) -> None:
         gate = f"gates: [{{gate: max_size, ratio: 2, against: s{n - 2}}}]}}"
         stages[n] = stages[n].replace("}", f", {gate}", 1)
     meeting.file.write_text(FILE.partition("  - ")[0] + "".join(stages))
-    plan = make_plan(Pipeline.from_yaml(meeting.file))
+    plan = build_plan(Pipeline.from_yaml(meeting.file))
     told = []
-    outcome = Outcome(plan, told.append)
-    assert not any(outcome.skips(planned) for planned in plan.stages)
-    with outcome.noting("s0"):
+    outcome = RunOutcome(plan, told.append)
+    assert not any(outcome.should_skip(planned) for planned in plan.stages)
+    with outcome.record_failures("s0"):
         raise StageFailed("s0: no")
-    assert all(outcome.skips(planned) for planned in plan.stages[1:])
+    assert all(outcome.should_skip(planned) for planned in plan.stages[1:])
     assert [(h.event, h.stage) for h in told[:2]] == [
         ("stage_failed", "s0"),
         ("stage_skipped", "s1"),

@@ -13,10 +13,10 @@ import yaml
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed, Unavailable
 from pipelines.config.pipeline import Pipeline
 from pipelines.config.tracker_config import Tracker
-from pipelines.planning.plan import make_plan
+from pipelines.planning.plan import build_plan
 from pipelines.runner.trackers import allowed, flat, tracked
 from pipelines.system import jsonl_log
-from pipelines.system.jsonl_log import LOG, LogFile, happened, heard_by
+from pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
 
 ALWAYS = {"time", "level", "run", "event", "stage", "message"}
 TRACKER = "tracker: {kind: %s}\nstages:"
@@ -115,9 +115,9 @@ def test_a_log_that_cannot_be_written_stops_nothing(project, caplog) -> None:
 def test_a_log_grows_no_further_than_twice_its_bound(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(jsonl_log, "MOST_BYTES", 2000)
     for _ in range(3):
-        with heard_by(LogFile(tmp_path / LOG, "run", lambda: "")):
+        with log_handler(LogFile(tmp_path / LOG, "run", lambda: "")):
             for number in range(20):
-                happened("message", f"{number} \udcff", not_a_number=float("nan"), path=tmp_path)
+                log_event("message", f"{number} \udcff", not_a_number=float("nan"), path=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {LOG, f"{LOG}.1"}
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 4000
     last = logged(tmp_path)[-1]
@@ -129,7 +129,7 @@ def test_others_hear_no_more_than_before(tmp_path, caplog) -> None:
     loggers = [logging.getLogger(name) for name in jsonl_log.OWN_LOGGERS]
     before = [(logger.level, logger.propagate, [*logger.handlers]) for logger in loggers]
     log = logging.getLogger("compress.somewhere")
-    with heard_by(LogFile(tmp_path / LOG, "run", lambda: "here")):
+    with log_handler(LogFile(tmp_path / LOG, "run", lambda: "here")):
         log.info("for the log alone")
         log.warning("for all")
     log.info("for nobody")
@@ -197,8 +197,8 @@ def test_a_tracker_takes_events_alone(tmp_path, caplog) -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     with tracked(Tracker(kind="tensorboard", uri="boards"), tmp_path, "small", "run"):
         logging.getLogger("compress.somewhere").info("words", extra={"told": {"stage": "train"}})
-        happened("epoch", "words", stage="a", task="train 1/2", epoch=3, figures={"loss": 0.5})
-        happened("run_finished", "words", status="failed", test={})
+        log_event("epoch", "words", stage="a", task="train 1/2", epoch=3, figures={"loss": 0.5})
+        log_event("run_finished", "words", status="failed", test={})
     assert scalars(tmp_path / "boards" / "small-run")[0] == {"train 1/2/loss": [(3, 0.5)]}
     assert caplog.text == ""
 
@@ -255,7 +255,7 @@ def test_a_tracker_that_is_not_installed_is_refused_first(project, monkeypatch, 
     project.file.write_text(project.file.read_text().replace("stages:", TRACKER % kind))
     wanted = rf"small.yaml:6: tracker: needs {kind}, .*pip install 'compress-pipeline\[{kind}\]'"
     with pytest.raises(Unavailable, match=wanted) as caught:
-        make_plan(Pipeline.from_yaml(project.file))
+        build_plan(Pipeline.from_yaml(project.file))
     assert caught.value.exit_code == 4
     assert "\n" not in str(caught.value)
 

@@ -30,18 +30,18 @@ def _made(root: Path, model: Artifact, name: str, remote: Remote | None = None) 
     with Store.locked(root, print, remote) as store:
         entry = store.entry({"stage": name})
         shutil.copytree(model.path, entry.artifact_path)
-        store.settle(name, entry, Record(parts={"stage": name}, digest=model.digest, seconds=1.0))
+        store.commit(name, entry, Record(parts={"stage": name}, digest=model.digest, seconds=1.0))
     return entry.path
 
 
 @pytest.fixture
 def mlp(walked) -> Artifact:
-    return Artifact.at(walked.out / "artifacts" / "train")
+    return Artifact.from_directory(walked.out / "artifacts" / "train")
 
 
 @pytest.fixture
 def pruned(walked) -> Artifact:
-    return Artifact.at(walked.out / "artifacts" / "prune_channels")
+    return Artifact.from_directory(walked.out / "artifacts" / "prune_channels")
 
 
 def test_what_a_run_shows_or_has_used_lately_stays_and_the_rest_goes(project) -> None:
@@ -73,7 +73,7 @@ def test_what_a_run_uses_is_young_again(project) -> None:
         (entry,) = (f for f in store.root.iterdir() if "export_onnx" in _told_of(f))
         _age(store.root)
         parts = json.loads((entry / "record.json").read_text())["parts"]
-        assert store.find(store.entry(parts))
+        assert store.get(store.entry(parts))
     shutil.rmtree(project.out / "artifacts")
     told = clean(str(project.out), "30d", False, print)
     assert (told.artifacts, told.kept) == (3, 1)
@@ -122,7 +122,7 @@ def test_a_shared_store_loses_what_is_old_and_no_file_that_another_artifact_has(
     assert not list((shared / "partial").iterdir())
     said: list[str] = []
     with Store.locked(tmp_path / "three" / ".store", print, Remote(url, said.append)) as store:
-        assert store.find(store.entry({"stage": "young"}))
+        assert store.get(store.entry({"stage": "young"}))
     assert not said
 
 
@@ -155,8 +155,8 @@ def test_an_upload_relies_on_no_file_that_may_be_about_to_go(mlp, tmp_path, monk
     assert clean(url, "30d", False, print).artifacts == 1
     said: list[str] = []
     with Store.locked(tmp_path / "three" / ".store", print, Remote(url, said.append)) as store:
-        assert store.find(store.entry({"stage": "two"})), said
-        assert store.find(store.entry({"stage": "one"})) is None
+        assert store.get(store.entry({"stage": "two"})), said
+        assert store.get(store.entry({"stage": "one"})) is None
     assert not said
 
 

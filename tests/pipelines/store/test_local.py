@@ -23,7 +23,7 @@ from compress.common.errors import ArtifactInvalid, CompressError, PipelineInval
 from pipelines.commands.report import rewrite
 from pipelines.results import schema as report_module
 from pipelines.results.schema import Report
-from pipelines.runner.run import foresee
+from pipelines.runner.run import preview_run
 from pipelines.store.local import FORMAT, FORMAT_FILE, WORK, Store
 from pipelines.system.temp_files import temporary_files
 
@@ -63,7 +63,7 @@ def test_two_runs_started_together_both_end_well(project, walked) -> None:
     before, after = (Report.read(p.out) for p in (walked, project))
     assert after.lock["artifacts"] == before.lock["artifacts"]
     for path in (project.out / "artifacts").iterdir():
-        Artifact.at(path).verify()
+        Artifact.from_directory(path).verify()
 
 
 @pytest.mark.slow
@@ -73,7 +73,9 @@ def test_two_pipelines_in_one_out_leave_the_results_of_the_last(project) -> None
     other.file.write_text(project.file.read_text().replace("ratio: 0.4", "ratio: 0.5"))
     told = _together(project, other)
     assert [status for status, *_ in told] == ["passed", "passed"]
-    digests = {p.name: Artifact.at(p).digest for p in (project.out / "artifacts").iterdir()}
+    digests = {
+        p.name: Artifact.from_directory(p).digest for p in (project.out / "artifacts").iterdir()
+    }
     assert Report.read(project.out).lock["artifacts"] == digests
 
 
@@ -103,7 +105,7 @@ def test_a_store_of_another_format_is_refused_with_what_to_do(project, found) ->
         project.run()
     assert error.value.exit_code == 2
     with pytest.raises(PipelineInvalid, match=expected):
-        foresee(Pipeline.from_yaml(project.file), project.out, **options)
+        preview_run(Pipeline.from_yaml(project.file), project.out, **options)
 
 
 def test_a_store_from_before_formats_were_told_is_taken_over(project) -> None:
@@ -263,7 +265,7 @@ def test_a_run_that_is_killed_leaves_no_report_of_the_one_before(project) -> Non
     project.edit("ratio: 0.4", "ratio: 0.5")
     script = (
         "import os; from pipelines.config.pipeline import Pipeline; "
-        "from pipelines.runner import executor; executor.judged = lambda *_: os._exit(0); "
+        "from pipelines.runner import executor; executor.evaluate_stage = lambda *_: os._exit(0); "
         f"Pipeline.from_yaml({str(project.file)!r}).run({str(project.out)!r})"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=120)

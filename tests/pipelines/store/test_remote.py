@@ -17,12 +17,12 @@ from compress.common.errors import CompressError, PipelineInvalid, Unavailable
 from pipelines.commands.cache_miss import why
 from pipelines.config.pipeline import Pipeline
 from pipelines.results.schema import Report
-from pipelines.runner.run import foresee
+from pipelines.runner.run import preview_run
 from pipelines.store.entry import ANSWERS, Record, key_of
 from pipelines.store.local import Store
 from pipelines.store.object_store import Objects
 from pipelines.store.remote import Remote
-from pipelines.system.jsonl_log import LOG, LogFile, heard_by
+from pipelines.system.jsonl_log import LOG, LogFile, log_handler
 
 fork = multiprocessing.get_context("fork")
 PARTS = {"stage": "made"}
@@ -39,13 +39,13 @@ class Machine:
         with Store.locked(self.root, self.said.append, self.remote) as store:
             entry = store.entry(parts)
             shutil.copytree(model.path, entry.artifact_path, dirs_exist_ok=True)
-            store.settle("made", entry, Record(parts=parts, digest=model.digest, seconds=1.0))
-            entry.answer({"latency": 1}, model, lambda: 1.0)
+            store.commit("made", entry, Record(parts=parts, digest=model.digest, seconds=1.0))
+            entry.cached_value({"latency": 1}, model, lambda: 1.0)
 
     def find(self, parts: dict[str, str] = PARTS) -> Artifact | None:
         with Store.locked(self.root, self.said.append, self.remote) as store:
             entry = store.entry(parts)
-            found = store.find(entry)
+            found = store.get(entry)
             assert (entry.load() is not None) is (found is not None)
             assert entry.fetched_from in ("", self.url)
             assert not list(entry.path.rglob(".*")) if entry.path.exists() else True
@@ -54,7 +54,7 @@ class Machine:
 
 @pytest.fixture
 def mlp(walked) -> Artifact:
-    return Artifact.at(walked.out / "artifacts" / "train")
+    return Artifact.from_directory(walked.out / "artifacts" / "train")
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_an_upload_killed_anywhere_is_never_seen_by_halves(mlp, machine, shared,
 
 
 def test_writers_of_one_key_with_other_bytes_leave_one_of_them_whole(mlp, machine, walked) -> None:
-    other = Artifact.at(walked.out / "artifacts" / "prune_channels")
+    other = Artifact.from_directory(walked.out / "artifacts" / "prune_channels")
     machine().find()
     writers = [threading.Thread(target=machine().make, args=(m,)) for m in (mlp, other) * 4]
     for writer in writers:
@@ -265,7 +265,7 @@ def test_a_store_that_fails_in_mid_run_is_a_warning(mlp, machine, shared, tmp_pa
     if (shared / closed).exists():
         shutil.rmtree(shared / closed)
     (shared / closed).write_text("in the way")
-    with heard_by(LogFile(tmp_path / LOG, "run", lambda: "train")):
+    with log_handler(LogFile(tmp_path / LOG, "run", lambda: "train")):
         first.make(mlp)
         first.make(mlp, {"stage": "another"})
     (line,) = first.said
@@ -285,7 +285,7 @@ def test_a_shared_store_of_another_format_is_refused(project, shared, found) -> 
         project.run(**options)
     assert error.value.exit_code == 2
     with pytest.raises(PipelineInvalid, match=expected):
-        foresee(Pipeline.from_yaml(project.file), project.out, **options)
+        preview_run(Pipeline.from_yaml(project.file), project.out, **options)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_a_second_folder_is_wholly_cached_and_says_from_where(walked, tmp_path, 
     assert first.ran() == {}
     shutil.rmtree(second.out)
     pipeline = Pipeline.from_yaml(second.file)
-    foreseen = foresee(pipeline, second.out, start=None, until=None, force=False, store=url)
+    foreseen = preview_run(pipeline, second.out, start=None, until=None, force=False, store=url)
     assert foreseen["prune_channels"] == f"cached (from {url})"
     assert foreseen["export_onnx"].startswith("runs (")
     assert why(pipeline, second.out, "train", url).does == f"cached (from {url})"
@@ -331,7 +331,9 @@ def test_a_second_folder_is_wholly_cached_and_says_from_where(walked, tmp_path, 
     assert any(line.startswith(f"train: cached (from {url})") for line in second.said)
     assert [s.fetched_from for s in Report.read(second.out).stages] == [url, url]
     for name in ("source", "train", "prune_channels"):
-        made, fetched = (Artifact.at(p.out / "artifacts" / name) for p in (first, second))
+        made, fetched = (
+            Artifact.from_directory(p.out / "artifacts" / name) for p in (first, second)
+        )
         assert _bytes_of(made) == _bytes_of(fetched)
 
 

@@ -45,9 +45,9 @@ def test_it_is_told(told: str, dataset, tmp_path: Path) -> None:
     before = Splits({"train": dataset(X), "val": dataset(X[:4])}).contents()
     now = Splits({"train": dataset(OTHERS[told]), "val": dataset(X[:4])}).contents()
     note_samples(tmp_path, before)
-    store.remember("train", {"data": before.parts, "seed": 0})
-    assert store.why("train", {"data": now.parts, "seed": 0}, now) == f"data.train: {told}"
-    assert store.why("train", {"data": before.parts, "seed": 1}, before) == "seed 0 → 1"
+    store.save_last_parts("train", {"data": before.parts, "seed": 0})
+    assert store.explain_miss("train", {"data": now.parts, "seed": 0}, now) == f"data.train: {told}"
+    assert store.explain_miss("train", {"data": before.parts, "seed": 1}, before) == "seed 0 → 1"
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,11 @@ def test_where_not_every_sample_has_a_hash_nothing_is_told_as_exact(
     monkeypatch.setattr(fingerprint, limit, 7)  # a hash for three samples, or of every third
     store, before = Store(tmp_path), Splits({"train": dataset(X)}).contents()
     note_samples(tmp_path, before)
-    store.remember("train", {"data": before.parts})
+    store.save_last_parts("train", {"data": before.parts})
 
     def told(x: torch.Tensor) -> str:
         now = Splits({"train": dataset(x)}).contents()
-        return store.why("train", {"data": now.parts}, now)
+        return store.explain_miss("train", {"data": now.parts}, now)
 
     changed = torch.where((torch.arange(20) < 4)[:, None], X + 0.5, X)
     assert told(changed) == "data.train: at least 2 of 20 samples differ"
@@ -73,13 +73,15 @@ def test_where_not_every_sample_has_a_hash_nothing_is_told_as_exact(
 def test_hashes_that_are_gone_leave_the_digests_and_old_ones_make_room(tmp_path: Path) -> None:
     first = Splits({"train": held(X)}).contents()
     store = Store(tmp_path)
-    store.remember("train", {"data": first.parts})
+    store.save_last_parts("train", {"data": first.parts})
     note_samples(tmp_path, first)
     for shift in range(1, KEPT + 1):
         now = Splits({"train": held(X + shift)}).contents()
         note_samples(tmp_path, now)
     assert len(list((tmp_path / FOLDER).iterdir())) == KEPT
-    assert store.why("train", {"data": now.parts}, now).startswith("data.splits.train.sha256 ")
+    assert store.explain_miss("train", {"data": now.parts}, now).startswith(
+        "data.splits.train.sha256 "
+    )
 
 
 def test_long_data_are_hashed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,12 @@ import pytest
 
 from compress.common.errors import PipelineInvalid, StageFailed
 from pipelines.results.schema import Report
-from pipelines.system.disk_errors import said_plainly
+from pipelines.system.disk_errors import readable_disk_errors
 
 
 def test_a_full_disk_is_said_with_path_and_remedy(tmp_path: Path) -> None:
     expected = r"a\.json: No space left on device; \d+ MiB are free .* make room"
-    with pytest.raises(StageFailed, match=expected), said_plainly(tmp_path):
+    with pytest.raises(StageFailed, match=expected), readable_disk_errors(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "a.json"))
 
 
@@ -18,14 +18,23 @@ def test_the_free_space_told_is_that_of_the_disk_that_is_full(tmp_path: Path) ->
     full = tmp_path / "tmp"
     full.mkdir()
     expected = rf"MiB are free in {full};"
-    with pytest.raises(StageFailed, match=expected), said_plainly(tmp_path / "not" / "made"):
+    with (
+        pytest.raises(StageFailed, match=expected),
+        readable_disk_errors(tmp_path / "not" / "made"),
+    ):
         raise OSError(errno.ENOSPC, "No space left on device", str(full / "compress-run-1"))
 
 
 def test_a_forbidden_out_is_a_wrong_argument(tmp_path: Path) -> None:
-    with pytest.raises(PipelineInvalid, match=r"cannot be written .*--out"), said_plainly(tmp_path):
+    with (
+        pytest.raises(PipelineInvalid, match=r"cannot be written .*--out"),
+        readable_disk_errors(tmp_path),
+    ):
         raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "report.json"))
-    with pytest.raises(StageFailed, match="Permission denied"), said_plainly(tmp_path / "out"):
+    with (
+        pytest.raises(StageFailed, match="Permission denied"),
+        readable_disk_errors(tmp_path / "out"),
+    ):
         raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "elsewhere"))
 
 

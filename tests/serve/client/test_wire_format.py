@@ -251,8 +251,11 @@ def test_text_settings_that_do_not_fit_are_refused(tokenizer: Path, tmp_path: Pa
     with pytest.raises(StageFailed, match=r"other\.json: not a tokenizer"):
         takes_texts(tmp_path / "other.json", 2, "input_ids")
     with pytest.raises(ArtifactInvalid, match=r"none\.json: no such file"):
-        TextInput(tokenizer="none.json").beside(tmp_path)
-    here, before = TextInput(tokenizer="tokenizer.json").beside(tmp_path), tokenizer.read_text()
+        TextInput(tokenizer="none.json").resolve_paths(tmp_path)
+    here, before = (
+        TextInput(tokenizer="tokenizer.json").resolve_paths(tmp_path),
+        tokenizer.read_text(),
+    )
     identity = here.identity()
     tokenizer.write_text(before.replace("good", "fine"))
     assert identity != here.identity() and str(tmp_path) not in str(identity)

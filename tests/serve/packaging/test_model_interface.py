@@ -168,8 +168,8 @@ def test_a_server_whose_calls_all_hang_is_not_ready_until_one_ends() -> None:
 def test_what_torch_runs_is_loaded_and_answers_as_opened(mlp: EagerModel, tmp_path: Path) -> None:
     context = Context(root=tmp_path)
     kinds = [
-        ExportTorchScript().run(mlp, context.at(tmp_path / "torchscript")),
-        ExportProgram().run(mlp, context.at(tmp_path / "graph")),
+        ExportTorchScript().run(mlp, context.with_root(tmp_path / "torchscript")),
+        ExportProgram().run(mlp, context.with_root(tmp_path / "graph")),
     ]
     inputs = mlp.signature.example(batch=5)
     for artifact in kinds:

@@ -70,7 +70,7 @@ def test_a_fresh_process_answers_bit_identically(source, tmp_path, fresh_process
     for edit in edits:
         edit.apply_(module)
     cut = source.derive(tmp_path / "cut", module, edits=edits)
-    assert EagerModel.at(cut.path).recipe.edits == edits
+    assert EagerModel.from_directory(cut.path).recipe.edits == edits
     found = fresh_process(
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
         "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"

@@ -9,7 +9,7 @@ from torch import nn
 from compress.artifacts.edits.slicing import keep_indices_
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.pruning.allocation.ranking import modules_excluded, plan_cut
-from compress.pruning.dependency.group_slices import ChannelCut
+from compress.pruning.dependency.group_slices import SlicePlan
 from tests.compress.pruning import pruning_linear_nets as linear_nets
 from tests.compress.pruning import pruning_nets as nets
 
@@ -91,7 +91,7 @@ def built(factory, seed: int = 0) -> nn.Module:
 
 
 def assert_equals_masked_twin(
-    module: nn.Module, cut: ChannelCut, inputs: tuple[torch.Tensor, ...]
+    module: nn.Module, cut: SlicePlan, inputs: tuple[torch.Tensor, ...]
 ) -> None:
     """Compare on inputs that the proof did not see, with zeros written here."""
     masked, smaller = copy.deepcopy(module).double(), copy.deepcopy(module).double()
@@ -115,7 +115,7 @@ def test_a_pruned_net_answers_as_its_masked_twin(name: str) -> None:
     factory, shape, expected = CUT[name]
     module = built(factory)
     cut = plan_cut(module, sample(shape, 1), ratio=0.5)
-    assert {f.family.name: (f.before, f.after) for f in cut.families} == expected
+    assert {f.group.name: (f.before, f.after) for f in cut.groups} == expected
     assert_equals_masked_twin(module, cut, sample(shape, 2))
     if name in PINNED:
         module_name, reason = PINNED[name]
@@ -124,7 +124,7 @@ def test_a_pruned_net_answers_as_its_masked_twin(name: str) -> None:
 
 def test_every_wrong_cut_is_refused() -> None:
     cut = plan_cut(built(linear_nets.SplitByNumber), (torch.randn(2, 4),), ratio=0.5)
-    assert not cut.families
+    assert not cut.groups
     assert "masked twin" in cut.pinned["first"]
 
 
@@ -132,7 +132,7 @@ def test_every_wrong_cut_is_refused() -> None:
 def test_a_module_that_insists_on_float32_is_proven_in_it(change: float, is_proven: bool) -> None:
     module = built(lambda: linear_nets.FloatAlone(change))
     cut = plan_cut(module, (torch.randn(2, 4),), ratio=0.5)
-    assert bool(cut.families) == is_proven
+    assert bool(cut.groups) == is_proven
     if not is_proven:
         assert "masked twin (by 1.0e-03)" in cut.pinned["first"]
 
@@ -144,9 +144,9 @@ def test_layers_that_are_not_followed_say_why() -> None:
 
 
 def test_weights_of_the_outermost_module_go_by_their_own_names() -> None:
-    (family,) = plan_cut(built(nets.Raw), (torch.randn(2, 1, 8, 8),), ratio=0.5).families
-    assert family.family.makers == ("kernel",)
-    assert family.family.producers == ("",)
+    (family,) = plan_cut(built(nets.Raw), (torch.randn(2, 1, 8, 8),), ratio=0.5).groups
+    assert family.group.producers_slots == ("kernel",)
+    assert family.group.producers == ("",)
 
 
 def test_the_number_of_heads_goes_with_the_cut() -> None:
@@ -210,7 +210,7 @@ def random_cnn(seed: int) -> nn.Module:
 def test_random_cnns_answer_as_their_masked_twins(seed: int) -> None:
     module = random_cnn(seed)
     cut = plan_cut(module, (torch.randn(2, 1, 8, 8),), ratio=0.4, round_to=2)
-    assert cut.families
+    assert cut.groups
     assert_equals_masked_twin(module, cut, (torch.randn(2, 1, 8, 8),))
 
 
@@ -245,14 +245,14 @@ def test_least_important_channels_leave() -> None:
 def test_excluded_modules_keep_their_channels() -> None:
     module = built(nets.Dense)
     cut = plan_cut(module, (torch.randn(2, 1, 8, 8),), ratio=0.5, exclude=("growth*",))
-    assert [f.family.name for f in cut.families] == ["stem"]
+    assert [f.group.name for f in cut.groups] == ["stem"]
     assert cut.pinned["growth1"] == "excluded by 'growth*'"
 
 
 def test_an_excluded_normalisation_keeps_its_channels() -> None:
     module = built(nets.Separable)
     cut = plan_cut(module, (torch.randn(2, 1, 8, 8),), ratio=0.5, exclude=("norm",))
-    assert [f.family.name for f in cut.families] == ["squeeze", "pointwise"]
+    assert [f.group.name for f in cut.groups] == ["squeeze", "pointwise"]
     assert cut.pinned["stem"] == "excluded by 'norm'"
 
 

@@ -238,7 +238,7 @@ def test_what_cannot_be_proven_is_left_out_of_a_target() -> None:
 def test_an_unproven_family_may_be_an_error() -> None:
     ranking: Ranking = rank(linear_nets.SplitByNumber().eval(), (torch.randn(2, 4),))
     keep = ranking.allocate(0.5, Limits())
-    assert not ranking.prove(keep).families
+    assert not ranking.prove(keep).groups
     with pytest.raises(StageFailed, match=r"'first' cannot be proven: .*; exclude it, or set"):
         ranking.prove(keep, "error")
 

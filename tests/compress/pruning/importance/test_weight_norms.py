@@ -13,7 +13,7 @@ from torch import nn
 
 from compress.core.loss import Loss
 from compress.data.batch import Batch
-from compress.pruning.dependency.channel_groups import AxisGraph, Family
+from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
 from compress.pruning.dependency.graph import trace
 from compress.pruning.importance import activation_saliency, taylor
 from compress.pruning.importance.scores import score_families
@@ -25,10 +25,10 @@ def line(*widths: int, bias: bool = True, seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*layers[:-1]).double().eval()
 
 
-def graph_of(module: nn.Module, *shape: int) -> tuple[AxisGraph, Family]:
+def graph_of(module: nn.Module, *shape: int) -> tuple[AxisGraph, ChannelGroup]:
     dtype = next(module.parameters()).dtype
     graph = trace(module, (torch.randn(2, *shape, dtype=dtype),))
-    return graph, graph.families[0]
+    return graph, graph.groups[0]
 
 
 def scores(module: nn.Module, criterion: str, *shape: int, batches: Sequence[Batch] = ()):
@@ -218,9 +218,7 @@ def test_hessian_goes_through_fused_attention() -> None:
     module = nets.Transformer().eval()
     tokens = torch.randint(0, 11, (4, 8))
     graph = trace(module, (tokens,))
-    found = score_families(
-        module, graph.families, graph, "hessian", batches=[Batch((tokens,), None)]
-    )
+    found = score_families(module, graph.groups, graph, "hessian", batches=[Batch((tokens,), None)])
     assert all(bool((one > 0).all()) for one in found)
 
 

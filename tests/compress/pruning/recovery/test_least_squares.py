@@ -24,7 +24,7 @@ NO_RIDGE = 1e-13
 def cut(module: nn.Module, inputs: torch.Tensor, share: float = 0.5):
     """Return a copy with the first channels of each family gone, and what is kept."""
     graph = trace(module, (inputs,))
-    removed = [c for f in graph.families for c in f.channels[: int(len(f.channels) * share)]]
+    removed = [c for f in graph.groups for c in f.channels[: int(len(f.channels) * share)]]
     kept = graph.kept(removed)
     smaller = copy.deepcopy(module)
     keep_indices_(smaller, kept, {})

@@ -18,12 +18,12 @@ from compress.data.splits import Splits
 from compress.pruning.allocation.ranking import plan_cut
 from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.dependency import graph
-from compress.pruning.dependency.group_slices import ChannelCut
-from compress.pruning.verification.masked_equivalence import Proof
+from compress.pruning.dependency.group_slices import SlicePlan
+from compress.pruning.verification.masked_equivalence import MaskedEquivalence
 from tests.compress.pruning.zoo.registry import CASES
 
 
-def assert_right(module: nn.Module, cut: ChannelCut, inputs: tuple[torch.Tensor, ...]) -> None:
+def assert_right(module: nn.Module, cut: SlicePlan, inputs: tuple[torch.Tensor, ...]) -> None:
     """Compare with zeros written here, on inputs that the proof did not see."""
     masked, smaller = copy.deepcopy(module).double(), copy.deepcopy(module).double()
     for name, axes in cut.kept.items():
@@ -90,7 +90,7 @@ def test_a_rule_that_forgets_what_it_mixes_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setitem(graph.RULES, "softmax", graph.elementwise.identity)
     module = case.build()
     cut = plan_cut(module, case.inputs(2), ratio=0.5)
-    assert {f.family.name for f in cut.families} == {"conv1", "conv3"}
+    assert {f.group.name for f in cut.groups} == {"conv1", "conv3"}
     assert "answers otherwise than its masked twin" in cut.pinned["conv2"]
     assert_right(module, cut, case.inputs(3))
 
@@ -120,19 +120,19 @@ def test_families_are_proven_together(
     layers: int, wrong: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = []
-    refute = Proof.refute
+    refute = MaskedEquivalence.find_mismatch
 
     def counted(self, kept, attributes):
         compared.append(kept)
         return refute(self, kept, attributes)
 
-    monkeypatch.setattr(Proof, "refute", counted)
+    monkeypatch.setattr(MaskedEquivalence, "find_mismatch", counted)
     torch.manual_seed(0)
     module = Branches(layers, tuple(wrong)).eval()
     cut = plan_cut(module, (torch.randn(2, 4),), ratio=0.5)
     refused = {name for name, reason in cut.pinned.items() if "masked twin" in reason}
     assert refused == {f"layers.{place}" for place in wrong}
-    assert [f.family.name for f in cut.families] == [
+    assert [f.group.name for f in cut.groups] == [
         f"layers.{place}" for place in range(layers) if place not in wrong
     ]
     assert len(compared) <= most
@@ -161,7 +161,7 @@ def test_one_configuration_changes_for_all_who_read_it() -> None:
     module = case.build()
     cut = plan_cut(module, case.inputs(2), ratio=0.5)
     assert cut.attributes["layers.0.config.heads"] == 2
-    assert len(cut.families) == 2
+    assert len(cut.groups) == 2
     keep_indices_(module, cut.kept, cut.attributes)
     assert module.layers[1].config.width == 16
 
@@ -199,7 +199,7 @@ def test_what_computes_in_float32_inside_is_compared_as_such(right: bool) -> Non
             return (y @ z.mT).to(x.dtype)  # sums that are rounded to float32
 
     cut = plan_cut(Casting().eval(), (torch.randn(64, 4),), ratio=0.5)
-    assert bool(cut.families) == right
+    assert bool(cut.groups) == right
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -218,7 +218,7 @@ def test_random_numbers_in_a_forward_are_the_same_for_both() -> None:
 
     module = Noisy(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3)).eval()
     state = torch.get_rng_state()
-    assert plan_cut(module, (torch.randn(2, 4),), ratio=0.5).families
+    assert plan_cut(module, (torch.randn(2, 4),), ratio=0.5).groups
     torch.randn(2, 4)
     torch.set_rng_state(state)  # and the user's own stream goes on where it was
     torch.randn(2, 4)
@@ -249,7 +249,7 @@ def test_nan_in_a_later_output_refutes() -> None:
 
     torch.manual_seed(0)
     cut = plan_cut(NanWhereNarrow().eval(), (torch.randn(2, 4),), ratio=0.5)
-    assert not cut.families
+    assert not cut.groups
     assert "answers otherwise than its masked twin (by nan)" in cut.pinned["first"]
 
 
@@ -272,7 +272,7 @@ def test_masked_scores_are_equal_and_the_others_are_compared(right: bool) -> Non
 
     torch.manual_seed(0)
     cut = plan_cut(Masked().eval(), (torch.randn(2, 4),), ratio=0.5)
-    assert bool(cut.families) == right
+    assert bool(cut.groups) == right
 
 
 def test_signs_of_weights_are_tried_of_models_with_masked_scores(
@@ -280,13 +280,13 @@ def test_signs_of_weights_are_tried_of_models_with_masked_scores(
 ) -> None:
     """An infinity must not leave out what else is asked than the weights as they are."""
     tried = []
-    variant_of = Proof._variant
+    variant_of = MaskedEquivalence._variant
 
     def counted(self, variant):
         tried.append(variant)
         return variant_of(self, variant)
 
-    monkeypatch.setattr(Proof, "_variant", counted)
+    monkeypatch.setattr(MaskedEquivalence, "_variant", counted)
 
     class Masked(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -294,7 +294,7 @@ def test_signs_of_weights_are_tried_of_models_with_masked_scores(
 
     torch.manual_seed(0)
     module = Masked(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3)).eval()
-    assert plan_cut(module, (torch.randn(2, 4),), ratio=0.5).families
+    assert plan_cut(module, (torch.randn(2, 4),), ratio=0.5).groups
     smaller, twins = tried[1::2], tried[::2]
     assert smaller == twins == list(range(8))
 
@@ -324,7 +324,7 @@ def test_a_branch_that_real_samples_alone_reach_is_proven_on_them(tmp_path: Path
     torch.manual_seed(0)
     state = recipe.build(tmp_path).state_dict()
     model = EagerModel.create(tmp_path / "source", recipe, state, signature, folder=tmp_path)
-    assert plan_cut(model.load(), signature.example(), ratio=0.5).families, "noise is not bright"
+    assert plan_cut(model.load(), signature.example(), ratio=0.5).groups, "noise is not bright"
     generator = torch.Generator().manual_seed(0)
     dark = torch.randint(0, 50, (40, 16), generator=generator).float()
     dark[31, 5] = 255  # one of 40 samples takes the branch

@@ -3,9 +3,9 @@ import pytest
 import torch
 
 from compress.quantization.algorithms.weight_rounding import (
+    gptq,
     grouped,
-    half_quadratic,
-    optimal_brain,
+    hqq,
     packed,
     round_to_nearest,
 )
@@ -62,7 +62,7 @@ def test_rounding_to_nearest_is_the_affine_grid_whose_range_holds_zero(bits: int
 def test_half_quadratic_is_the_papers_proximal_iteration() -> None:
     """Each step shrinks the error (the paper's equation 4) and fits the zero point to the rest."""
     weight = unlike_groups() * (1 + 4 * (torch.arange(32) % 8 == 5))
-    found = half_quadratic(weight, 4, 8)
+    found = hqq(weight, 4, 8)
     moved = 0
     for o, g in np.ndindex(4, 4):
         group = weight[o, 8 * g : 8 * g + 8].numpy()
@@ -108,7 +108,7 @@ def test_optimal_brain_is_the_update_with_the_inverse_of_what_is_left(
             into[i] = np.clip(np.round(row[i] / scale + zero), 0, 15)
             off = (row[i] - (into[i] - zero) * scale) / inverse[0, 0]
             row[i:] -= off * inverse[0]
-    found = optimal_brain(weight, 4, 32, moment)
+    found = gptq(weight, 4, 32, moment)
     assert found.integers_OI.tolist() == expected.tolist() and found.bits == 4
 
 
@@ -132,10 +132,10 @@ def test_zero_stays_zero(weight: torch.Tensor) -> None:
 
 
 def test_half_quadratic_is_nearer_where_few_numbers_are_large(weight: torch.Tensor) -> None:
-    nearest, fitted = (f(weight, 4, 32).floats() for f in (round_to_nearest, half_quadratic))
+    nearest, fitted = (f(weight, 4, 32).floats() for f in (round_to_nearest, hqq))
     norm = lambda found: (found - weight).abs().pow(0.7).mean()  # noqa: E731
     assert norm(fitted) < norm(nearest)
-    zero_OG = half_quadratic(weight, 4, 32).zero_OG
+    zero_OG = hqq(weight, 4, 32).zero_OG
     assert not torch.equal(zero_OG, zero_OG.round())
 
 
@@ -148,7 +148,7 @@ def test_optimal_brain_answers_nearer_on_its_inputs(
         float((inputs @ rounded.floats().T - expected).norm() / expected.norm())
         for rounded in (
             round_to_nearest(weight, 4, 32),
-            optimal_brain(weight, 4, 32, moment),
+            gptq(weight, 4, 32, moment),
         )
     ]
     assert errors[1] < 0.5 * errors[0]
@@ -159,7 +159,7 @@ def test_optimal_brain_on_inputs_of_their_own_is_rounding_to_nearest(
 ) -> None:
     nearest = round_to_nearest(weight.double(), 4, 32)
     # Nothing goes with anything else, so no weight can make up for another.
-    brain = optimal_brain(weight, 4, 32, torch.eye(64))
+    brain = gptq(weight, 4, 32, torch.eye(64))
     assert torch.equal(brain.integers_OI, nearest.integers_OI)
     assert torch.equal(brain.scale_OG, nearest.scale_OG.float())
 
@@ -169,7 +169,7 @@ def test_inputs_that_are_always_silent_do_no_harm(
 ) -> None:
     inputs[:, 10:20] = 0
     moment = inputs.T @ inputs / len(inputs)
-    rounded = optimal_brain(weight, 4, 32, moment).floats()
+    rounded = gptq(weight, 4, 32, moment).floats()
     assert torch.isfinite(rounded).all()
     assert (rounded - weight).abs().max() < 2 * weight.abs().max()
 
@@ -178,10 +178,10 @@ def test_weights_of_silent_inputs_set_no_range(weight: torch.Tensor, inputs: tor
     inputs[:, 10:20] = 0
     inputs[:, 32:] = 0
     moment = inputs.T @ inputs / len(inputs)
-    plain = optimal_brain(weight, 4, 32, moment)
+    plain = gptq(weight, 4, 32, moment)
     large = weight.clone()
     large[:, 10:20] *= 100
-    rounded = optimal_brain(large, 4, 32, moment)
+    rounded = gptq(large, 4, 32, moment)
     assert torch.equal(rounded.scale_OG, plain.scale_OG)
     assert torch.equal(inputs @ rounded.floats().T, inputs @ plain.floats().T)
     signs = (rounded.floats() * large)[:, 10:20]

@@ -66,7 +66,7 @@ def test_figures_are_those_of_the_artifacts_answers(tmp_path: Path) -> None:
     with model.open() as expected, small.open() as got:
         (a,), (b,) = expected(x), got(x)
     assert (found.samples, found.split) == (64, "val")
-    assert found.label_agreement == pytest.approx(LabelAgreement().value(model, small, context))
+    assert found.label_agreement == pytest.approx(LabelAgreement().measure(model, small, context))
     assert found.metric.name == "accuracy"
     assert found.metric.before == pytest.approx(context.score(model))
     assert found.metric.after == pytest.approx(context.score(small))

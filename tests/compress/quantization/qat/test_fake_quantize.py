@@ -10,9 +10,13 @@ from compress.quantization.config.dtype_scheme import scheme_of
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.pt2e.torchao_api import MinMaxObserver, PerChannelMinMaxObserver
 from compress.quantization.ptq.calibrate import prepare, traced
-from compress.quantization.qat.conv_bn_qat import FoldedLayer, Normed
+from compress.quantization.qat.conv_bn_qat import BnParameters, ConvBnQat
 from compress.quantization.qat.fake_model import FakeQuantized
-from compress.quantization.qat.fake_quantize import ActivationGrid, Switch, WeightGrid
+from compress.quantization.qat.fake_quantize import (
+    ActivationFakeQuantize,
+    Switch,
+    WeightFakeQuantize,
+)
 from compress.quantization.qat.freeze import Freezing
 from compress.quantization.qat.learned_step_size import LearnedStep
 
@@ -38,9 +42,9 @@ def observed_activation(values: torch.Tensor) -> MinMaxObserver:
     return observer
 
 
-def weight_grid(weight: torch.Tensor, learns: bool = False) -> WeightGrid:
+def weight_grid(weight: torch.Tensor, learns: bool = False) -> WeightFakeQuantize:
     observer = observed_weight(weight)
-    grid = WeightGrid(observer, len(weight), learns)
+    grid = WeightFakeQuantize(observer, len(weight), learns)
     grid.begin_(observer, weight)
     return grid
 
@@ -61,7 +65,7 @@ def test_a_channel_of_zeros_keeps_the_step_it_was_given_and_others_their_share()
     weight_OI = torch.tensor([[0.7, -0.3], [0.0, 0.0]])
     observer = observed_weight(weight_OI)
     observer.max_val = torch.tensor([1.4, 0.07])  # as if a bias needed room
-    grid = WeightGrid(observer, 2, learns=False)
+    grid = WeightFakeQuantize(observer, 2, learns=False)
     grid.begin_(observer, weight_OI)
     grid(weight_OI / 2)
     torch.testing.assert_close(grid.scale, torch.tensor([0.1, 0.01]))
@@ -69,7 +73,7 @@ def test_a_channel_of_zeros_keeps_the_step_it_was_given_and_others_their_share()
 
 def test_an_activations_range_follows_batches_in_training_alone() -> None:
     first = torch.tensor([-1.0, 3.0])
-    grid = ActivationGrid(observed_activation(first), learns=False, follows=True)
+    grid = ActivationFakeQuantize(observed_activation(first), learns=False, follows=True)
     grid.begin_(observed_activation(first))
     begun = grid.scale.clone(), grid.zero_point.clone()
     torch.testing.assert_close(begun[0], torch.tensor([4 / 255]))
@@ -84,7 +88,7 @@ def test_a_range_about_zero_stays_about_zero() -> None:
         dtype=torch.int8, quant_min=-128, quant_max=127, qscheme=torch.per_tensor_symmetric
     )
     observer(torch.tensor([-1.0, 3.0]))
-    grid = ActivationGrid(observer, learns=False, follows=True)
+    grid = ActivationFakeQuantize(observer, learns=False, follows=True)
     grid.begin_(observer)
     assert grid.scale.item() == pytest.approx(6 / 255)
     grid.train()(torch.tensor([-1.0, 5.0]))
@@ -206,12 +210,12 @@ def test_what_the_graph_makes_moves_with_it() -> None:
     assert all(node.kwargs["device"] == torch.device("meta") for node in made)
 
 
-def layer_and_norm(gain: float = 1.5) -> tuple[nn.Conv2d, nn.BatchNorm2d, FoldedLayer]:
+def layer_and_norm(gain: float = 1.5) -> tuple[nn.Conv2d, nn.BatchNorm2d, ConvBnQat]:
     torch.manual_seed(0)
     conv, norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
     nn.init.uniform_(norm.running_mean, -0.5, 0.5)
     nn.init.constant_(norm.weight, gain)
-    normed = Normed(
+    normed = BnParameters(
         conv.weight,
         conv.bias,
         norm.weight,
@@ -221,7 +225,7 @@ def layer_and_norm(gain: float = 1.5) -> tuple[nn.Conv2d, nn.BatchNorm2d, Folded
         norm.momentum,
         norm.eps,
     )
-    return conv, norm, FoldedLayer(F.conv2d, normed, nn.Identity(), nn.Identity())
+    return conv, norm, ConvBnQat(F.conv2d, normed, nn.Identity(), nn.Identity())
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -82,7 +82,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
     manifest.unlink()
     manifest.write_text(json.dumps(content, sort_keys=True, indent=1))
     with pytest.raises(ArtifactInvalid, match=r"weights\.safetensors: missing second\.weight$"):
-        Unfilled.of(EagerModel.at(tmp_path / "source"), "cpu")
+        Unfilled.of(EagerModel.from_directory(tmp_path / "source"), "cpu")
 
 
 @pytest.mark.gpu

@@ -227,7 +227,7 @@ def facts(held, name, rank):
 @pytest.mark.parametrize(("ranks", "name"), ALL)
 def test_a_sharded_checkpoint_loads_into_the_whole_model(held, ranks, name):
     source = {**HELD[2], **HELD[4]}[name][0]
-    module = EagerModel.at(held / source).load()
+    module = EagerModel.from_directory(held / source).load()
     optimizer = build_optimizer(module, Training(epochs=1, optimizer="adamw"))
     state = {
         "model": get_model_state_dict(module),
@@ -247,7 +247,7 @@ def test_a_sharded_checkpoint_loads_into_the_whole_model(held, ranks, name):
 @pytest.mark.parametrize(("ranks", "name"), ALL)
 def test_each_process_holds_its_share_and_copies_stay_copies(held, ranks, name):
     source = {**HELD[2], **HELD[4]}[name][0]
-    every = sum(w.numel() for w in EagerModel.at(held / source).load().parameters())
+    every = sum(w.numel() for w in EagerModel.from_directory(held / source).load().parameters())
     shares = [facts(held, name, rank) for rank in range(ranks)]
     assert all(share["copies_agree"] for share in shares)  # with dropout: the same masks
     assert all(share["held"] < 0.75 * every for share in shares)

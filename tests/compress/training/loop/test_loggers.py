@@ -16,10 +16,10 @@ from compress.training.config.profiling import Profile
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.loop.loggers import TensorBoard, tracking
-from compress.training.loop.step_metrics import MeasuredEpoch
+from compress.training.loop.step_metrics import EpochMetrics
 from compress.training.objectives.objective import TargetLoss
 from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import make_plan
+from pipelines.planning.plan import build_plan
 
 HERE = Path(__file__).parents[1]
 ABOUT = {"title": "train", "identity": "0123456789", "done": 0, "metric": "accuracy"}
@@ -71,8 +71,8 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     return {name: {e.step: e.value for e in entries} for name, entries in found.items()}
 
 
-def epoch(number: int) -> MeasuredEpoch:
-    return MeasuredEpoch(epoch=number, loss=float(number), metric=None, learning_rate=0.1)
+def epoch(number: int) -> EpochMetrics:
+    return EpochMetrics(epoch=number, loss=float(number), metric=None, learning_rate=0.1)
 
 
 def test_tensorboard_shows_each_epoch_once_though_the_training_was_interrupted(tmp_path, source):
@@ -138,7 +138,7 @@ def test_a_tracker_that_is_not_installed_is_refused_first(tmp_path, source, monk
             f"data: {{factory: nets:blobs}}\nstages: [{stage}]\n"
         )
         with pytest.raises(Unavailable, match=wanted):
-            make_plan(Pipeline.from_yaml(tmp_path / "pipeline.yaml"))
+            build_plan(Pipeline.from_yaml(tmp_path / "pipeline.yaml"))
 
 
 @pytest.mark.slow

@@ -16,8 +16,13 @@ from compress.core.stage import Context
 from compress.data.splits import Batch, DataReference
 from compress.pruning.channels_stage import PruneChannels
 from compress.training.checkpoint.metadata import Epoch
-from compress.training.distributed.ddp import Alone
-from compress.training.loop.step_metrics import MeasuredEpoch, Watch, recording_memory, tokens_in
+from compress.training.distributed.ddp import SingleProcess
+from compress.training.loop.step_metrics import (
+    EpochMetrics,
+    StepMetrics,
+    recording_memory,
+    tokens_in,
+)
 from compress.training.stage import Train
 
 HERE = Path(__file__).parents[1]
@@ -116,7 +121,7 @@ def test_tokens_are_counted_where_inputs_are_tables_of_whole_numbers():
     assert tokens_in(batch(torch.zeros(3, 5, dtype=torch.bool))) == 0
 
 
-class Pair(Alone):
+class Pair(SingleProcess):
     """The leading one of two processes, the other of which, if it has samples of its own, saw twice
     as many tokens."""
 
@@ -139,7 +144,7 @@ def test_speed_and_memory_are_those_of_all_processes(monkeypatch, shares):
 
     clock = iter((10.0, 12.0))
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    watch = Watch(Here, Pair(shares))
+    watch = StepMetrics(Here, Pair(shares))
     steps = [[batch(torch.zeros(4, 10, dtype=torch.int64))] * 2] * 3
     assert list(watch.steps(steps)) == steps
     held = torch.ones(2**24)  # 64 MiB
@@ -147,7 +152,7 @@ def test_speed_and_memory_are_those_of_all_processes(monkeypatch, shares):
     assert told.samples_per_second == shares * 24 / 2
     assert told.tokens_per_second == (240 + 480 * (shares - 1)) / 2
     assert told.peak_mebibytes[0] >= held.nbytes / 2**20 * 0.9 and told.peak_mebibytes[1] == 7
-    assert MeasuredEpoch.model_validate_json(told.model_dump_json()) == told
+    assert EpochMetrics.model_validate_json(told.model_dump_json()) == told
 
 
 @pytest.mark.gpu

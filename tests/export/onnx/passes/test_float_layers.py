@@ -41,13 +41,13 @@ def test_a_layer_between_integers_keeps_its_float_weights(
     tmp_path: Path, factory: str, left: str, kernels: dict[str, int]
 ) -> None:
     graph, context = quantized(tmp_path, factory, left, "onnxruntime-cpu")
-    exported = ExportOnnx()(graph, context.at(tmp_path / "onnx"))
+    exported = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))
     assert exported.manifest.facts["float_kernels"] == kernels
-    assert Parity(atol=0).value(graph, exported, context) < 1e-5
+    assert Parity(atol=0).measure(graph, exported, context) < 1e-5
 
 
 def test_graphs_for_gpus_are_left_as_they_are(tmp_path: Path) -> None:
     graph, context = quantized(tmp_path, "networks:residual", "first", "tensorrt")
-    exported = ExportOnnx()(graph, context.at(tmp_path / "onnx"))
+    exported = ExportOnnx()(graph, context.with_root(tmp_path / "onnx"))
     assert "Max" not in exported.manifest.facts["operators"]
-    assert Parity(atol=0).value(graph, exported, context) < 1e-5
+    assert Parity(atol=0).measure(graph, exported, context) < 1e-5
