@@ -317,7 +317,8 @@ def test_an_engine_answers_like_the_model(
     with engine.open() as predict:
         assert predict(torch.zeros(70, 1, 8, 8))[0].shape[0] == 70
     code = (
-        f"from export import TensorRTEngine; e = TensorRTEngine.at({str(engine.path)!r})\n"
+        "from export import TensorRTEngine\n"
+        f"e = TensorRTEngine.from_directory({str(engine.path)!r})\n"
         "with e.open() as p: print(len(p(*e.signature.example(3))[0]))"
     )
     assert fresh_process(code) == "3"

@@ -108,7 +108,7 @@ def test_a_changed_file_of_an_artifact_is_refused_before_it_is_read(
     folder = rewritten(artifact, place, {name: changed})
     load = type(artifact).load if artifact is eager else type(artifact).program
     refused(lambda: verify(folder))
-    refused(lambda: load(type(artifact).at(folder)))
+    refused(lambda: load(type(artifact).from_directory(folder)))
 
 
 @pytest.mark.timeout(600)
@@ -141,7 +141,7 @@ def test_weights_and_graphs_under_a_forged_manifest_are_read_or_refused(
     manifest = json.loads((artifact.path / MANIFEST).read_text())
     manifest["files"][name] = digest_of(changed).model_dump()
     folder = rewritten(artifact, place, {name: changed, MANIFEST: json.dumps(manifest).encode()})
-    opened = type(artifact).at(folder)
+    opened = type(artifact).from_directory(folder)
     try:
         opened.load() if artifact is eager else opened.program()
     except CompressError as error:

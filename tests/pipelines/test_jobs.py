@@ -81,7 +81,7 @@ class InThisProcess:
     def __init__(self, places: int, *_) -> None:
         self.places, self.under_way = places, []
 
-    def begin(self, making) -> None:
+    def submit(self, making) -> None:
         self.under_way.append(making)
         self.events.append(("begun", making.name))
 

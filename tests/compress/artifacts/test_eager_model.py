@@ -15,7 +15,7 @@ from compress.common.signature import Signature, TensorSpec
 ANSWER = """
 import torch
 from compress import EagerModel
-with EagerModel.at({path!r}).open() as predict:
+with EagerModel.from_directory({path!r}).open() as predict:
     print(predict(torch.linspace(-1, 1, 8).view(2, 4))[0].flatten().tolist())
 """
 

@@ -74,7 +74,7 @@ def test_a_fresh_process_answers_bit_identically(source, tmp_path, fresh_process
     found = fresh_process(
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
         "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
-        f"model = EagerModel.at({str(cut.path)!r})\n"
+        f"model = EagerModel.from_directory({str(cut.path)!r})\n"
         "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
     )
     expected = run_in_eval(module, cut.signature.example(seed=7))[0]

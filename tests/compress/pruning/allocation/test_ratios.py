@@ -215,7 +215,7 @@ def test_latency_is_searched_among_few_candidates(goal: float) -> None:
     asked = []
 
     def measure(cut) -> float:  # a staircase, as latencies are
-        left = sum(f.after for f in cut.families) / 96
+        left = sum(f.after for f in cut.groups) / 96
         asked.append(left)
         return round(0.1 + left, 1)
 

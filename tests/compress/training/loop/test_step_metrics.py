@@ -131,7 +131,7 @@ class Pair(SingleProcess):
     def total(self, values):
         return [value + 2 * value * (self.ranks - 1) for value in values]
 
-    def of_all(self, value):
+    def gather_all(self, value):
         return [value, 7.0]
 
 
