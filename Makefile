@@ -2,6 +2,7 @@
 # make test   set up .venv and run every check and test
 # make fuzz   set up .venv and try 5000 changed inputs of each kind; FUZZ_EXAMPLES=… for more
 # make docs   set up .venv and build the site of docs/ in build/site
+# make reference   write docs/reference/ anew, after a setting or a command changed
 # make mutation   count the mutants of the mathematics that the tests kill (MUTANTS=compress.core.gate* for some)
 PYTHON ?= python3
 BIN := .venv/bin
@@ -12,7 +13,7 @@ CHILDREN ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 # make soak   run the tests that want a quiet machine, one after the other
-.PHONY: demo test soak fuzz lint docs mutation clean
+.PHONY: demo test soak fuzz lint docs mutation reference clean
 
 demo: .venv/demo
 	$(BIN)/compress run pipelines/quickstart.yaml
@@ -38,6 +39,9 @@ lint: .venv/dev
 # With --quiet, --strict would count no warnings.
 docs: .venv/dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+reference: .venv/dev
+	$(BIN)/python docs/generator/reference.py
 
 # Forked after torch is imported, so one thread each; results are kept in mutants/, and a second run
 # looks at what changed.

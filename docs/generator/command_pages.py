@@ -1,4 +1,4 @@
-"""Pages of the commands and of the exit codes, written from the command line itself."""
+"""Reference pages of the commands and exit codes, from the typer application."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def commands_page() -> str:
     return "\n\n".join(
         [
             "# Commands",
-            "Every command takes `--help`, and `--debug`, which shows tracebacks. What they end "
-            "with: [Exit codes](exit-codes.md).",
+            "Every command takes `--help`, and `--debug`, which shows tracebacks. See also "
+            "[Exit codes](exit-codes.md).",
             *(part for name, command in commands.items() for part in _command(name, command)),
         ]
     )
@@ -33,12 +33,12 @@ def commands_page() -> str:
 def _command(name: str, command: Any) -> Iterator[str]:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option"]
-    yield f"## compress {name} {{#{name}}}"
+    yield f"## compress {name}"
     yield prose(command.help or "")
     line = " ".join(["compress", name, *(_written(argument) for argument in arguments)])
     yield f"```console\n$ {line}\n```"
     yield "\n".join(
-        f"`{_flags(option)}` {_default(option)}\n:   {prose(option.help or '')}\n"
+        f"- `{_flags(option)}` {_default(option)}<br>\n  {prose(option.help or '')}"
         for option in options
         if option.name not in SHOWN_ONCE
     )
@@ -64,21 +64,23 @@ def _default(option: Any) -> str:
 
 
 def exit_codes_page() -> str:
-    """Return the page of what `compress` ends with."""
+    """Return the page of the exit codes."""
     rows = [(0, "every gate passed")]
     for error in sorted(CompressError.__subclasses__(), key=lambda error: error.exit_code):
         first = (error.__doc__ or "").partition("\n")[0]
         rows.append((error.exit_code, f"`{error.__name__}`: {prose(first)}"))
     for number in SIGNALS:
-        rows.append((128 + number, f"`{number.name}`: interrupted; the same command goes on."))
+        rows.append(
+            (128 + number, f"`{number.name}`: interrupted; run the same command to resume.")
+        )
     return "\n\n".join(
         [
             "# Exit codes",
-            "What `compress` ends with. From Python the same errors are raised, all of them "
-            "`CompressError`; a message says where, what was found, what was expected and how "
-            "to mend it.",
+            "The exit codes of every command. From Python the same errors are raised; all are "
+            "subclasses of `CompressError`. A message says where, what was found, what was "
+            "expected and how to fix it.",
             "\n".join(["| code | |", "|---|---|", *(f"| {n} | {text} |" for n, text in rows)]),
-            "Any other error is a fault of ours, or of code that the pipeline names: code 1, and "
-            "`--debug` shows where.",
+            "Any other error is a bug, here or in code that the pipeline names: code 1, and "
+            "`--debug` shows the traceback.",
         ]
     )

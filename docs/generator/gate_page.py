@@ -1,4 +1,4 @@
-"""The page of the gates, written from their classes and their schema."""
+"""Reference page of the gates, from their classes and JSON Schema."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ LIMITS = {
     "max_latency": 5.0,
     "max_memory": 64.0,
 }
-"""A limit for each example."""
+"""The limit in each gate's example."""
 
 
 def gates_page() -> str:
-    """Return the page of every gate."""
+    """Return the page of all gates."""
     gates: tuple[type[Gate], ...] = get_args(get_args(AnyGate)[0])
     return "\n\n".join(
         [
             "# Gates",
-            "A gate measures one number and holds it against one limit. How to choose them, and "
+            "A gate measures one number and compares it with a limit. How to choose gates, and "
             "what a refusal looks like: [the guide](../gates.md).",
             *(part for gate in gates for part in _gate(gate)),
             "## Settings of every gate",
@@ -54,15 +54,17 @@ def _gate(gate: type[Gate]) -> Iterator[str]:
     example = {"gate": name, gate.limit_field: LIMITS[name]}
     refused = explain(gate.model_validate(example).verdict(None, "found …"))
     own = {
-        setting: told
-        for setting, told in schema["properties"].items()
+        setting: described
+        for setting, described in schema["properties"].items()
         if setting not in Gate.model_fields
     }
-    yield f"## {name} {{#{name}}}"
+    yield f"## {name}"
     yield from paragraphs(gate)
     yield "Compares with " + (
-        "the stage's input, or with what `against` names." if gate.compares else "nothing."
+        "the stage's input, or with the stage that `against` names."
+        if gate.compares
+        else "nothing."
     )
     yield f"```yaml\ngates:\n{yaml.safe_dump([example], sort_keys=False)}```"
-    yield f"Where it refuses: {code(refused)}."
+    yield f"A refusal: {code(refused)}."
     yield definitions(own, schema.get("required", ()), name, link_from("gates"))

@@ -1,4 +1,4 @@
-"""Groups of settings, such as `parallel`: each is shown once, on the first page that needs it."""
+"""Groups of settings, such as `parallel`: each is on the first page that uses it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     AnyStage = type[Stage[Any, Any]]
 
-STATIONS = {
+STAGE_PAGES = {
     "training": ("Train", "compress.training", "../training.md"),
     "pruning": ("Prune", "compress.pruning", "../pruning.md"),
     "distillation": ("Distil", "compress.distillation", "../pruning.md#distillation"),
@@ -27,41 +27,44 @@ STATIONS = {
     "export": ("Export", "export", "../export.md"),
     "packaging": ("Package", "serve", "../serving.md"),
 }
-"""Page → its title, the package whose stages it shows, and the guide."""
+"""Page → its title, the package of its stages, and the guide."""
 SCHEMA = json_schema()
 DEFS: dict[str, Any] = SCHEMA["$defs"]
 OF_THE_FILE: dict[str, Any] = {}
-"""What every stage may have in a file, though it is no setting of its class."""
+"""Keys that every stage may have in a file, and that are no settings of its class."""
 TRAIN: dict[str, Any] = {name: DEFS["Train"]["properties"][name] for name in Training.model_fields}
-"""The settings of `train` that every training has, by their names."""
+"""Settings shared by every stage that trains, by name."""
 
 
 def stages_of(page: str) -> list[AnyStage]:
-    """Return the stages that a page shows."""
-    package = STATIONS[page][1]
+    """Return the stages on a page."""
+    package = STAGE_PAGES[page][1]
     return [stage for stage in OURS if stage.__module__.startswith(f"{package}.")]
 
 
 @cache
-def homes() -> dict[str, str]:
-    """Return the page of each group, by its class's name."""
-    found = dict.fromkeys(_groups_in(SCHEMA["properties"]), "pipeline")
-    for page in STATIONS:
+def group_pages() -> dict[str, str]:
+    """Return the page of each group by class name."""
+    pages = dict.fromkeys(_groups_in(SCHEMA["properties"]), "pipeline")
+    for page in STAGE_PAGES:
         for stage in stages_of(page):
             for group in _groups_in(DEFS[stage.__name__]["properties"]):
-                found.setdefault(group, page)
-    return found
+                pages.setdefault(group, page)
+    return pages
 
 
 def group_sections(page: str) -> list[str]:
-    """Return the sections of the groups that are at home on a page."""
+    """Return the sections of a page's groups."""
     return [
-        part for group, home in homes().items() if home == page for part in _section(page, group)
+        part
+        for group, its_page in group_pages().items()
+        if its_page == page
+        for part in _section(page, group)
     ]
 
 
 def link_from(page: str) -> Callable[[list[str]], str]:
-    """Return what links to groups of settings from a page of the reference."""
+    """Return a function that links to groups of settings from a reference page."""
 
     def link(groups: list[str]) -> str:
         if set(groups) <= _STAGES:
@@ -76,29 +79,30 @@ def link_from(page: str) -> Callable[[list[str]], str]:
 
 
 def _link(page: str, group: str) -> str:
-    home = homes()[group]
-    return f"[{_words(group)}]({'' if home == page else f'{home}.md'}#{_anchor(group)})"
+    target = group_pages()[group]
+    file = "" if target == page else f"{target}.md"
+    return f"[{_words(group)}]({file}#{_anchor(group)})"
 
 
 def _section(page: str, group: str) -> Iterator[str]:
     schema = DEFS[group]
     own = schema["properties"]
-    if _is_a_training(group):
+    if _trains(group):
         own = {name: schema for name, schema in own.items() if TRAIN.get(name) != schema}
     words = _words(group)
-    yield f"### {words[0].upper()}{words[1:]} {{#{_anchor(group)}}}"
+    yield f'### <a id="{_anchor(group)}"></a>{words[0].upper()}{words[1:]}'
     yield prose(schema.get("description", ""))
     yield definitions(own, schema.get("required", ()), _anchor(group), link_from(page))
-    if _is_a_training(group):
+    if _trains(group):
         yield "And every setting of [`train`](training.md#train)."
 
 
-def _is_a_training(group: str) -> bool:
+def _trains(group: str) -> bool:
     return TRAIN.keys() <= DEFS[group]["properties"].keys()
 
 
 def _groups_in(properties: dict[str, Any]) -> Iterator[str]:
-    """Yield the groups that settings are made of, and those within them, each once."""
+    """Yield the groups that settings refer to, nested ones too, each once."""
     waiting, seen = list(_references(properties)), set()
     while waiting:
         group = waiting.pop(0)
@@ -113,14 +117,14 @@ def _references(schema: Any) -> Iterator[str]:
     if isinstance(schema, dict):
         if "$ref" in schema:
             yield schema["$ref"].rpartition("/")[2]
-        schema = [told for name, told in schema.items() if name != "discriminator"]
+        schema = [value for name, value in schema.items() if name != "discriminator"]
     if isinstance(schema, list):
         for part in schema:
             yield from _references(part)
 
 
 def _words(group: str) -> str:
-    """Return a group's name: `kl` for a term of a loss, otherwise its class's in words."""
+    """Return a group's title: `kl` for a loss term, else its class name in words."""
     term = DEFS[group]["properties"].get("loss", {}).get("const")
     words = term or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", group).lower()
     return words.replace("hugging face", "Hugging Face").replace("onnx", "ONNX")
@@ -131,19 +135,19 @@ def _anchor(group: str) -> str:
 
 
 def _complete_() -> None:
-    """Take what is no setting from the stages; describe settings by their groups' descriptions."""
+    """Move keys that are no settings to OF_THE_FILE; fill in missing descriptions of groups."""
     for stage in stages().values():
         properties = DEFS[stage.__name__]["properties"]
         for name in properties.keys() - stage.model_fields.keys():
-            told = properties.pop(name)
-            OF_THE_FILE[name] = {"type": told["type"], "description": told["description"]}
-    for told in DEFS.values():  # pydantic leaves out what the group says in the same words
-        for setting in told.get("properties", {}).values():
+            key = properties.pop(name)
+            OF_THE_FILE[name] = {"type": key["type"], "description": key["description"]}
+    for definition in DEFS.values():  # pydantic omits a description that equals the group's
+        for setting in definition.get("properties", {}).values():
             if "$ref" in setting:
                 group = DEFS[setting["$ref"].rpartition("/")[2]]
                 setting.setdefault("description", group.get("description"))
 
 
 _STAGES = {stage.__name__ for stage in stages().values()}
-_GATES = {name for name, told in DEFS.items() if "gate" in told.get("properties", {})}
+_GATES = {name for name, definition in DEFS.items() if "gate" in definition.get("properties", {})}
 _complete_()

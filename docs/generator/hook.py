@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: adds the pages written from the code itself."""
+"""mkdocs hooks: complete the navigation, and check the pages that were built."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File
-from reference import reference
 
 if TYPE_CHECKING:
-    from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
@@ -31,13 +28,6 @@ def on_config(config: Any) -> Any:
             title = page.read_text().partition("\n")[0].lstrip("# ").partition(":")[0]
             guides.append({title: page.name})
     return config
-
-
-def on_files(files: Files, config: Any) -> Files:
-    """Add the reference, which no file holds and so none can be stale."""
-    for name, text in reference().items():
-        files.append(File.generated(config, f"reference/{name}.md", content=text))
-    return files
 
 
 def on_post_build(config: Any) -> None:
@@ -64,5 +54,5 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             raise PluginError(f"{page.file.src_uri}: the repository has no {path}")
     markdown = OUTSIDE.sub(r"`\2`", markdown)
     if page.file.src_uri == "coverage.md":  # two tables of two benchmarks, each with a title
-        markdown = "# What was tried\n\n" + re.sub(r"^#", "##", markdown, flags=re.MULTILINE)
+        markdown = "# Coverage\n\n" + re.sub(r"^#", "##", markdown, flags=re.MULTILINE)
     return markdown

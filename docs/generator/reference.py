@@ -1,4 +1,6 @@
-"""The reference, as Markdown: written at each build, so that none of it can be stale."""
+"""Write docs/reference from the settings' classes and the command line: `make reference`."""
+
+from pathlib import Path
 
 from command_pages import commands_page, exit_codes_page
 from gate_page import gates_page
@@ -6,7 +8,7 @@ from stage_pages import pipeline_page, stage_pages
 
 
 def reference() -> dict[str, str]:
-    """Return the pages by name."""
+    """Return the pages' Markdown by name."""
     return {
         "pipeline": pipeline_page(),
         **stage_pages(),
@@ -14,3 +16,9 @@ def reference() -> dict[str, str]:
         "commands": commands_page(),
         "exit-codes": exit_codes_page(),
     }
+
+
+if __name__ == "__main__":
+    folder = Path(__file__).parents[1] / "reference"
+    for name, text in reference().items():
+        (folder / f"{name}.md").write_text(text + "\n")

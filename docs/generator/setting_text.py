@@ -1,4 +1,4 @@
-"""Settings as readers want them: what may be written, within which bounds, and what it does."""
+"""Markdown for settings: accepted values, bounds, default and description."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     Link = Callable[[list[str]], str]
-    """Class names of groups of settings, any of which may be written → links to them."""
+    """Class names of accepted groups of settings → Markdown links to them."""
 
 WORDS = {
     "integer": "whole number",
@@ -24,44 +24,44 @@ WORDS = {
     "object": "mapping",
 }
 SHORT = 30
-"""Characters up to which a pattern says more than it hides."""
+"""Longest regular expression, in characters, that is shown: longer ones are unreadable."""
 
 
 def definitions(
     properties: dict[str, Any], required: Collection[str], anchor: str, link: Link
 ) -> str:
-    """Return a definition list of settings, each with a place to link to.
+    """Return a Markdown list of settings, each with an anchor.
 
     Args:
         properties: JSON Schema by setting.
-        required: those that must be given; they come first.
-        anchor: what the places' names begin with.
-        link: how the settings of a group are linked to.
+        required: names of the required settings, which are listed first.
+        anchor: prefix of the anchors.
+        link: makes the link to a group of settings.
     """
     ordered = sorted(properties.items(), key=lambda item: item[0] not in required)
     return "\n".join(
-        f'<a id="{anchor}-{name}"></a>`{name}` '
-        f'<span class="kind">{kind(schema, name in required, link)}</span>\n'
-        f":   {prose(schema['description'])}\n"
+        f'- <a id="{anchor}-{name}"></a>`{name}` '
+        f'<span class="kind">{kind(schema, name in required, link)}</span><br>\n'
+        f"  {prose(schema['description'])}"
         for name, schema in ordered
     )
 
 
 def kind(schema: dict[str, Any], is_required: bool, link: Link) -> str:
-    """Return what may be written, and what holds where nothing is: `text, by default "cpu"`."""
-    told = may_be(schema, link)
+    """Describe the accepted values and the default: `text, by default "cpu"`."""
+    values = accepted_values(schema, link)
     if is_required:
-        return f"{told}, **required**"
+        return f"{values}, **required**"
     default = schema.get("default")
     if default in (None, []) or isinstance(default, dict):
-        return f"{told}, optional"
+        return f"{values}, optional"
     if schema.get("const") == default:
-        return told
-    return f"{told}, by default {code(default)}"
+        return values
+    return f"{values}, by default {code(default)}"
 
 
-def may_be(schema: dict[str, Any], link: Link) -> str:
-    """Return in words what a JSON Schema lets through."""
+def accepted_values(schema: dict[str, Any], link: Link) -> str:
+    """Describe the values that a JSON Schema accepts."""
     if "$ref" in schema:
         return link([_name(schema)])
     if "const" in schema:
@@ -74,7 +74,7 @@ def may_be(schema: dict[str, Any], link: Link) -> str:
     if schema.get("type") == "array":
         return _list(schema, link)
     if schema.get("type") == "object" and isinstance(schema.get("additionalProperties"), dict):
-        values = may_be(schema["additionalProperties"], link)
+        values = accepted_values(schema["additionalProperties"], link)
         return "mapping" if values == "anything" else f"mapping of names to {values}"
     if "type" not in schema:
         return "anything"
@@ -82,9 +82,9 @@ def may_be(schema: dict[str, Any], link: Link) -> str:
 
 
 def _any_of(schemas: list[dict[str, Any]], link: Link) -> str:
-    told = [may_be(one, link) for one in schemas if "$ref" not in one]
+    plain = [accepted_values(one, link) for one in schemas if "$ref" not in one]
     groups = [_name(one) for one in schemas if "$ref" in one]
-    return joined([*told, link(groups)] if groups else told, "or")
+    return joined([*plain, link(groups)] if groups else plain, "or")
 
 
 def _name(schema: dict[str, Any]) -> str:
@@ -93,8 +93,8 @@ def _name(schema: dict[str, Any]) -> str:
 
 def _list(schema: dict[str, Any], link: Link) -> str:
     if "prefixItems" in schema:
-        return f"list of {_and([may_be(item, link) for item in schema['prefixItems']])}"
-    several = f"list of {_plural(may_be(schema['items'], link))}"
+        return f"list of {_and([accepted_values(item, link) for item in schema['prefixItems']])}"
+    several = f"list of {_plural(accepted_values(schema['items'], link))}"
     return f"non-empty {several}" if schema.get("minItems") else several
 
 
@@ -110,9 +110,9 @@ def _bounds(schema: dict[str, Any]) -> str:
     if low is not None and high is not None:
         return f" from {low} to {high}"
     parts = {"from": low, "above": above, "below": below, "to": high}
-    told = [f" {word} {value}" for word, value in parts.items() if value is not None]
+    limits = [f" {word} {value}" for word, value in parts.items() if value is not None]
     pattern = schema.get("pattern", "")
-    return " and".join(told) + (f" like `{pattern}`" if 0 < len(pattern) <= SHORT else "")
+    return " and".join(limits) + (f" like `{pattern}`" if 0 < len(pattern) <= SHORT else "")
 
 
 def _and(parts: list[str]) -> str:
@@ -120,15 +120,15 @@ def _and(parts: list[str]) -> str:
 
 
 def joined(parts: list[str], word: str) -> str:
-    """Return parts as a list in words: `a, b or c`."""
+    """Join words into a list: `a, b or c`."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} {word} {parts[-1]}"
 
 
 def code(value: Any) -> str:
-    """Return a value as it is written in a pipeline file."""
+    """Format a value as it is written in a pipeline file."""
     if isinstance(value, str) and value:
         return f"`{value}`"
-    if isinstance(value, list):  # of gates, say, whose settings that are not given need no word
+    if isinstance(value, list):  # such as gates, without their unset settings
         value = [_given(part) for part in value]
     flow = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000)
     return f"`{flow.removesuffix('...' + chr(10)).strip()}`"
@@ -141,7 +141,7 @@ def _given(value: Any) -> Any:
 
 
 def prose(text: str) -> str:
-    """Return a docstring as one paragraph, or several; `<name>` stays what it is."""
+    """Convert a docstring to Markdown, with `*`, `_` and `<` escaped outside of code."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.replace("``", "`").split()))
     return "".join(
         part if part.startswith("`") else re.sub(r"([*_])", r"\\\1", part).replace("<", "&lt;")
@@ -150,6 +150,6 @@ def prose(text: str) -> str:
 
 
 def paragraphs(cls: type[BaseModel]) -> Iterator[str]:
-    """Yield what a class's docstring says, paragraph by paragraph."""
+    """Yield the paragraphs of a class's docstring as Markdown."""
     for paragraph in inspect.cleandoc(cls.__doc__ or "").split("\n\n"):
         yield prose(paragraph)

@@ -1,11 +1,20 @@
-"""Pages of the stages and of the pipeline file, written from their classes and their schema."""
+"""Reference pages of the stages and of the pipeline file, from their classes and JSON Schema."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
-from groups import DEFS, OF_THE_FILE, SCHEMA, STATIONS, TRAIN, group_sections, link_from, stages_of
+from groups import (
+    DEFS,
+    OF_THE_FILE,
+    SCHEMA,
+    STAGE_PAGES,
+    TRAIN,
+    group_sections,
+    link_from,
+    stages_of,
+)
 from setting_text import definitions, paragraphs, prose
 
 from compress.artifacts.artifact import Artifact
@@ -29,17 +38,17 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "convert_precision": {"dtype": "float16"},
     "package_kserve": {"storage_uri": "s3://models/digits"},
 }
-"""Settings without which a stage is refused."""
+"""Required settings of each stage, for its example."""
 
 
 def pipeline_page() -> str:
-    """Return the page of the file itself."""
+    """Return the page of the pipeline file."""
     page = "pipeline"
     return "\n\n".join(
         [
             "# Pipeline file",
-            "What may stand in `pipeline.yaml`. A key that is not listed is refused, with the "
-            "nearest one that is. The same as a JSON Schema, for editors: `compress schema`.",
+            "The keys of `pipeline.yaml`. An unknown key is an error, which suggests the nearest "
+            "known one. `compress schema` prints the same as a JSON Schema, for editors.",
             definitions(SCHEMA["properties"], SCHEMA["required"], "file", link_from(page)),
             *group_sections(page),
         ]
@@ -47,16 +56,16 @@ def pipeline_page() -> str:
 
 
 def stage_pages() -> dict[str, str]:
-    """Return the page of all stages, and one of each station."""
-    pages = {page: _station(page, *told) for page, told in STATIONS.items()}
+    """Return the overview of all stages, and a page for each kind of stage."""
+    pages = {page: _stage_page(page, *texts) for page, texts in STAGE_PAGES.items()}
     return {"stages": _overview(), **pages}
 
 
 def _overview() -> str:
     stages = [
-        f"[`{stage_type(stage)}`]({page}.md#{stage_type(stage)}) "
-        f'<span class="kind">{_road(stage)}</span>\n:   {next(paragraphs(stage))}\n'
-        for page in STATIONS
+        f"- [`{stage_type(stage)}`]({page}.md#{stage_type(stage)}) "
+        f'<span class="kind">{_kinds(stage)}</span><br>\n  {next(paragraphs(stage))}'
+        for page in STAGE_PAGES
         for stage in stages_of(page)
     ]
     kinds = [
@@ -69,26 +78,26 @@ def _overview() -> str:
     return "\n\n".join(
         [
             "# Stages",
-            "Each reads one kind of artifact and writes one. `compress check` refuses an order "
+            "A stage reads one kind of artifact and writes one. `compress check` refuses an order "
             "in which they do not fit.",
             "\n".join(stages),
             "## Settings of every stage",
             definitions(every, ["stage"], "every", link_from("stages")),
-            "## Kinds of artifacts {#kinds}",
+            "## Kinds of artifacts",
             "\n".join(["| kind | |", "|---|---|", *kinds]),
-            "Other packages may add stages: [Writing a stage](../writing-a-stage.md).",
+            "Other packages can add stages: [Add a stage](../add-a-stage.md).",
         ]
     )
 
 
-def _station(page: str, title: str, _package: str, guide: str) -> str:
+def _stage_page(page: str, title: str, _package: str, guide: str) -> str:
     sections = [part for stage in stages_of(page) for part in _stage(page, stage)]
     groups = group_sections(page)
     return "\n\n".join(
         [
             f"# {title}",
-            f"Every setting of these stages. How to use them: [the guide]({guide}). What all "
-            "stages share, such as `gates`: [settings of every stage]"
+            f"Every setting of these stages. How to use them: [the guide]({guide}). Settings that "
+            "all stages have, such as `gates`: [settings of every stage]"
             "(stages.md#settings-of-every-stage).",
             *sections,
             *(["## Groups of settings", *groups] if groups else []),
@@ -100,22 +109,24 @@ def _stage(page: str, stage: AnyStage) -> Iterator[str]:
     name = stage_type(stage)
     example = {"stage": name, **EXAMPLES.get(name, {})}
     usual = stage.model_validate(example)
-    yield f"## {name} {{#{name}}}"
+    yield f"## {name}"
     yield from paragraphs(stage)
-    yield " ".join([f"Reads → writes: [{_road(stage)}](stages.md#kinds).", *_needs(usual)])
+    yield " ".join(
+        [f"Reads → writes: [{_kinds(stage)}](stages.md#kinds-of-artifacts).", *_needs(usual)]
+    )
     yield f"```yaml\n{yaml.safe_dump([example], sort_keys=False)}```"
     schema = DEFS[stage.__name__]
     inherits = issubclass(stage, Training) and name != "train"
     own = {
-        setting: told
-        for setting, told in schema["properties"].items()
-        if _is_own(setting, told) and not (inherits and TRAIN.get(setting) == told)
+        setting: described
+        for setting, described in schema["properties"].items()
+        if _is_own(setting, described) and not (inherits and TRAIN.get(setting) == described)
     }
     yield definitions(own, schema.get("required", ()), name, link_from(page))
     if inherits:
         yield "And every other setting of [`train`](training.md#train)."
     if not own and not inherits:
-        yield "It has no settings of its own."
+        yield "No settings of its own."
 
 
 def _is_own(setting: str, schema: dict[str, Any]) -> bool:
@@ -124,16 +135,16 @@ def _is_own(setting: str, schema: dict[str, Any]) -> bool:
     return setting not in Stage.model_fields
 
 
-def _road(stage: AnyStage) -> str:
+def _kinds(stage: AnyStage) -> str:
     read = get_args(stage.reads()) or (stage.reads(),)
     return f"{', '.join(kind.kind for kind in read)} → {stage.writes().kind}"
 
 
 def _needs(stage: Stage[Any, Any]) -> Iterator[str]:
-    """Yield what the stage cannot do without, with the settings of its example."""
+    """Yield the data, modules and programs that the stage of the example requires."""
     if stage.needs_data:
         yield "Needs `data:`."
     elif stage.uses_data:
-        yield "Uses `data:` where there is any."
+        yield "Uses `data:` if given."
     for need in stage.all_requirements():
         yield f"Needs {prose(need.what)} ({prose(need.install)})."

@@ -1,4 +1,4 @@
-"""The reference that the site is built with: complete, and true of the classes it tells of."""
+"""docs/reference: complete, current, and true of the classes that it describes."""
 
 import re
 import sys
@@ -38,12 +38,21 @@ def kind(generator: Any) -> Callable[..., str]:
     return lambda schema, required=False: generator[1].kind(schema, required, " or ".join)
 
 
+def test_the_pages_in_the_repository_are_current(pages: dict[str, str]) -> None:
+    folder = ROOT / "docs" / "reference"
+    assert {file.stem for file in folder.glob("*.md")} == pages.keys()
+    stale = [
+        name for name, text in pages.items() if (folder / f"{name}.md").read_text() != f"{text}\n"
+    ]
+    assert stale == [], "run make reference"
+
+
 def _section(pages: dict[str, str], stage: str) -> str:
     (found,) = [
         section
         for page in pages.values()
         for section in re.split(r"^## ", page, flags=re.MULTILINE)
-        if section.startswith(f"{stage} {{#")
+        if section.startswith(f"{stage}\n")
     ]
     return found
 
@@ -64,7 +73,7 @@ def test_a_stage_has_all_its_settings(pages: dict[str, str], stage: type[Stage])
 
 
 @pytest.mark.parametrize("stage", OURS, ids=stage_type)
-def test_a_stages_example_is_valid_and_its_road_is_told(
+def test_a_stages_example_is_valid_and_its_kinds_are_named(
     pages: dict[str, str], stage: type[Stage]
 ) -> None:
     section = _section(pages, stage_type(stage))
@@ -72,16 +81,16 @@ def test_a_stages_example_is_valid_and_its_road_is_told(
     (example,) = yaml.safe_load(snippet)
     assert type(stages()[example["stage"]].model_validate(example)) is stage
     reads = get_args(stage.reads()) or (stage.reads(),)
-    road = f"{', '.join(kind.kind for kind in reads)} → {stage.writes().kind}"
-    assert f"[{road}]" in section
+    kinds = f"{', '.join(kind.kind for kind in reads)} → {stage.writes().kind}"
+    assert f"[{kinds}]" in section
     assert (
-        f'`]({_page(pages, stage_type(stage))}.md#{stage_type(stage)}) <span class="kind">{road}'
+        f'`]({_page(pages, stage_type(stage))}.md#{stage_type(stage)}) <span class="kind">{kinds}'
         in (pages["stages"])
     )
 
 
 def _page(pages: dict[str, str], stage: str) -> str:
-    (found,) = [name for name, page in pages.items() if f"\n## {stage} {{#" in page]
+    (found,) = [name for name, page in pages.items() if f"\n## {stage}\n" in page]
     return found
 
 
@@ -131,9 +140,7 @@ def test_every_exit_code_and_command_is_there(pages: dict[str, str]) -> None:
         ),
     ],
 )
-def test_bounds_are_told_in_words(
-    kind: Callable[..., str], schema: dict[str, Any], words: str
-) -> None:
+def test_bounds_are_described(kind: Callable[..., str], schema: dict[str, Any], words: str) -> None:
     assert kind(schema) == words
 
 

@@ -29,7 +29,7 @@ def _titled(page: str) -> dict[str, str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the page's files, its package as pip would leave it, and a model."""
     folder = tmp_path_factory.mktemp("mine")
-    for name, text in {**_titled("writing-a-stage.md"), "my_model.py": MODEL}.items():
+    for name, text in {**_titled("add-a-stage.md"), "my_model.py": MODEL}.items():
         (folder / name).write_text(text)
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     (installed := folder / f"{project['name']}-{project['version']}.dist-info").mkdir()
