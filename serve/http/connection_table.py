@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from serve.http.bounded_protocol import BoundedConnection
+from typing import Protocol
 
 CONNECTIONS = 1024
 """Open connections above which those are closed that have waited longest for their clients."""
@@ -18,6 +15,13 @@ GRACE_SECONDS = 1.0
 request may be the first of them."""
 OTHER_FILES = 128
 """File descriptors that are left for all but connections."""
+
+
+class Connection(Protocol):
+    """A connection that can be closed to make room for another."""
+
+    def give_up(self) -> None:
+        """Close it at once."""
 
 
 class WaitingConnections:
@@ -36,14 +40,14 @@ class WaitingConnections:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         self._most = max(16, min(MOST_CONNECTIONS, soft - OTHER_FILES))
         self._usual = min(CONNECTIONS, self._most // 2)
-        self._since: dict[BoundedConnection, float] = {}
+        self._since: dict[Connection, float] = {}
 
-    def add(self, connection: BoundedConnection) -> None:
+    def add(self, connection: Connection) -> None:
         """Remember that a connection waits from now on."""
         self._since.pop(connection, None)
         self._since[connection] = time.monotonic()
 
-    def discard(self, connection: BoundedConnection) -> None:
+    def discard(self, connection: Connection) -> None:
         """Forget a connection that does not wait."""
         self._since.pop(connection, None)
 

@@ -15,7 +15,7 @@ from serve.worker.batching import together
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from serve.packaging.model_interface import Call
+    from compress.profiling.batch_dependence import Call
     from serve.worker.tensors import Array
 
 JOIN_SECONDS = 5.0

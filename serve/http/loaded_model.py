@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
-    from serve.packaging.model_interface import Call
+    from compress.profiling.batch_dependence import Call
 
 SERVED_KINDS = ("onnx", "aot", "graph", "torchscript")
 WARM_CALLS = 3

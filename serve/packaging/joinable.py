@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.artifacts.artifact import Artifact
-    from serve.packaging.model_interface import Call
+    from compress.profiling.batch_dependence import Call
 
 REPORT, LOCK = "report.json", "lock.json"
 OTHER_AXES = "axis 0 of the inputs and outputs does not count the rows of a batch"

@@ -12,10 +12,12 @@ from compress.common.errors import StageFailed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from compress.common.signature import Signature, TensorSpec
-    from serve.worker.tensors import Array
+    import torch
 
-    Call = Callable[..., Sequence[Array]]
+    from compress.artifacts.artifact import Predictor
+    from compress.common.signature import Signature, TensorSpec
+    from compress.profiling.batch_dependence import Call
+    from serve.worker.tensors import Array
 
 ANY = -1
 """Size of an axis that varies."""
@@ -58,8 +60,6 @@ def interface_of(call: Call, signature: Signature) -> Interface:
     Raises:
         StageFailed: the model does not answer its own signature, or a tensor is bfloat16.
     """
-    from serve.packaging.recorded_probe import rows_stay_first
-
     refuse_bfloat16(signature)
     first: Any = example(signature, SIZES[0])
     answers: Any = _ask(call, first, signature)
@@ -71,6 +71,31 @@ def interface_of(call: Call, signature: Signature) -> Interface:
     shown: Any = (first, answers)  # arrays have what is asked of tensors
     stays = rows_stay_first(_as_predictor(call), signature, *shown)
     return Interface(tuple(map(_announced, signature.inputs)), outputs, stays)
+
+
+def rows_stay_first(
+    predict: Predictor,
+    signature: Signature,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+) -> bool:
+    """Return whether axis 0 of every output counts the same rows as axis 0 of every input.
+
+    The model is asked for another number of rows: an axis of one size could be any other axis, like
+    the layers of a recurrent state.
+    """
+    heads = {next(iter(spec.shape), None) for spec in signature.inputs}
+    if heads != {signature.batch_axis} or heads == {None}:
+        return False
+    rows = len(inputs[0])
+    other = rows - 1 or 2
+    places = [i % rows for i in range(other)]
+    try:
+        others = predict(*(tensor[places] for tensor in inputs))
+    except Exception:  # noqa: BLE001 - a model may refuse other sizes in any way
+        return False
+    found = {(tuple(a.shape[:1]), tuple(b.shape[:1])) for a, b in zip(outputs, others, strict=True)}
+    return found == {((rows,), (other,))}
 
 
 def example(signature: Signature, rows: int, seed: int = 0) -> list[Array]:

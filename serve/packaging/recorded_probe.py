@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
 from serve.packaging.joinable import why_not_joined
+from serve.packaging.model_interface import rows_stay_first
 from serve.worker.wire import to_npz
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     import torch
 
-    from compress.artifacts.artifact import Artifact, Predictor
-    from compress.common.signature import Signature
+    from compress.artifacts.artifact import Artifact
     from compress.core.stage import Context
     from serve.worker.tensors import Array
 
@@ -75,31 +75,6 @@ def record_probe(model: Artifact, context: Context, max_rows: int) -> Probe:
     names = [*(spec.name for spec in signature.inputs), *(o.name for o in signature.outputs)]
     named = dict(zip(names, (*inputs, *outputs), strict=True))
     return Probe(as_arrays(named), stay_first, not_joined)
-
-
-def rows_stay_first(
-    predict: Predictor,
-    signature: Signature,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-) -> bool:
-    """Return whether axis 0 of every output counts the same rows as axis 0 of every input.
-
-    The model is asked for another number of rows: an axis of one size could be any other axis, like
-    the layers of a recurrent state.
-    """
-    heads = {next(iter(spec.shape), None) for spec in signature.inputs}
-    if heads != {signature.batch_axis} or heads == {None}:
-        return False
-    rows = len(inputs[0])
-    other = rows - 1 or 2
-    places = [i % rows for i in range(other)]
-    try:
-        others = predict(*(tensor[places] for tensor in inputs))
-    except Exception:  # noqa: BLE001 - a model may refuse other sizes in any way
-        return False
-    found = {(tuple(a.shape[:1]), tuple(b.shape[:1])) for a, b in zip(outputs, others, strict=True)}
-    return found == {((rows,), (other,))}
 
 
 def as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

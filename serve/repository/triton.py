@@ -96,7 +96,7 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
         from compress.profiling.batch_dependence import as_call
         from serve.packaging.joinable import why_not_joined
         from serve.packaging.model_interface import interface_of
-        from serve.repository.triton_config import FILES, config_of
+        from serve.repository.triton_config import FILES, DynamicBatching, model_config
 
         model.verify()
         with model.open("cpu", context.threads) as predict:
@@ -118,7 +118,18 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
         ) as partial:
             (partial / self.model_name / VERSION).mkdir(parents=True)
             _copy(model, partial / payload)
-            text = config_of(self, model.kind, interface, joins_requests=not not_joined)
+            joins = self.dynamic_batching and not not_joined
+            text = model_config(
+                self.model_name,
+                model.kind,
+                interface,
+                max_batch_size=self.max_batch_size,
+                batching=DynamicBatching(self.max_batch_delay_ms, self.queue_size)
+                if joins
+                else None,
+                instances=self.instances,
+                threads=self.threads,
+            )
             (partial / self.model_name / CONFIG).write_text(text, encoding="utf-8")
         logger.info("%s: %s", self.title, NOT_RUN)
         return TritonRepository.from_directory(context.root)

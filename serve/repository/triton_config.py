@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
@@ -11,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from serve.packaging.model_interface import Interface, Tensor
-    from serve.repository.triton import PackageTriton
 
 PLATFORMS = {"onnx": "onnxruntime_onnx", "torchscript": "pytorch_libtorch"}
 FILES = {"onnx": "model.onnx", "torchscript": "model.pt"}
@@ -32,19 +32,39 @@ class Word(str):
     """A name of an enumeration, which protobuf's text has without quotes."""
 
 
-def config_of(
-    settings: PackageTriton, kind: str, interface: Interface, *, joins_requests: bool
-) -> str:
-    """Return ``config.pbtxt``.
+@dataclass(frozen=True)
+class DynamicBatching:
+    """How Triton joins requests."""
 
-    Where axis 0 of every tensor counts the rows, Triton is told so by ``max_batch_size`` and the
-    dimensions leave it out; else they are all written, and nothing is joined.
+    max_delay_ms: float
+    """How long a request may wait for others, milliseconds."""
+    queue_size: int
+    """Requests that may wait."""
+
+
+def model_config(
+    name: str,
+    kind: str,
+    interface: Interface,
+    *,
+    max_batch_size: int,
+    batching: DynamicBatching | None,
+    instances: int,
+    threads: int,
+) -> str:
+    """Write ``config.pbtxt``.
+
+    If axis 0 of every tensor is the batch, ``max_batch_size`` is set and the dimensions omit that
+    axis; otherwise all dimensions are written and requests are not joined.
 
     Args:
-        settings: the stage's settings.
-        kind: the packaged artifact's.
+        name: the model's name.
+        kind: the packaged artifact's kind.
         interface: the model's tensors.
-        joins_requests: whether requests that are answered together get their own answers.
+        max_batch_size: the largest number of rows in a call.
+        batching: how requests are joined; None if they must not be.
+        instances: copies of the model.
+        threads: CPU threads of each copy.
 
     Raises:
         StageFailed: a tensor is one that Triton cannot carry.
@@ -52,18 +72,18 @@ def config_of(
     batched = interface.rows_stay_first
     intra, inter = THREAD_PARAMETERS[kind]
     config: dict[str, Any] = {
-        "name": settings.model_name,
+        "name": name,
         "platform": PLATFORMS[kind],
-        "max_batch_size": settings.max_batch_size if batched else 0,
+        "max_batch_size": max_batch_size if batched else 0,
         "input": _tensors(interface.inputs, kind, batched),
         "output": _tensors(interface.outputs, kind, batched),
-        "instance_group": [{"kind": Word("KIND_CPU"), "count": settings.instances}],
-        "parameters": [_parameter(intra, settings.threads), _parameter(inter, 1)],
+        "instance_group": [{"kind": Word("KIND_CPU"), "count": instances}],
+        "parameters": [_parameter(intra, threads), _parameter(inter, 1)],
     }
-    if batched and joins_requests and settings.dynamic_batching:
+    if batched and batching:
         config["dynamic_batching"] = {
-            "max_queue_delay_microseconds": round(settings.max_batch_delay_ms * 1000),
-            "default_queue_policy": {"max_queue_size": settings.queue_size},
+            "max_queue_delay_microseconds": round(batching.max_delay_ms * 1000),
+            "default_queue_policy": {"max_queue_size": batching.queue_size},
         }
     return "\n".join(_lines(config)) + "\n"
 

@@ -19,14 +19,22 @@ from compress.core.stage import Context, Stage
 from export.aotinductor.stage import AotModel
 from export.onnx.stage import OnnxModel
 from export.torchscript.stage import TorchScriptModel
-from serve.packaging.preprocessing import ImageInput, TextInput
-from serve.torchserve.artifact import TorchServeArchive
+from serve.packaging.model_card import MODEL_CARD, card
+from serve.packaging.preprocessing import TOKENIZER, ImageInput, TextInput
+from serve.packaging.provenance import PROVENANCE, Packaged, Provenance, digest_of, digests_of
+from serve.torchserve.artifact import PROBE, TorchServeArchive
+from serve.torchserve.handler_bundle import handler_text
+from serve.torchserve.mar_file import CONFIG, HANDLER, MAR_MANIFEST, mar_manifest, write_mar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
+    from compress.core.run_history import History
+    from serve.packaging.recorded_probe import Probe
+
+STARTUP_SECONDS = 120
 
 Servable = OnnxModel | TorchScriptModel | AotModel | GraphModel | EagerModel
 
@@ -91,8 +99,6 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
         """The handler's hash: an archive with another version's handler is not started here."""
         import hashlib
 
-        from serve.torchserve.handler_bundle import handler_text
-
         return {"handler": hashlib.sha256(handler_text()).hexdigest()}
 
     def resolve_paths(self, folder: Path, code: Path) -> Self:
@@ -118,10 +124,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
 
     def run(self, model: Servable, context: Context) -> TorchServeArchive:
         """Pack the model; the same model, settings and data give the same bytes."""
-        from serve.packaging.provenance import PROVENANCE, digest_of
         from serve.packaging.recorded_probe import record_probe
-        from serve.torchserve.mar_file import write_mar
-        from serve.torchserve.pack import members_of
         from serve.torchserve.process import find_java, find_torchserve
 
         find_java()
@@ -167,3 +170,126 @@ def servable(model: Servable) -> Iterator[Artifact]:
         return
     with TemporaryDirectory(prefix="compress-graph-") as folder:
         yield GraphModel.of(model, Path(folder) / "graph")
+
+
+def members_of(
+    model: Artifact,
+    served: Artifact,
+    stage: PackageTorchServe,
+    probe: Probe,
+    history: History | None,
+) -> dict[str, bytes | Path]:
+    """Return the members of an archive by name: bytes, or the file that holds them.
+
+    Args:
+        model: the artifact that was handed in.
+        served: the same, or an eager model's graph.
+        stage: the settings.
+        probe: what the served artifact answered.
+        history: the road to the model, where it is known.
+    """
+    import yaml
+
+    config = yaml.safe_dump(handler_config(served, stage, probe), sort_keys=True)
+    members: dict[str, bytes | Path] = {
+        MAR_MANIFEST: mar_manifest(stage.model_name, served.payload),
+        HANDLER: handler_text(),
+        CONFIG: config.encode(),
+        PROBE: probe.npz,
+        # A large ONNX model has its weights beside it.
+        **{name: served.path / name for name in served.manifest.files},
+    }
+    if stage.text:
+        members[TOKENIZER] = Path(stage.text.tokenizer).read_bytes()
+    packaged = Packaged(
+        kind=served.kind,
+        digest=served.digest,
+        payload=served.payload,
+        sha256=served.manifest.files[served.payload].sha256,
+        traced_from="" if served is model else model.digest,
+    )
+    record = Provenance(
+        signature=model.signature,
+        artifact=packaged,
+        lineage=model.manifest.lineage,
+        history=history,
+        members={},
+    )
+    members[MODEL_CARD] = card(stage.model_name, record, served.payload_bytes).encode()
+    record = record.model_copy(update={"members": digests_of(members)})
+    return members | {PROVENANCE: record.sealed()}
+
+
+def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> dict[str, Any]:
+    """Return what TorchServe and our handler read at load.
+
+    Raises:
+        StageFailed: a setting does not fit the model.
+    """
+    signature = served.signature
+    inputs = signature.announced()
+    for spec in inputs:
+        if probe.holds_infinity(spec["name"]):
+            spec["infinities"] = True
+    handler: dict[str, Any] = {
+        "kind": served.kind,
+        "threads": stage.threads,
+        "max_rows": stage.max_rows,
+        "rows_stay_first": probe.rows_stay_first,
+        "joins_rows": not probe.not_joined,
+        "probe_atol": stage.probe_atol,
+        "inputs": inputs,
+        "outputs": [output.name for output in signature.outputs],
+        "classes": classes(served, stage, probe),
+    }
+    for fact in ("built_for", "optimize_for_inference"):
+        if served.manifest.facts.get(fact):
+            handler[fact] = served.manifest.facts[fact]
+    if stage.image:
+        handler["image"] = stage.image.packed(signature)
+    if stage.text:
+        handler["text"] = stage.text.packed(signature)
+    return {
+        "minWorkers": stage.workers,
+        "maxWorkers": stage.workers,
+        "batchSize": 1 if probe.not_joined else stage.batch_size,
+        "maxBatchDelay": stage.max_batch_delay_ms,
+        "responseTimeout": stage.response_seconds,
+        "startupTimeout": STARTUP_SECONDS,
+        "maxRetryTimeoutInSec": STARTUP_SECONDS,
+        "jobQueueSize": stage.queue_size,
+        "handler": handler,
+    }
+
+
+def classes(served: Artifact, stage: PackageTorchServe, probe: Probe) -> dict[str, Any] | None:
+    """Return how the first output's classes are named, or None where they are not.
+
+    Raises:
+        StageFailed: there are names, and other than one for each column of the first output.
+    """
+    names = stage.class_names or names_within(served)
+    if not names:
+        return None
+    first = served.signature.outputs[0].name
+    shape = list(probe.arrays[first].shape)
+    if len(shape) != 2 or shape[1] != len(names):
+        raise StageFailed(
+            f"class_names: {len(names)} names, and {first} has shape {shape}, expected "
+            f"[rows, {len(names)}]"
+        )
+    top, softmax = min(stage.top_labels, len(names)), not probe.are_probabilities(first)
+    return {"names": list(names), "top": top, "softmax": softmax}
+
+
+def names_within(served: Artifact) -> tuple[str, ...]:
+    """Return the class names that an ONNX file holds."""
+    if served.kind != "onnx":
+        return ()
+    import json
+
+    import onnx
+
+    proto = onnx.load_model(served.payload_path, load_external_data=False)
+    held = {entry.key: entry.value for entry in proto.metadata_props}
+    return tuple(json.loads(held.get("class_names", "[]")))

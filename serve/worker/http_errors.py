@@ -13,7 +13,9 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from serve.worker.tensors import Array
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
 
 UNREADABLE = 400
 """The body, or a tensor in it, is not what the signature says."""

@@ -18,8 +18,7 @@ from export.onnx import proto_io
 from export.onnx.metadata import refuse_misfit
 from export.onnx.stage import ExportOnnx, OnnxModel
 from serve.packaging.recorded_probe import record_probe
-from serve.torchserve.pack import members_of
-from serve.torchserve.stage import PackageTorchServe
+from serve.torchserve.stage import PackageTorchServe, members_of
 
 HERE = Path(__file__).parent
 LOGITS = (OutputSpec(name="logits"),)

@@ -75,8 +75,7 @@ def mar(graph: GraphModel, place: Path) -> bytes:
     from serve.packaging.recorded_probe import record_probe
     from serve.torchserve.artifact import PROBE
     from serve.torchserve.mar_file import write_mar
-    from serve.torchserve.pack import members_of
-    from serve.torchserve.stage import PackageTorchServe
+    from serve.torchserve.stage import PackageTorchServe, members_of
 
     context, stage = Context(root=place / "packing"), PackageTorchServe()
     members = members_of(graph, graph, stage, record_probe(graph, context, 4), None)

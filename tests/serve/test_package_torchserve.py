@@ -22,8 +22,8 @@ from compress.core.stage import Context
 from compress.data.splits import Splits
 from export.onnx.stage import ExportOnnx, OnnxModel
 from export.torchscript.stage import ExportTorchScript
+from serve.packaging.model_interface import rows_stay_first
 from serve.packaging.provenance import Provenance
-from serve.packaging.recorded_probe import rows_stay_first
 from serve.torchserve.artifact import TorchServeArchive
 from serve.torchserve.handler_bundle import handler_text
 from serve.torchserve.mar_file import check_member_name, mar_manifest, read_mar, write_mar

@@ -23,7 +23,7 @@ from export.onnx.stage import ExportOnnx, OnnxModel
 from export.torchscript.stage import ExportTorchScript
 from serve.packaging.model_interface import Interface, Tensor, interface_of
 from serve.repository.triton import NOT_RUN, PackageTriton, TritonRepository
-from serve.repository.triton_config import config_of
+from serve.repository.triton_config import DynamicBatching, model_config
 from serve.verify import verify
 
 NETS = """
@@ -121,6 +121,18 @@ def rows() -> Splits:
     return Splits({"val": samples}, input_names=("x", "mask"))  # type: ignore[dict-item]
 
 
+def written(interface: Interface, batching: DynamicBatching | None) -> str:
+    return model_config(
+        "model",
+        "onnx",
+        interface,
+        max_batch_size=128,
+        batching=batching,
+        instances=1,
+        threads=1,
+    )
+
+
 def read(repository: TritonRepository, published: ModuleType) -> Any:
     text = (repository.path / repository.model_name / "config.pbtxt").read_text()
     return text_format.Parse(text, published.ModelConfig())
@@ -132,7 +144,7 @@ def test_requests_are_joined_only_where_that_changes_no_answer(
 ) -> None:
     with pooled.open() as predict:
         interface = interface_of(as_call(predict, pooled.signature), pooled.signature)
-    text = config_of(PackageTriton(), "onnx", interface, joins_requests=joins)
+    text = written(interface, DynamicBatching(0.0, 128) if joins else None)
     config = text_format.Parse(text, published.ModelConfig())
     assert config.max_batch_size == 128
     assert config.HasField("dynamic_batching") is joins
@@ -224,7 +236,7 @@ def test_a_dictionary_is_refused(folder: Path, tmp_path: Path) -> None:
 def test_a_tensor_of_one_number_for_each_row_is_reshaped(published: ModuleType) -> None:
     tensors = (Tensor("score", "float16", (-1,)),)
     interface = Interface(tensors, (Tensor("flag", "bool", (-1,)),), True)
-    text = config_of(PackageTriton(), "onnx", interface, joins_requests=True)
+    text = written(interface, DynamicBatching(0.0, 128))
     config = text_format.Parse(text, published.ModelConfig())
     (score,), (flag,) = config.input, config.output
     assert (list(score.dims), list(score.reshape.shape), score.HasField("reshape")) == (
