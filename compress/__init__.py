@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         Unavailable,
     )
     from compress.common.signature import Signature, TensorSpec
-    from compress.core.gate import Verdict
+    from compress.core.context import Context
     from compress.core.gates import (
         LabelAgreement,
         MaxDrop,
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     )
     from compress.core.loss import Loss
     from compress.core.metrics import Metric
-    from compress.core.stage import Context, Stage
+    from compress.core.stage import Stage
+    from compress.core.verdict import Verdict
     from compress.data.splits import Splits
     from compress.distillation.stage import Distill
     from compress.pruning.allocation.targets import Target
@@ -113,7 +114,7 @@ _HOMES = {
         "StageFailed",
         "Unavailable",
     ),
-    "compress.core.gate": ("Verdict",),
+    "compress.core.verdict": ("Verdict",),
     "compress.core.gates": (
         "LabelAgreement",
         "MaxDrop",
@@ -129,7 +130,8 @@ _HOMES = {
     "compress.core.loss": ("Loss",),
     "compress.core.metrics": ("Metric",),
     "compress.common.signature": ("Signature", "TensorSpec"),
-    "compress.core.stage": ("Context", "Stage"),
+    "compress.core.context": ("Context",),
+    "compress.core.stage": ("Stage",),
     "compress.distillation.stage": ("Distill",),
     "compress.pruning.finetune": ("Finetune",),
     "compress.pruning.blocks_stage": ("PruneLayers",),

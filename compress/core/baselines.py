@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
     from compress.artifacts.artifact import Predictor
+    from compress.core.context import Context
     from compress.core.gate import Gate
-    from compress.core.stage import Context
 
 
 class Opener(Protocol):

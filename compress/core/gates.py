@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.stage import Context
+    from compress.core.context import Context
 
 
 class Parity(Gate):

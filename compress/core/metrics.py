@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from compress.artifacts.artifact import Predictor
-    from compress.core.stage import Progress
+    from compress.core.progress import Progress
     from compress.data.splits import Batch, Splits
 
 OF_NUMBERS = ("mse", "mae", "r2")
@@ -48,7 +48,7 @@ class Metric:
     folder: Path | None = None
     """Where the module of ``module:callable`` lies."""
     loss: Loss = INFERRED
-    """The task's loss; a :class:`~compress.core.stage.Context` gives its own."""
+    """The task's loss; a :class:`~compress.core.context.Context` gives its own."""
 
     @property
     def higher_is_better(self) -> bool:

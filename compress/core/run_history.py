@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import JsonValue
 
 from compress.common.config import Settings
-from compress.core.gate import Verdict
+from compress.core.verdict import Verdict
 
 VARYING = ("min_speedup", "max_latency", "max_memory")
 """Gates whose value is made of times, or is memory: it differs from run to run."""

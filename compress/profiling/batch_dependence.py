@@ -18,6 +18,7 @@ import numpy as np
 
 from compress.common.config import Settings
 from compress.common.errors import first_line
+from compress.profiling.probe_rows import ROWS, extreme_rows, seeded_rows, val_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,13 +26,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from compress.artifacts.artifact import Artifact, Predictor
-    from compress.common.signature import Signature, TensorSpec
+    from compress.common.signature import Signature
+    from compress.data.splits import Splits
 
     Array = NDArray[Any]
     Call = Callable[..., Sequence[Array]]
 
-ROWS = 8
-"""Rows of the batch that is probed; as many others serve as their neighbours."""
 SAME_BITS = 1e-5
 """Largest move, as a share of the outputs' spread, where only the neighbours' values change."""
 FLOAT_ROUNDING = 1e-3
@@ -46,8 +46,6 @@ LAST_BITS = 1e-6
 """The same at an equal batch size."""
 UNBOUNDED = 1e6
 """Stands for an answer that became infinite or NaN, which JSON cannot hold."""
-EXTREME = 1000.0
-"""How many times larger than real values extreme ones are."""
 
 Probe = Literal[
     "asked again", "beside other rows", "beside extreme rows", "reordered", "alone", "unpadded"
@@ -106,6 +104,25 @@ class BatchDependence(Settings):
         return f"{probe} they move {far} ({self.rows} rows of {self.source})"
 
 
+def measure_artifact(
+    artifact: Artifact, data: Splits | None, device: str, threads: int, seed: int
+) -> BatchDependence:
+    """Measure an artifact of any format on rows of `val`, or on seeded ones without data."""
+    signature, has_val = artifact.signature, data is not None and "val" in data.datasets
+    rows, unpadded = seeded_rows(signature, 2 * ROWS, seed), list[list["Array"]]()
+    if data is not None and has_val:
+        rows, unpadded = val_rows(data, signature)
+    with artifact.open(device, threads) as predict:
+        return measure(
+            as_call(predict, signature),
+            signature,
+            rows,
+            source="val" if has_val else "seeded",
+            rounding=rounding_of(artifact),
+            unpadded=unpadded,
+        )
+
+
 def measure(
     call: Call,
     signature: Signature,
@@ -152,92 +169,6 @@ def as_call(predict: Predictor, signature: Signature) -> Call:
         return [(t.float() if t.dtype == torch.bfloat16 else t).numpy() for t in outputs]
 
     return call
-
-
-def as_arrays(inputs: Sequence[Any]) -> list[Array]:
-    """Return tensors as arrays; bfloat16, which numpy lacks, as float32."""
-    import torch
-
-    return [(t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy() for t in inputs]
-
-
-def seeded_rows(signature: Signature, rows: int, seed: int = 0) -> list[Array]:
-    """Return rows that differ, without torch: normal floats, zeros and ones for integers.
-
-    Masks let through one element at least of each row, from the left.
-    """
-    generator = np.random.default_rng(seed)
-    sizes = {axis: signature.bounds(axis).nearest(8) for axis in signature.dynamic_axes}
-    sizes |= {signature.batch_axis or "": rows}
-    arrays: list[Array] = []
-    for spec in signature.inputs:
-        shape = spec.sized(sizes)
-        dtype = np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
-        if dtype.kind == "f":
-            arrays.append(generator.standard_normal(shape).astype(dtype))
-        elif spec.is_mask and shape[-1]:
-            lengths = generator.integers(1, shape[-1] + 1, (*shape[:-1], 1))
-            arrays.append((np.arange(shape[-1]) < lengths).astype(dtype))
-        else:
-            arrays.append(generator.integers(0, 2, shape).astype(dtype))
-    return arrays
-
-
-def extreme_rows(
-    inputs: Sequence[Array], specs: Sequence[TensorSpec], *, masks: bool = True
-) -> list[Array]:
-    """Return neighbours unlike any real row, of the same shapes.
-
-    Floats become a thousand times larger, constant or zero; integers stay within the range seen,
-    as those beyond may lie outside a table; masks let through everything, nothing, or one element.
-
-    Args:
-        inputs: real rows.
-        specs: what the inputs are.
-        masks: whether masks are changed too; some models refuse a row of which nothing counts.
-    """
-    generator = np.random.default_rng(0)
-    changed = []
-    for array, spec in zip(inputs, specs, strict=True):
-        rows = array.copy()
-        for i in range(len(rows) if array.ndim and array.size else 0):
-            if spec.is_mask:
-                rows[i] = _extreme_mask(rows[i], i // 2 % 3) if masks else rows[i]
-            elif array.dtype.kind == "f":
-                rows[i] = _extreme_floats(array, i)
-            elif array.dtype.kind == "b":
-                rows[i] = ~rows[i]
-            else:
-                rows[i] = _extreme_integers(array, i, generator)
-        changed.append(rows)
-    return changed
-
-
-def _extreme_mask(row: Array, kind: int) -> Array:
-    mask = np.full_like(row, kind == 0)
-    if kind == 2:
-        mask[..., :1] = 1
-    return mask
-
-
-def _extreme_floats(rows: Array, i: int) -> Array:
-    finite = np.where(np.isfinite(rows[i]), rows[i], 0).astype(np.float64)
-    largest = max(float(np.abs(finite).max()), 1.0) * EXTREME
-    kinds = (finite * EXTREME, np.full_like(finite, largest), -finite * EXTREME, finite * 0)
-    bound = float(np.finfo(rows.dtype).max) / 2
-    chosen: Array = np.clip(kinds[i // 2 % len(kinds)], -bound, bound).astype(rows.dtype)
-    return chosen
-
-
-def _extreme_integers(rows: Array, i: int, generator: np.random.Generator) -> Array:
-    low, high, row = int(rows.min()), int(rows.max()), rows[i]
-    kinds = (
-        np.full_like(row, high),
-        generator.integers(low, high, row.shape, dtype=rows.dtype, endpoint=True),
-        np.full_like(row, low),
-        generator.permutation(row.ravel()).reshape(row.shape),
-    )
-    return kinds[i // 2 % len(kinds)]
 
 
 class _Probing:

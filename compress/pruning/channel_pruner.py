@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.recipe import AnyEdit
     from compress.checkpoint.state_dict import Weights
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.profiling.benchmark import Comparison
     from compress.pruning.allocation.ranking import Ranking

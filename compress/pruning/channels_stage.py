@@ -16,8 +16,8 @@ from compress.pruning.importance.criteria import FROM_DATA, OF_GRADIENTS, Criter
 from compress.training.config.training import Training
 
 if TYPE_CHECKING:
+    from compress.core.context import Context
     from compress.core.loss import Loss
-    from compress.core.stage import Context
 
 
 class PruneChannels(Stage[EagerModel, EagerModel]):

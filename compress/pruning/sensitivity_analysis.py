@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.pruning.allocation.ranking import Ranking
     from compress.pruning.dependency.channel_groups import AxisGraph

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from compress.data.splits import Splits
     from compress.training.config.training import Training
     from compress.training.loop.step_metrics import EpochMetrics

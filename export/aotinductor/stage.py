@@ -11,7 +11,7 @@ from compress.artifacts.artifact import Artifact, Predictor
 from compress.artifacts.eager_model import EagerModel, predicting
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.requirements import COMPILER, Requirement
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from compress.graph.axis_bounds import limits_of
 from export.common.targets import NO_WIDE_INTEGERS, warn_of_another
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from compress.common.signature import Signature
+    from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from compress.artifacts.artifact import Artifact, Predictor
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from export.common.targets import NO_BFLOAT16, SIXTEEN_BITS_SINCE, no_sixteen_bits, warn_of_another
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from compress.common.signature import Signature
+    from compress.core.context import Context
     from export.onnx.translate import Translation
 
 logger = logging.getLogger(__name__)

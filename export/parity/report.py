@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from compress.artifacts.artifact import Artifact, Predictor
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from export.parity.bisect import Exporting
     from export.parity.repro_script import Runtime
 

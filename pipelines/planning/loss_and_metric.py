@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.data.splits import Splits
     from pipelines.config.pipeline import Pipeline

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.stage import Context
+    from compress.core.context import Context
 
 
 SAME = 1.2

@@ -13,8 +13,8 @@ from compress.checkpoint.sealed_json import RUN_SEAL, refuse_changed_run, seal_o
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
-from compress.core.gate import Verdict
 from compress.core.metrics import FALLING
+from compress.core.verdict import Verdict
 from pipelines.results.measurements import Measurements
 from pipelines.system.signals import INTERRUPTED
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import GateRefused
 from compress.core.baselines import baseline_for
-from compress.core.gate import explain
+from compress.core.verdict import explain
 from compress.profiling.batch_dependence import BatchDependence
 from pipelines.results.measurements import Measurements
 from pipelines.results.schema import ArtifactReport, StageReport
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.gate import Gate, Verdict
+    from compress.core.gate import Gate
+    from compress.core.verdict import Verdict
     from pipelines.planning.plan import PlannedStage
     from pipelines.runner.executor import CacheLookup, PipelineExecutor
 

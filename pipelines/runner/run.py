@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CompressError, GateRefused
 from compress.common.process import within_quota
-from compress.core.stage import silent
+from compress.core.progress import silent
 from compress.profiling.peak_memory import measuring
 from pipelines.executors.factory import check_engine, engine_for
 from pipelines.executors.join import advertise_run
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from compress.core.stage import Progress
+    from compress.core.progress import Progress
     from pipelines.config.pipeline import Pipeline
     from pipelines.executors.factory import EngineName
     from pipelines.results.schema import Report, Status

@@ -15,13 +15,8 @@ from pydantic import ValidationError
 from compress.checkpoint.sealed_json import refuse_changed_run
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid
-from compress.profiling.batch_dependence import (
-    ROWS,
-    BatchDependence,
-    measure,
-    rounding_of,
-    seeded_rows,
-)
+from compress.profiling.batch_dependence import BatchDependence, measure, rounding_of
+from compress.profiling.probe_rows import ROWS, seeded_rows
 
 if TYPE_CHECKING:
     from pathlib import Path

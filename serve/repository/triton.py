@@ -12,13 +12,15 @@ from pydantic import Field
 from compress.artifacts.artifact import Artifact, Predictor
 from compress.common.config import Count
 from compress.core.gates import AnyGate, LabelAgreement, Parity
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from export.onnx.stage import OnnxModel
 from export.torchscript.stage import TorchScriptModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
 

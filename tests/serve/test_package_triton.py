@@ -16,7 +16,7 @@ from compress.checkpoint.loading import import_checkpoint
 from compress.common.atomic_files import sha256_of
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.profiling.batch_dependence import as_call
 from export.onnx.stage import ExportOnnx, OnnxModel

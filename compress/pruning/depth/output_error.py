@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.common.signature import Signature
-    from compress.core.stage import Context
+    from compress.core.context import Context
 
 JudgedBy: TypeAlias = Literal["metric", "outputs"]
 

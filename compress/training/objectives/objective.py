@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from compress.data.splits import Batch
     from compress.training.config.training import Training
 

@@ -9,8 +9,9 @@ from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import Requirement
 from compress.core.baselines import BASELINES, baseline_for
+from compress.core.context import Context
 from compress.core.gates import MinSpeedup
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 
 
 class Trace(Stage[EagerModel, GraphModel]):

@@ -13,7 +13,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import KeepIndices, Recipe
 from compress.common.errors import GateRefused
 from compress.common.signature import Signature, TensorSpec
-from compress.core.gate import Gate, explain
+from compress.core.context import Context
+from compress.core.gate import Gate
 from compress.core.gates import (
     LabelAgreement,
     MaxDrop,
@@ -26,7 +27,8 @@ from compress.core.gates import (
     Parity,
 )
 from compress.core.metrics import Metric, decisions_of
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
+from compress.core.verdict import explain
 from compress.data.splits import Splits
 from compress.profiling import quantiles
 from compress.profiling.quantiles import Interval

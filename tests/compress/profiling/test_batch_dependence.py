@@ -14,16 +14,11 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import GateRefused
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import LabelAgreement, MaxDrop, MinMetric, Parity
-from compress.core.stage import Context
 from compress.data.splits import Splits
-from compress.profiling.batch_dependence import (
-    COARSE_ROUNDING,
-    BatchDependence,
-    extreme_rows,
-    measure,
-    seeded_rows,
-)
+from compress.profiling.batch_dependence import COARSE_ROUNDING, BatchDependence, measure
+from compress.profiling.probe_rows import extreme_rows, seeded_rows
 
 Arrays = list[np.ndarray]
 

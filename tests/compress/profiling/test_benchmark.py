@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from compress.common.signature import Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import MaxLatency, MaxMemory, MinSpeedup
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.profiling import benchmark, quantiles
 from compress.profiling.benchmark import Comparison, Latency, compare_latency, measured_batches

@@ -20,8 +20,9 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import GateRefused, StageFailed
 from compress.common.signature import Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import MaxMemory
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from compress.data.splits import Splits
 from compress.profiling import peak_memory
 from compress.profiling.peak_memory import measuring
