@@ -26,6 +26,8 @@ OF_NUMBERS = ("mse", "mae", "r2")
 BUILT_IN = ("accuracy", "loss", "fidelity", *OF_NUMBERS)
 OF_TARGETS = ("accuracy", "loss")
 """Metrics that look at the kind of the targets."""
+FRACTIONS = ("accuracy", "fidelity")
+"""Built-in metrics that are shares of all samples, from 0 to 1."""
 FALLING = ("loss", "mse", "mae")
 """Built-in metrics that are lower when better."""
 

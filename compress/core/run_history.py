@@ -7,9 +7,6 @@ from pydantic import JsonValue
 from compress.common.config import Settings
 from compress.core.verdict import Verdict
 
-VARYING = ("min_speedup", "max_latency", "max_memory")
-"""Gates whose value is made of times, or is memory: it differs from run to run."""
-
 
 class PastStage(Settings):
     """One stage that led to an artifact; nothing in it changes from run to run."""
@@ -29,7 +26,7 @@ class PastStage(Settings):
     metric: dict[str, JsonValue] | None
     """Name, split and value."""
     verdicts: tuple[Verdict, ...]
-    """Without the values of :data:`VARYING` gates."""
+    """Without values that differ from run to run, such as latencies."""
 
 
 class History(Settings):
@@ -46,8 +43,3 @@ class History(Settings):
     source_digest: str
     """Of the artifact that it became."""
     stages: tuple[PastStage, ...]
-
-
-def without_varying(verdict: Verdict) -> Verdict:
-    """Return a verdict without what differs from run to run."""
-    return verdict.model_copy(update={"value": None}) if verdict.gate in VARYING else verdict

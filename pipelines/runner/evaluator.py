@@ -124,7 +124,7 @@ def _verdict(questions: MeasurementCache, planned: PlannedStage, gate: Gate) -> 
     after = walk.artifacts[planned.name]
     before = baseline_for(gate, walk.artifacts[planned.input], walk.context(planned.name))
     question = {**gate.measurement_key(), "against": before.digest, **walk.conditions()}
-    if gate.asks_rows:
+    if gate.depends_on_batch:
         if gate.compares and walk.artifacts.get(other) is before:
             dependence_of(walk, other)  # keeps it for later runs
         question |= _batch_size(walk, planned.name, before, after)
