@@ -5,9 +5,9 @@ The public names stand in ``__init__.pyi``; each is imported on first use.
 
 import lazy_loader
 
-from compress.core.baselines import BASELINES, Runtime
+from compress.core.baselines import BASELINES, BaselineRuntime
 from export.onnx.float_baseline import in_onnxruntime
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
-BASELINES["onnxruntime"] = Runtime(in_onnxruntime, frozenset({"eager", "graph", "onnx"}))
+BASELINES["onnxruntime"] = BaselineRuntime(in_onnxruntime, frozenset({"eager", "graph", "onnx"}))

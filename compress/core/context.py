@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.atomic_files import remove
 from compress.common.dependency_recorder import Recording, note, recording
 from compress.common.errors import StageFailed
-from compress.core.loss import INFERRED, Loss
+from compress.core.loss import INFERRED_LOSS, Loss
 from compress.core.metrics import Metric, evaluate
 from compress.core.progress import Progress, silent
 
@@ -32,44 +32,46 @@ COMPARED_BATCHES = 4
 
 @dataclass(frozen=True)
 class Context:
-    """Where a stage runs, never what it does."""
+    """Where and with what a stage runs; what it does is its settings."""
 
     root: Path
-    """Directory of the artifact to be written."""
+    """Directory that the stage's artifact is written to."""
     data: Splits | None = None
-    loss: Loss = INFERRED
-    """What training minimizes and the metric `loss` measures; by default it follows from the
+    loss: Loss = INFERRED_LOSS
+    """What training minimizes and the metric `loss` measures; by default inferred from the
     targets."""
     metric: Metric = field(default_factory=Metric)
     device: str = "cpu"
     threads: int = 1
-    """CPU threads a model answers with, in every measurement alike."""
+    """CPU threads of a forward call, the same in every measurement."""
     seed: int = 0
     artifacts: Mapping[str, Artifact] = field(default_factory=dict)
-    """Artifacts by stage name, for `against` and `teacher`; `source` is the model as it came in."""
+    """Artifacts by stage name, for `against` and `teacher`; `source` is the input model."""
     progress: Progress = silent
     scratch: Path | None = None
-    """Where a stage keeps what it needs to go on after an interruption; by default at ``root``."""
+    """Folder for a stage's checkpoints, with which it resumes after an interruption; by default
+    beside ``root``."""
     results: Path | None = None
-    """Folder of what a run tells beside its artifacts, such as traces; by default ``root``'s."""
+    """Folder for results that are no artifacts, such as traces; by default ``root``'s parent."""
     scores: dict[tuple[Any, ...], tuple[float, Recording]] = field(
         default_factory=dict, compare=False
     )
-    """Metrics measured so far, so that none is evaluated twice, and what user code read for it."""
+    """Cache of measured metrics, with the files and packages that user code read for each."""
     history: History | None = None
-    """The road to the stage's input, for a stage that records it; None where no run tells it."""
+    """The stages that led to the input, for a stage that records them; None outside of a run."""
     served_batch_size: int = 1
-    """Rows of one call in deployment: models whose answers depend on their batch are judged so."""
+    """Rows of one call in deployment, at which models whose outputs depend on the batch are
+    evaluated."""
     dependences: dict[str, BatchDependence] = field(default_factory=dict, compare=False)
-    """Digest → whether that artifact's answers depend on their batch, as far as it was measured."""
+    """Cache: an artifact's digest → whether its outputs depend on the batch."""
 
     def __post_init__(self) -> None:
-        # One definition of the loss, whatever the metric was made with.
+        # The metric `loss` measures the task's loss, whatever loss the metric was created with.
         object.__setattr__(self, "metric", replace(self.metric, loss=self.loss))
 
     @property
     def work(self) -> Path:
-        """A scratch directory that outlives an interruption, for checkpoints."""
+        """A scratch directory for checkpoints, which outlives an interruption."""
         self._work.mkdir(parents=True, exist_ok=True)
         return self._work
 
@@ -84,6 +86,9 @@ class Context:
     def need_data(self, why: str) -> Splits:
         """Return the data.
 
+        Args:
+            why: what needs it, for the message.
+
         Raises:
             StageFailed: there is none.
         """
@@ -92,7 +97,7 @@ class Context:
         return self.data
 
     def artifact(self, name: str) -> Artifact:
-        """Return an earlier artifact.
+        """Return an earlier stage's artifact.
 
         Raises:
             StageFailed: no stage of that name came before.
@@ -103,18 +108,18 @@ class Context:
         return self.artifacts[name]
 
     def score(self, artifact: Artifact, split: str = "val") -> float:
-        """Return an artifact's metric on a split."""
+        """Return an artifact's metric on a split, measured once."""
         batch = self.judged_batch_size(artifact)
-        known = (artifact.digest, split, self.metric, id(self.data), self.device, batch)
-        if known not in self.scores:
+        key = (artifact.digest, split, self.metric, id(self.data), self.device, batch)
+        if key not in self.scores:
             with recording() as recorded:
-                self.scores[known] = self._evaluate(artifact, split, batch), recorded
-        value, recorded = self.scores[known]
+                self.scores[key] = self._evaluate(artifact, split, batch), recorded
+        value, recorded = self.scores[key]
         note(recorded)
         return value
 
     def batch_dependence(self, artifact: Artifact) -> BatchDependence:
-        """Return whether an artifact's answers depend on what else is in the batch."""
+        """Return whether an artifact's outputs depend on the rest of the batch, measured once."""
         if artifact.digest not in self.dependences:
             from compress.profiling.batch_dependence import measure_artifact
 
@@ -124,10 +129,10 @@ class Context:
         return self.dependences[artifact.digest]
 
     def judged_batch_size(self, *artifacts: Artifact) -> int | None:
-        """Return how many rows a call has where models are judged; the data's own where None.
+        """Return the batch size at which artifacts are evaluated; None for the data's own.
 
-        That is any number for models that answer each row by itself, and for others the number
-        with which they will be served.
+        Models whose outputs depend on the batch are evaluated at the size that they are served
+        with, or at a fixed size of theirs.
         """
         if not any(self.batch_dependence(artifact).depends for artifact in artifacts):
             return None
@@ -142,40 +147,40 @@ class Context:
             reference = None
             if self.metric.name == "fidelity":
                 reference = stack.enter_context(self.predictor(self.artifact("source")))
-            metric = self.metric.settled(data)
+            metric = self.metric.with_inferred_loss(data)
             return evaluate(predict, data, split, metric, reference, self.progress, batch)
 
     @contextmanager
     def predictor(self, artifact: Artifact) -> Iterator[Predictor]:
-        """Give an artifact as a predictor that takes any number of samples."""
+        """Open an artifact as a predictor that takes any number of samples."""
         from compress.data.fixed_batch import any_batch
 
         with artifact.open(self.device, self.threads) as predict:
             yield any_batch(predict, artifact.signature)
 
     def compare_latency(self, before: Artifact, after: Artifact, batch: int) -> Comparison:
-        """Measure two artifacts' latencies in turn, with equal threads, on samples of `val`."""
+        """Measure two artifacts' latencies call by call in turn, on samples of `val`."""
         from compress.profiling.benchmark import compare_latency
 
         batches = self.measured_batches(before.signature, batch)
         with (
-            before.open(self.device, self.threads) as slow,
-            after.open(self.device, self.threads) as fast,
+            before.open(self.device, self.threads) as predict_before,
+            after.open(self.device, self.threads) as predict_after,
         ):
-            return compare_latency(slow, fast, batches)
+            return compare_latency(predict_before, predict_after, batches)
 
     def peak_memory(self, artifact: Artifact, batch: int) -> float:
-        """Return the mebibytes that opening an artifact and calls with samples take at most."""
+        """Return the peak memory of opening an artifact and calling it on samples, in MiB."""
         from compress.profiling.peak_memory import peak_memory
 
         batches = self.measured_batches(artifact.signature, batch)
         return peak_memory(artifact, self.device, self.threads, batches)
 
     def measured_batches(self, signature: Signature, batch: int) -> list[tuple[torch.Tensor, ...]]:
-        """Return what latency and memory are measured on: `val`, or seeded inputs without data.
+        """Return the batches for latency and memory: of `val`, or seeded ones without data.
 
         Raises:
-            StageFailed: the model takes another number of samples.
+            StageFailed: the model's batch is fixed at another size.
         """
         from compress.profiling.benchmark import measured_batches
 
@@ -184,7 +189,7 @@ class Context:
     def comparison_inputs(
         self, signature: Signature, batch_size: int | None = None
     ) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield the inputs on which two models are compared: `val`, or seeded ones without data."""
+        """Yield the inputs on which two models are compared: `val`, or seeded ones without it."""
         if self.data is not None and "val" in self.data.datasets:
             for batch in self.data.batches("val", batch_size):
                 yield batch.inputs

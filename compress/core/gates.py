@@ -91,12 +91,12 @@ class LabelAgreement(Gate):
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the fraction of equal labels."""
-        from compress.core.metrics import decisions_of
+        from compress.core.metrics import predicted_decisions
 
         equal = total = 0
         for expected, got in _paired_outputs(before, after, context):
-            labels = decisions_of(expected[0])
-            equal += int((labels == decisions_of(got[0])).sum())
+            labels = predicted_decisions(expected[0])
+            equal += int((labels == predicted_decisions(got[0])).sum())
             total += labels.numel()
         if not total:
             raise StageFailed("the outputs have no samples, so that there are no labels to compare")
@@ -261,8 +261,8 @@ class MinSpeedup(_MeasuredOnVal):
             StageFailed: the machine is too busy to measure it.
         """
         interval = context.compare_latency(before, after, self.batch).interval
-        if interval.doubt:
-            raise StageFailed(unmeasurable("the speedup", interval.doubt))
+        if interval.unreliable_reason:
+            raise StageFailed(unmeasurable("the speedup", interval.unreliable_reason))
         return interval.low
 
 
@@ -286,8 +286,8 @@ class MaxLatency(_MeasuredOnVal):
             StageFailed: the machine is too busy to measure it.
         """
         latency = context.compare_latency(before, after, self.batch).after
-        if latency.p95_interval.doubt:
-            raise StageFailed(unmeasurable("p95 in ms", latency.p95_interval.doubt))
+        if latency.p95_interval.unreliable_reason:
+            raise StageFailed(unmeasurable("p95 in ms", latency.p95_interval.unreliable_reason))
         return latency.p95
 
 

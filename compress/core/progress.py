@@ -6,12 +6,12 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Where a stage says how far it is."""
+    """Callback through which a stage reports how far it is."""
 
     def __call__(self, task: str, done: int, total: int, note: str = "") -> None:
-        """Say that ``done`` of ``total`` steps of a task are done; ``note`` is shown beside it."""
+        """Report that ``done`` of ``total`` steps of a task are done; ``note`` is shown with it."""
         ...
 
 
 def silent(task: str, done: int, total: int, note: str = "") -> None:
-    """Say nothing."""
+    """Ignore the report: the default where nothing shows progress."""

@@ -24,11 +24,11 @@ Reads = TypeVar("Reads", bound=Artifact)
 Writes = TypeVar("Writes", bound=Artifact)
 
 DEFAULT_CALIBRATION_SAMPLES = 512
-"""Drawn where a stage's ``calibration_samples`` leaves the number open and there are as many."""
+"""Samples drawn where ``calibration_samples`` is not set, if the split has as many."""
 
 
 class Stage(Settings, Generic[Reads, Writes]):
-    """A step of the road; a subclass's type arguments say what it reads and writes."""
+    """One step of a pipeline; a subclass's type arguments are the artifacts it reads and writes."""
 
     stage: str
     name: StageName | None = None
@@ -40,19 +40,19 @@ class Stage(Settings, Generic[Reads, Writes]):
 
     requirements: ClassVar[tuple[Requirement, ...]] = ()
     records_history: ClassVar[bool] = False
-    """Whether the result holds how its input came about."""
+    """Whether the result includes :attr:`Context.history`."""
 
     def run(self, model: Reads, context: Context) -> Writes:
-        """Do the work and seal the result at ``context.root``."""
+        """Do the stage's work and write its artifact to ``context.root``."""
         raise NotImplementedError
 
     def check_parity(self, model: Reads, artifact: Writes, context: Context) -> None:
-        """Hold a result of an earlier run against its input, on the data of this one.
+        """Check a cached result against its input, on the data of this run.
 
-        Only stages whose results are to answer as their inputs do have something to prove.
+        For stages whose output must compute what its input does, such as exporters.
 
         Raises:
-            StageFailed: it answers otherwise.
+            StageFailed: outputs differ.
         """
 
     def __call__(self, model: Reads, context: Context) -> Writes:
@@ -92,16 +92,16 @@ class Stage(Settings, Generic[Reads, Writes]):
 
     @property
     def uses_data(self) -> bool:
-        """Whether the result depends on the data, where there is any."""
+        """Whether the result depends on the data, if the pipeline has any."""
         return self.needs_data
 
     @property
     def uses_loss(self) -> bool:
-        """Whether the loss on the data's targets decides the result."""
+        """Whether the result depends on the loss."""
         return False
 
     def check_loss(self, loss: Loss) -> None:
-        """Refuse settings that do not go with the task's loss, which has a name.
+        """Check that the settings go with the task's loss, whose name is known.
 
         Raises:
             CompressError: a setting does not.
@@ -110,12 +110,12 @@ class Stage(Settings, Generic[Reads, Writes]):
     @property
     def drawn_samples(self) -> int:
         """Upper bound of the samples that the stage draws from the calibration split."""
-        drawn: int | None = getattr(self, "calibration_samples", 0)
-        return DEFAULT_CALIBRATION_SAMPLES if drawn is None else drawn
+        samples: int | None = getattr(self, "calibration_samples", 0)
+        return DEFAULT_CALIBRATION_SAMPLES if samples is None else samples
 
     @property
     def machine_parts(self) -> dict[str, Any]:
-        """What of the machine decides the result; most artifacts are the same everywhere."""
+        """Properties of the machine that the result depends on, such as its CPU; usually none."""
         return {}
 
     @property
@@ -125,36 +125,36 @@ class Stage(Settings, Generic[Reads, Writes]):
 
     @property
     def extra_input_types(self) -> tuple[type[Artifact], ...]:
-        """Kinds that those artifacts may be of."""
+        """Types that those artifacts may have."""
         return (Artifact,)
 
     @property
     def activation_formats(self) -> frozenset[str]:
-        """What activations of the result may be besides float32, so far as the settings tell."""
+        """Formats of the result's activations besides float32, as far as the settings decide it."""
         return frozenset()
 
     def unsupported_input_reason(self, formats: Set[str]) -> str:
-        """Return why an input with activations of these formats cannot be read, or nothing."""
+        """Return why an input with activations of these formats is refused; empty if it is not."""
         return ""
 
     def resolve_paths(self, folder: Path, code: Path) -> Self:
-        """Return the same stage with its paths relative to a pipeline's folders.
+        """Return the same stage with relative paths resolved.
 
         Args:
-            folder: where the pipeline file lies.
-            code: where the user's modules lie.
+            folder: folder of the pipeline file.
+            code: folder of the user's modules.
 
         Raises:
-            CompressError: a file is not there.
+            CompressError: a file does not exist.
         """
         return self
 
     def all_requirements(self) -> tuple[Requirement, ...]:
-        """Return what the stage, or a setting within it, cannot do without."""
+        """Return the modules and programs that the stage, or a setting within it, needs."""
         return tuple(requirements_of(self))
 
     def own_settings(self) -> dict[str, Any]:
-        """Return the settings that decide the result."""
+        """Return the settings that decide the result: all but name, input and gates."""
         return self.model_dump(mode="json", exclude={"name", "input", "gates"})
 
     def lineage(self, model: Artifact, **others: Artifact) -> tuple[Step, ...]:

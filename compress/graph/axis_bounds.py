@@ -44,7 +44,7 @@ def trace(
     """
     import torch
 
-    from compress.graph.rnn import any_length
+    from compress.graph.rnn import any_sequence_length
 
     def traced(limits: dict[str, int], *, checks: bool = False) -> ExportedProgram:
         shapes: Any = dynamic_shapes(signature, limits)
@@ -55,7 +55,7 @@ def trace(
             prefer_deferred_runtime_asserts_over_guards=checks,
         )
 
-    with any_length():
+    with any_sequence_length():
         try:
             return traced({})
         except torch._dynamo.exc.UserError as error:
@@ -101,7 +101,7 @@ def axis_limits(program: ExportedProgram, signature: Signature) -> dict[str, int
     return limits
 
 
-def limits_of(program: ExportedProgram, signature: Signature, title: str) -> dict[str, Any]:
+def axis_limit_facts(program: ExportedProgram, signature: Signature, title: str) -> dict[str, Any]:
     """Return the facts on how large axes may be, and say aloud what was not declared so.
 
     Args:

@@ -8,7 +8,7 @@ DAMPING = 0.01
 """What is added to the Hessian's diagonal, as a share of its mean, as in both papers below."""
 
 
-def inverse_factor(moment_II: torch.Tensor) -> torch.Tensor:
+def inverse_hessian_factor(moment_II: torch.Tensor) -> torch.Tensor:
     """Return the upper Cholesky factor of the damped Hessian's inverse, whose rows spread errors.
 
     What is done to one weight is made up for by those after it along these rows: in SparseGPT

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
+def patched_attribute(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
     """Have a library's own function be another one in a block; where there is none, do nothing.
 
     Args:
@@ -33,7 +33,7 @@ def replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def composites_listed_once() -> Iterator[None]:
+def cached_composite_ops() -> Iterator[None]:
     """Let torch look up its composite operators once in a block in which none is registered.
 
     To decompose a graph, torch 2.13 looks up all of them in each of some thirty namespaces, twice
@@ -42,12 +42,12 @@ def composites_listed_once() -> Iterator[None]:
     from torch._export import utils
 
     name = "_materialize_cpp_cia_ops"
-    with replaced(utils, name, functools.cache(getattr(utils, name, lambda: None))):
+    with patched_attribute(utils, name, functools.cache(getattr(utils, name, lambda: None))):
         yield
 
 
 @contextmanager
-def types_read_once() -> Iterator[None]:
+def cached_type_hints() -> Iterator[None]:
     """Let torch evaluate the annotations of its own dataclasses once in a block.
 
     To read a stored graph, torch 2.13 evaluates them for each part of each node: two fifths of it.
@@ -63,5 +63,5 @@ def types_read_once() -> Iterator[None]:
 
     same = ModuleType("typing")
     vars(same).update({**vars(typing), "get_type_hints": get_type_hints})
-    with replaced(serialize, "typing", same):
+    with patched_attribute(serialize, "typing", same):
         yield

@@ -21,7 +21,7 @@ Layer = tuple[torch.Tensor, Any]
 
 
 @contextmanager
-def any_length() -> Iterator[None]:
+def any_sequence_length() -> Iterator[None]:
     """Let tensors without values go through recurrent layers without a loop over the steps.
 
     Only for traces that keep these layers as they are: what the layers would be decomposed into has

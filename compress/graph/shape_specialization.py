@@ -20,7 +20,7 @@ LOOP = re.compile(r"(for|while)\b|.*\brange\(")
 
 
 @contextmanager
-def noting_places() -> Iterator[dict[int, traceback.FrameSummary]]:
+def record_specializations() -> Iterator[dict[int, traceback.FrameSummary]]:
     """Note during a trace the line of the model's code where each number came to be.
 
     By a method of torch 2.13 that no document names; where it is another, nothing is noted.
@@ -46,7 +46,7 @@ def noting_places() -> Iterator[dict[int, traceback.FrameSummary]]:
         owner._set_replacement = replace
 
 
-def described(place: traceback.FrameSummary | None) -> str:
+def describe_location(place: traceback.FrameSummary | None) -> str:
     """Return a place in words, in brackets; nothing where it is not known."""
     if place is None:
         return ""

@@ -25,8 +25,8 @@ from compress.checkpoint.pt2_safety import GRAPH, SAMPLE_INPUTS, code_in
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.graph.axis_bounds import trace
-from compress.graph.library_cache import types_read_once
-from compress.graph.shape_specialization import described, noting_places
+from compress.graph.library_cache import cached_type_hints
+from compress.graph.shape_specialization import describe_location, record_specializations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
         torch.no_grad(),
         warnings.catch_warnings(),
         _silent_at_failures(),
-        noting_places() as places,
+        record_specializations() as places,
     ):
         # LSTM and GRU keep a second list of their own weights, which tracing swaps and restores.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")
@@ -109,10 +109,10 @@ def save_program(program: ExportedProgram, file: Path) -> None:
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     buffer.seek(0)
-    copy_plain(PT2ArchiveReader(buffer), file)
+    copy_plain_records(PT2ArchiveReader(buffer), file)
 
 
-def copy_plain(reader: PT2ArchiveReader, file: Path) -> None:
+def copy_plain_records(reader: PT2ArchiveReader, file: Path) -> None:
     """Write what is plain data of an archive, without reading it; :func:`load_program` judges."""
     with file.open("wb") as stream:
         writer = torch._C.PyTorchFileWriter(stream)
@@ -141,7 +141,7 @@ def load_program(file: Path) -> ExportedProgram:
         for danger in code_in(PT2ArchiveReader(io.BytesIO(content))):
             raise ArtifactInvalid(f"{file}: {danger}; it was not read")
         # Not torch.export.load: on an error it falls back to an older format, which is pickled.
-        with types_read_once():
+        with cached_type_hints():
             return load_pt2(io.BytesIO(content)).exported_programs["model"]
     except ArtifactInvalid:
         raise
@@ -172,7 +172,7 @@ def _reason(error: Exception, places: Mapping[int, FrameSummary]) -> str:
     )
     if fixed:
         axis, size = fixed.groups()
-        place = described(places.get(int(size)))
+        place = describe_location(places.get(int(size)))
         return (
             f"axis {axis!r} is baked in: the model's code fixes it to {size}{place}; compute it "
             f"from the input's shape, or declare the number {size} instead of the name in "

@@ -72,7 +72,7 @@ class BatchDependence(Settings):
         return bool(self.beyond_rounding)
 
     @property
-    def lets_requests_join(self) -> bool:
+    def allows_joined_requests(self) -> bool:
         """Whether rows of `val` have shown that requests may be answered in one call."""
         return not self.why_not_joined
 
@@ -114,11 +114,11 @@ def measure_artifact(
         rows, unpadded = val_rows(data, signature)
     with artifact.open(device, threads) as predict:
         return measure(
-            as_call(predict, signature),
+            numpy_call(predict, signature),
             signature,
             rows,
             source="val" if has_val else "seeded",
-            rounding=rounding_of(artifact),
+            rounding=rounding_tolerance(artifact),
             unpadded=unpadded,
         )
 
@@ -146,7 +146,7 @@ def measure(
     return _Probing(call, signature, batch, source, rounding, unpadded).result()
 
 
-def rounding_of(artifact: Artifact) -> float:
+def rounding_tolerance(artifact: Artifact) -> float:
     """Return how far rounding alone may move an artifact's answers."""
     coarse = any(
         step.stage.startswith("quantize_") or step.stage == "convert_precision"
@@ -156,7 +156,7 @@ def rounding_of(artifact: Artifact) -> float:
     return COARSE_ROUNDING if coarse or half else FLOAT_ROUNDING
 
 
-def as_call(predict: Predictor, signature: Signature) -> Call:
+def numpy_call(predict: Predictor, signature: Signature) -> Call:
     """Return a predictor as a function of arrays, in which bfloat16 is float32."""
     import torch
 

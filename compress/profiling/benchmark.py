@@ -55,9 +55,9 @@ class Latency(Settings):
     """Below these stayed 5 %, 10 %, … 95 % of the calls, in milliseconds."""
 
     @property
-    def doubt(self) -> str:
+    def unreliable_reason(self) -> str:
         """Why the percentiles say too little to be shown; empty where they do not."""
-        return self.p50_interval.doubt or self.p95_interval.doubt
+        return self.p50_interval.unreliable_reason or self.p95_interval.unreliable_reason
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Comparison:
     @property
     def share(self) -> float | None:
         """Time of ``after`` as a share of that of ``before``; None where it is not measurable."""
-        return None if self.interval.doubt else 1 / self.speedup
+        return None if self.interval.unreliable_reason else 1 / self.speedup
 
 
 def unmeasurable(figure: str, doubt: str) -> str:
@@ -147,7 +147,11 @@ def compare_latency(
     rounds.warm_up(seconds / 4)
     rounds.measure(seconds)
     compared = _compared(rounds)
-    if compared.interval.doubt or compared.before.doubt or compared.after.doubt:
+    if (
+        compared.interval.unreliable_reason
+        or compared.before.unreliable_reason
+        or compared.after.unreliable_reason
+    ):
         rounds.measure(SECOND_TRY * seconds)
         compared = _compared(rounds)
     return compared

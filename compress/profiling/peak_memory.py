@@ -39,7 +39,7 @@ COMMAND = (
 )
 
 
-class Question(NamedTuple):
+class MeasurementRequest(NamedTuple):
     """What memory is asked for."""
 
     module: str
@@ -95,9 +95,9 @@ def peak_memory(
     return float(found["mebibytes"])
 
 
-def _question(artifact: Artifact, device: str, threads: int, inputs: Path) -> Question:
+def _question(artifact: Artifact, device: str, threads: int, inputs: Path) -> MeasurementRequest:
     kind = type(artifact)
-    return Question(
+    return MeasurementRequest(
         module=kind.__module__,
         name=kind.__qualname__,
         path=str(artifact.path.absolute()),
@@ -112,7 +112,7 @@ def _question(artifact: Artifact, device: str, threads: int, inputs: Path) -> Qu
 
 
 @contextmanager
-def measuring() -> Iterator[None]:
+def measurement_process() -> Iterator[None]:
     """End the process that measures, where one was started, after the outermost of such blocks.
 
     Outside of any it ends with this process.
@@ -146,7 +146,7 @@ class _Measurer:
         )
         theirs.close()
 
-    def ask(self, question: Question) -> dict[str, Any]:
+    def ask(self, question: MeasurementRequest) -> dict[str, Any]:
         self.connection.send_bytes(json.dumps(question).encode())
         found: dict[str, Any] = json.loads(self.connection.recv_bytes())
         return found
@@ -174,7 +174,7 @@ _one_at_a_time = threading.Lock()
 _blocks = 0
 
 
-def _asked(question: Question) -> dict[str, Any]:
+def _asked(question: MeasurementRequest) -> dict[str, Any]:
     global _measurer
     with _one_at_a_time:
         try:

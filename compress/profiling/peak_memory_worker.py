@@ -22,8 +22,8 @@ import torch
 from compress.common.errors import CompressError, ending_of, first_line
 from compress.common.factories import is_library
 from compress.common.process import uncollected
-from compress.profiling.peak_memory import Question
-from compress.profiling.rss import PROCESS, forget_peak, give_back, kibibytes, library_kibibytes
+from compress.profiling.peak_memory import MeasurementRequest
+from compress.profiling.rss import PROCESS, library_kib, memory_kib, release_memory, reset_peak
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,7 @@ def answer(descriptor: int) -> None:
     asked_by, tried = Connection(descriptor), set[str]()
     with suppress(EOFError, OSError):
         while True:
-            question = Question(*json.loads(asked_by.recv_bytes()))
+            question = MeasurementRequest(*json.loads(asked_by.recv_bytes()))
             _surround_as(question)
             _import(question.imports)
             for _ in range(REHEARSALS):
@@ -62,7 +62,7 @@ def answer(descriptor: int) -> None:
     os._exit(0)  # nothing is left to be taken apart
 
 
-def _surround_as(question: Question) -> None:
+def _surround_as(question: MeasurementRequest) -> None:
     """Be where the asker is, and have its environment: it may have changed since the last time."""
     with suppress(OSError):  # a folder that is gone is missed by whoever uses it
         os.chdir(question.folder)
@@ -79,7 +79,7 @@ def _import(modules: Sequence[str]) -> None:
                 importlib.import_module(name)
 
 
-def _of_a_fork(question: Question, asked_by: Connection) -> dict[str, Any]:
+def _of_a_fork(question: MeasurementRequest, asked_by: Connection) -> dict[str, Any]:
     """Return what a new process finds, which does nothing else.
 
     Raises:
@@ -127,7 +127,7 @@ def _die_with(parent: int) -> None:
         (PROCESS / "oom_score_adj").write_text("1000")
 
 
-def _found(question: Question) -> dict[str, Any]:
+def _found(question: MeasurementRequest) -> dict[str, Any]:
     """Return the memory or what went wrong, and the libraries that were imported for it."""
     before = {*sys.modules}
     try:
@@ -140,24 +140,24 @@ def _found(question: Question) -> dict[str, Any]:
     return {**found, "imported": imported}
 
 
-def _measured(question: Question) -> float:
+def _measured(question: MeasurementRequest) -> float:
     home = importlib.import_module(question.module)
     kind: type[Artifact] = functools.reduce(getattr, question.name.split("."), home)  # type: ignore[assignment]
     artifact = kind.from_directory(question.path)
     batches = torch.load(question.inputs, weights_only=True)
     on_device = _begun(question.device)
-    libraries = library_kibibytes()
-    give_back()
-    forget_peak()
-    before = kibibytes("VmRSS")
+    libraries = library_kib()
+    release_memory()
+    reset_peak()
+    before = memory_kib("VmRSS")
     with artifact.open(question.device, question.threads) as predict:
         for inputs in batches:
             predict(*inputs)
-        grown = kibibytes("VmHWM") - before
+        grown = memory_kib("VmHWM") - before
         if on_device and (allocated := torch.cuda.max_memory_allocated(question.device)):
             return allocated / 2**20
         # Of a library each process reads what it uses; it is shared, and no part of a model.
-        read = {file: now - libraries.get(file, now) for file, now in library_kibibytes().items()}
+        read = {file: now - libraries.get(file, now) for file, now in library_kib().items()}
     return max(0, grown - sum(read.values())) / 1024
 
 

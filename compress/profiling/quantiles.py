@@ -25,7 +25,7 @@ class Interval(NamedTuple):
     high: float
 
     @property
-    def doubt(self) -> str:
+    def unreliable_reason(self) -> str:
         """Why a positive figure with this interval says too little; empty where it does not."""
         if not self.low <= self.high:  # one is NaN
             return "its 95 % interval is not known"

@@ -16,17 +16,17 @@ MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(?P<file>.*)")
 LIBRARY = re.compile(r"/.*\.so[.\d]*")
 
 
-def kibibytes(key: str) -> int:
+def memory_kib(key: str) -> int:
     """Return `VmRSS`, what is resident now, or `VmHWM`, the most that was."""
     return int((PROCESS / "status").read_text().partition(f"{key}:")[2].split()[0])
 
 
-def forget_peak() -> None:
+def reset_peak() -> None:
     """Let the peak count from here."""
     (PROCESS / "clear_refs").write_text("5")
 
 
-def library_kibibytes() -> dict[str, int]:
+def library_kib() -> dict[str, int]:
     """Return how much of each shared library's file has been read into this process so far."""
     found: dict[str, int] = {}
     for file, key, value in _mapped():
@@ -37,7 +37,7 @@ def library_kibibytes() -> dict[str, int]:
     return found
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Collect what graphs hold in circles, and let the C library return what it keeps for later.
 
     What was let go would else lie beside what comes next, or be taken for it and not be counted.

@@ -158,7 +158,7 @@ def measure_sensitivity(
         batches=_samples(importance, samples, context),
         device=context.device,
         seed=context.seed,
-        loss=context.loss.settled(context.data),
+        loss=context.loss.infer_targets(context.data),
     )
     cuts, pinned = _cuts(ranking, ratios)
     one = tuple(x.to(context.device) for x in model.signature.example(1, context.seed))

@@ -163,7 +163,7 @@ def _job(
         training=training,
         objective=objective,
         data=data,
-        metric=context.metric.settled(data),
+        metric=context.metric.with_inferred_loss(data),
         reference=reference.path.absolute() if reference else None,
         device=context.device,
         threads=max(1, threads_to_use() // training.parallel.ranks_per_node),

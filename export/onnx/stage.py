@@ -139,7 +139,7 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         self, model: EagerModel | GraphModel, file: Path, facts: dict[str, Any]
     ) -> Translation:
         """Translate and write a model, and let it go; what was found out is added to the facts."""
-        from compress.profiling.rss import give_back
+        from compress.profiling.rss import release_memory
         from export.onnx.external_data import write_mapped
         from export.onnx.proto_io import write
         from export.onnx.translate import translate
@@ -150,7 +150,7 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         write(graph, file)
         write_mapped(graph, file)
         del graph
-        give_back()
+        release_memory()
         return translation
 
     def _prepared(self, graph: ModelProto, model: Artifact) -> ModelProto:

@@ -44,7 +44,7 @@ def check_runtime(pipeline: Pipeline, index: int, number: int, earlier: Set[str]
             f"{where}: {name!r} is a runtime, and a stage that is not earlier has that name; "
             "rename the stage"
         )
-    takes = BASELINES[name].takes
+    takes = BASELINES[name].artifact_kinds
     if pipeline.model.kind not in takes:
         raise PipelineInvalid(
             f"{where}: {name} runs {' and '.join(sorted(takes))} models, and this one comes in as "

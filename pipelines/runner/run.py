@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from compress.common.errors import CompressError, GateRefused
 from compress.common.process import within_quota
 from compress.core.progress import silent
-from compress.profiling.peak_memory import measuring
+from compress.profiling.peak_memory import measurement_process
 from pipelines.executors.factory import check_engine, engine_for
 from pipelines.executors.join import advertise_run
 from pipelines.planning.loss_and_metric import settled
@@ -95,7 +95,7 @@ def run(
         readable_disk_errors(out),
         temporary_files(),
         within_quota(),
-        measuring(),
+        measurement_process(),
         Store.locked(root, announce, remote, pipeline.folder, pipeline.code_folder) as kept,
         advertise_run(root),
     ):

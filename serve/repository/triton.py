@@ -95,14 +95,14 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
 
     def run(self, model: OnnxModel | TorchScriptModel, context: Context) -> TritonRepository:
         """Copy the model and write its configuration; the same input gives the same bytes."""
-        from compress.profiling.batch_dependence import as_call
+        from compress.profiling.batch_dependence import numpy_call
         from serve.packaging.joinable import why_not_joined
         from serve.packaging.model_interface import interface_of
         from serve.repository.triton_config import FILES, config_of
 
         model.verify()
         with model.open("cpu", context.threads) as predict:
-            interface = interface_of(as_call(predict, model.signature), model.signature)
+            interface = interface_of(numpy_call(predict, model.signature), model.signature)
         refuse_nested(model, self.title)
         not_joined = why_not_joined(interface.rows_stay_first, context.batch_dependence(model))
         warned = [f"requests are not joined: {not_joined}"] if not_joined else []

@@ -26,7 +26,7 @@ from compress.core.gates import (
     MinSpeedup,
     Parity,
 )
-from compress.core.metrics import Metric, decisions_of
+from compress.core.metrics import Metric, predicted_decisions
 from compress.core.stage import Stage
 from compress.core.verdict import explain
 from compress.data.splits import Splits
@@ -107,8 +107,8 @@ def test_label_agreement(trained, slim, mlp, context) -> None:
 
 def test_one_output_is_decided_by_its_sign() -> None:
     outputs = torch.tensor([[0.5], [-0.1], [0.0]])
-    assert decisions_of(outputs).flatten().tolist() == [True, False, False]
-    assert Metric("fidelity").score(outputs, decisions_of(outputs)) == 1
+    assert predicted_decisions(outputs).flatten().tolist() == [True, False, False]
+    assert Metric("fidelity").score(outputs, predicted_decisions(outputs)) == 1
 
 
 def test_drop_and_metric(trained, mlp, slim, context) -> None:

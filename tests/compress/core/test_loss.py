@@ -6,7 +6,7 @@ from torch.utils.data import TensorDataset
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.loss import Loss
 from compress.core.metrics import Metric
-from compress.core.targets import kind_of
+from compress.core.task_targets import target_kind
 from compress.data.splits import Splits
 
 FOUR = torch.tensor([[0.5], [-1.0], [2.0], [0.25]])
@@ -47,7 +47,7 @@ def test_the_loss_follows_from_the_targets(outputs, targets, name, expected) -> 
     )
     assert value(None, outputs, targets) == pytest.approx(float(expected(outputs, same)), rel=1e-6)
     assert value(name, outputs, targets) == value(None, outputs, targets)
-    summed, count = Loss().summed(outputs, targets)
+    summed, count = Loss().sum_and_count(outputs, targets)
     assert summed / count == pytest.approx(value(None, outputs, targets), rel=1e-6)
 
 
@@ -94,10 +94,10 @@ def test_the_kind_of_the_targets_is_that_of_all_samples_not_of_a_batch() -> None
     counts = torch.zeros(600, 1)
     counts[1::2] = 3.5
     data = Splits({"train": TensorDataset(torch.zeros(600, 2), counts)})
-    settled = Loss().settled(data)
-    assert kind_of(counts[::2]) == "binary"
+    settled = Loss().infer_targets(data)
+    assert target_kind(counts[::2]) == "binary"
     assert settled.name_for(FOUR, counts[::2][:4]) == "mse"
-    assert Loss().settled(Splits({"train": TensorDataset(torch.zeros(3, 2))})) == Loss()
+    assert Loss().infer_targets(Splits({"train": TensorDataset(torch.zeros(3, 2))})) == Loss()
 
 
 def test_log_probabilities_have_the_nll_of_their_cross_entropy() -> None:
@@ -132,7 +132,7 @@ def test_a_function_of_the_users_is_part_of_the_identity(tmp_path) -> None:
     (tmp_path / "mine.py").write_text("def huber(y, t):\n    return ((y - t) ** 2).mean() / 2\n")
     loss = Loss("mine:huber", folder=tmp_path)
     assert float(loss.function()(FOUR, FOUR + 2)) == pytest.approx(2)
-    assert loss.summed(FOUR, FOUR + 2) == (8, 4)
+    assert loss.sum_and_count(FOUR, FOUR + 2) == (8, 4)
     before = loss.identity()
     (tmp_path / "mine.py").write_text("def huber(y, t):\n    return (y - t).abs()\n")
     assert loss.identity() != before

@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from compress.graph.layer_gram import inverse_factor
+from compress.graph.layer_gram import inverse_hessian_factor
 
 
 def test_rows_are_those_of_the_damped_inverses_upper_factor() -> None:
@@ -9,7 +9,9 @@ def test_rows_are_those_of_the_damped_inverses_upper_factor() -> None:
     drawn[1, :, 2] = 0
     moments = drawn.mT @ drawn
     before = moments.clone()
-    for moment, factor in zip(moments.numpy(), inverse_factor(moments).numpy(), strict=True):
+    for moment, factor in zip(
+        moments.numpy(), inverse_hessian_factor(moments).numpy(), strict=True
+    ):
         damped = moment + 0.01 * np.diag(moment).mean() * np.eye(5)
         damped[np.diag(moment) == 0, np.diag(moment) == 0] = 1
         assert np.allclose(factor.T @ factor, np.linalg.inv(damped), rtol=1e-10)
@@ -19,4 +21,4 @@ def test_rows_are_those_of_the_damped_inverses_upper_factor() -> None:
 
 
 def test_an_input_that_is_always_zero_goes_with_no_other() -> None:
-    assert torch.equal(inverse_factor(torch.zeros(3, 3)), torch.eye(3))
+    assert torch.equal(inverse_hessian_factor(torch.zeros(3, 3)), torch.eye(3))

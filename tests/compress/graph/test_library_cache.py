@@ -8,7 +8,7 @@ import torch
 from torch._export import utils
 from torch._export.serde import schema, serialize
 
-from compress.graph.library_cache import composites_listed_once, replaced, types_read_once
+from compress.graph.library_cache import cached_composite_ops, cached_type_hints, patched_attribute
 
 
 def test_composites_are_the_same_and_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def test_composites_are_the_same_and_looked_up_once(monkeypatch: pytest.MonkeyPa
     expected = utils._collect_all_valid_cia_ops()
     assert len(looked) > 1
     looked.clear()
-    with composites_listed_once():
+    with cached_composite_ops():
         found = utils._collect_all_valid_cia_ops()
         assert utils._collect_all_valid_cia_ops() == found == expected
     assert looked == [1]
@@ -33,7 +33,7 @@ def test_composites_are_the_same_and_looked_up_once(monkeypatch: pytest.MonkeyPa
 
 def test_a_release_without_the_function_is_left_alone() -> None:
     library = types.ModuleType("library")
-    with replaced(library, "private", 1):
+    with patched_attribute(library, "private", 1):
         assert not hasattr(library, "private")
     assert not hasattr(library, "private")
 
@@ -53,7 +53,7 @@ def test_types_of_a_stored_graph_are_the_same_and_read_once(
     expected = [serialize._dict_to_dataclass(schema.NamedArgument, one) for one in found]
     assert len(read) > len({*read})
     read.clear()
-    with types_read_once():
+    with cached_type_hints():
         assert [
             serialize._dict_to_dataclass(schema.NamedArgument, one) for one in found
         ] == expected

@@ -91,7 +91,7 @@ DEPENDENT = {
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_a_model_that_answers_row_by_row_is_not_accused(name: str) -> None:
     found = probed(INDEPENDENT[name])
-    assert not found.depends and found.lets_requests_join, found
+    assert not found.depends and found.allows_joined_requests, found
 
 
 @pytest.mark.parametrize("name", DEPENDENT)
@@ -105,7 +105,7 @@ def test_texts_with_masks_may_be_joined_also_where_an_empty_row_is_refused(
     call: Callable[..., Arrays],
 ) -> None:
     found = probed(call, TEXTS, (TOKENS, MASKS))
-    assert found.lets_requests_join and "beside extreme rows" in found.moves, found
+    assert found.allows_joined_requests and "beside extreme rows" in found.moves, found
 
 
 def test_a_range_of_the_whole_call_is_found_in_a_text_model_of_integers() -> None:
@@ -122,7 +122,7 @@ def test_padding_decides_the_batch_size_and_not_whether_equal_shapes_are_joined(
     lengths = MASKS.sum(1)
     alone = [[a[i : i + 1, : lengths[i]] for a in (TOKENS, MASKS)] for i in range(8)]
     found = probed(ignores_the_mask, TEXTS, (TOKENS, MASKS), unpadded=alone)
-    assert found.beyond_rounding == ("unpadded",) and found.lets_requests_join
+    assert found.beyond_rounding == ("unpadded",) and found.allows_joined_requests
     assert not probed(pooled, TEXTS, (TOKENS, MASKS), unpadded=alone).depends
 
 
@@ -273,7 +273,7 @@ def test_rows_come_from_all_over_val_and_from_seeded_inputs_without_it(
     models: dict[str, EagerModel], context: Context, tmp_path: Path
 ) -> None:
     found = context.batch_dependence(models["Centered"])
-    assert (found.source, found.rows, found.lets_requests_join) == ("val", 8, True)
+    assert (found.source, found.rows, found.allows_joined_requests) == ("val", 8, True)
     blind = Context(root=tmp_path / "blind")
     assert blind.batch_dependence(models["Standardized"]).depends
-    assert not blind.batch_dependence(models["Centered"]).lets_requests_join
+    assert not blind.batch_dependence(models["Centered"]).allows_joined_requests

@@ -110,11 +110,11 @@ def test_a_figure_that_is_not_sure_is_measured_for_longer(monkeypatch: pytest.Mo
     # As many slow calls as quick ones, in spells that fifteen calls do not see past.
     unsteady = clock.model(*[0.1] * 8, *[10.0] * 8)
     sure, unsure = compare_latency(clock.model(10.0), clock.model(10.0), ROWS, 0.15), None
-    assert not sure.interval.doubt
+    assert not sure.interval.unreliable_reason
     began = clock.now
     unsure = compare_latency(clock.model(10.0), unsteady, ROWS, 0.15)
     assert clock.now - began > 0.15 * benchmark.SECOND_TRY
-    assert unsure.interval.doubt
+    assert unsure.interval.unreliable_reason
     assert unsure.share is None
     assert sure.share == 1
 
@@ -151,7 +151,7 @@ def test_blocks_ask_all_batches_so_that_slow_inputs_are_no_noise(
     assert clock.now < 2 * 2 * 1.2  # so long once, and not again as if it were noise
     assert compared.after.p95 == pytest.approx(101_000 / 1024)
     assert compared.interval == pytest.approx((1, 1))
-    assert not compared.after.doubt
+    assert not compared.after.unreliable_reason
 
 
 SIGNATURE = Signature(inputs=(TensorSpec(name="x", shape=("batch", 1)),))

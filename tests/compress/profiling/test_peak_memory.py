@@ -25,7 +25,7 @@ from compress.core.gates import MaxMemory
 from compress.core.stage import Stage
 from compress.data.splits import Splits
 from compress.profiling import peak_memory
-from compress.profiling.peak_memory import measuring
+from compress.profiling.peak_memory import measurement_process
 from compress.profiling.rss import PROCESS
 from export.onnx.stage import OnnxModel
 from export.torchscript.stage import TorchScriptModel
@@ -303,8 +303,8 @@ def test_the_process_lives_through_the_outermost_block(
     monkeypatch.setattr(peak_memory, "_blocks", 0)
     monkeypatch.setattr(peak_memory, "_measurer", None)
     model = make("Square", width=8)
-    with measuring():
-        with measuring():
+    with measurement_process():
+        with measurement_process():
             context.peak_memory(model, batch=1)
         first = peak_memory._measurer
         assert first is not None

@@ -36,7 +36,7 @@ def test_the_interval_of_a_median_is_that_of_the_tables(count: int, low: int, hi
 def test_too_few_values_tell_nothing(count: int) -> None:
     interval = quantile_interval([1.0] * count, 0.5)
     assert interval == (0, math.inf)
-    assert interval.doubt
+    assert interval.unreliable_reason
 
 
 def test_a_high_quantile_of_few_values_has_no_upper_end() -> None:
@@ -58,9 +58,9 @@ def test_many_values_do_not_overflow() -> None:
     [(0, 1.86), (1, 2.001), (0, 0), (-1, 1), (math.nan, math.nan), (1, math.nan), (1, math.inf)],
 )
 def test_wide_intervals_are_doubted(interval: tuple[float, float]) -> None:
-    assert Interval(*interval).doubt
+    assert Interval(*interval).unreliable_reason
 
 
 def test_narrow_intervals_are_not() -> None:
-    assert not Interval(1, 2).doubt
-    assert not Interval(0.001, 0.0011).doubt
+    assert not Interval(1, 2).unreliable_reason
+    assert not Interval(0.001, 0.0011).unreliable_reason
