@@ -23,43 +23,42 @@ EXTREME = 1000.0
 
 
 def as_arrays(inputs: Sequence[Any]) -> list[Array]:
-    """Return tensors as arrays; bfloat16, which numpy lacks, as float32."""
+    """Convert tensors to arrays; bfloat16, which numpy lacks, becomes float32."""
     import torch
 
     return [(t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy() for t in inputs]
 
 
 def val_rows(data: Splits, signature: Signature) -> tuple[list[Array], list[list[Array]]]:
-    """Return rows from all over ``val``, and the first of them one by one where they were padded.
+    """Read rows evenly spaced over ``val``, and the first of them unpadded, one by one.
 
-    The first of a split are often of one class, and those beside each other of one source.
+    Evenly spaced, as the first samples of a split are often of one class, and neighbours of one
+    source. The unpadded input is empty for a row that was not padded.
     """
     samples = len(data.split("val"))  # type: ignore[arg-type]
-    first = signature.inputs[0].shape[:1]
-    wanted = 2 * first[0] if first and isinstance(first[0], int) else 2 * ROWS
+    leading = signature.inputs[0].shape[:1]
+    wanted = 2 * leading[0] if leading and isinstance(leading[0], int) else 2 * ROWS
     count = min(wanted, samples)
     order = [i * samples // count for i in range(count)]
-    # Every other one is asked, and those between stand beside it.
+    # Every other row is probed, and those in between are its neighbours.
     order = order[::2] + order[1::2]
     (batch,) = data.read("val", order, count)
     rows = as_arrays(batch.inputs)
     shapes = [array.shape[1:] for array in rows]
-    varying = {*signature.dynamic_axes} - {signature.batch_axis}
-    alone = []
-    for i in order[:ROWS] if varying else ():
+    unpadded = []
+    has_varying_axes = bool({*signature.dynamic_axes} - {signature.batch_axis})
+    for i in order[:ROWS] if has_varying_axes else ():
         (single,) = data.read("val", [i], 1)
         inputs = as_arrays(single.inputs)
-        if [array.shape[1:] for array in inputs] != shapes:
-            alone.append(inputs)
-        else:
-            alone.append([])
-    return rows, alone
+        was_padded = [array.shape[1:] for array in inputs] != shapes
+        unpadded.append(inputs if was_padded else [])
+    return rows, unpadded
 
 
 def seeded_rows(signature: Signature, rows: int, seed: int = 0) -> list[Array]:
-    """Return rows that differ, without torch: normal floats, zeros and ones for integers.
+    """Generate rows that differ, without torch: normal floats, zeros and ones for integers.
 
-    Masks let through one element at least of each row, from the left.
+    Masks let through at least one element of each row, from the left.
     """
     generator = np.random.default_rng(seed)
     sizes = {axis: signature.bounds(axis).nearest(8) for axis in signature.dynamic_axes}
@@ -81,15 +80,16 @@ def seeded_rows(signature: Signature, rows: int, seed: int = 0) -> list[Array]:
 def extreme_rows(
     inputs: Sequence[Array], specs: Sequence[TensorSpec], *, masks: bool = True
 ) -> list[Array]:
-    """Return neighbours unlike any real row, of the same shapes.
+    """Generate neighbours unlike any real row, of the same shapes.
 
-    Floats become a thousand times larger, constant or zero; integers stay within the range seen,
-    as those beyond may lie outside a table; masks let through everything, nothing, or one element.
+    Floats become a thousand times larger, constant or zero; integers stay within the range seen, as
+    others may lie outside an embedding table; masks let through everything, nothing, or one
+    element.
 
     Args:
         inputs: real rows.
-        specs: what the inputs are.
-        masks: whether masks are changed too; some models refuse a row of which nothing counts.
+        specs: the inputs' names, types and shapes.
+        masks: whether masks are changed too; some models refuse a row that is masked wholly.
     """
     generator = np.random.default_rng(0)
     changed = []
@@ -120,8 +120,8 @@ def _extreme_floats(rows: Array, i: int) -> Array:
     largest = max(float(np.abs(finite).max()), 1.0) * EXTREME
     kinds = (finite * EXTREME, np.full_like(finite, largest), -finite * EXTREME, finite * 0)
     bound = float(np.finfo(rows.dtype).max) / 2
-    chosen: Array = np.clip(kinds[i // 2 % len(kinds)], -bound, bound).astype(rows.dtype)
-    return chosen
+    clipped: Array = np.clip(kinds[i // 2 % len(kinds)], -bound, bound).astype(rows.dtype)
+    return clipped
 
 
 def _extreme_integers(rows: Array, i: int, generator: np.random.Generator) -> Array:

@@ -301,15 +301,15 @@ def test_the_process_lives_through_the_outermost_block(
     make: Make, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peak_memory, "_blocks", 0)
-    monkeypatch.setattr(peak_memory, "_measurer", None)
+    monkeypatch.setattr(peak_memory, "_worker", None)
     model = make("Square", width=8)
     with measurement_process():
         with measurement_process():
             context.peak_memory(model, batch=1)
-        first = peak_memory._measurer
+        first = peak_memory._worker
         assert first is not None
         context.peak_memory(model, batch=1)
-        assert peak_memory._measurer is first
+        assert peak_memory._worker is first
         assert first.process.poll() is None
     assert first.process.returncode == -signal.SIGKILL
 
