@@ -35,7 +35,7 @@ def value(name: str | None, outputs: torch.Tensor, targets: torch.Tensor, **sett
         (CLASSES.view(2, 2, 3), torch.tensor([[0, 1, 1], [1, 0, 0]]), "cross_entropy", None),
     ],
 )
-def test_the_loss_follows_from_the_targets(outputs, targets, name, expected) -> None:
+def test_the_loss_is_inferred_from_the_targets(outputs, targets, name, expected) -> None:
     assert Loss().name_for(outputs, targets) == name
     same = targets.reshape(outputs.shape).float() if name != "cross_entropy" else targets
     expected = (
@@ -85,12 +85,12 @@ def test_a_column_and_a_row_are_not_broadcast_against_each_other() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(name, outputs, targets, reason) -> None:
+def test_targets_that_do_not_fit_are_refused(name, outputs, targets, reason) -> None:
     with pytest.raises(StageFailed, match=reason):
         value(name, outputs, targets)
 
 
-def test_the_kind_of_the_targets_is_that_of_all_samples_not_of_a_batch() -> None:
+def test_the_kind_of_targets_is_inferred_from_all_samples() -> None:
     counts = torch.zeros(600, 1)
     counts[1::2] = 3.5
     data = Splits({"train": TensorDataset(torch.zeros(600, 2), counts)})
@@ -107,7 +107,7 @@ def test_log_probabilities_have_the_nll_of_their_cross_entropy() -> None:
     )
 
 
-def test_where_all_labels_are_left_out_the_loss_is_0_and_has_a_gradient() -> None:
+def test_the_loss_is_0_with_a_gradient_where_all_labels_are_ignored() -> None:
     outputs = CLASSES.clone().requires_grad_()
     loss = Loss().function()(outputs, torch.full((4,), -100))
     loss.backward()
@@ -123,7 +123,7 @@ def test_samples_without_numbers_add_nothing_beside_a_teacher(name: str) -> None
     assert found == pytest.approx(value(name, FOUR[::2], targets[::2]) / 2)
 
 
-def test_half_precision_is_computed_in_whole() -> None:
+def test_half_precision_losses_are_computed_in_float32() -> None:
     half = value("mse", (FOUR * 300).bfloat16(), torch.zeros(4))
     assert half == pytest.approx(float((FOUR * 300).bfloat16().float().square().mean()))
 
@@ -160,16 +160,16 @@ def test_an_unknown_name_is_refused() -> None:
         (CLASSES, torch.tensor([0, 1, 0, -100]), 2 / 3),
     ],
 )
-def test_accuracy_knows_yes_or_no_and_what_is_left_out(outputs, targets, expected) -> None:
+def test_accuracy_of_binary_logits_and_ignored_labels(outputs, targets, expected) -> None:
     assert Metric("accuracy").score(outputs, targets) == pytest.approx(expected)
 
 
-def test_accuracy_of_numbers_is_refused() -> None:
+def test_accuracy_of_regression_targets_is_refused() -> None:
     with pytest.raises(StageFailed, match=r"targets are numbers, float32 \[n\]; use metric: loss"):
         Metric("accuracy").score(FOUR, torch.tensor([1.5, 2.0, 3.0, 4.0]))
 
 
-def test_metrics_of_numbers_are_torchmetrics() -> None:
+def test_regression_metrics_equal_torchmetrics() -> None:
     from torchmetrics import MeanAbsoluteError, MeanSquaredError, R2Score
 
     targets = CLASSES * 0.9 + torch.arange(12).view(4, 3) / 10

@@ -4,7 +4,7 @@ import torch
 from compress.graph.layer_gram import inverse_hessian_factor
 
 
-def test_rows_are_those_of_the_damped_inverses_upper_factor() -> None:
+def test_the_factor_equals_numpys() -> None:
     drawn = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 9, 5)))
     drawn[1, :, 2] = 0
     moments = drawn.mT @ drawn
@@ -20,5 +20,5 @@ def test_rows_are_those_of_the_damped_inverses_upper_factor() -> None:
     assert torch.equal(moments, before), "the caller's sums"
 
 
-def test_an_input_that_is_always_zero_goes_with_no_other() -> None:
+def test_an_input_that_is_always_zero_is_independent() -> None:
     assert torch.equal(inverse_hessian_factor(torch.zeros(3, 3)), torch.eye(3))
