@@ -1,13 +1,14 @@
 """A gate of another package: a plan, a run and its report learn all of it from its class."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
 
-from compress.common.errors import PipelineInvalid, Unavailable
+from compress.common.errors import GateRefused, PipelineInvalid, Unavailable
 from compress.core import gates
 from compress.core.gates import AnyGate, added_gates
 from pipelines.config.pipeline import Pipeline
@@ -48,7 +49,7 @@ class MaxScore(Gate):
     def unsuitable_metric(self, metric):
         return f"score: {self.score:g} is no loss" if metric == "loss" and self.score < 0 else ""
 '''
-ENTRY = "[compress.gates]\nmax_score = max_score_gate:MaxScore\n"
+ENTRY = "max_score = max_score_gate:MaxScore"
 FILE = """\
 version: 1
 model:
@@ -62,12 +63,13 @@ stages:
 """
 
 
-def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
+def _install(folder: Path, monkeypatch: pytest.MonkeyPatch, entry: str, code: str = GATE) -> None:
     """Leave a package as pip would, and look for entry points anew."""
-    (folder / "max_score_gate.py").write_text(GATE)
-    (installed := folder / "max_score-1.0.dist-info").mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: max-score\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text(entry)
+    name = entry.partition(" ")[0]
+    (folder / f"{name}_gate.py").write_text(code)
+    (installed := folder / f"{name}-1.0.dist-info").mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(f"[compress.gates]\n{entry}\n")
     monkeypatch.syspath_prepend(folder)
     _look_again()
 
@@ -150,7 +152,22 @@ def test_a_package_whose_gate_cannot_be_used_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str, message: str
 ) -> None:
     with monkeypatch.context() as patch:
-        _install(tmp_path, patch, f"[compress.gates]\nmax_score = {entry}\n")
+        _install(tmp_path, patch, f"max_score = {entry}")
         with pytest.raises(Unavailable, match=message):
             added_gates()
     _look_again()
+
+
+def test_the_gate_of_the_page_refuses(
+    installed: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gates.md").read_text()
+    (code,) = re.findall(r'```python title="min_sparsity.py"\n(.*?)```', page, re.DOTALL)
+    (entry,) = re.findall(r'"compress.gates"\]\n(.*?)\n', page)
+    assert entry == 'min_sparsity = "min_sparsity:MinSparsity"'
+    entry = "min_sparsity = min_sparsity_gate:MinSparsity"
+    _install(tmp_path_factory.mktemp("page"), monkeypatch, entry, code)
+    _plan(installed, ("gate: max_score, score: 1", "gate: min_sparsity, fraction: 0.5"))
+    with pytest.raises(GateRefused, match=r"min_sparsity: sparsity >= 0\.5, found 0"):
+        Pipeline.from_yaml(installed / "p.yaml").run(installed / "out")
+    assert "at least 50 % of the weights are zero" in (installed / "out/report.html").read_text()
