@@ -73,11 +73,6 @@ class BatchDependence(Settings):
         return bool(self.beyond_rounding)
 
     @property
-    def allows_joined_requests(self) -> bool:
-        """Whether rows of `val` have shown that a server may batch requests."""
-        return not self.why_not_joined
-
-    @property
     def why_not_joined(self) -> str:
         """Why a server must not batch requests, and how to change that; empty where it may.
 

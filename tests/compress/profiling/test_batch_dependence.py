@@ -91,7 +91,7 @@ DEPENDENT = {
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_row_by_row_models_do_not_depend_on_the_batch(name: str) -> None:
     found = probed(INDEPENDENT[name])
-    assert not found.depends and found.allows_joined_requests, found
+    assert not found.depends and not found.why_not_joined, found
 
 
 @pytest.mark.parametrize("name", DEPENDENT)
@@ -105,7 +105,7 @@ def test_text_models_that_refuse_wholly_masked_rows_may_be_batched(
     call: Callable[..., Arrays],
 ) -> None:
     found = probed(call, TEXTS, (TOKENS, MASKS))
-    assert found.allows_joined_requests and "beside extreme rows" in found.moves, found
+    assert not found.why_not_joined and "beside extreme rows" in found.moves, found
 
 
 def test_a_quantization_range_over_the_batch_is_detected_in_a_text_model() -> None:
@@ -122,7 +122,7 @@ def test_dependence_on_padding_alone_lets_equal_shapes_be_batched() -> None:
     lengths = MASKS.sum(1)
     alone = [[a[i : i + 1, : lengths[i]] for a in (TOKENS, MASKS)] for i in range(8)]
     found = probed(ignores_the_mask, TEXTS, (TOKENS, MASKS), unpadded=alone)
-    assert found.beyond_rounding == ("unpadded",) and found.allows_joined_requests
+    assert found.beyond_rounding == ("unpadded",) and not found.why_not_joined
     assert not probed(pooled, TEXTS, (TOKENS, MASKS), unpadded=alone).depends
 
 
@@ -271,7 +271,7 @@ def test_rows_are_spread_over_val_or_seeded_without_it(
     models: dict[str, EagerModel], context: Context, tmp_path: Path
 ) -> None:
     found = context.batch_dependence(models["Centered"])
-    assert (found.source, found.rows, found.allows_joined_requests) == ("val", 8, True)
+    assert (found.source, found.rows, found.why_not_joined) == ("val", 8, "")
     blind = Context(root=tmp_path / "blind")
     assert blind.batch_dependence(models["Standardized"]).depends
-    assert not blind.batch_dependence(models["Centered"]).allows_joined_requests
+    assert blind.batch_dependence(models["Centered"]).why_not_joined

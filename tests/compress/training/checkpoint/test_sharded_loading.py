@@ -24,7 +24,7 @@ from tests.compress.forked import launch
 pytestmark = pytest.mark.multiprocess
 
 HERE = Path(__file__).parents[1]
-NETS = HERE.parent / "core"
+NETS = HERE.parent / "artifacts"
 
 
 def sealed(path, factory, features, **arguments):
