@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from compress.profiling.rss import forget_peak, kibibytes
+from compress.profiling.rss import memory_kib, reset_peak
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "pipelines" / "quickstart.yaml"
@@ -112,10 +112,10 @@ def _write(file: Path, size: int) -> None:
 
 
 def _told(what: str, do: Callable[[], object], folder: Path) -> None:
-    forget_peak()
-    before, began = kibibytes("VmRSS"), time.monotonic()
+    reset_peak()
+    before, began = memory_kib("VmRSS"), time.monotonic()
     do()
-    seconds, peak = time.monotonic() - began, (kibibytes("VmHWM") - before) * 1024 / 1e6
+    seconds, peak = time.monotonic() - began, (memory_kib("VmHWM") - before) * 1024 / 1e6
     print(f"| {what} | {seconds:.2f} | {peak:.0f} | {_on_disk(folder) / GIGABYTE:.2f} |")
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.signature import Signature, TensorSpec
-from compress.profiling.rss import forget_peak, kibibytes
+from compress.profiling.rss import memory_kib, reset_peak
 from compress.training.config.parallel import Parallel
 from compress.training.config.training import Training
 from compress.training.distributed.base import process_group
@@ -50,11 +50,11 @@ def load_rank(rank: int, model: str, group: str, whole: bool, out) -> None:
     with process_group("cpu"):
         strategy = FSDPStrategy(parallel)
         strategy.wait()
-        forget_peak()
-        before = kibibytes("VmRSS")
+        reset_peak()
+        before = memory_kib("VmRSS")
         module = artifact.load() if whole else strategy.load(artifact, "cpu")
         strategy.wrap(module, Training(epochs=1, parallel=parallel), lambda: None)
-        out.put(("whole" if whole else "parts", (kibibytes("VmHWM") - before) / 1024))
+        out.put(("whole" if whole else "parts", (memory_kib("VmHWM") - before) / 1024))
         strategy.wait()
 
 

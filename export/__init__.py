@@ -1,40 +1,13 @@
-"""Formats that a model is deployed in: each an artifact type and the stage that writes it."""
+"""Formats that a model is deployed in: each an artifact type and the stage that writes it.
 
-from __future__ import annotations
+The public names stand in ``__init__.pyi``; each is imported on first use.
+"""
 
-from typing import TYPE_CHECKING
+import lazy_loader
 
-from compress.common.lazy_imports import imported_on_use
-from compress.core.baselines import BASELINES, Runtime
+from compress.core.baselines import BASELINES, BaselineRuntime
 from export.onnx.float_baseline import in_onnxruntime
 
-if TYPE_CHECKING:
-    from export.aotinductor.stage import AotModel, ExportAot
-    from export.exported_program import ExportProgram
-    from export.onnx.stage import ExportOnnx, OnnxModel
-    from export.tensorrt.stage import ExportTensorRT, TensorRTEngine
-    from export.torchscript.stage import ExportTorchScript, TorchScriptModel
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
-__all__ = [
-    "AotModel",
-    "ExportAot",
-    "ExportOnnx",
-    "ExportProgram",
-    "ExportTensorRT",
-    "ExportTorchScript",
-    "OnnxModel",
-    "TensorRTEngine",
-    "TorchScriptModel",
-]
-
-_HOMES = {
-    "export.aotinductor.stage": ("AotModel", "ExportAot"),
-    "export.onnx.stage": ("ExportOnnx", "OnnxModel"),
-    "export.exported_program": ("ExportProgram",),
-    "export.tensorrt.stage": ("ExportTensorRT", "TensorRTEngine"),
-    "export.torchscript.stage": ("ExportTorchScript", "TorchScriptModel"),
-}
-
-BASELINES["onnxruntime"] = Runtime(in_onnxruntime, frozenset({"eager", "graph", "onnx"}))
-
-__getattr__ = imported_on_use(__name__, _HOMES)
+BASELINES["onnxruntime"] = BaselineRuntime(in_onnxruntime, frozenset({"eager", "graph", "onnx"}))

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Literal
 from compress.artifacts.eager_model import EagerModel, predicting
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, StageFailed
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch.export import ExportedProgram
+
+    from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.data.splits import DataReference, Splits
-from compress.profiling.peak_memory import measuring
+from compress.profiling.peak_memory import measurement_process
 from tests.forking import Forks
 
 ROOT = Path(__file__).parents[1]
@@ -84,7 +84,7 @@ def digits() -> Splits:
 @pytest.fixture(scope="session", autouse=True)
 def one_measurer() -> Iterator[None]:
     """Let the process that measures memory live as long as the tests; torch is imported once."""
-    with measuring():
+    with measurement_process():
         yield
 
 

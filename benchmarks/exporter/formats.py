@@ -32,7 +32,7 @@ from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel, predicting
 from compress.common.errors import CompressError
 from compress.profiling.benchmark import latencies
-from compress.profiling.rss import forget_peak, kibibytes
+from compress.profiling.rss import memory_kib, reset_peak
 from export import ExportAot, ExportOnnx, ExportTorchScript
 from exporter.models import MODELS, imported, made
 
@@ -106,8 +106,8 @@ def export(kind: str, root: Path) -> dict:
     model, stage = EagerModel.from_directory(root / "source"), STAGES[kind]()
     imported(root.name)
     fixed = _warm_up(kind, root / "warm")
-    before = kibibytes("VmRSS")
-    forget_peak()
+    before = memory_kib("VmRSS")
+    reset_peak()
     began = time.perf_counter()
     try:
         stage(model, Context(root=root / kind))
@@ -115,7 +115,7 @@ def export(kind: str, root: Path) -> dict:
         return {"refused": str(error)}
     seconds = time.perf_counter() - began
     beside = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    found = {"export": seconds, "peak": 1024 * max(kibibytes("VmHWM") - before, beside)}
+    found = {"export": seconds, "peak": 1024 * max(memory_kib("VmHWM") - before, beside)}
     return found if fixed is None else found | {"net": found["peak"] - fixed}
 
 
@@ -123,11 +123,11 @@ def run(root: Path) -> dict:
     """Load the eager model and ask it once; return bytes of memory at the peak."""
     model = EagerModel.from_directory(root / "source")
     imported(root.name)
-    before = kibibytes("VmRSS")
-    forget_peak()
+    before = memory_kib("VmRSS")
+    reset_peak()
     with model.open() as predict:
         predict(*model.signature.example(batch=max(BATCHES)))
-    return {"peak": 1024 * (kibibytes("VmHWM") - before)}
+    return {"peak": 1024 * (memory_kib("VmHWM") - before)}
 
 
 def _warm_up(kind: str, folder: Path) -> int | None:
@@ -144,10 +144,10 @@ def _warm_up(kind: str, folder: Path) -> int | None:
         root=folder / "source",
     )
     STAGES[kind]()(tiny, Context(root=folder / "made"))
-    before = kibibytes("VmRSS")
-    forget_peak()
+    before = memory_kib("VmRSS")
+    reset_peak()
     STAGES[kind]()(tiny, Context(root=folder / "again"))
-    return 1024 * (kibibytes("VmHWM") - before)
+    return 1024 * (memory_kib("VmHWM") - before)
 
 
 def load(path: Path) -> dict:
@@ -174,6 +174,6 @@ def _ratios(model: EagerModel, root: Path, kinds: list[str], *, small: bool) -> 
         for batch in BATCHES:
             inputs = model.signature.example(batch=batch)
             measured = latencies(predictors, [inputs], 0.2 if small else 3.0)
-            medians = [math.nan if found.doubt else found.p50 for found in measured]
+            medians = [math.nan if found.unreliable_reason else found.p50 for found in measured]
             by_batch.append([median / medians[0] for median in medians])
     return dict(zip(kinds, zip(*by_batch, strict=True), strict=True))

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from shapes import minilm, resnet50
 
-from compress.profiling.rss import forget_peak, kibibytes
+from compress.profiling.rss import memory_kib, reset_peak
 
 RESNET = "ResNet-50-shaped, 2×3×224×224"
 MINILM = "MiniLM-shaped, 2×128 tokens"
@@ -83,15 +83,15 @@ def measured(name: str, depth: int, what: str) -> tuple[float, float, float]:
     from compress.pruning.dependency.graph import trace
 
     module, inputs = model(name, depth)
-    forget_peak()
-    before = kibibytes("VmRSS")
+    reset_peak()
+    before = memory_kib("VmRSS")
     work, clock = time.process_time(), time.perf_counter()
     if what == "trace":
         assert trace(module, inputs).groups
     else:
         assert plan_cut(module, inputs, ratio=0.5).groups
     seconds = time.process_time() - work, time.perf_counter() - clock
-    return *seconds, (kibibytes("VmHWM") - before) / 1024
+    return *seconds, (memory_kib("VmHWM") - before) / 1024
 
 
 def split(name: str, depth: int) -> tuple[int, float, float]:

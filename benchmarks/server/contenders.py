@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import Splits
 from serve.torchserve.process import TorchServe, free_ports
 from serve.torchserve.stage import PackageTorchServe

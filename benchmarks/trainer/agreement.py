@@ -9,7 +9,7 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common import tensor_difference
 from compress.common.signature import Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.training.config.training import Training
 from compress.training.fit import fit

@@ -3,7 +3,7 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from compress.profiling.rss import forget_peak, kibibytes
+from compress.profiling.rss import memory_kib, reset_peak
 from trainer.nets import Transformer, batch, learner
 from trainer.ranks import on_ranks
 
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def measure(ranks: int, parallel: dict) -> tuple[float, float]:
-    empty = kibibytes("VmRSS")
+    empty = memory_kib("VmRSS")
     torch.manual_seed(0)
     made = learner(
         Transformer(WIDTH, DEPTH, HEADS),
@@ -40,11 +40,11 @@ def measure(ranks: int, parallel: dict) -> tuple[float, float]:
         optimizer="adamw",
         parallel={"processes": ranks, **parallel},
     )
-    forget_peak()
+    reset_peak()
     data = batch(BATCH // ranks, LENGTH, WIDTH)
     for step in range(2):
         made.step([data], 1e-4, step)
-    return held(made), (kibibytes("VmHWM") - empty) / 1024
+    return held(made), (memory_kib("VmHWM") - empty) / 1024
 
 
 def held(made) -> float:

@@ -1,4 +1,8 @@
-"""What a gate is: it measures one number of a stage's result, and holds it against a limit."""
+"""The base class of gates: a rule with a limit, and everything that a run has to know of it.
+
+A gate of another package is a subclass that declares the same attributes, and an entry point of the
+group ``compress.gates``; see :mod:`compress.core.gates` for the built-in ones.
+"""
 
 from __future__ import annotations
 
@@ -7,41 +11,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 from compress.common.config import Settings
 from compress.common.errors import CompressError, Unavailable, exits_refused
+from compress.core.verdict import Verdict
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.stage import Context
-
-
-class Verdict(Settings):
-    """What a gate found."""
-
-    gate: str
-    """The gate's type."""
-    value: float | None
-    """What was measured; None when it could not be."""
-    limit: float
-    """What it was held against."""
-    passed: bool
-    against: str | None
-    """Name of the artifact compared with; None where the gate looks at the result alone."""
-    rule: str
-    """The rule in words, with its unit."""
-    reason: str = ""
-    """Why it could not be measured."""
-
-
-def explain(verdict: Verdict) -> str:
-    """Return one line: the rule and what was found."""
-    found = verdict.reason or f"found {verdict.value:.4g}"
-    against = f" against {verdict.against}" if verdict.against not in (None, "input") else ""
-    return f"{verdict.gate}{against}: {verdict.rule}, {found}"
+    from compress.core.context import Context
 
 
 class Gate(Settings):
-    """A rule with a limit."""
+    """A rule with a limit: it measures one number of a stage's result."""
 
     gate: str
     against: str | None = None
@@ -50,13 +30,24 @@ class Gate(Settings):
     limit_field: ClassVar[str]
     """The setting that holds the limit."""
     rule_template: ClassVar[str]
-    """The rule in words, with its unit; settings in braces."""
+    """The rule with its unit, as errors and `report.json` have it; settings in braces."""
+    report_template: ClassVar[str] = ""
+    """The rule as the table and the page have it, with `{limit}`, `{percent}` (100 times the limit)
+    and `{metric}`; ``rule_template`` where empty."""
     higher_passes: ClassVar[bool] = False
     """Whether the value must reach the limit, instead of staying under it."""
     compares: ClassVar[bool] = True
-    """Whether another artifact is looked at."""
-    asks_rows: ClassVar[bool] = False
-    """Whether models are asked rows of `val`, as many in a call as they are served with."""
+    """Whether the result is compared with another artifact, the one that `against` names."""
+    allows_runtime: ClassVar[bool] = False
+    """Whether `against` may also name a runtime of the float model, such as `onnxruntime`."""
+    needs_data: ClassVar[bool] = False
+    """Whether it cannot be measured without the pipeline's data."""
+    depends_on_batch: ClassVar[bool] = False
+    """Whether outputs on `val` decide the value, so that the number of rows in a call may too."""
+    may_vary: ClassVar[bool] = False
+    """Whether the value differs from run to run, as times and memory do."""
+    judges_quality: ClassVar[bool] = False
+    """Whether it refuses a result that answers worse than the artifact compared with."""
 
     @property
     def limit(self) -> float:
@@ -64,19 +55,38 @@ class Gate(Settings):
         return float(getattr(self, self.limit_field))
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
-        """Measure.
+        """Measure the value.
+
+        Args:
+            before: the artifact compared with.
+            after: the stage's result.
+            context: data, device, threads and seed of the run.
 
         Raises:
             CompressError: it cannot be measured.
         """
         raise NotImplementedError
 
+    def unsuitable_artifact(self, written: type[Artifact]) -> str:
+        """Return why a limit or this type of result cannot be meant; empty where it can.
+
+        Asked before anything runs.
+        """
+        return ""
+
+    def unsuitable_metric(self, metric: str) -> str:
+        """Return why the limit does not go with the pipeline's metric; empty where it does.
+
+        Asked before anything runs.
+        """
+        return ""
+
     def measurement_key(self) -> dict[str, JsonValue]:
         """Return the settings that change the measured value, its limit left out."""
         return self.model_dump(mode="json", exclude={self.limit_field, "against"})
 
     def evaluate(self, before: Artifact, after: Artifact, context: Context) -> Verdict:
-        """Measure and hold against the limit.
+        """Measure the value and hold it against the limit.
 
         Raises:
             Unavailable: something that the measurement needs is not installed.
@@ -107,3 +117,21 @@ class Gate(Settings):
             rule=self.rule_template.format_map(dict(self)),
             reason=reason,
         )
+
+    def reproducible(self, verdict: Verdict) -> Verdict:
+        """Return a verdict of this gate without a value that differs from run to run."""
+        return verdict.model_copy(update={"value": None}) if self.may_vary else verdict
+
+    @classmethod
+    def rule_in_words(cls, verdict: Verdict, metric: str) -> str:
+        """Return the rule of a verdict for the table and the page."""
+        if not cls.report_template:
+            return verdict.rule
+        return cls.report_template.format(
+            limit=verdict.limit, percent=100 * verdict.limit, metric=metric
+        )
+
+    @classmethod
+    def value_in_words(cls, verdict: Verdict, metric: str) -> str:
+        """Return a verdict's value in the unit of :meth:`rule_in_words`, or why there is none."""
+        return verdict.reason if verdict.value is None else f"{verdict.value:.5g}"

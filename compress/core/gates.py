@@ -7,23 +7,35 @@ tightening a limit judges again without computing anything.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
+from pydantic_core import core_schema
 
 from compress.common.config import Count, Fraction, Positive
-from compress.common.errors import StageFailed
+from compress.common.errors import StageFailed, Unavailable, exits_refused
 from compress.core.gate import Gate
+from compress.core.metrics import FALLING, FRACTIONS
 from compress.profiling.benchmark import unmeasurable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
-    from pydantic import JsonValue
+    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, JsonValue
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.stage import Context
+    from compress.core.context import Context
+    from compress.core.verdict import Verdict
+
+ENTRY_POINT_GROUP = "compress.gates"
+"""Where installed packages announce gates of their own."""
+LARGEST_RATIO = 5
+"""Of sizes: who writes 25 means 25 %, not that the result may become 25 times as large."""
+FEWEST_POINTS, MOST_POINTS = 0.01, 50
+"""Of an accuracy: who writes 0.005 means half a point, and nobody means more than half of it."""
 
 
 class Parity(Gate):
@@ -35,7 +47,9 @@ class Parity(Gate):
 
     limit_field: ClassVar[str] = "atol"
     rule_template: ClassVar[str] = "max |difference| <= {atol:g}"
-    asks_rows: ClassVar[bool] = True
+    report_template: ClassVar[str] = "outputs differ by at most {limit:g}"
+    judges_quality: ClassVar[bool] = True
+    depends_on_batch: ClassVar[bool] = True
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the largest absolute difference."""
@@ -70,17 +84,19 @@ class LabelAgreement(Gate):
 
     limit_field: ClassVar[str] = "minimum"
     rule_template: ClassVar[str] = "equal labels >= {minimum:g}"
-    asks_rows: ClassVar[bool] = True
+    report_template: ClassVar[str] = "at least {percent:g} % of the labels are equal"
+    judges_quality: ClassVar[bool] = True
+    depends_on_batch: ClassVar[bool] = True
     higher_passes: ClassVar[bool] = True
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the fraction of equal labels."""
-        from compress.core.metrics import decisions_of
+        from compress.core.metrics import predicted_decisions
 
         equal = total = 0
         for expected, got in _paired_outputs(before, after, context):
-            labels = decisions_of(expected[0])
-            equal += int((labels == decisions_of(got[0])).sum())
+            labels = predicted_decisions(expected[0])
+            equal += int((labels == predicted_decisions(got[0])).sum())
             total += labels.numel()
         if not total:
             raise StageFailed("the outputs have no samples, so that there are no labels to compare")
@@ -96,12 +112,34 @@ class MaxDrop(Gate):
 
     limit_field: ClassVar[str] = "points"
     rule_template: ClassVar[str] = "drop <= {points:g} points"
-    asks_rows: ClassVar[bool] = True
+    needs_data: ClassVar[bool] = True
+    judges_quality: ClassVar[bool] = True
+    depends_on_batch: ClassVar[bool] = True
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the loss in points, negative when the result is better."""
         # Rounded: 0.98 - 0.97 must not exceed one point by a float's last bit.
         return round(context.metric.drop_points(context.score(before), context.score(after)), 9)
+
+    def unsuitable_metric(self, metric: str) -> str:
+        """Return why so many points of an accuracy cannot be meant."""
+        problem = unlikely_points(self.points) if metric in FRACTIONS else ""
+        return problem and f"points: {problem}"
+
+    @classmethod
+    def rule_in_words(cls, verdict: Verdict, metric: str) -> str:
+        """Return the rule; of a metric that falls with quality in its own unit, not in points."""
+        if metric in FALLING:
+            return f"{metric} rises by at most {verdict.limit / 100:g}"
+        points = "point" if verdict.limit == 1 else "points"
+        return f"loses at most {verdict.limit:g} {points} of {metric}"
+
+    @classmethod
+    def value_in_words(cls, verdict: Verdict, metric: str) -> str:
+        """Return the value in the unit of the rule, or why there is none."""
+        if verdict.value is not None and metric in FALLING:
+            verdict = verdict.model_copy(update={"value": verdict.value / 100})
+        return super().value_in_words(verdict, metric)
 
 
 class MinMetric(Gate):
@@ -113,7 +151,10 @@ class MinMetric(Gate):
 
     limit_field: ClassVar[str] = "at"
     rule_template: ClassVar[str] = "metric >= {at:g}"
-    asks_rows: ClassVar[bool] = True
+    report_template: ClassVar[str] = "{metric} >= {limit:g}"
+    needs_data: ClassVar[bool] = True
+    judges_quality: ClassVar[bool] = True
+    depends_on_batch: ClassVar[bool] = True
     higher_passes: ClassVar[bool] = True
     compares: ClassVar[bool] = False
 
@@ -123,45 +164,76 @@ class MinMetric(Gate):
             raise StageFailed(f"metric {context.metric.name} falls with quality; use max_drop")
         return context.score(after)
 
+    def unsuitable_metric(self, metric: str) -> str:
+        """Return why the metric, or a limit in its unit, cannot be meant."""
+        if metric in FALLING:
+            return f"metric {metric} falls with quality; use max_drop"
+        if metric in FRACTIONS and self.at > 1:
+            return (
+                f"at: found {self.at:g}, and {metric} is a fraction of 1; "
+                f"for {self.at:g} % write {self.at / 100:g}"
+            )
+        return ""
 
-class MaxSize(Gate):
+
+class _RatioGate(Gate):
+    """A gate on how much of something is left."""
+
+    limit_field: ClassVar[str] = "ratio"
+
+    def unsuitable_artifact(self, written: type[Artifact]) -> str:
+        """Return why so large a ratio cannot be meant."""
+        if self.limit < LARGEST_RATIO:
+            return ""
+        return (
+            f"ratio: {self.limit:g} would let it become {self.limit:g} times as large; "
+            f"for {self.limit:g} % write {self.limit / 100:g}"
+        )
+
+
+class MaxSize(_RatioGate):
     """The deployed file is at most this fraction of the size compared with."""
 
     gate: Literal["max_size"] = "max_size"
     ratio: Positive
     """Largest ratio of the deployed file's bytes to those of the artifact compared with."""
 
-    limit_field: ClassVar[str] = "ratio"
     rule_template: ClassVar[str] = "size ratio <= {ratio:.4g}"
+    report_template: ClassVar[str] = "the file has at most {percent:.4g} % of the bytes"
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the ratio of bytes."""
         return after.payload_bytes / before.payload_bytes
 
 
-class MaxParameters(Gate):
+class MaxParameters(_RatioGate):
     """At most this fraction of the weights is left."""
 
     gate: Literal["max_parameters"] = "max_parameters"
     ratio: Positive
     """Largest ratio of weights left."""
 
-    limit_field: ClassVar[str] = "ratio"
     rule_template: ClassVar[str] = "parameter ratio <= {ratio:g}"
+    report_template: ClassVar[str] = "at most {percent:g} % of the weights are left"
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the ratio of weights."""
-        mine, theirs = after.parameters(), before.parameters()
-        if mine is None or not theirs:
+        weights_left, weights_before = after.parameters(), before.parameters()
+        if weights_left is None or not weights_before:
             raise StageFailed(f"parameters of {after.kind} or {before.kind} cannot be counted")
-        return mine / theirs
+        return weights_left / weights_before
 
 
 class _MeasuredOnVal(Gate):
     """A gate on latency or memory: measured on samples of `val`, or seeded inputs without data."""
 
+    may_vary: ClassVar[bool] = True
+
     def measurement_key(self) -> dict[str, JsonValue]:
-        """Return what changes the value; what was measured on seeded inputs is not taken for it."""
+        """Return what changes the value.
+
+        "measured on" sets it apart from values that earlier versions measured on seeded inputs.
+        """
         return {**super().measurement_key(), "measured on": "val"}
 
 
@@ -180,6 +252,7 @@ class MinSpeedup(_MeasuredOnVal):
     limit_field: ClassVar[str] = "ratio"
     rule_template: ClassVar[str] = "speedup at batch {batch} >= {ratio:g} with 95 % confidence"
     higher_passes: ClassVar[bool] = True
+    allows_runtime: ClassVar[bool] = True
 
     def measure(self, before: Artifact, after: Artifact, context: Context) -> float:
         """Return the lower end of the interval in which the ratio of median latencies lies.
@@ -188,8 +261,8 @@ class MinSpeedup(_MeasuredOnVal):
             StageFailed: the machine is too busy to measure it.
         """
         interval = context.compare_latency(before, after, self.batch).interval
-        if interval.doubt:
-            raise StageFailed(unmeasurable("the speedup", interval.doubt))
+        if interval.unreliable_reason:
+            raise StageFailed(unmeasurable("the speedup", interval.unreliable_reason))
         return interval.low
 
 
@@ -212,10 +285,10 @@ class MaxLatency(_MeasuredOnVal):
         Raises:
             StageFailed: the machine is too busy to measure it.
         """
-        found = context.compare_latency(before, after, self.batch).after
-        if found.p95_interval.doubt:
-            raise StageFailed(unmeasurable("p95 in ms", found.p95_interval.doubt))
-        return found.p95
+        latency = context.compare_latency(before, after, self.batch).after
+        if latency.p95_interval.unreliable_reason:
+            raise StageFailed(unmeasurable("p95 in ms", latency.p95_interval.unreliable_reason))
+        return latency.p95
 
 
 class MaxMemory(_MeasuredOnVal):
@@ -238,6 +311,38 @@ class MaxMemory(_MeasuredOnVal):
         """Return the peak memory in mebibytes."""
         return context.peak_memory(after, self.batch)
 
+    def unsuitable_artifact(self, written: type[Artifact]) -> str:
+        """Return why the memory of such a result cannot be measured in a process."""
+        elsewhere = written.memory_elsewhere
+        return elsewhere and f"cannot be measured: {elsewhere}"
+
+
+class AddedGates:
+    """Annotates the union of built-in gates: those of installed packages are taken as well."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_wrap_validator_function(
+            self._validate,
+            handler(source),
+            # By the gate's own class; the union's serializer knows the built-in ones only.
+            serialization=core_schema.simple_ser_schema("any"),
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        # Packages are looked for now, and not where the class of a stage is made: theirs may
+        # import this module.
+        return handler(_every_gate().core_schema if added_gates() else schema)
+
+    @staticmethod
+    def _validate(value: Any, built_in: core_schema.ValidatorFunctionWrapHandler) -> Any:
+        if isinstance(value, Gate):
+            return value
+        return _every_gate().validate_python(value) if added_gates() else built_in(value)
+
 
 AnyGate = Annotated[
     Parity
@@ -250,8 +355,75 @@ AnyGate = Annotated[
     | MaxLatency
     | MaxMemory,
     Field(discriminator="gate"),
+    AddedGates(),
 ]
 """Every gate, by its `gate` key."""
+
+BUILT_IN: dict[str, type[Gate]] = {
+    gate.model_fields["gate"].default: gate for gate in get_args(get_args(AnyGate)[0])
+}
+"""Gates of this package by their `gate` key."""
+
+
+@cache
+def added_gates() -> dict[str, type[Gate]]:
+    """Return the gates of installed packages by their `gate` key.
+
+    Raises:
+        Unavailable: an installed package announces a gate that cannot be imported, or whose key is
+            taken.
+    """
+    added: dict[str, type[Gate]] = {}
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            with exits_refused():
+                gate = entry.load()
+        except Exception as error:
+            raise Unavailable(
+                f"gate {entry.name!r} of {entry.value}: {type(error).__name__}: {error}"
+            ) from error
+        key = gate.model_fields["gate"].default
+        if key in BUILT_IN or key in added:
+            raise Unavailable(f"gate {entry.name!r} of {entry.value}: the name is taken")
+        added[key] = gate
+    return added
+
+
+@cache
+def _every_gate() -> TypeAdapter[Gate]:
+    gates = (*BUILT_IN.values(), *added_gates().values())
+    union: Any = Annotated[Union[gates], Field(discriminator="gate")]  # noqa: UP007
+    return TypeAdapter(union)
+
+
+def gate_class(key: str) -> type[Gate]:
+    """Return a gate's class by its `gate` key; the base class where its package is not here."""
+    return BUILT_IN.get(key) or added_gates().get(key, Gate)
+
+
+def rule_in_words(verdict: Verdict, metric: str) -> str:
+    """Return a verdict's rule for people, with the metric's name."""
+    return gate_class(verdict.gate).rule_in_words(verdict, metric)
+
+
+def value_in_words(verdict: Verdict, metric: str) -> str:
+    """Return what a gate measured, in the unit of :func:`rule_in_words`, or why it could not."""
+    return gate_class(verdict.gate).value_in_words(verdict, metric)
+
+
+def unlikely_points(points: float) -> str:
+    """Return why so many points of an accuracy cannot be meant, and what to write; or nothing."""
+    if 0 < points < FEWEST_POINTS:
+        return (
+            f"{points:g} is less than a hundredth of a percentage point; points are "
+            f"percentage points, so for {100 * points:g} % write {100 * points:g}"
+        )
+    if points > MOST_POINTS:
+        return (
+            f"{points:g} would let more than half of all answers become wrong; points "
+            f"are percentage points, expected at most {MOST_POINTS:g}"
+        )
+    return ""
 
 
 def _paired_outputs(

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 from pydantic import AfterValidator, WithJsonSchema
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
-from compress.core.targets import (
-    Targets,
-    advice,
-    are_classes,
-    fitted,
-    form_of,
-    kind_of,
-    same_elements,
+from compress.core.task_targets import (
+    TargetKind,
+    are_class_labels,
+    describe_tensor,
+    has_target,
+    match_to_loss,
+    same_shape,
     sampled_targets,
-    with_target,
+    suggest_targets,
+    target_kind,
 )
 
 if TYPE_CHECKING:
@@ -34,21 +34,22 @@ if TYPE_CHECKING:
 
     from compress.data.splits import Splits
 
-OF_CLASSES = ("cross_entropy", "binary_cross_entropy", "nll")
-"""Losses of models that choose among classes."""
-OF_NUMBERS = ("mse", "l1", "smooth_l1")
+CLASSIFICATION_LOSSES = ("cross_entropy", "binary_cross_entropy", "nll")
+"""Losses of classifiers."""
+REGRESSION_LOSSES = ("mse", "l1", "smooth_l1")
 """Losses of models that predict numbers."""
-BUILT_IN = (*OF_CLASSES, *OF_NUMBERS)
+BUILT_IN = (*CLASSIFICATION_LOSSES, *REGRESSION_LOSSES)
 WEIGHTED = ("cross_entropy", "nll")
 """Losses that take class weights."""
 SMOOTHED = ("cross_entropy",)
 """Losses that take label smoothing."""
 DEFAULT_SMOOTHING = 0.1
 REFERENCE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+"""A user's function: ``module:callable``."""
 
 
-class Mean(Protocol):
-    """A loss function: a scalar, the mean over samples."""
+class LossFunction(Protocol):
+    """A function that returns a scalar loss, the mean over samples."""
 
     def __call__(
         self,
@@ -59,7 +60,7 @@ class Mean(Protocol):
         label_smoothing: float | None = None,
         over_all: bool = False,
     ) -> torch.Tensor:
-        """Return the mean.
+        """Compute the mean loss.
 
         Args:
             outputs: the model's first output.
@@ -73,18 +74,18 @@ class Mean(Protocol):
         ...
 
 
-def _known(name: str) -> str:
+def _check_name(name: str) -> str:
     if name in BUILT_IN or REFERENCE.match(name):
         return name
-    near = difflib.get_close_matches(name, BUILT_IN, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    known = ", ".join(BUILT_IN)
-    raise ValueError(f"unknown loss {name!r}; {hint}expected {known} or module:callable")
+    close = difflib.get_close_matches(name, BUILT_IN, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    expected = f"{', '.join(BUILT_IN)} or module:callable"
+    raise ValueError(f"unknown loss {name!r}; {hint}expected {expected}")
 
 
 LossName = Annotated[
     str,
-    AfterValidator(_known),
+    AfterValidator(_check_name),
     WithJsonSchema(
         {"anyOf": [{"enum": list(BUILT_IN)}, {"type": "string", "pattern": REFERENCE.pattern}]}
     ),
@@ -103,60 +104,60 @@ class Loss:
     """
 
     name: str | None = None
-    targets: Targets | None = None
-    """What the targets of the data are; found out by :meth:`settled` where it is needed."""
+    targets: TargetKind | None = None
+    """Kind of the data's targets; None until :meth:`infer_targets` has read some of them."""
     folder: Path | None = None
     """Where the module of ``module:callable`` lies."""
 
     def __post_init__(self) -> None:
         if self.name is not None:
             try:
-                _known(self.name)
+                _check_name(self.name)
             except ValueError as error:
                 raise PipelineInvalid(str(error)) from None
 
     @property
-    def is_own(self) -> bool:
-        """Whether the loss is a function of the user's."""
+    def is_custom(self) -> bool:
+        """Whether the loss is the user's own function."""
         return self.name is not None and ":" in self.name
 
     @property
-    def is_of_numbers(self) -> bool:
-        """Whether the model predicts numbers, for which accuracy means nothing."""
+    def is_regression(self) -> bool:
+        """Whether the model predicts numbers, for which accuracy is not defined."""
         if self.name in BUILT_IN:
-            return self.name in OF_NUMBERS
+            return self.name in REGRESSION_LOSSES
         return self.targets == "numbers"
 
     def check(self) -> None:
-        """Import a function of the user's.
+        """Import the user's own function, where the loss is one.
 
         Raises:
             PipelineInvalid: it cannot be imported.
         """
-        if self.is_own:
-            self._own()
+        if self.is_custom:
+            self._import_custom()
 
     def identity(self) -> dict[str, JsonValue]:
-        """Return what decides the loss beside data and model: its name, and the user's code."""
+        """Return the loss's part of a cache key: its name, and a hash of the user's code."""
         code = ""
-        if self.is_own:
+        if self.is_custom:
             from compress.common.factories import local_sources, sources_digest
 
             code = sources_digest(local_sources(str(self.name), self.folder))
         return {"name": self.name, "code": code}
 
-    def settled(self, data: Splits | None) -> Loss:
-        """Return the same loss, with the kind of the data's targets where no name was given.
+    def infer_targets(self, data: Splits | None) -> Loss:
+        """Return the same loss with the kind of the data's targets, where no name was given.
 
-        So that every batch, process and split gets the same loss, whatever its own targets are.
+        It is inferred once, so that every batch, process and split gets the same loss.
         """
         if self.targets is not None or self.name in BUILT_IN or data is None:
             return self
         targets = sampled_targets(data)
-        return self if targets is None else replace(self, targets=kind_of(targets))
+        return self if targets is None else replace(self, targets=target_kind(targets))
 
     def name_for(self, outputs: torch.Tensor, targets: torch.Tensor) -> str:
-        """Return the loss's name; without one, what fits the targets.
+        """Return the loss's name; without one, the loss that fits outputs and targets.
 
         Whole numbers are labels: `cross_entropy`, or `binary_cross_entropy` where the model gives
         one output for each. Floats that are all 0 or 1 are `binary_cross_entropy`, probabilities
@@ -167,70 +168,73 @@ class Loss:
         """
         if self.name is not None:
             return self.name
-        kind = self.targets or kind_of(targets)
+        kind = self.targets or target_kind(targets)
         if kind == "labels":
-            name = "cross_entropy" if are_classes(outputs, targets) else "binary_cross_entropy"
+            name = "cross_entropy" if are_class_labels(outputs, targets) else "binary_cross_entropy"
         else:
             name = {"binary": "binary_cross_entropy", "probabilities": "cross_entropy"}.get(
                 kind, "mse"
             )
-        if name == "cross_entropy" or same_elements(outputs, targets):
+        if name == "cross_entropy" or same_shape(outputs, targets):
             return name
         raise StageFailed(
-            f"no loss fits outputs {form_of(outputs)} and targets {form_of(targets)}; "
-            f"{advice(outputs, targets)}, or write loss: module:callable"
+            f"no loss fits outputs {describe_tensor(outputs)} and targets "
+            f"{describe_tensor(targets)}; {suggest_targets(outputs, targets)}, or write "
+            "loss: module:callable"
         )
 
-    def function(self) -> Mean:
-        """Return the function that computes the mean; a user's own is imported now.
+    def function(self) -> LossFunction:
+        """Return the function that computes the mean loss; a user's own is imported now.
 
-        It raises StageFailed where outputs and targets do not fit it.
+        The function raises StageFailed where outputs and targets do not fit it.
         """
-        if self.is_own:
-            return partial(_own_mean, self._own(), str(self.name))
-        return partial(_mean, self)
+        if self.is_custom:
+            return partial(_custom_mean, self._import_custom(), str(self.name))
+        return partial(_built_in_mean, self)
 
-    def summed(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, int]:
-        """Return the sum over all targets that count, and their number.
+    def sum_and_count(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, int]:
+        """Return the sum of the loss over all targets that are not ignored, and their number.
 
         Raises:
             StageFailed: outputs and targets do not fit the loss.
         """
-        if self.is_own:
+        if self.is_custom:
             return float(self.function()(outputs, targets)) * len(targets), len(targets)
         name = self.name_for(outputs, targets)
-        outputs, targets = fitted(name, outputs, targets)
-        values = _elements(name, outputs, targets, "none")
-        return float(values.double().sum()), _counted(name, targets)
+        outputs, targets = match_to_loss(name, outputs, targets)
+        values = _functional_loss(name, outputs, targets, "none")
+        return float(values.double().sum()), _count_targets(name, targets)
 
-    def _own(self) -> Any:
+    def _import_custom(self) -> Any:
         from compress.common.factories import resolve
 
         return resolve(str(self.name), self.folder)
 
 
-INFERRED = Loss()
-"""The loss that follows from the targets."""
+INFERRED_LOSS = Loss()
+"""The loss that is inferred from the targets."""
 
 
-def refuse_settings(name: str, class_weights: object | None, label_smoothing: float | None) -> None:
-    """Refuse settings of classes for a loss that has none of them.
+def refuse_class_settings(
+    name: str, class_weights: object | None, label_smoothing: float | None
+) -> None:
+    """Check that class weights and label smoothing are set only for losses that take them.
 
     Raises:
-        PipelineInvalid: they were set.
+        PipelineInvalid: the loss does not take one that is set.
     """
-    for setting, given, takers in (
+    for setting, value, takers in (
         ("class_weights", class_weights, WEIGHTED),
         ("label_smoothing", label_smoothing, SMOOTHED),
     ):
-        if given and name not in takers:
+        if value and name not in takers:
             raise PipelineInvalid(
                 f"{setting} is for loss: {' or '.join(takers)}, found {name}; leave it out"
             )
 
 
-def refuse_straight(loss: Loss) -> None:
-    """Refuse a loss without a second derivative.
+def refuse_without_curvature(loss: Loss) -> None:
+    """Check that a loss has a second derivative, for Hessian importance.
 
     Raises:
         StageFailed: it has none.
@@ -241,7 +245,7 @@ def refuse_straight(loss: Loss) -> None:
         )
 
 
-def _mean(
+def _built_in_mean(
     loss: Loss,
     outputs: torch.Tensor,
     targets: torch.Tensor,
@@ -251,14 +255,14 @@ def _mean(
     over_all: bool = False,
 ) -> torch.Tensor:
     name = loss.name_for(outputs, targets)
-    refuse_settings(name, class_weights is not None, label_smoothing)
+    refuse_class_settings(name, class_weights is not None, label_smoothing)
     samples = len(targets)
     if over_all and targets.is_floating_point():
-        known = with_target(targets)
-        if not bool(known.any()):
+        labelled = has_target(targets)
+        if not bool(labelled.any()):
             return outputs.sum() * 0
-        outputs, targets = outputs[known], targets[known]
-    outputs, fitting = fitted(name, outputs, targets)
+        outputs, targets = outputs[labelled], targets[labelled]
+    outputs, matched = match_to_loss(name, outputs, targets)
     settings: dict[str, Any] = {}
     if class_weights is not None:
         if len(class_weights) != outputs.shape[1]:
@@ -270,18 +274,18 @@ def _mean(
     if name in SMOOTHED:
         smoothing = DEFAULT_SMOOTHING if label_smoothing is None else label_smoothing
         settings["label_smoothing"] = smoothing
-    if not _counted(name, fitting):
-        return outputs.sum() * 0  # every target is left out, and torch's mean would be 0 / 0
+    if not _count_targets(name, matched):
+        return outputs.sum() * 0  # every target is ignored, and torch's mean would be 0 / 0
     if over_all or class_weights is not None:
-        # Not torch's weighted mean, which divides by the weights met in a batch: a step's loss
-        # would depend on how the step is shared out.
-        soft = name in WEIGHTED and targets.is_floating_point()
-        places = targets[0].numel() // (targets.shape[1] if soft else 1) * samples
-        return _elements(name, outputs, fitting, "sum", **settings) / places
-    return _elements(name, outputs, fitting, "mean", **settings)
+        # Not torch's weighted mean, which divides by the sum of the weights in a batch: the loss of
+        # a step would depend on how it is split into micro-batches and processes.
+        is_soft = name in WEIGHTED and targets.is_floating_point()
+        count = targets[0].numel() // (targets.shape[1] if is_soft else 1) * samples
+        return _functional_loss(name, outputs, matched, "sum", **settings) / count
+    return _functional_loss(name, outputs, matched, "mean", **settings)
 
 
-def _own_mean(
+def _custom_mean(
     function: Any,
     name: str,
     outputs: torch.Tensor,
@@ -293,32 +297,37 @@ def _own_mean(
 ) -> torch.Tensor:
     import torch
 
-    refuse_settings(name, class_weights is not None, label_smoothing)
+    refuse_class_settings(name, class_weights is not None, label_smoothing)
     share = 1.0
     if over_all:
-        known = with_target(targets)
-        if not bool(known.any()):
+        labelled = has_target(targets)
+        if not bool(labelled.any()):
             return outputs.sum() * 0
-        share = float(known.sum()) / len(known)
-        outputs, targets = outputs[known], targets[known]
+        share = float(labelled.sum()) / len(labelled)
+        outputs, targets = outputs[labelled], targets[labelled]
     try:
         value = function(outputs, targets)
     except CompressError:
         raise
     except Exception as error:
         raise StageFailed(
-            f"loss {name!r} fails for outputs {form_of(outputs)} and targets {form_of(targets)}: "
-            f"{type(error).__name__}: {first_line(error)}"
+            f"loss {name!r} fails for outputs {describe_tensor(outputs)} and targets "
+            f"{describe_tensor(targets)}: {type(error).__name__}: {first_line(error)}"
         ) from error
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        found = form_of(value) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        found = (
+            describe_tensor(value)
+            if isinstance(value, torch.Tensor)
+            else f"a {type(value).__name__}"
+        )
         raise StageFailed(f"loss {name!r} returned {found}, expected a tensor with one number")
     return value.reshape(()) * share
 
 
-def _elements(
+def _functional_loss(
     name: str, outputs: torch.Tensor, targets: torch.Tensor, reduction: str, **settings: Any
 ) -> torch.Tensor:
+    """Call the function of ``torch.nn.functional`` that a built-in loss names."""
     import torch.nn.functional as F
 
     functions: dict[str, Any] = {
@@ -333,12 +342,12 @@ def _elements(
     return value
 
 
-def _counted(name: str, targets: torch.Tensor) -> int:
-    """Return how many targets count: labels that are not left out, rows of probabilities, numbers.
+def _count_targets(name: str, targets: torch.Tensor) -> int:
+    """Count labels that are not ignored, rows of probabilities, or numbers.
 
     Args:
         name: a built-in loss.
-        targets: as :func:`fitted` returns them.
+        targets: as :func:`match_to_loss` returns them.
     """
     from compress.data.batch import IGNORED_LABEL
 

@@ -1,4 +1,4 @@
-"""How good a model is: one number on a split, and in which direction it is better."""
+"""Metrics by name: one number for a model on a split, and whether higher is better."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from pathlib import Path  # noqa: TC003 - a dataclass field
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
-from compress.core.loss import INFERRED, Loss
-from compress.core.targets import are_classes, fitted, form_of, kind_of, same_elements
+from compress.core.loss import INFERRED_LOSS, Loss
+from compress.core.task_targets import (
+    are_class_labels,
+    describe_tensor,
+    match_to_loss,
+    same_shape,
+    target_kind,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -18,14 +24,16 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from compress.artifacts.artifact import Predictor
-    from compress.core.stage import Progress
+    from compress.core.progress import Progress
     from compress.data.splits import Batch, Splits
 
-OF_NUMBERS = ("mse", "mae", "r2")
-"""Metrics of models that predict numbers."""
-BUILT_IN = ("accuracy", "loss", "fidelity", *OF_NUMBERS)
-OF_TARGETS = ("accuracy", "loss")
-"""Metrics that look at the kind of the targets."""
+REGRESSION_METRICS = ("mse", "mae", "r2")
+"""Built-in metrics of models that predict numbers."""
+BUILT_IN = ("accuracy", "loss", "fidelity", *REGRESSION_METRICS)
+TARGET_METRICS = ("accuracy", "loss")
+"""Built-in metrics whose computation depends on the kind of the targets."""
+FRACTIONS = ("accuracy", "fidelity")
+"""Built-in metrics that are shares of all samples, from 0 to 1."""
 FALLING = ("loss", "mse", "mae")
 """Built-in metrics that are lower when better."""
 
@@ -37,77 +45,77 @@ class Metric:
     ``accuracy`` is the fraction of right labels, ``loss`` the mean of the task's loss, ``fidelity``
     the fraction of labels equal to the reference model's. For numbers there are ``mse``, ``mae``
     and ``r2``, the coefficient of determination. ``torchmetrics.classification.BinaryF1Score`` and
-    the like, and ``module:callable`` (outputs, targets → float) are taken as named.
+    the like, and ``module:callable`` (outputs, targets → float), are imported by their name.
     """
 
     name: str = "accuracy"
     arguments: tuple[tuple[str, Any], ...] = ()
     """Keyword arguments of a torchmetrics class or of the callable."""
     direction: bool | None = None
-    """Whether higher is better, where the metric itself does not tell."""
+    """Whether higher is better, where the metric's class does not declare it."""
     folder: Path | None = None
-    """Where the module of ``module:callable`` lies."""
-    loss: Loss = INFERRED
-    """The task's loss; a :class:`~compress.core.stage.Context` gives its own."""
+    """Folder with the module of ``module:callable``."""
+    loss: Loss = INFERRED_LOSS
+    """The task's loss; a :class:`~compress.core.context.Context` sets its own."""
 
     @property
     def higher_is_better(self) -> bool:
         """Whether a larger value is the better one.
 
         Raises:
-            PipelineInvalid: neither the metric nor the user tells.
+            PipelineInvalid: neither the metric nor the user declares it.
         """
-        known = self.direction
+        direction = self.direction
         if self.name in BUILT_IN:
-            known = self.name not in FALLING
-        elif known is None and self.name.startswith("torchmetrics."):
-            known = self._torchmetric().higher_is_better
-        if known is None:
+            direction = self.name not in FALLING
+        elif direction is None and self.name.startswith("torchmetrics."):
+            direction = self._torchmetric().higher_is_better
+        if direction is None:
             raise PipelineInvalid(
                 f"metric {self.name!r} does not tell its direction; write "
                 f"metric: {{name: {self.name!r}, higher_is_better: true}} (or false)"
             )
-        return bool(known)
+        return bool(direction)
 
     @property
     def is_mean(self) -> bool:
-        """Whether the metric is a mean over samples, so that parts of a split add up."""
+        """Whether the metric is a mean over samples, so that sums over parts of a split add up."""
         return self.name in BUILT_IN and self.name != "r2"
 
     def identity(self) -> list[JsonValue]:
-        """Return what decides a measured value, the user's own code included."""
+        """Return the metric's part of a cache key, with a hash of the user's own code."""
         code = ""
         if ":" in self.name:
             from compress.common.factories import local_sources, sources_digest
 
             code = sources_digest(local_sources(self.name, self.folder))
-        loss = self.loss.identity() if self.name in OF_TARGETS else None
+        loss = self.loss.identity() if self.name in TARGET_METRICS else None
         return [self.name, dict(self.arguments), self.direction, code, loss]
 
-    def settled(self, data: Splits | None) -> Metric:
-        """Return the same metric, its loss settled on the targets of the data where it matters."""
-        if self.name not in OF_TARGETS:
+    def with_inferred_loss(self, data: Splits | None) -> Metric:
+        """Return the same metric with its loss inferred from the data's targets, if it uses one."""
+        if self.name not in TARGET_METRICS:
             return self
-        return replace(self, loss=self.loss.settled(data))
+        return replace(self, loss=self.loss.infer_targets(data))
 
     def drop_points(self, before: float, after: float) -> float:
-        """Return how much worse ``after`` is, in hundredths; negative when it is better."""
+        """Return how much worse ``after`` is, in hundredths of the metric; negative if better."""
         return 100 * (before - after if self.higher_is_better else after - before)
 
     def score(self, outputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """Return the value for a whole split's first outputs and its targets.
+        """Compute the metric from the model's first output on a whole split, and the targets.
 
         Raises:
-            StageFailed: the outputs are NaN or infinite, masked classes (-inf) left out, or of
+            StageFailed: the outputs are NaN or infinite (except -inf, a masked class), or of
                 another shape than the metric needs.
         """
         import torch
 
-        summed = self.summed(outputs, targets)
+        summed = self.sum_and_count(outputs, targets)
         if summed is not None:
             return summed[0] / summed[1] if summed[1] else math.nan
         if self.name == "r2":
-            return _determination(outputs, targets)
+            return _r2(outputs, targets)
         if self.name.startswith("torchmetrics."):
             metric = self._torchmetric()
             metric.update(outputs, targets)
@@ -118,27 +126,28 @@ class Metric:
         with torch.inference_mode():
             return float(function(outputs, targets, **dict(self.arguments)))
 
-    def summed(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, int] | None:
+    def sum_and_count(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[float, int] | None:
         """Return a metric that is a mean as sum and count; None for any other.
 
         Raises:
             StageFailed: the outputs are not finite, or do not fit the metric.
         """
-        problem = _not_measurable(outputs)
-        if problem:
+        if problem := _not_finite(outputs):
             raise StageFailed(f"metric {self.name}: {problem}")
         if self.name == "fidelity":
-            return _share_of_right_labels(self.name, decisions_of(outputs), targets)
+            return _count_equal(self.name, predicted_decisions(outputs), targets)
         if self.name == "accuracy":
-            return _right_labels(outputs, targets, self.loss)
+            return _count_correct(outputs, targets, self.loss)
         if self.name == "loss":
-            return self.loss.summed(outputs, targets)
+            return self.loss.sum_and_count(outputs, targets)
         if self.name in ("mse", "mae"):
-            return Loss("mse" if self.name == "mse" else "l1").summed(outputs, targets)
+            return Loss("mse" if self.name == "mse" else "l1").sum_and_count(outputs, targets)
         return None
 
     def check(self) -> None:
-        """Refuse a name, arguments or a direction that mean nothing, without evaluating.
+        """Check name, arguments and direction, without evaluating.
 
         Raises:
             PipelineInvalid: the metric cannot be used as it is written.
@@ -160,23 +169,23 @@ class Metric:
         _ = self.higher_is_better
 
     def _torchmetric(self) -> Any:
-        made = _torchmetrics_class(self.name)
+        metric_class = _torchmetrics_class(self.name)
         try:
-            # In a training of several processes rank 0 evaluates alone and must not wait.
-            return made(**dict(self.arguments), sync_on_compute=False)
+            # In distributed training rank 0 evaluates alone and must not wait for the other ranks.
+            return metric_class(**dict(self.arguments), sync_on_compute=False)
         except Exception as error:
             raise PipelineInvalid(
                 f"metric {self.name!r} with arguments {dict(self.arguments)}: {error}"
             ) from error
 
 
-def usual_metric(loss: Loss) -> Metric:
-    """Return the metric of a task that names none: accuracy, or the loss where it is of numbers."""
-    return Metric("loss" if loss.is_of_numbers else "accuracy", loss=loss)
+def default_metric(loss: Loss) -> Metric:
+    """Return the metric of a pipeline that names none: accuracy, or for regression the loss."""
+    return Metric("loss" if loss.is_regression else "accuracy", loss=loss)
 
 
-def labels_of(outputs: torch.Tensor) -> torch.Tensor:
-    """Return the class with the largest output for each sample; -inf is a class that is masked.
+def predicted_labels(outputs: torch.Tensor) -> torch.Tensor:
+    """Return the class with the largest output for each sample; -inf marks a masked class.
 
     Raises:
         StageFailed: the outputs have no axis of at least two classes, or are NaN, +inf, or -inf for
@@ -187,79 +196,76 @@ def labels_of(outputs: torch.Tensor) -> torch.Tensor:
             f"outputs of shape {tuple(outputs.shape)} hold no classes to choose from; labels need "
             "at least two outputs a sample"
         )
-    problem = _not_measurable(outputs)
-    if problem:
+    if problem := _not_finite(outputs):
         raise StageFailed(problem)
     return outputs.argmax(1)
 
 
-def decisions_of(outputs: torch.Tensor) -> torch.Tensor:
-    """Return what each sample is taken for: its class, or of one output whether it is above 0.
+def predicted_decisions(outputs: torch.Tensor) -> torch.Tensor:
+    """Return each sample's predicted class, or for one output whether it is above 0.
 
     Raises:
         StageFailed: the outputs are not finite.
     """
     if outputs.dim() > 1 and outputs.shape[1] > 1:
-        return labels_of(outputs)
+        return predicted_labels(outputs)
     if not bool(outputs.isfinite().all()):
         raise StageFailed("the model's outputs are not all finite")
     return outputs > 0
 
 
-def _right_labels(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> tuple[float, int]:
-    """Return how many labels are right, and of how many.
+def _count_correct(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> tuple[float, int]:
+    """Return how many predictions are correct, and of how many.
 
-    Of several classes the label is the largest output. Of one output for each target it is whether
-    the output, a logit, is above 0.
+    Of several classes the largest output is predicted. One output for each target is a logit, which
+    predicts 1 above 0.
     """
-    kind = loss.targets or kind_of(targets)
+    kind = loss.targets or target_kind(targets)
     if kind == "numbers":
         raise StageFailed(
-            f"metric accuracy needs labels, and targets are numbers, {form_of(targets)}; use "
-            f"metric: loss, {', '.join(OF_NUMBERS)}"
+            "metric accuracy needs labels, and targets are numbers, "
+            f"{describe_tensor(targets)}; use metric: loss, {', '.join(REGRESSION_METRICS)}"
         )
     if kind == "probabilities" and targets.shape == outputs.shape:
-        return _share_of_right_labels("accuracy", labels_of(outputs), targets.argmax(1))
-    if _are_yes_or_no(outputs, targets, loss):
-        outputs, targets = fitted("binary_cross_entropy", outputs, targets)
-        return _share_of_right_labels("accuracy", outputs > 0, targets > 0.5)
-    return _share_of_right_labels("accuracy", labels_of(outputs), targets)
+        return _count_equal("accuracy", predicted_labels(outputs), targets.argmax(1))
+    if _are_binary_logits(outputs, targets, loss):
+        outputs, targets = match_to_loss("binary_cross_entropy", outputs, targets)
+        return _count_equal("accuracy", outputs > 0, targets > 0.5)
+    return _count_equal("accuracy", predicted_labels(outputs), targets)
 
 
-def _are_yes_or_no(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> bool:
-    """Whether each output is a logit of its own, and its target 0 or 1 or left out."""
+def _are_binary_logits(outputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> bool:
+    """Whether each output is the logit of a binary target: 0, 1, soft, or ignored."""
     from compress.data.batch import IGNORED_LABEL
 
-    if are_classes(outputs, targets) or not same_elements(outputs, targets):
+    if are_class_labels(outputs, targets) or not same_shape(outputs, targets):
         return False
-    known = (targets == 0) | (targets == 1) | (targets == IGNORED_LABEL)
-    is_soft = targets.is_floating_point()
-    return bool(known.all() or is_soft) and (
-        loss.name_for(outputs, targets) == "binary_cross_entropy"
-    )
+    is_binary = (targets == 0) | (targets == 1) | (targets == IGNORED_LABEL)
+    if not (targets.is_floating_point() or bool(is_binary.all())):
+        return False
+    return loss.name_for(outputs, targets) == "binary_cross_entropy"
 
 
-def _not_measurable(outputs: torch.Tensor) -> str:
-    """Return why outputs cannot be measured, or nothing.
+def _not_finite(outputs: torch.Tensor) -> str:
+    """Return why no metric can be computed from outputs; empty where one can.
 
     A class whose score is -inf is masked: the largest output and the softmax are defined, as long
     as another class is left.
     """
-    finite = outputs.isfinite()
-    if bool(finite.all()):
+    is_finite = outputs.isfinite()
+    if bool(is_finite.all()):
         return ""
     if bool(outputs.isnan().any()):
         return "the model's outputs are not all finite: some are NaN"
     if bool(outputs.isposinf().any()) or outputs.dim() < 2 or outputs.shape[1] < 2:
         return "the model's outputs are not all finite: some are infinite"
-    if not bool(finite.any(1).all()):
+    if not bool(is_finite.any(1).all()):
         return "all classes of a sample are masked (-inf), so that it has no label"
     return ""
 
 
-def _share_of_right_labels(
-    name: str, labels: torch.Tensor, targets: torch.Tensor
-) -> tuple[float, int]:
+def _count_equal(name: str, labels: torch.Tensor, targets: torch.Tensor) -> tuple[float, int]:
+    """Return how many labels equal their targets, and how many targets are not ignored."""
     from compress.data.batch import IGNORED_LABEL
 
     if labels.shape != targets.shape:
@@ -270,10 +276,11 @@ def _share_of_right_labels(
     return float((labels == targets).sum()), int((targets != IGNORED_LABEL).sum())
 
 
-def _determination(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+def _r2(outputs: torch.Tensor, targets: torch.Tensor) -> float:
     """Return R², one minus the residuals' share of the targets' variance, averaged over outputs."""
-    fitting = fitted("mse", outputs, targets)
-    outputs, targets = (x.double().reshape(len(x), -1) for x in fitting)
+    outputs, targets = (
+        x.double().reshape(len(x), -1) for x in match_to_loss("mse", outputs, targets)
+    )
     residual = (outputs - targets).square().sum(0)
     total = (targets - targets.mean(0)).square().sum(0)
     if not bool((total > 0).all()):
@@ -288,9 +295,9 @@ def predict_split(
     progress: Progress | None = None,
     batch_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the first output for every sample of a split, and the targets where there are any."""
+    """Return the first output for every sample of a split, and the targets if there are any."""
 
-    def counted_batches() -> Iterator[Batch]:
+    def batches_with_progress() -> Iterator[Batch]:
         done, total = 0, len(splits.split(split))  # type: ignore[arg-type]
         for batch in splits.batches(split, batch_size):
             yield batch
@@ -298,21 +305,21 @@ def predict_split(
             if progress is not None:
                 progress(f"evaluate on {split}", done, total)
 
-    return predict_batches(predict, counted_batches())
+    return predict_batches(predict, batches_with_progress())
 
 
 def predict_batches(
     predict: Predictor, batches: Iterable[Batch]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the first output for every sample, and the targets where there are any."""
+    """Return the first output for every sample, and the targets if there are any."""
     import torch
 
     outputs, targets = [], []
     for batch in batches:
         outputs.append(predict(*batch.inputs)[0].cpu())
         targets.append(batch.target)
-    known = [t for t in targets if t is not None]
-    return torch.cat(outputs), torch.cat(known) if known else None
+    labelled = [t for t in targets if t is not None]
+    return torch.cat(outputs), torch.cat(labelled) if labelled else None
 
 
 def evaluate(
@@ -324,15 +331,15 @@ def evaluate(
     progress: Progress | None = None,
     batch_size: int | None = None,
 ) -> float:
-    """Return a predictor's metric on a split.
+    """Compute a model's metric on a split.
 
     Args:
         predict: the model.
         splits: the data.
-        split: which split.
+        split: name of the split.
         metric: the metric.
-        reference: for ``fidelity``, the model whose labels count as right.
-        progress: where to say how far it is.
+        reference: for ``fidelity``, the model whose predictions are the targets.
+        progress: called after each batch.
         batch_size: samples per call; the splits' own by default.
 
     Raises:
@@ -342,7 +349,7 @@ def evaluate(
     if metric.name == "fidelity":
         if reference is None:
             raise StageFailed("metric fidelity needs a reference model")
-        targets = decisions_of(predict_split(reference, splits, split, None, batch_size)[0])
+        targets = predicted_decisions(predict_split(reference, splits, split, None, batch_size)[0])
     if targets is None:
         raise StageFailed(f"metric {metric.name} needs targets and split {split!r} has none")
     value = metric.score(outputs, targets)

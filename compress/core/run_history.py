@@ -1,18 +1,15 @@
-"""What a run knows of the stages that led to an artifact, for those who are given it alone."""
+"""The stages that led to an artifact, as a package records them for whoever receives it alone."""
 
 from __future__ import annotations
 
 from pydantic import JsonValue
 
 from compress.common.config import Settings
-from compress.core.gate import Verdict
-
-VARYING = ("min_speedup", "max_latency", "max_memory")
-"""Gates whose value is made of times, or is memory: it differs from run to run."""
+from compress.core.verdict import Verdict
 
 
 class PastStage(Settings):
-    """One stage that led to an artifact; nothing in it changes from run to run."""
+    """One stage that led to an artifact; equal runs give equal records."""
 
     name: str
     stage: str
@@ -21,19 +18,19 @@ class PastStage(Settings):
     settings: dict[str, JsonValue]
     kind: str
     digest: str
-    """Of the artifact that it made."""
+    """Of the artifact that it wrote."""
     bytes: int
     """Size of that artifact's file."""
     parameters: int | None
     macs: int | None
     metric: dict[str, JsonValue] | None
-    """Name, split and value."""
+    """Name, split and value of the pipeline's metric."""
     verdicts: tuple[Verdict, ...]
-    """Without the values of :data:`VARYING` gates."""
+    """Without values that differ from run to run, such as latencies."""
 
 
 class History(Settings):
-    """The road to an artifact."""
+    """All stages from the source model to an artifact."""
 
     pipeline: str
     seed: int
@@ -42,12 +39,7 @@ class History(Settings):
     versions: dict[str, str]
     """Of Python, this toolkit and its libraries."""
     source: dict[str, JsonValue]
-    """What decided the model as it came in: the hash of its checkpoint and of its code."""
+    """What identifies the source model: the hash of its checkpoint and of its code."""
     source_digest: str
-    """Of the artifact that it became."""
+    """Digest of the artifact that was made of the source model."""
     stages: tuple[PastStage, ...]
-
-
-def without_varying(verdict: Verdict) -> Verdict:
-    """Return a verdict without what differs from run to run."""
-    return verdict.model_copy(update={"value": None}) if verdict.gate in VARYING else verdict

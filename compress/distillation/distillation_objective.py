@@ -22,7 +22,7 @@ from compress.training.objectives.teacher_objective import cosine_distance, need
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.distillation.teacher import Answering, Teacher
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from pydantic import JsonValue
 
+    from compress.core.context import Context
     from compress.core.loss import Loss
-    from compress.core.stage import Context
     from compress.data.splits import Splits
     from compress.distillation.distillation_objective import Lessons
     from compress.distillation.feature_hooks import Pairs

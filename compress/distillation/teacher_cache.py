@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.data.splits import Splits
     from compress.distillation.distillation_objective import Lessons

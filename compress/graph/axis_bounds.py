@@ -1,4 +1,4 @@
-"""How large a named axis may be: as declared, and as torch.export finds it in a model's code."""
+"""Bounds of dynamic axes: as declared, and as torch.export infers them from a model's code."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SOME_SIZES = re.compile(r"in the specified range (\S.* )?satisfy the generated guard")
-"""What torch.export says where a graph is right for some sizes of an axis alone."""
+"""The error of torch.export where a graph is valid for some sizes of an axis only."""
 LARGEST = re.compile(r"^ *(\w+) = Dim\('\1', (?:min=\d+, )?max=(\d+)\)$", re.MULTILINE)
-"""Its own mending."""
+"""The bound that the error suggests."""
 
 
 def trace(
@@ -28,56 +28,57 @@ def trace(
     inputs: Sequence[torch.Tensor],
     signature: Signature,
     *,
-    gathered: str = "",
+    var_positional: str = "",
 ) -> ExportedProgram:
-    """Trace a module with the signature's axes dynamic, up to the size that its code takes.
+    """Trace a module with the signature's axes dynamic, up to the size that its code supports.
 
-    A table of positions limits the length of a text, and then the axis of the graph; a limit of the
-    batch is not meant so. Guards such as ``(width - 1) // 2 + 1 != 1``, which torch.export cannot
-    solve for a range, become checks in the graph.
+    A table of position embeddings, for example, bounds the length of a text and so the graph's
+    axis. A bound of the batch axis is dropped: no model means one. Guards such as
+    ``(width - 1) // 2 + 1 != 1``, which torch.export cannot solve for a range, become runtime
+    assertions.
 
     Args:
         module: the module, in eval mode.
         inputs: example inputs.
-        signature: the interface.
-        gathered: name of the parameter ``*inputs`` with which the module takes them all, if so.
+        signature: names, types and axes of the inputs.
+        var_positional: name of the parameter ``*inputs``, where ``forward`` takes its inputs so.
     """
     import torch
 
-    from compress.graph.rnn import any_length
+    from compress.graph.rnn import any_sequence_length
 
-    def traced(limits: dict[str, int], *, checks: bool = False) -> ExportedProgram:
+    def export(limits: dict[str, int], *, checks: bool = False) -> ExportedProgram:
         shapes: Any = dynamic_shapes(signature, limits)
         return torch.export.export(
             module,
             tuple(inputs),
-            dynamic_shapes={gathered: shapes} if gathered else shapes,
+            dynamic_shapes={var_positional: shapes} if var_positional else shapes,
             prefer_deferred_runtime_asserts_over_guards=checks,
         )
 
-    with any_length():
+    with any_sequence_length():
         try:
-            return traced({})
+            return export({})
         except torch._dynamo.exc.UserError as error:
             if not SOME_SIZES.search(str(error)):
                 raise
             limits = {axis: int(most) for axis, most in LARGEST.findall(str(error))}
         limits.pop(signature.batch_axis or "", None)
-        return traced(limits, checks=True)
+        return export(limits, checks=True)
 
 
 def dynamic_shapes(
     signature: Signature, limits: dict[str, int] | None = None
 ) -> tuple[dict[int, Dim] | None, ...]:
-    """Return the named axes of each input, in the form that torch.export and its kin take."""
+    """Return the dynamic axes of each input, as torch.export's ``dynamic_shapes``."""
     import torch
 
     sizes = {}
     for name in signature.dynamic_axes:
         declared = signature.bounds(name)
-        known = [most for most in (declared.max, (limits or {}).get(name)) if most is not None]
-        least = declared.min if declared.min > 1 else None
-        sizes[name] = torch.export.Dim(name, min=least, max=min(known, default=None))
+        bounds = [size for size in (declared.max, (limits or {}).get(name)) if size is not None]
+        smallest = declared.min if declared.min > 1 else None
+        sizes[name] = torch.export.Dim(name, min=smallest, max=min(bounds, default=None))
     return tuple(
         {axis: sizes[d] for axis, d in enumerate(spec.shape) if isinstance(d, str)} or None
         for spec in signature.inputs
@@ -85,7 +86,7 @@ def dynamic_shapes(
 
 
 def axis_limits(program: ExportedProgram, signature: Signature) -> dict[str, int]:
-    """Return the largest size of each named axis that has one."""
+    """Return the largest size of each dynamic axis that is bounded, as the graph has it."""
     import torch
     from torch.utils._sympy.numbers import int_oo
 
@@ -95,22 +96,22 @@ def axis_limits(program: ExportedProgram, signature: Signature) -> dict[str, int
         shape = inputs[str(name)].meta["val"].shape
         for axis, size in zip(spec.shape, shape, strict=True):
             if isinstance(axis, str) and isinstance(size, torch.SymInt):
-                found = program.range_constraints.get(size.node.expr)
-                if found is not None and found.upper is not int_oo and found.upper < 2**31:
-                    limits[axis] = int(found.upper)
+                bounds = program.range_constraints.get(size.node.expr)
+                if bounds is not None and bounds.upper is not int_oo and bounds.upper < 2**31:
+                    limits[axis] = int(bounds.upper)
     return limits
 
 
-def limits_of(program: ExportedProgram, signature: Signature, title: str) -> dict[str, Any]:
-    """Return the facts on how large axes may be, and say aloud what was not declared so.
+def axis_limit_facts(program: ExportedProgram, signature: Signature, title: str) -> dict[str, Any]:
+    """Return the axis limits as an artifact's facts, and log those that were not declared.
 
     Args:
         program: the model's graph.
-        signature: its interface.
+        signature: its inputs and outputs.
         title: name of the stage that exports.
     """
     limits = axis_limits(program, signature)
-    for axis, most in limits.items():
-        if most != signature.bounds(axis).max:
-            logger.info("%s: the model's code takes %s of at most %d", title, axis, most)
+    for axis, largest in limits.items():
+        if largest != signature.bounds(axis).max:
+            logger.info("%s: the model's code takes %s of at most %d", title, axis, largest)
     return {"axis_limits": limits} if limits else {}

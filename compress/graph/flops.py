@@ -1,4 +1,4 @@
-"""Counting what a model holds and does: weights, multiply-accumulates."""
+"""Counts of a model's multiply-accumulates and of a graph's weights."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 def _product_flops(left: Sequence[int], right: Sequence[int], **_: Any) -> int:
-    """Count the operations of a matrix, or a vector, with a vector: two for each product."""
+    """Count the FLOPs of a matrix or vector times a vector: two for each product."""
     return 2 * prod(left)
 
 
 def _added_product_flops(
     _added: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any
 ) -> int:
-    """Count the operations of a product that is added to something: all of its batches' rows."""
+    """Count the FLOPs of a matrix product that is added to a tensor, over all batches."""
     return 2 * prod(left) * (right[-1] if len(right) > 1 else 1)
 
 
 def _bilinear_flops(
     _left: Sequence[int], weight: Sequence[int], right: Sequence[int], *_: Any, **__: Any
 ) -> int:
-    """Count the operations of nn.Bilinear: weights by one input, then by the other.
+    """Count the FLOPs of nn.Bilinear: weights times one input, then times the other.
 
     Shapes are (rows, in), (out, in, in₂) and (rows, in₂).
     """
@@ -44,21 +44,21 @@ UNCOUNTED: dict[Any, Callable[..., int]] = {
     **dict.fromkeys((aten.addmv, aten.addbmm), _added_product_flops),
     aten._trilinear: _bilinear_flops,
 }
-"""Products that torch's counter (2.13) leaves out → how many operations they are."""
+"""Operators that torch's FLOP counter (2.13) does not know → a function that counts theirs."""
 
 
 def count_macs(module: Any, inputs: Sequence[torch.Tensor]) -> int:
     """Count the multiply-accumulates (convolutions, products, attention) for one sample."""
-    # torch's counter fails on a parameter that is handed to a submodule and asks for gradients.
-    learning = [p for p in module.parameters() if p.requires_grad]
+    # torch's counter fails on a parameter that is passed to a submodule and requires gradients.
+    trainable = [p for p in module.parameters() if p.requires_grad]
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    # The counter sees neither fused attention nor oneDNN's LSTM: run them as products.
+    # The counter sees neither fused attention nor oneDNN's LSTM: run them as matrix products.
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        for parameter in learning:
+        for parameter in trainable:
             parameter.requires_grad_(False)
         with (
-            _uncompiled(),
+            _without_compiling(),
             FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter,
             torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),
             sdpa_kernel(SDPBackend.MATH),
@@ -66,18 +66,18 @@ def count_macs(module: Any, inputs: Sequence[torch.Tensor]) -> int:
         ):
             module(*inputs)
     finally:
-        for parameter in learning:
+        for parameter in trainable:
             parameter.requires_grad_(True)
         torch.backends.mha.set_fastpath_enabled(fast_path)
     return int(counter.get_total_flops()) // 2 // len(inputs[0])
 
 
 @contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Let nothing be compiled in a block, or else forget it.
+def _without_compiling() -> Iterator[None]:
+    """Disable Dynamo in a block, or reset it afterwards where the block imports it.
 
-    `torch.cond` compiles itself. Under a mode that sees operators it cannot, which Dynamo remembers
-    of its code: the model would then fail for as long as the process lives.
+    `torch.cond` compiles itself. Under a dispatch mode such as the counter it cannot, and Dynamo
+    caches that failure for its code: the model would then fail for as long as the process lives.
     """
     if "torch._dynamo" in sys.modules:
         with torch.compiler.set_stance("force_eager"):
@@ -106,13 +106,13 @@ def count_graph_weights(program: torch.export.ExportedProgram) -> int:
     for node in program.graph.nodes:
         name = by_placeholder.get(node.name, str(node.target))
         if node.op in ("get_attr", "placeholder") and name in tensors:
-            held = max((_weights_per_element(node, reader) for reader in node.users), default=0)
-            per_element[name] = max(held, per_element.get(name, 0))
+            count = max((_weights_per_element(node, reader) for reader in node.users), default=0)
+            per_element[name] = max(count, per_element.get(name, 0))
     return sum(int(tensors[name].numel()) * count for name, count in per_element.items())
 
 
 def _weights_per_element(tensor: Any, reader: Any) -> int:
-    """Return how many weights an operator finds in each element of an integer tensor."""
+    """Return how many weights an operator reads from each element of an integer tensor."""
     value, operator = tensor.meta["val"], str(reader.target)
     if value.is_floating_point() or reader.args[0] is not tensor or value.dim() < 1:
         return 0

@@ -1,22 +1,22 @@
-"""What a layer's inputs tell about errors in its weights, for pruning and for rounding."""
+"""The inverse Hessian of a layer's output error, from its inputs: for SparseGPT and GPTQ."""
 
 from __future__ import annotations
 
 import torch
 
 DAMPING = 0.01
-"""What is added to the Hessian's diagonal, as a share of its mean, as in both papers below."""
+"""Added to the Hessian's diagonal, as a share of its mean; as in both papers below."""
 
 
-def inverse_factor(moment_II: torch.Tensor) -> torch.Tensor:
-    """Return the upper Cholesky factor of the damped Hessian's inverse, whose rows spread errors.
+def inverse_hessian_factor(moment_II: torch.Tensor) -> torch.Tensor:
+    """Return the upper Cholesky factor of the damped Hessian's inverse.
 
-    What is done to one weight is made up for by those after it along these rows: in SparseGPT
-    (Frantar and Alistarh, 2023) and in GPTQ (Frantar et al., 2023). An input that is always 0 goes
-    with no other.
+    Its rows say how the weights after one compensate for that one's error: in SparseGPT (Frantar
+    and Alistarh, 2023) and in GPTQ (Frantar et al., 2023). An input that is always 0 is independent
+    of all others.
 
     Args:
-        moment_II: sums or means of products of a layer's inputs; axes before are a batch.
+        moment_II: XᵀX of a layer's inputs, summed or averaged; leading axes are a batch.
     """
     hessian_II = moment_II.clone()
     diagonal_I = hessian_II.diagonal(dim1=-2, dim2=-1)

@@ -1,4 +1,4 @@
-"""What libraries do again and again in one process, done once."""
+"""Caches for work that torch repeats in one process."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
-    """Have a library's own function be another one in a block; where there is none, do nothing.
+def patched_attribute(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Replace a library's attribute in a block; do nothing where this release does not have it.
 
     Args:
-        owner: the class or module that holds it.
-        name: its name, which other releases of the library may not have.
-        value: the other one.
+        owner: the class or module.
+        name: the attribute's name.
+        value: what replaces it.
     """
     if name not in vars(owner):
         yield
         return
-    there = vars(owner)[name]
+    original = vars(owner)[name]
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, there)
+        setattr(owner, name, original)
 
 
 @contextmanager
-def composites_listed_once() -> Iterator[None]:
-    """Let torch look up its composite operators once in a block in which none is registered.
+def cached_composite_ops() -> Iterator[None]:
+    """Let torch list its composite operators once in a block in which none is registered.
 
-    To decompose a graph, torch 2.13 looks up all of them in each of some thirty namespaces, twice
-    in an export to ONNX: a quarter of the time that a small model takes.
+    To decompose a graph, torch 2.13 lists all of them in each of some thirty namespaces, twice in
+    an export to ONNX: a quarter of the time that a small model takes.
     """
     from torch._export import utils
 
     name = "_materialize_cpp_cia_ops"
-    with replaced(utils, name, functools.cache(getattr(utils, name, lambda: None))):
+    with patched_attribute(utils, name, functools.cache(getattr(utils, name, lambda: None))):
         yield
 
 
 @contextmanager
-def types_read_once() -> Iterator[None]:
+def cached_type_hints() -> Iterator[None]:
     """Let torch evaluate the annotations of its own dataclasses once in a block.
 
-    To read a stored graph, torch 2.13 evaluates them for each part of each node: two fifths of it.
+    To load a graph, torch 2.13 evaluates them for each part of each node: two fifths of the time.
     """
     from torch._export.serde import serialize
 
@@ -61,7 +61,7 @@ def types_read_once() -> Iterator[None]:
             known[of] = typing.get_type_hints(of, **named)
         return known[of]
 
-    same = ModuleType("typing")
-    vars(same).update({**vars(typing), "get_type_hints": get_type_hints})
-    with replaced(serialize, "typing", same):
+    cached_typing = ModuleType("typing")
+    vars(cached_typing).update({**vars(typing), "get_type_hints": get_type_hints})
+    with patched_attribute(serialize, "typing", cached_typing):
         yield

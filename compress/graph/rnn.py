@@ -1,8 +1,8 @@
-"""Recurrent layers in traced graphs, whose sequences keep a length of any size.
+"""Trace recurrent layers with a dynamic sequence length.
 
-PyTorch knows the sizes that ``aten.lstm``, ``aten.gru`` and their kin give only by running the loop
-over the steps, which fixes the number of steps. While a graph is traced, whose nodes these layers
-stay, their sizes can be told from the states'.
+PyTorch infers the output shapes of ``aten.lstm``, ``aten.gru`` and the like by running the loop
+over the steps, which fixes the number of steps. Where a traced graph keeps these layers as nodes,
+their output shapes follow from the shapes of the states.
 """
 
 from __future__ import annotations
@@ -21,43 +21,45 @@ Layer = tuple[torch.Tensor, Any]
 
 
 @contextmanager
-def any_length() -> Iterator[None]:
-    """Let tensors without values go through recurrent layers without a loop over the steps.
+def any_sequence_length() -> Iterator[None]:
+    """Let fake tensors pass recurrent layers without the loop over the steps.
 
-    Only for traces that keep these layers as they are: what the layers would be decomposed into has
-    the right sizes and no sense.
+    Only for traces that keep these layers as nodes: decomposed, they would have the right shapes
+    and meaningless values.
     """
-    known: dict[str, Callable[..., Any]] = {
+    originals: dict[str, Callable[..., Any]] = {
         name: getattr(decompositions, name)
         for name in ("one_layer_rnn", "select_one_layer_lstm_function")
     }
 
     def one_layer_rnn(inp: torch.Tensor, hidden: torch.Tensor, *rest: Any, **more: Any) -> Layer:
         if not isinstance(inp, FakeTensor):
-            given: Layer = known["one_layer_rnn"](inp, hidden, *rest, **more)
-            return given
-        return _repeated(hidden, inp), hidden.clone()
+            computed: Layer = originals["one_layer_rnn"](inp, hidden, *rest, **more)
+            return computed
+        return _repeat_over_steps(hidden, inp), hidden.clone()
 
     def select(inp: torch.Tensor, hx: Any, params: Any) -> Callable[..., Layer]:
         if not isinstance(inp, FakeTensor):
-            chosen: Callable[..., Layer] = known["select_one_layer_lstm_function"](inp, hx, params)
-            return chosen
-        return _lstm_sizes
+            function: Callable[..., Layer] = originals["select_one_layer_lstm_function"](
+                inp, hx, params
+            )
+            return function
+        return _lstm_shapes
 
     decompositions.one_layer_rnn = one_layer_rnn
     decompositions.select_one_layer_lstm_function = select
     try:
         yield
     finally:
-        for name, function in known.items():
-            setattr(decompositions, name, function)
+        for name, original in originals.items():
+            setattr(decompositions, name, original)
 
 
-def _lstm_sizes(
+def _lstm_shapes(
     inp: torch.Tensor, hidden: tuple[torch.Tensor, torch.Tensor], *_: Any, **__: Any
 ) -> Layer:
-    return _repeated(hidden[0], inp), (hidden[0].clone(), hidden[1].clone())
+    return _repeat_over_steps(hidden[0], inp), (hidden[0].clone(), hidden[1].clone())
 
 
-def _repeated(state_BH: torch.Tensor, inputs_TBI: torch.Tensor) -> torch.Tensor:
+def _repeat_over_steps(state_BH: torch.Tensor, inputs_TBI: torch.Tensor) -> torch.Tensor:
     return state_BH.expand(inputs_TBI.shape[0], *state_BH.shape).clone()

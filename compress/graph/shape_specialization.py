@@ -1,4 +1,4 @@
-"""Where a model's code turns an axis into a number, which torch.export does not tell."""
+"""Lines of a model's code that fix a dynamic axis to a number, which torch.export does not name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from compress.graph.library_cache import patched_attribute
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -20,41 +22,30 @@ LOOP = re.compile(r"(for|while)\b|.*\brange\(")
 
 
 @contextmanager
-def noting_places() -> Iterator[dict[int, traceback.FrameSummary]]:
-    """Note during a trace the line of the model's code where each number came to be.
+def record_specializations() -> Iterator[dict[int, traceback.FrameSummary]]:
+    """Record during a trace the line of the model's code where a symbolic size became each number.
 
-    By a method of torch 2.13 that no document names; where it is another, nothing is noted.
+    Wraps a private method of torch 2.13; where a release does not have it, nothing is recorded.
     """
-    found: dict[int, traceback.FrameSummary] = {}
-    replace = getattr(ShapeEnv, "_set_replacement", None)
+    locations: dict[int, traceback.FrameSummary] = {}
+    original: Any = getattr(ShapeEnv, "_set_replacement", None)
 
-    def noting(self: ShapeEnv, symbol: Any, value: Any, *rest: Any, **more: Any) -> Any:
+    def record(self: ShapeEnv, symbol: Any, value: Any, *rest: Any, **more: Any) -> Any:
         if getattr(value, "is_Integer", False):
-            frames = [f for f in traceback.extract_stack() if not _is_tracer(f.filename)]
+            stack = traceback.extract_stack()
+            frames = [f for f in stack if not f.filename.startswith((LIBRARY, OURS, "<"))]
             if frames:
-                found.setdefault(int(value), frames[-1])
-        return None if replace is None else replace(self, symbol, value, *rest, **more)
+                locations.setdefault(int(value), frames[-1])
+        return original(self, symbol, value, *rest, **more)
 
-    if replace is None:
-        yield found
-        return
-    owner: Any = ShapeEnv
-    owner._set_replacement = noting
-    try:
-        yield found
-    finally:
-        owner._set_replacement = replace
+    with patched_attribute(ShapeEnv, "_set_replacement", record):
+        yield locations
 
 
-def described(place: traceback.FrameSummary | None) -> str:
-    """Return a place in words, in brackets; nothing where it is not known."""
-    if place is None:
+def describe_location(location: traceback.FrameSummary | None) -> str:
+    """Format a line of code in brackets, for an error; empty where it is not known."""
+    if location is None:
         return ""
-    told = f" ({Path(place.filename).name}, line {place.lineno}: {place.line}"
-    return (
-        f"{told}; a loop in Python is written out)" if LOOP.match(place.line or "") else f"{told})"
-    )
-
-
-def _is_tracer(file: str) -> bool:
-    return file.startswith((LIBRARY, OURS)) or file.startswith("<")
+    is_loop = LOOP.match(location.line or "")
+    loop = "; a loop in Python is written out" if is_loop else ""
+    return f" ({Path(location.filename).name}, line {location.lineno}: {location.line}{loop})"

@@ -1,6 +1,6 @@
-"""torch.export programs: traced from modules, written byte for byte alike, read without risk.
+"""torch.export programs: traced from modules, saved reproducibly, loaded without running code.
 
-:func:`load_program` reads a file only after every record and every string in it was found to be
+:func:`load_program` loads a file only after every record and every string in it was found to be
 plain data: see :mod:`compress.checkpoint.pt2_safety`.
 """
 
@@ -25,8 +25,8 @@ from compress.checkpoint.pt2_safety import GRAPH, SAMPLE_INPUTS, code_in
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.graph.axis_bounds import trace
-from compress.graph.library_cache import types_read_once
-from compress.graph.shape_specialization import described, noting_places
+from compress.graph.library_cache import cached_type_hints
+from compress.graph.shape_specialization import describe_location, record_specializations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
     """Trace a module in eval mode into an ATen graph whose named axes are dynamic.
 
-    An axis that the model's code bounds, as a table of positions does, is dynamic up to there.
+    An axis that the model's code bounds, as a table of positions does, is dynamic up to that size.
     Outputs are flattened into the order of the signature. The module is not changed.
 
     Raises:
@@ -51,45 +51,41 @@ def export_program(module: nn.Module, signature: Signature) -> ExportedProgram:
     with (
         torch.no_grad(),
         warnings.catch_warnings(),
-        _silent_at_failures(),
-        noting_places() as places,
+        _no_stderr_on_failure(),
+        record_specializations() as locations,
     ):
-        # LSTM and GRU keep a second list of their own weights, which tracing swaps and restores.
+        # LSTM and GRU have a second list of their weights, which tracing swaps and restores.
         warnings.filterwarnings("ignore", message=r"The tensor attributes? self\.\S*_flat_weights")
         try:
             flat = with_flat_outputs(module, inputs)
-            return trace(flat, inputs, signature, gathered=_gathering(flat))
+            first = next(iter(inspect.signature(flat.forward).parameters.values()), None)
+            is_var = first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL
+            var_positional = first.name if first is not None and is_var else ""
+            return trace(flat, inputs, signature, var_positional=var_positional)
         except Exception as error:
-            reason = _reason(error, places)
+            reason = _explain_failure(error, locations)
             raise StageFailed(f"torch.export cannot trace the model: {reason}") from error
 
 
-def _gathering(module: nn.Module) -> str:
-    """Return the name of the parameter that takes all inputs, or nothing."""
-    first = next(iter(inspect.signature(module.forward).parameters.values()), None)
-    variable = first is not None and first.kind is inspect.Parameter.VAR_POSITIONAL
-    return first.name if first is not None and variable else ""
-
-
 @contextlib.contextmanager
-def _silent_at_failures() -> Iterator[None]:
+def _no_stderr_on_failure() -> Iterator[None]:
     """Drop what is printed where tracing fails: torch prints the graph so far, and then raises."""
-    held = io.StringIO()
-    with contextlib.redirect_stderr(held):
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
         yield
-    sys.stderr.write(held.getvalue())
+    sys.stderr.write(printed.getvalue())
 
 
 def with_flat_outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> nn.Module:
-    """Return the module, wrapped where it gives anything but a tensor or a tuple of tensors."""
+    """Return the module, wrapped if it returns anything but a tensor or a tuple of tensors."""
     output = module(*inputs)
     tensors: Sequence[object] = output if isinstance(output, tuple) else (output,)
-    flat = all(isinstance(t, torch.Tensor) for t in tensors)
-    return module if flat else FlatOutputs(module).eval()
+    is_flat = all(isinstance(t, torch.Tensor) for t in tensors)
+    return module if is_flat else FlatOutputs(module).eval()
 
 
 class FlatOutputs(nn.Module):
-    """A module whose outputs are a plain tuple of tensors."""
+    """A module whose outputs are flattened to a tuple of tensors."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -101,19 +97,22 @@ class FlatOutputs(nn.Module):
 
 
 def save_program(program: ExportedProgram, file: Path) -> None:
-    """Write a program; equal programs give equal bytes, whatever machine or folder they come from.
+    """Write a program; equal programs give equal bytes on any machine and in any folder.
 
-    Stack traces, sample inputs and guards are left out: the first name the author's folders, the
+    Stack traces, sample inputs and guards are left out: stack traces name the author's folders, the
     others are pickles and source code, which :func:`load_program` refuses.
     """
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     buffer.seek(0)
-    copy_plain(PT2ArchiveReader(buffer), file)
+    copy_plain_records(PT2ArchiveReader(buffer), file)
 
 
-def copy_plain(reader: PT2ArchiveReader, file: Path) -> None:
-    """Write what is plain data of an archive, without reading it; :func:`load_program` judges."""
+def copy_plain_records(reader: PT2ArchiveReader, file: Path) -> None:
+    """Copy an archive's records without sample inputs and provenance, and without parsing them.
+
+    :func:`load_program` checks them.
+    """
     with file.open("wb") as stream:
         writer = torch._C.PyTorchFileWriter(stream)
         writer.set_min_version(6)  # as torch's own writer of these archives does
@@ -128,7 +127,7 @@ def copy_plain(reader: PT2ArchiveReader, file: Path) -> None:
 
 
 def load_program(file: Path) -> ExportedProgram:
-    """Read a program that :func:`save_program` wrote, executing nothing that the file brings.
+    """Load a program that :func:`save_program` wrote, without running code from the file.
 
     Raises:
         ArtifactInvalid: the file is truncated, or holds anything but tensors and a graph.
@@ -141,7 +140,7 @@ def load_program(file: Path) -> ExportedProgram:
         for danger in code_in(PT2ArchiveReader(io.BytesIO(content))):
             raise ArtifactInvalid(f"{file}: {danger}; it was not read")
         # Not torch.export.load: on an error it falls back to an older format, which is pickled.
-        with types_read_once():
+        with cached_type_hints():
             return load_pt2(io.BytesIO(content)).exported_programs["model"]
     except ArtifactInvalid:
         raise
@@ -153,6 +152,7 @@ def load_program(file: Path) -> ExportedProgram:
 
 
 def _without_provenance(record: bytes) -> bytes:
+    """Return a serialized graph without guards and the nodes' metadata (stack traces)."""
     graph = json.loads(record)
     graph["guards_code"] = []
     graphs = [graph["graph_module"]["graph"]]
@@ -165,16 +165,17 @@ def _without_provenance(record: bytes) -> bytes:
     return json.dumps(graph, separators=(",", ":")).encode()
 
 
-def _reason(error: Exception, places: Mapping[int, FrameSummary]) -> str:
+def _explain_failure(error: Exception, locations: Mapping[int, FrameSummary]) -> str:
+    """Reword torch.export's errors on dynamic axes: which axis, where, and what to declare."""
     text = str(error)
     fixed = re.search(
         r"You marked (\w+) as dynamic but your code specialized it .*?\((\d+)\)", text
     )
     if fixed:
         axis, size = fixed.groups()
-        place = described(places.get(int(size)))
+        location = describe_location(locations.get(int(size)))
         return (
-            f"axis {axis!r} is baked in: the model's code fixes it to {size}{place}; compute it "
+            f"axis {axis!r} is baked in: the model's code fixes it to {size}{location}; compute it "
             f"from the input's shape, or declare the number {size} instead of the name in "
             "model.inputs"
         )
@@ -185,11 +186,11 @@ def _reason(error: Exception, places: Mapping[int, FrameSummary]) -> str:
     )
     if limited:
         axis, expression, guard = limited.groups()
-        # torch never tries sizes 0 and 1, so this bound is its own and not the model's.
+        # torch.export assumes sizes of at least 2, so this bound is not the model's.
         limits = guard.rstrip(".").replace(expression, axis).removeprefix(f"2 <= {axis} and ")
         limits = limits.removesuffix(f" and {axis} <= IntInfinity()")
-        least = re.search(rf"{axis} = Dim\('{axis}', min=(\d+)", text)
-        bounds = f"declare model.axes: {{{axis}: {{min: {least[1]}}}}}, " if least else ""
+        smallest = re.search(rf"{axis} = Dim\('{axis}', min=(\d+)", text)
+        bounds = f"declare model.axes: {{{axis}: {{min: {smallest[1]}}}}}, " if smallest else ""
         return (
             f"axis {axis!r} is declared dynamic and the model's code takes only some sizes, those "
             f"where {limits}; lift this limit, {bounds}or declare a number instead of the name in "

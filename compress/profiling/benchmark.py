@@ -1,4 +1,4 @@
-"""Measuring how long models take, in turn, and how sure the ratio of their times is."""
+"""Latency of several models measured call by call in turn, and an interval for their ratio."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 MEASURED_SECONDS = 0.6
 SECOND_TRY = 4
-"""How many times longer models are measured once more where their figures are not sure."""
+"""How many times longer models are measured once more where an interval is too wide."""
 MINIMUM_ROUNDS = 15
 MAXIMUM_BLOCKS = 30
 FEWEST_BLOCKS = 6
-"""Of fewer values no interval holds the median with 95 %."""
+"""Of fewer values the smallest and the largest enclose the median with less than 95 %."""
 MOST_BATCHES = 16
 MOST_ROWS = 256
-"""Of `val` that are held in memory to be measured on, as long as two batches are."""
+"""Samples of `val` in memory during measurement, unless two batches have more."""
 
 
 class Latency(Settings):
@@ -45,19 +45,19 @@ class Latency(Settings):
     p95: float
     """95th percentile, in milliseconds."""
     p50_interval: Interval
-    """Where the median lies with a confidence of 95 %, by the medians of blocks of calls."""
+    """95 % confidence interval of the median, from the medians of blocks of calls."""
     p95_interval: Interval
-    """Where the 95th percentile lies, as far as the calls were so fast or slow."""
+    """95 % confidence interval of the 95th percentile, at most the slowest call."""
     outliers: float
-    """Fraction of the calls that took longer than Tukey's upper fence, 1.5 times the interquartile
-    range above the third quartile: what else the machine did."""
+    """Fraction of the calls above Tukey's upper fence, 1.5 times the interquartile range above the
+    third quartile: other load on the machine."""
     ventiles: tuple[float, ...] = ()
-    """Below these stayed 5 %, 10 %, … 95 % of the calls, in milliseconds."""
+    """Quantiles at 5 %, 10 %, … 95 % of the calls, in milliseconds."""
 
     @property
-    def doubt(self) -> str:
-        """Why the percentiles say too little to be shown; empty where they do not."""
-        return self.p50_interval.doubt or self.p95_interval.doubt
+    def unreliable_reason(self) -> str:
+        """Why the percentiles are too uncertain to be shown; empty where they are not."""
+        return self.p50_interval.unreliable_reason or self.p95_interval.unreliable_reason
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ class Comparison:
     before: Latency
     after: Latency
     ratios: tuple[float, ...]
-    """Median of ``before`` over median of ``after``, in blocks of consecutive rounds."""
+    """Median of ``before`` over median of ``after``, for each block of consecutive rounds."""
 
     @property
     def speedup(self) -> float:
-        """How many times faster ``after`` is: the median over the blocks."""
+        """How many times faster ``after`` is: the median over blocks."""
         return statistics.median(self.ratios)
 
     @property
     def interval(self) -> Interval:
-        """Where the speedup lies, by the order of the blocks alone.
+        """95 % confidence interval of the speedup, by the order statistics of the blocks.
 
         Blocks of consecutive rounds are compared, as a machine is slow for a while rather than for
         one call.
@@ -86,11 +86,11 @@ class Comparison:
     @property
     def share(self) -> float | None:
         """Time of ``after`` as a share of that of ``before``; None where it is not measurable."""
-        return None if self.interval.doubt else 1 / self.speedup
+        return None if self.interval.unreliable_reason else 1 / self.speedup
 
 
 def unmeasurable(figure: str, doubt: str) -> str:
-    """Return in words that a figure is not known, why, and what helps."""
+    """Format the message that a figure cannot be measured now, why, and what helps."""
     return (
         f"{figure} is not measurable on this machine now: {doubt}; run again when it has less to do"
     )
@@ -101,8 +101,8 @@ def measured_batches(
 ) -> list[tuple[torch.Tensor, ...]]:
     """Return inputs to measure a model on: samples of `val`, or one seeded batch without data.
 
-    The samples are spread evenly over `val`, and over the batches. Where `val` has fewer than are
-    needed they come again.
+    The samples are spread evenly over `val`, and over the batches; they repeat where `val` has too
+    few.
 
     Args:
         data: the data, if any.
@@ -111,7 +111,7 @@ def measured_batches(
         seed: of the inputs without data.
 
     Raises:
-        StageFailed: the model takes another number of samples.
+        StageFailed: the model's batch is fixed at another size.
     """
     example = signature.example(batch, seed)
     if len(example[0]) != batch:
@@ -124,7 +124,7 @@ def measured_batches(
     samples = len(data.split("val"))  # type: ignore[arg-type]
     spread = [i * samples // (count * batch) for i in range(count * batch)]
     order = [index for first in range(count) for index in spread[first::count]]
-    return [found.inputs for found in data.read("val", order, batch)]
+    return [samples_of_val.inputs for samples_of_val in data.read("val", order, batch)]
 
 
 def compare_latency(
@@ -135,22 +135,23 @@ def compare_latency(
 ) -> Comparison:
     """Measure two models call by call in turn, so that both see the same noise.
 
-    Where the figures are not sure they are measured for longer, once.
+    Where an interval is too wide, they are measured once more for longer.
 
     Args:
         before: the model compared with.
         after: the candidate.
-        batches: what both are asked, one after the other and from the beginning again.
+        batches: inputs of both, called in this order again and again.
         seconds: how long each is measured, after a quarter of that to warm up.
     """
     rounds = _Rounds([before, after], batches)
     rounds.warm_up(seconds / 4)
     rounds.measure(seconds)
-    compared = _compared(rounds)
-    if compared.interval.doubt or compared.before.doubt or compared.after.doubt:
+    comparison = rounds.compare()
+    estimates = (comparison.interval, comparison.before, comparison.after)
+    if any(estimate.unreliable_reason for estimate in estimates):
         rounds.measure(SECOND_TRY * seconds)
-        compared = _compared(rounds)
-    return compared
+        comparison = rounds.compare()
+    return comparison
 
 
 def latencies(
@@ -160,7 +161,7 @@ def latencies(
 
     Args:
         predictors: the models.
-        batches: what all are asked, one after the other and from the beginning again.
+        batches: inputs of all, called in this order again and again.
         seconds: how long each is measured, after a quarter of that to warm up.
     """
     rounds = _Rounds(predictors, batches)
@@ -171,7 +172,7 @@ def latencies(
 
 @dataclass
 class _Rounds:
-    """Rounds of calls: in each one every model is asked the same."""
+    """Rounds of calls: in each one every model gets the same batch."""
 
     predictors: Sequence[Predictor]
     batches: Batches
@@ -183,7 +184,7 @@ class _Rounds:
         self._next = cycle(self.batches)
 
     def warm_up(self, seconds: float) -> None:
-        """Ask without taking times, each shape at least once: some models compile for it."""
+        """Call without measuring, each shape at least once, as some runtimes compile for it."""
         shapes = {tuple(tuple(x.shape) for x in batch): batch for batch in self.batches}
         for batch in shapes.values():
             for predict in self.predictors:
@@ -196,7 +197,7 @@ class _Rounds:
                 break
 
     def measure(self, seconds: float) -> None:
-        """Add rounds for so many seconds each model."""
+        """Measure further rounds, for so many seconds each model."""
         deadline = time.perf_counter() + seconds * len(self.predictors)
         while len(self.times[0]) < MINIMUM_ROUNDS or time.perf_counter() < deadline:
             batch = next(self._next)
@@ -210,16 +211,16 @@ class _Rounds:
         times = [1e3 * taken for taken in self.times[index]]
         ventiles = [quantile(times, i / 20) for i in range(1, 20)]
         first, third = ventiles[4], ventiles[14]
-        late = sum(taken > third + 1.5 * (third - first) for taken in times)
+        outliers = sum(taken > third + 1.5 * (third - first) for taken in times)
         low, high = quantile_interval(times, 0.95)
         return Latency(
             batch=len(self.batches[0][0]),
             p50=ventiles[9],
             p95=ventiles[18],
             p50_interval=quantile_interval(self.medians(index), 0.5),
-            # Of fewer than 72 calls none is surely slower than 95 % of all.
+            # With fewer than 72 calls the interval has no upper end.
             p95_interval=Interval(low, min(high, max(times))),
-            outliers=late / len(times),
+            outliers=outliers / len(times),
             ventiles=tuple(float(f"{value:.4g}") for value in ventiles),
         )
 
@@ -229,9 +230,10 @@ class _Rounds:
         return [1e3 * statistics.median(times[start:end]) for start, end in self._blocks()]
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield where blocks of rounds begin and end; each asks all batches, if there are enough.
+        """Yield begin and end of each block of rounds.
 
-        Or blocks would differ where a model takes longer for some inputs than for others.
+        With enough rounds each block covers all batches, or blocks would differ where a model takes
+        longer for some inputs than for others.
         """
         unit = len(self.batches)
         if len(self.times[0]) < FEWEST_BLOCKS * unit:
@@ -241,8 +243,7 @@ class _Rounds:
         ends = [unit * (units * i // blocks) for i in range(blocks)]
         yield from pairwise([*ends, len(self.times[0])])
 
-
-def _compared(rounds: _Rounds) -> Comparison:
-    before, after = rounds.medians(0), rounds.medians(1)
-    ratios = tuple(slow / fast for slow, fast in zip(before, after, strict=True))
-    return Comparison(rounds.latency(0), rounds.latency(1), ratios)
+    def compare(self) -> Comparison:
+        """Return the latencies of two models and the ratios of their blocks' medians."""
+        medians = zip(self.medians(0), self.medians(1), strict=True)
+        return Comparison(self.latency(0), self.latency(1), tuple(a / b for a, b in medians))

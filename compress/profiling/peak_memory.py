@@ -1,11 +1,10 @@
-"""The most memory that a process needs to open a model and answer a call.
+"""Peak memory of opening a model and calling it, measured in a process of its own.
 
-It is measured in a process that does nothing else. Where a model was opened before, the heap has
-room already, and the next one that takes it would seem to need none. Importing torch anew for each
-model takes seconds, however; so one process imports it, computes nothing, and forks another for
-each question (:mod:`compress.profiling.peak_memory_worker`). multiprocessing's own fork server
-would import
-the user's script as well.
+Where another model was opened before, the heap has free space, and the next model that fills it
+would seem to need no memory. Importing torch anew for each model takes seconds, so one process
+imports it, computes nothing, and forks another for each measurement
+(:mod:`compress.profiling.peak_memory_worker`). multiprocessing's own fork server would import the
+user's script as well.
 """
 
 from __future__ import annotations
@@ -35,100 +34,103 @@ if TYPE_CHECKING:
 
 COMMAND = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from compress.profiling.peak_memory_worker import answer; answer(int(sys.argv[2]))"
+    "from compress.profiling.peak_memory_worker import serve_requests; "
+    "serve_requests(int(sys.argv[2]))"
 )
 
 
-class Question(NamedTuple):
-    """What memory is asked for."""
+class MeasurementRequest(NamedTuple):
+    """An artifact to measure, and the environment of the process that requests it."""
 
     module: str
-    """Where the artifact's class is defined."""
+    """Module of the artifact's class."""
     name: str
+    """Qualified name of the artifact's class."""
     path: str
     device: str
     threads: int
     inputs: str
-    """File of what the model is asked."""
+    """File of the model's inputs, a list of batches."""
     imports: tuple[str, ...]
-    """Modules that are known to be imported."""
+    """Modules that opening the artifact imports, as far as known."""
     folder: str
-    """Where the asker is now, which may have changed since the process was started."""
+    """Working directory; empty where it was removed."""
     search: list[str]
-    """Where it looks for modules."""
+    """``sys.path``."""
     environment: dict[str, str]
 
 
 def peak_memory(
     artifact: Artifact, device: str, threads: int, batches: Sequence[tuple[torch.Tensor, ...]]
 ) -> float:
-    """Return the mebibytes that a process needs at most to open an artifact and answer calls.
+    """Measure the peak memory of a process that opens an artifact and calls it, in MiB.
 
-    Counted is what is resident beyond a process that has imported the same libraries, with
+    Counted is resident memory beyond that of a process which has imported the same libraries, with
     neither their code nor their modules. On a CUDA device it is what torch allocates there.
 
     Args:
         artifact: the artifact.
         device: where it is opened.
-        threads: CPU threads that it answers with.
-        batches: what it is asked, one after the other; they are not counted themselves.
+        threads: CPU threads of a call.
+        batches: inputs of the calls, one after the other; they are not counted themselves.
 
     Raises:
         StageFailed: it cannot be measured; the message says why.
     """
-    kind = type(artifact)
-    why = artifact.memory_unavailable_reason
-    if not (PROCESS / "clear_refs").exists():
-        why = "this system does not tell the peak of a process (Linux does)"
-    elif kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
-        why = f"another process cannot import {kind.__name__}; define it in a module"
-    if why:
-        raise StageFailed(f"peak memory cannot be measured: {why}")
     import torch
 
+    kind = type(artifact)
+    reason = artifact.memory_unavailable_reason
+    if not (PROCESS / "clear_refs").exists():
+        reason = "this system does not report the peak of a process (Linux does)"
+    elif kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        reason = f"another process cannot import {kind.__name__}; define it in a module"
+    if reason:
+        raise StageFailed(f"peak memory cannot be measured: {reason}")
+    try:
+        working_directory = str(Path.cwd())
+    except FileNotFoundError:
+        working_directory = ""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "inputs.pt"
         torch.save(batches, file)
-        found = _asked(_question(artifact, device, threads, file))
-    if "error" in found:
-        raise StageFailed(f"peak memory cannot be measured: {found['error']}")
-    return float(found["mebibytes"])
-
-
-def _question(artifact: Artifact, device: str, threads: int, inputs: Path) -> Question:
-    kind = type(artifact)
-    return Question(
-        module=kind.__module__,
-        name=kind.__qualname__,
-        path=str(artifact.path.absolute()),
-        device=device,
-        threads=threads,
-        inputs=str(inputs),
-        imports=kind.opened_with,
-        folder=_folder(),
-        search=_search(),
-        environment=dict(os.environ),
-    )
+        reply = _send(
+            MeasurementRequest(
+                module=kind.__module__,
+                name=kind.__qualname__,
+                path=str(artifact.path.absolute()),
+                device=device,
+                threads=threads,
+                inputs=str(file),
+                imports=kind.opened_with,
+                folder=working_directory,
+                search=[*map(str, sys.path)],
+                environment=dict(os.environ),
+            )
+        )
+    if "error" in reply:
+        raise StageFailed(f"peak memory cannot be measured: {reply['error']}")
+    return float(reply["mebibytes"])
 
 
 @contextmanager
-def measuring() -> Iterator[None]:
-    """End the process that measures, where one was started, after the outermost of such blocks.
+def measurement_process() -> Iterator[None]:
+    """Keep one measuring process for all measurements in a block; end it after the outermost block.
 
-    Outside of any it ends with this process.
+    Outside of such a block it ends with this process.
     """
-    global _blocks
-    _blocks += 1
+    global _open_blocks
+    _open_blocks += 1
     try:
         yield
     finally:
-        _blocks -= 1
-        if not _blocks:
-            _end()
+        _open_blocks -= 1
+        if not _open_blocks:
+            _end_worker()
 
 
-class _Measurer:
-    """The process that forks others; it ends when this one does, however that ends."""
+class _Worker:
+    """The process that forks one process per request; it ends with this one, even by a signal."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
@@ -137,73 +139,64 @@ class _Measurer:
                 sys.executable,
                 "-c",
                 COMMAND,
-                json.dumps(_search()),
+                json.dumps([*map(str, sys.path)]),
                 str(theirs.fileno()),
             ],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # a Ctrl-C of the terminal ends it through us
+            start_new_session=True,  # Ctrl-C must not reach it: this process ends it
         )
         theirs.close()
 
-    def ask(self, question: Question) -> dict[str, Any]:
-        self.connection.send_bytes(json.dumps(question).encode())
-        found: dict[str, Any] = json.loads(self.connection.recv_bytes())
-        return found
+    def measure(self, request: MeasurementRequest) -> dict[str, Any]:
+        """Return the worker's reply: ``mebibytes`` or ``error``."""
+        self.connection.send_bytes(json.dumps(request).encode())
+        reply: dict[str, Any] = json.loads(self.connection.recv_bytes())
+        return reply
 
     def end(self) -> None:
-        """Kill the process; what it has forked dies with it."""
+        """Kill the process; its forks die with it."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
 
 
-def _folder() -> str:
-    with suppress(FileNotFoundError):
-        return str(Path.cwd())
-    return ""  # it was removed
+_worker: _Worker | None = None
+_lock = threading.Lock()
+_open_blocks = 0
 
 
-def _search() -> list[str]:
-    return [*map(str, sys.path)]
-
-
-_measurer: _Measurer | None = None
-_one_at_a_time = threading.Lock()
-_blocks = 0
-
-
-def _asked(question: Question) -> dict[str, Any]:
-    global _measurer
-    with _one_at_a_time:
+def _send(request: MeasurementRequest) -> dict[str, Any]:
+    global _worker
+    with _lock:
         try:
-            _measurer = _measurer or _Measurer()
-            return _measurer.ask(question)
+            _worker = _worker or _Worker()
+            return _worker.measure(request)
         except (EOFError, OSError) as error:
-            _end()
+            _end_worker()
             return {"error": f"the process that measures it has ended ({type(error).__name__})"}
         except BaseException:
-            _end()  # an answer that nobody waits for would be taken for the next one's
+            _end_worker()  # or the pending reply would be read as that of the next request
             raise
 
 
-def _end() -> None:
-    global _measurer
-    if _measurer is not None:
-        ended, _measurer = _measurer, None
-        ended.end()
+def _end_worker() -> None:
+    global _worker
+    if _worker is not None:
+        worker, _worker = _worker, None
+        worker.end()
 
 
-def _forget() -> None:
-    """Leave the process to the one that started it, of which this one is a fork."""
-    global _measurer, _one_at_a_time
-    if _measurer is not None:
-        _measurer.connection.close()
-        _measurer.process.returncode = 0  # or it would be waited for
-        _measurer = None
-    _one_at_a_time = threading.Lock()
+def _leave_to_parent() -> None:
+    """In a fork of this process: let go of the worker, which belongs to the parent."""
+    global _worker, _lock
+    if _worker is not None:
+        _worker.connection.close()
+        _worker.process.returncode = 0  # or Popen would wait for it
+        _worker = None
+    _lock = threading.Lock()
 
 
-atexit.register(_end)
-os.register_at_fork(after_in_child=_forget)
+atexit.register(_end_worker)
+os.register_at_fork(after_in_child=_leave_to_parent)

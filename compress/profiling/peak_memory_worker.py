@@ -1,4 +1,4 @@
-"""What the process does that measures memory; :mod:`compress.profiling.peak_memory` starts it."""
+"""The measuring process of :mod:`compress.profiling.peak_memory`: forks once for each request."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import torch
 from compress.common.errors import CompressError, ending_of, first_line
 from compress.common.factories import is_library
 from compress.common.process import uncollected
-from compress.profiling.peak_memory import Question
-from compress.profiling.rss import PROCESS, forget_peak, give_back, kibibytes, library_kibibytes
+from compress.profiling.peak_memory import MeasurementRequest
+from compress.profiling.rss import PROCESS, library_kib, memory_kib, release_memory, reset_peak
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,45 +31,46 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
 
 LONGEST_SECONDS = 600
-"""How long a model may take to be opened and to answer: what was forked may hang."""
-REHEARSALS = 3
+"""How long a model may take to be opened and to answer: the fork may hang."""
+IMPORT_ROUNDS = 3
+"""Measurements of one request at most, each after importing what the one before imported."""
 PR_SET_PDEATHSIG = 1
 
 
-def answer(descriptor: int) -> None:
-    """Answer one question after the other until nobody is there to ask.
+def serve_requests(descriptor: int) -> None:
+    """Measure for one request after the other until the client closes the connection.
 
-    What a model was seen to import is imported here, and it is asked again: modules are no part of
-    its memory, and the next model need not import them.
+    Modules that a model imported in its fork are imported here and the model is measured again:
+    modules are no part of its memory, and the next model need not import them.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a model prints, the run has printed
     warnings.simplefilter("ignore")
-    asked_by, tried = Connection(descriptor), set[str]()
+    client, tried = Connection(descriptor), set[str]()
     with suppress(EOFError, OSError):
         while True:
-            question = Question(*json.loads(asked_by.recv_bytes()))
-            _surround_as(question)
-            _import(question.imports)
-            for _ in range(REHEARSALS):
-                gc.freeze()  # or each fork would look through all that torch is
-                found = _of_a_fork(question, asked_by)
-                missing = [name for name in found.pop("imported", ()) if name not in tried]
+            request = MeasurementRequest(*json.loads(client.recv_bytes()))
+            _adopt_environment(request)
+            _import(request.imports)
+            for _ in range(IMPORT_ROUNDS):
+                gc.freeze()  # or garbage collection in each fork would traverse all of torch
+                result = _measure_in_fork(request, client)
+                missing = [name for name in result.pop("imported", ()) if name not in tried]
                 if not missing:
                     break
                 _import(missing)
                 tried |= {*missing}
-            asked_by.send_bytes(json.dumps(found).encode())
-    os._exit(0)  # nothing is left to be taken apart
+            client.send_bytes(json.dumps(result).encode())
+    os._exit(0)  # skip the interpreter's teardown: nothing is left to clean up
 
 
-def _surround_as(question: Question) -> None:
-    """Be where the asker is, and have its environment: it may have changed since the last time."""
-    with suppress(OSError):  # a folder that is gone is missed by whoever uses it
-        os.chdir(question.folder)
-    sys.path[:] = question.search
+def _adopt_environment(request: MeasurementRequest) -> None:
+    """Take over the client's working directory, ``sys.path`` and environment of now."""
+    with suppress(OSError):  # it was removed: the model fails itself if it uses it
+        os.chdir(request.folder)
+    sys.path[:] = request.search
     os.environ.clear()
-    os.environ.update(question.environment)
-    tempfile.tempdir = None  # or it stays where the first one was
+    os.environ.update(request.environment)
+    tempfile.tempdir = None  # cached: read TMPDIR again
 
 
 def _import(modules: Sequence[str]) -> None:
@@ -79,46 +80,46 @@ def _import(modules: Sequence[str]) -> None:
                 importlib.import_module(name)
 
 
-def _of_a_fork(question: Question, asked_by: Connection) -> dict[str, Any]:
-    """Return what a new process finds, which does nothing else.
+def _measure_in_fork(request: MeasurementRequest, client: Connection) -> dict[str, Any]:
+    """Return the reply of a new process that does nothing but measure.
 
     Raises:
-        EOFError: whoever asked has gone.
+        EOFError: the client has closed the connection.
     """
     ours, theirs = Pipe(duplex=False)
     parent, child = os.getpid(), os.fork()
     if not child:
-        asked_by.close()
+        client.close()
         _die_with(parent)
-        theirs.send_bytes(json.dumps(_found(question)).encode())
+        theirs.send_bytes(json.dumps(_try_to_measure(request)).encode())
         os._exit(0)
     theirs.close()
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     try:
-        ready = wait([ours, asked_by], LONGEST_SECONDS)
-        if asked_by in ready:
+        ready = wait([ours, client], LONGEST_SECONDS)
+        if client in ready:
             raise EOFError
         if not ready:
-            found = {"error": f"it was not opened and did not answer within {LONGEST_SECONDS} s"}
+            result = {"error": f"it was not opened and did not answer within {LONGEST_SECONDS} s"}
         else:
             with suppress(EOFError):
-                found = json.loads(ours.recv_bytes())
+                result = json.loads(ours.recv_bytes())
     finally:
         ours.close()
-        code = _ended(child)
-    return found or {"error": f"the process that opened it {ending_of(code)}"}
+        code = _kill_and_wait(child)
+    return result or {"error": f"the process that opened it {ending_of(code)}"}
 
 
-def _ended(child: int) -> int:
-    """End a process and what it has started; return its exit code, negative for a signal."""
+def _kill_and_wait(child: int) -> int:
+    """Kill a process and its group; return its exit code, negative for a signal."""
     for kill in (os.kill, os.killpg):
         with suppress(ProcessLookupError):
-            kill(child, signal.SIGKILL)  # no matter to one that has ended
+            kill(child, signal.SIGKILL)  # has no effect on one that has ended
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _die_with(parent: int) -> None:
-    """Let this process end with its parent, and before any other where memory runs out."""
+    """End this process with its parent, and before any other where memory runs out."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -127,42 +128,46 @@ def _die_with(parent: int) -> None:
         (PROCESS / "oom_score_adj").write_text("1000")
 
 
-def _found(question: Question) -> dict[str, Any]:
-    """Return the memory or what went wrong, and the libraries that were imported for it."""
+def _try_to_measure(request: MeasurementRequest) -> dict[str, Any]:
+    """Return the memory or the error, and the libraries that were imported meanwhile."""
     before = {*sys.modules}
     try:
-        found: dict[str, Any] = {"mebibytes": _measured(question)}
+        result: dict[str, Any] = {"mebibytes": _measure(request)}
     except CompressError as error:
-        found = {"error": str(error)}
+        result = {"error": str(error)}
     except BaseException as error:  # noqa: BLE001 - a model of the user's may raise any
-        found = {"error": f"{type(error).__name__}: {first_line(error)}"}
+        result = {"error": f"{type(error).__name__}: {first_line(error)}"}
     imported = [name for name in [*sys.modules] if name not in before and is_library(name)]
-    return {**found, "imported": imported}
+    return {**result, "imported": imported}
 
 
-def _measured(question: Question) -> float:
-    home = importlib.import_module(question.module)
-    kind: type[Artifact] = functools.reduce(getattr, question.name.split("."), home)  # type: ignore[assignment]
-    artifact = kind.from_directory(question.path)
-    batches = torch.load(question.inputs, weights_only=True)
-    on_device = _begun(question.device)
-    libraries = library_kibibytes()
-    give_back()
-    forget_peak()
-    before = kibibytes("VmRSS")
-    with artifact.open(question.device, question.threads) as predict:
+def _measure(request: MeasurementRequest) -> float:
+    module = importlib.import_module(request.module)
+    kind: type[Artifact] = functools.reduce(getattr, request.name.split("."), module)  # type: ignore[assignment]
+    artifact = kind.from_directory(request.path)
+    batches = torch.load(request.inputs, weights_only=True)
+    on_device = _reset_cuda_peak(request.device)
+    libraries = library_kib()
+    release_memory()
+    reset_peak()
+    before = memory_kib("VmRSS")
+    with artifact.open(request.device, request.threads) as predict:
         for inputs in batches:
             predict(*inputs)
-        grown = kibibytes("VmHWM") - before
-        if on_device and (allocated := torch.cuda.max_memory_allocated(question.device)):
+        growth = memory_kib("VmHWM") - before
+        if on_device and (allocated := torch.cuda.max_memory_allocated(request.device)):
             return allocated / 2**20
-        # Of a library each process reads what it uses; it is shared, and no part of a model.
-        read = {file: now - libraries.get(file, now) for file, now in library_kibibytes().items()}
-    return max(0, grown - sum(read.values())) / 1024
+        # A library's file is read as it is used; its pages are shared, and no part of a model.
+        library_growth = sum(kib - libraries.get(file, kib) for file, kib in library_kib().items())
+    return max(0, growth - library_growth) / 1024
 
 
-def _begun(device: str) -> bool:
-    """Begin to count on a CUDA device, whose context is no part of a model; False on the CPU."""
+def _reset_cuda_peak(device: str) -> bool:
+    """Create a CUDA device's context, which is no part of a model, and reset its peak.
+
+    Returns:
+        Whether the device is a CUDA device.
+    """
     if not device.startswith("cuda"):
         return False
     torch.zeros(1, device=device)

@@ -1,4 +1,4 @@
-"""Quantiles of what was measured, and how sure they are; the one definition for all of the toolkit.
+"""Quantiles of measured values and their confidence intervals, for all of the toolkit.
 
 A quantile is interpolated between neighbouring values (Hyndman and Fan, "Sample quantiles in
 statistical packages", 1996, definition 7: numpy's default), so that it never lies beyond the
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 CONFIDENCE = 0.95
 WIDEST = 2.0
-"""A figure whose interval spans more than this factor is not shown, as it says too little."""
+"""A figure whose interval spans more than this factor is not shown."""
 
 
 class Interval(NamedTuple):
-    """Where a figure lies, with the confidence of 95 %."""
+    """A 95 % confidence interval."""
 
     low: float
     high: float
 
     @property
-    def doubt(self) -> str:
-        """Why a positive figure with this interval says too little; empty where it does not."""
+    def unreliable_reason(self) -> str:
+        """Why a positive figure with this interval is too uncertain; empty where it is not."""
         if not self.low <= self.high:  # one is NaN
             return "its 95 % interval is not known"
         if self.low > 0 and self.high <= WIDEST * self.low:
@@ -38,7 +38,7 @@ class Interval(NamedTuple):
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the values lies, interpolated between neighbours.
+    """Return a quantile, interpolated between neighbouring values.
 
     Args:
         values: at least one.
@@ -52,11 +52,11 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def quantile_interval(values: Sequence[float], share: float) -> Interval:
-    """Return the interval in which a quantile of the population lies, from 0 to infinity at most.
+    """Return the confidence interval of a population quantile, from 0 to infinity at most.
 
     By order statistics, which assume no distribution (Conover, Practical Nonparametric Statistics,
-    1999, section 3.2). scipy's `quantile_test` gives the same; its import took as long as
-    measuring.
+    1999, section 3.2). scipy's `quantile_test` computes the same, but importing it takes as long as
+    a measurement.
 
     Args:
         values: positive ones.
@@ -64,27 +64,22 @@ def quantile_interval(values: Sequence[float], share: float) -> Interval:
     """
     ordered, tail = sorted(values), (1 - CONFIDENCE) / 2
     # The k smallest values all lie below the quantile with the probability of k or more successes.
-    below = _at_most(len(ordered), share, tail)
-    above = _at_most(len(ordered), 1 - share, tail)
+    below = _binomial_quantile(len(ordered), share, tail)
+    above = _binomial_quantile(len(ordered), 1 - share, tail)
     low = ordered[below - 1] if below else 0.0
     high = ordered[-above] if above else math.inf
     return Interval(low, high)
 
 
-def _at_most(count: int, share: float, tail: float) -> int:
-    """Return how many successes of a binomial distribution have P(X < successes) below a tail."""
-    # Probabilities far from the mean vanish in floats; twelve deviations leave nothing out.
-    start = max(0, int(count * share - 12 * math.sqrt(count * share * (1 - share)) - 1))
-    total, successes = 0.0, start
-    while successes < count:
-        total += _probability(count, successes, share)
-        if total >= tail:
+def _binomial_quantile(trials: int, p: float, tail: float) -> int:
+    """Return the largest k for which a binomial variable is below k with less than ``tail``."""
+    # Starts twelve standard deviations below the mean: probabilities further out are 0 in float64.
+    k = max(0, int(trials * p - 12 * math.sqrt(trials * p * (1 - p)) - 1))
+    cumulative = 0.0
+    while k < trials:
+        log_ways = math.lgamma(trials + 1) - math.lgamma(k + 1) - math.lgamma(trials - k + 1)
+        cumulative += math.exp(log_ways + k * math.log(p) + (trials - k) * math.log1p(-p))
+        if cumulative >= tail:
             break
-        successes += 1
-    return successes
-
-
-def _probability(count: int, successes: int, share: float) -> float:
-    ways = math.lgamma(count + 1) - math.lgamma(successes + 1) - math.lgamma(count - successes + 1)
-    odds = successes * math.log(share) + (count - successes) * math.log1p(-share)
-    return math.exp(ways + odds)
+        k += 1
+    return k

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from compress.checkpoint.state_dict import Weights
+    from compress.core.context import Context
     from compress.core.loss import Loss
-    from compress.core.stage import Context
     from compress.pruning.depth.block_search import Block, Removal
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.recipe import AnyEdit
     from compress.checkpoint.state_dict import Weights
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.profiling.benchmark import Comparison
     from compress.pruning.allocation.ranking import Ranking
@@ -55,7 +55,7 @@ class ChannelPruner:
         """Take the settings, the model, and where and on which samples to work."""
         self._stage, self._source, self._context = stage, model, context
         self._batches = samples(stage, context)
-        self._loss = context.loss.settled(context.data if stage.uses_loss else None)
+        self._loss = context.loss.infer_targets(context.data if stage.uses_loss else None)
         self._inputs = model.signature.example(seed=context.seed)
         self._others = other_sizes(model.signature, context.seed)
         self._real = real_inputs(model.signature, context, self._batches)
@@ -122,7 +122,7 @@ class ChannelPruner:
         compared = self._compared(self.module, batch=1)
         ratio = compared.share
         if ratio is None:
-            why = unmeasurable("the speed of what is left", compared.interval.doubt)
+            why = unmeasurable("the speed of what is left", compared.interval.unreliable_reason)
             log.info("%s: %s", self._stage.title, why)
             return
         title, found = self._stage.title, self._families.values()
@@ -218,7 +218,9 @@ class ChannelPruner:
         """
         compared = self._compared(module, batch)
         if compared.share is None:
-            raise StageFailed(unmeasurable("the latency of a cut", compared.interval.doubt))
+            raise StageFailed(
+                unmeasurable("the latency of a cut", compared.interval.unreliable_reason)
+            )
         return compared.share
 
     def _compared(self, module: torch.nn.Module, batch: int) -> Comparison:

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.config import Count, Ratio
-from compress.core.loss import refuse_straight
+from compress.core.loss import refuse_without_curvature
 from compress.core.stage import Stage
 from compress.pruning.allocation.targets import Target
 from compress.pruning.finetune import Finetune
@@ -16,8 +16,8 @@ from compress.pruning.importance.criteria import FROM_DATA, OF_GRADIENTS, Criter
 from compress.training.config.training import Training
 
 if TYPE_CHECKING:
+    from compress.core.context import Context
     from compress.core.loss import Loss
-    from compress.core.stage import Context
 
 
 class PruneChannels(Stage[EagerModel, EagerModel]):
@@ -118,7 +118,7 @@ class PruneChannels(Stage[EagerModel, EagerModel]):
     def check_loss(self, loss: Loss) -> None:
         """Refuse settings that do not go with the task's loss."""
         if self.importance == "hessian":
-            refuse_straight(loss)
+            refuse_without_curvature(loss)
         if self.finetune is not None:
             self.finetune.check_loss(loss)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.pruning.allocation.ranking import Ranking
     from compress.pruning.dependency.channel_groups import AxisGraph
@@ -158,7 +158,7 @@ def measure_sensitivity(
         batches=_samples(importance, samples, context),
         device=context.device,
         seed=context.seed,
-        loss=context.loss.settled(context.data),
+        loss=context.loss.infer_targets(context.data),
     )
     cuts, pinned = _cuts(ranking, ratios)
     one = tuple(x.to(context.device) for x in model.signature.example(1, context.seed))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from compress.checkpoint.state_dict import Weights
+    from compress.core.context import Context
     from compress.core.loss import Loss
-    from compress.core.stage import Context
     from compress.pruning.finetune import Finetune
     from compress.pruning.unstructured.weight_layout import PrunableWeights
     from compress.training.objectives.weight_constraint import Constraint

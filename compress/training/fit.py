@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from compress.data.splits import Splits
     from compress.training.config.training import Training
     from compress.training.loop.step_metrics import EpochMetrics
@@ -163,7 +163,7 @@ def _job(
         training=training,
         objective=objective,
         data=data,
-        metric=context.metric.settled(data),
+        metric=context.metric.with_inferred_loss(data),
         reference=reference.path.absolute() if reference else None,
         device=context.device,
         threads=max(1, threads_to_use() // training.parallel.ranks_per_node),

@@ -9,8 +9,8 @@ from compress.core.stage import Stage
 from compress.training.config.training import Training
 
 if TYPE_CHECKING:
+    from compress.core.context import Context
     from compress.core.loss import Loss
-    from compress.core.stage import Context
 
 
 class Train(Stage[EagerModel, EagerModel], Training):

@@ -15,7 +15,7 @@ from torch.export.pt2_archive import PT2ArchiveReader
 
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
-from compress.graph.library_cache import replaced
+from compress.graph.library_cache import patched_attribute
 from export.aotinductor.lowering import merge_products_, multiply_rows_, widen_ranges_
 from export.common.targets import NO_WIDE_INTEGERS
 
@@ -187,8 +187,8 @@ def _exact_near_zero() -> Iterator[None]:
     from torch._inductor.codegen.cpp import CppVecOverrides
 
     with (
-        replaced(CppVecOverrides, "expm1", staticmethod(lambda x: f"{x}.expm1()")),
-        replaced(CppVecOverrides, "atanh", staticmethod(lambda x: f"{x}.atanh()")),
+        patched_attribute(CppVecOverrides, "expm1", staticmethod(lambda x: f"{x}.expm1()")),
+        patched_attribute(CppVecOverrides, "atanh", staticmethod(lambda x: f"{x}.atanh()")),
     ):
         yield
 

@@ -11,8 +11,8 @@ from compress.artifacts.artifact import Artifact, Predictor
 from compress.artifacts.eager_model import EagerModel, predicting
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.requirements import COMPILER, Requirement
-from compress.core.stage import Context, Stage
-from compress.graph.axis_bounds import limits_of
+from compress.core.stage import Stage
+from compress.graph.axis_bounds import axis_limit_facts
 from export.common.targets import NO_WIDE_INTEGERS, warn_of_another
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from compress.common.signature import Signature
+    from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
         called = program.graph_module.graph.nodes
         operators = Counter(str(n.target) for n in called if n.op == "call_function")
         facts["operators"] = dict(sorted(operators.items()))
-        facts |= limits_of(program, model.signature, self.title)
+        facts |= axis_limit_facts(program, model.signature, self.title)
         device = _where(self.device, context.device)
         with AotModel.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts

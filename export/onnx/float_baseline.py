@@ -22,7 +22,7 @@ def in_onnxruntime(model: Artifact, device: str, threads: int) -> Iterator[Predi
     """
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from export.onnx.stage import ExportOnnx
 
     with TemporaryDirectory() as folder:

@@ -12,8 +12,8 @@ import torch
 
 from compress.common.errors import StageFailed, first_line
 from compress.graph.axis_bounds import dynamic_shapes
-from compress.graph.library_cache import composites_listed_once
-from compress.graph.rnn import any_length
+from compress.graph.library_cache import cached_composite_ops
+from compress.graph.rnn import any_sequence_length
 from export.common.targets import SIXTEEN_BITS_SINCE, no_sixteen_bits
 from export.onnx.metadata import INPUT, OUTPUT, rename_
 from export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
@@ -63,7 +63,7 @@ def lower(
     half = holds(program, torch.float16)
     try:
         # With gradients, attention with a learned mask is decomposed otherwise than it was traced.
-        with _quiet(), any_length(), _looking_once(), torch.no_grad():
+        with _quiet(), any_sequence_length(), _looking_once(), torch.no_grad():
             program = with_packed_products(program, signature)
             lay_out_attention_(program)
             exported = torch.onnx.export(
@@ -133,7 +133,7 @@ def innermost_reason(error: BaseException) -> str:
 
 @contextmanager
 def _looking_once() -> Iterator[None]:
-    with operators_read_once(), composites_listed_once():
+    with operators_read_once(), cached_composite_ops():
         yield
 
 

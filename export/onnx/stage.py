@@ -12,7 +12,7 @@ from pydantic import Field
 from compress.artifacts.artifact import Artifact, Predictor
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from export.common.targets import NO_BFLOAT16, SIXTEEN_BITS_SINCE, no_sixteen_bits, warn_of_another
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from compress.common.signature import Signature
+    from compress.core.context import Context
     from export.onnx.translate import Translation
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         self, model: EagerModel | GraphModel, file: Path, facts: dict[str, Any]
     ) -> Translation:
         """Translate and write a model, and let it go; what was found out is added to the facts."""
-        from compress.profiling.rss import give_back
+        from compress.profiling.rss import release_memory
         from export.onnx.external_data import write_mapped
         from export.onnx.proto_io import write
         from export.onnx.translate import translate
@@ -149,7 +150,7 @@ class ExportOnnx(Stage[EagerModel | GraphModel, OnnxModel]):
         write(graph, file)
         write_mapped(graph, file)
         del graph
-        give_back()
+        release_memory()
         return translation
 
     def _prepared(self, graph: ModelProto, model: Artifact) -> ModelProto:

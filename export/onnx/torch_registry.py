@@ -13,7 +13,7 @@ from onnxscript.values import TracedOnnxFunction
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from compress.common.process import uncollected
-from compress.graph.library_cache import replaced
+from compress.graph.library_cache import patched_attribute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +28,7 @@ def operators_read_once() -> Iterator[None]:
 
     torch 2.13 makes it of 600 functions in each export: a third of the time of a small model's.
     """
-    with replaced(ONNXRegistry, READER, staticmethod(_copied_operators)):
+    with patched_attribute(ONNXRegistry, READER, staticmethod(_copied_operators)):
         yield
 
 
@@ -46,7 +46,7 @@ def _operators(_vision: bool, **version: int) -> Any:
     onnxscript 0.7 parses the source of each function to tell its domain, which is its opset's.
     """
     domain_alone = property(lambda self: SimpleNamespace(domain=self.opset.domain))
-    with uncollected(), replaced(TracedOnnxFunction, SOURCE, domain_alone):
+    with uncollected(), patched_attribute(TracedOnnxFunction, SOURCE, domain_alone):
         return _reads(**version)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed
-from compress.graph.axis_bounds import limits_of
+from compress.graph.axis_bounds import axis_limit_facts
 from compress.graph.torch_export import with_flat_outputs
 from export.onnx.lowering import innermost_reason, lower
 from export.onnx.passes.float16 import holds, refuse_bfloat16
@@ -59,7 +59,7 @@ def translate(
     try:
         program = program_of(source)
         refuse_bfloat16(program)
-        limits = limits_of(program, source.signature, title)
+        limits = axis_limit_facts(program, source.signature, title)
         half = holds(program, torch.float16)
         graph = lower(program, source.signature, opset, emptied=True)
         return graph, Translation("dynamo", half, limits)

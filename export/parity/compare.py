@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact, Predictor
     from compress.common.signature import Signature
-    from compress.core.stage import Context
+    from compress.core.context import Context
 
     Limits = Mapping[str, int]
 

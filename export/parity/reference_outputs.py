@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.data.fixed_batch import any_batch
-from compress.profiling.rss import give_back
+from compress.profiling.rss import release_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -38,7 +38,7 @@ def recorded(source: Artifact, asked: Iterable[Outputs], threads: int) -> Iterat
         with source.open(threads=threads) as predict:
             kept.record(any_batch(kept.keeping(predict), source.signature), asked)
         del predict
-        give_back()
+        release_memory()
         again: list[Predictor] = []
 
         def answer(*inputs: torch.Tensor) -> Outputs:

@@ -18,7 +18,7 @@ from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.atomic_files import partial_of, sweep
 from compress.common.errors import CompressError, StageFailed, first_line
 from compress.common.tensor_difference import largest, largest_difference, relative_error
-from compress.core.metrics import evaluate, labels_of
+from compress.core.metrics import evaluate, predicted_labels
 from compress.data.fixed_batch import any_batch
 from export.parity import repro_script
 from export.parity.bisect import Layer, Search
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from compress.artifacts.artifact import Artifact, Predictor
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from export.parity.bisect import Exporting
     from export.parity.repro_script import Runtime
 
@@ -176,7 +176,7 @@ def _row(
 def _equal_labels(expected: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
     """Return the share of equal labels; a note where one side has none."""
     try:
-        same = labels_of(expected) == labels_of(got)
+        same = predicted_labels(expected) == predicted_labels(got)
     except StageFailed as error:
         return {"note": f"no labels: {error}"}
     return {"equal_labels": float(same.double().mean())} if len(same) else {}

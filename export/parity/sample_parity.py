@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from compress.artifacts.artifact import Predictor
-    from compress.core.stage import Context
+    from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from compress.artifacts.artifact import Artifact, Predictor
-    from compress.core.stage import Context
+    from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
 

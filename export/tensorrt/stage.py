@@ -13,13 +13,15 @@ from compress.artifacts.eager_model import EagerModel, predicting
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
 from compress.common.requirements import Requirement
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from export.common.host_check import CUDA
 from export.onnx.stage import OnnxModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
 

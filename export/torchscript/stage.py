@@ -12,7 +12,7 @@ from pydantic import model_validator
 from compress.artifacts.artifact import Artifact, Predictor
 from compress.artifacts.eager_model import EagerModel, predicting
 from compress.artifacts.graph_model import GraphModel
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from export.common.targets import no_such_integers
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from compress.common.signature import Signature
+    from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
 

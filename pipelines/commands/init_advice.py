@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from compress.core.targets import Targets
+    from compress.core.task_targets import TargetKind
     from compress.data.splits import Splits
 
 Target = Literal["onnx", "torchscript", "aot"]
@@ -41,7 +41,7 @@ class Found:
     """Whether there is a checkpoint."""
     samples: dict[str, int]
     """Samples of each split; none without data."""
-    targets: Targets | None
+    targets: TargetKind | None
     """What the model is to predict; None where samples do not tell, or hold many labels each."""
 
     @property
@@ -89,10 +89,10 @@ def family_of(module: nn.Module) -> Family:
     return "linear" if multiplying else "other"
 
 
-def _targets(split: Any) -> Targets | None:
+def _targets(split: Any) -> TargetKind | None:
     import torch
 
-    from compress.core.targets import kind_of
+    from compress.core.task_targets import target_kind
     from compress.data.batch import adapt
 
     order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))
@@ -100,7 +100,7 @@ def _targets(split: Any) -> Targets | None:
     known = [target for target in found if target is not None]
     if not known or any(target.shape != known[0].shape for target in known):
         return None
-    kind = kind_of(torch.stack(known))
+    kind = target_kind(torch.stack(known))
     return None if kind == "labels" and known[0].dim() else kind
 
 

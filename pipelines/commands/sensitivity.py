@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.eager_model import EagerModel
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.core.stage import Context, silent
+from compress.core.context import Context
+from compress.core.progress import silent
 from pipelines.planning.loss_and_metric import settled
 from pipelines.planning.plan import SOURCE, build_plan
 from pipelines.reporting.html_page import rendered
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.stage import Progress
+    from compress.core.progress import Progress
     from compress.pruning.sensitivity_analysis import FamilySensitivity, Sensitivity
     from pipelines.config.pipeline import Pipeline
     from pipelines.planning.plan import PlannedStage

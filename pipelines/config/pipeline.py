@@ -25,7 +25,8 @@ from pipelines.config.yaml_source import Source, dotted, read
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from compress.core.stage import Progress, Stage
+    from compress.core.progress import Progress
+    from compress.core.stage import Stage
     from pipelines.executors.factory import EngineName
     from pipelines.results.schema import Report
 
@@ -132,7 +133,7 @@ class Pipeline(Settings):
         finished: Callable[[Report], None] | None = None,
     ) -> Report:
         """Walk the road and return the report; see :func:`pipelines.runner.run.run`."""
-        from compress.core.stage import silent
+        from compress.core.progress import silent
         from pipelines.runner.run import run
         from pipelines.system.signals import only_signals_interrupt
 

@@ -6,6 +6,7 @@ import difflib
 from typing import TYPE_CHECKING, Any, get_args
 
 from compress.common.config import Settings
+from compress.core.gates import AddedGates, added_gates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -138,6 +139,8 @@ def _tag(model: type[Settings], part: str | int) -> bool:
 def _settings_in(annotation: Any) -> Iterable[type[Settings]]:
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         yield annotation
+    if isinstance(annotation, AddedGates):
+        yield from added_gates().values()
     for argument in get_args(annotation):
         yield from _settings_in(argument)
 

@@ -9,7 +9,7 @@ from compress.common.requirements import Requirement
 from pipelines.executors.process_pool import ProcessPool
 
 if TYPE_CHECKING:
-    from compress.core.stage import Progress
+    from compress.core.progress import Progress
     from pipelines.config.pipeline import Pipeline
     from pipelines.runner.scheduler import Engine
     from pipelines.store.local import Store

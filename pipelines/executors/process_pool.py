@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 from compress.common.dependency_recorder import Recording
 from compress.common.errors import CompressError, StageFailed, ending_of, first_line
 from compress.common.process import THREADS, configured_threads, usable_cores
-from compress.core.stage import silent
+from compress.core.progress import silent
 from pipelines.executors.task import TaskResult
 from pipelines.system.signals import insist, only_signals_interrupt
 
 if TYPE_CHECKING:
-    from compress.core.stage import Progress
+    from compress.core.progress import Progress
     from pipelines.executors.task import StageTask
 
 SECONDS_TO_END = 10.0

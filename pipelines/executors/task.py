@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.common.errors import CompressError
-    from compress.core.stage import Context, Progress, Stage
+    from compress.core.context import Context
+    from compress.core.progress import Progress
+    from compress.core.stage import Stage
 
 
 @dataclass(frozen=True)

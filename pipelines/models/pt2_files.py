@@ -112,13 +112,13 @@ def read_program(file: Path) -> ExportedProgram:
     from torch.export.pt2_archive import PT2ArchiveReader
 
     from compress.checkpoint.safe_zip import refuse_bomb
-    from compress.graph.torch_export import copy_plain, load_program
+    from compress.graph.torch_export import copy_plain_records, load_program
 
     refuse_bomb(file)
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / file.name
         try:
-            copy_plain(PT2ArchiveReader(io.BytesIO(file.read_bytes())), plain)
+            copy_plain_records(PT2ArchiveReader(io.BytesIO(file.read_bytes())), plain)
             return load_program(plain)
         except CompressError as error:
             raise type(error)(str(error).replace(str(plain), str(file))) from error

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import export  # noqa: F401 - adds the runtimes that it can open
 from compress.common.errors import PipelineInvalid, Unavailable
 from compress.core.baselines import BASELINES
-from compress.core.gates import MinSpeedup
 from pipelines.config.validation_errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -35,8 +34,8 @@ def check_runtime(pipeline: Pipeline, index: int, number: int, earlier: Set[str]
     gate = pipeline.stages[index].gates[number]
     name = str(gate.against)
     where = pipeline.place("stages", index, "gates", number, "against")
-    if name not in BASELINES or not isinstance(gate, MinSpeedup):
-        known = {*earlier, *(BASELINES if isinstance(gate, MinSpeedup) else ())}
+    if name not in BASELINES or not gate.allows_runtime:
+        known = {*earlier, *(BASELINES if gate.allows_runtime else ())}
         raise PipelineInvalid(
             f"{where}: no earlier stage is named {name!r}; {did_you_mean(name, known)}"
         )
@@ -45,7 +44,7 @@ def check_runtime(pipeline: Pipeline, index: int, number: int, earlier: Set[str]
             f"{where}: {name!r} is a runtime, and a stage that is not earlier has that name; "
             "rename the stage"
         )
-    takes = BASELINES[name].takes
+    takes = BASELINES[name].artifact_kinds
     if pipeline.model.kind not in takes:
         raise PipelineInvalid(
             f"{where}: {name} runs {' and '.join(sorted(takes))} models, and this one comes in as "

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, PipelineInvalid, first_line
-from compress.core.metrics import OF_TARGETS, usual_metric
-from compress.core.targets import (
+from compress.core.metrics import TARGET_METRICS, default_metric
+from compress.core.task_targets import (
     are_probabilities,
-    fitted,
-    form_of,
+    describe_tensor,
+    has_target,
+    match_to_loss,
     sampled_targets,
-    split_of_targets,
-    with_target,
+    targets_split,
 )
 from pipelines.planning.requirement_checks import check_loss, check_metric
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.data.splits import Splits
     from pipelines.config.pipeline import Pipeline
@@ -40,11 +40,11 @@ def settled(plan: Plan, pipeline: Pipeline, data: Splits | None) -> tuple[Plan, 
     Raises:
         PipelineInvalid: a sample cannot be read, or a gate does not suit that metric.
     """
-    if not (_uses_loss(plan) or plan.metric.name in OF_TARGETS):
+    if not (_uses_loss(plan) or plan.metric.name in TARGET_METRICS):
         return plan, pipeline
     with _placed(pipeline, "data"):
-        loss = plan.loss.settled(data)
-    metric = usual_metric(loss) if pipeline.metric is None else replace(plan.metric, loss=loss)
+        loss = plan.loss.infer_targets(data)
+    metric = default_metric(loss) if pipeline.metric is None else replace(plan.metric, loss=loss)
     for stage in plan.stages:
         check_metric(pipeline, stage, metric.name)
     return replace(plan, loss=loss, metric=metric), pipeline.with_metric(metric.name)
@@ -66,26 +66,26 @@ def fitting_loss(plan: Plan, pipeline: Pipeline, source: Artifact, context: Cont
     if data is None or not _uses_loss(plan):
         return ""
     with _placed(pipeline, "data"):
-        name = split_of_targets(data)
+        name = targets_split(data)
         count = min(SAMPLES, len(data.stored(name)))  # type: ignore[arg-type]  # Splits admits sized datasets only
         batch, targets = next(data.read(name, range(count), count)), sampled_targets(data)
     if batch.target is None or targets is None:
         return ""
-    known = with_target(batch.target)
+    known = has_target(batch.target)
     outputs, first = _answers(pipeline, source, context, batch, name)[known], batch.target[known]
     if not len(first):
         return ""
     with _placed(pipeline, "loss" if pipeline.loss else "data"):
         found = loss.name_for(outputs, first)
-        loss.summed(outputs, first)
-        if not loss.is_own and targets.shape[1:] == first.shape[1:]:
+        loss.sum_and_count(outputs, first)
+        if not loss.is_custom and targets.shape[1:] == first.shape[1:]:
             # What only samples beyond the first have, such as a label out of range.
-            fitted(found, outputs[:1].expand(len(targets), *outputs.shape[1:]), targets)
+            match_to_loss(found, outputs[:1].expand(len(targets), *outputs.shape[1:]), targets)
     with _placed(pipeline, "metric"):
         if metric.is_mean and metric.name != "fidelity":
-            metric.summed(outputs, first)
+            metric.sum_and_count(outputs, first)
     check_loss(pipeline, plan.stages, replace(loss, name=found))
-    forms = f"targets are {form_of(first)} and outputs {form_of(outputs)}"
+    forms = f"targets are {describe_tensor(first)} and outputs {describe_tensor(outputs)}"
     line = "" if pipeline.loss else f"loss: {found}, as {forms}; metric: {metric.name}"
     return "\n".join(filter(None, [line, _twice_normalized(found, outputs)]))
 
@@ -104,7 +104,7 @@ def _answers(
     except CompressError:
         raise
     except Exception as error:
-        shapes = ", ".join(form_of(x) for x in batch.inputs)
+        shapes = ", ".join(describe_tensor(x) for x in batch.inputs)
         raise PipelineInvalid(
             f"{pipeline.place('data')}: the model does not take the samples of split {split!r}, "
             f"{shapes}: {type(error).__name__}: {first_line(error)}"

@@ -9,7 +9,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import CompressError, PipelineInvalid
 from compress.core.loss import Loss
-from compress.core.metrics import Metric, usual_metric
+from compress.core.metrics import Metric, default_metric
 from export.onnx.stage import OnnxModel
 from export.torchscript.stage import TorchScriptModel
 from pipelines.config.declared_dependencies import check_declared
@@ -257,7 +257,7 @@ def _task(pipeline: Pipeline) -> tuple[Loss, Metric]:
         loss = Loss(pipeline.loss, folder=pipeline.code_folder)
         loss.check()
         if spec is None:
-            return loss, usual_metric(loss)
+            return loss, default_metric(loss)
         key, arguments = "metric", tuple(sorted(spec.arguments.items()))
         metric = Metric(spec.name, arguments, spec.higher_is_better, pipeline.code_folder, loss)
         metric.check()

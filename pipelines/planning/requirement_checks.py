@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
-from compress.core.gates import MaxDrop, MaxMemory, MaxParameters, MaxSize, MinMetric
-from compress.core.metrics import FALLING
+from compress.core.gates import unlikely_points
+from compress.core.metrics import FRACTIONS
 from compress.quantization.stages.mixed_precision import QuantizeMixed
 from pipelines.planning.gate_targets import refuse_missing_runtime
 
@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from compress.core.loss import Loss
     from pipelines.config.pipeline import Pipeline
     from pipelines.planning.plan import PlannedStage
-
-FRACTIONS = ("accuracy", "fidelity")
-"""Metrics that are shares of all samples."""
-FEWEST_POINTS, MOST_POINTS = 0.01, 50
-LARGEST_RATIO = 5
-"""Of sizes: what was to become smaller has not grown so much."""
 
 
 def missing_programs(planned: Iterable[PlannedStage]) -> tuple[str, ...]:
@@ -71,17 +65,12 @@ def check_needs(pipeline: Pipeline, planned: Iterable[PlannedStage]) -> None:
 def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
     for i, gate in enumerate(planned.stage.gates):
         where = pipeline.place("stages", planned.index, "gates", i)
-        if isinstance(gate, MaxDrop | MinMetric) and pipeline.data is None:
+        if gate.needs_data and pipeline.data is None:
             raise PipelineInvalid(
                 f"{where} ({gate.gate}): needs data, and the file has no `data:` section"
             )
-        if isinstance(gate, MaxMemory) and (elsewhere := planned.stage.writes().memory_elsewhere):
-            raise PipelineInvalid(f"{where} (max_memory): cannot be measured: {elsewhere}")
-        if isinstance(gate, MaxSize | MaxParameters) and gate.ratio >= LARGEST_RATIO:
-            raise PipelineInvalid(
-                f"{where} ({gate.gate}): ratio: {gate.ratio:g} would let it become {gate.ratio:g} "
-                f"times as large; for {gate.ratio:g} % write {gate.ratio / 100:g}"
-            )
+        if problem := gate.unsuitable_artifact(planned.stage.writes()):
+            raise PipelineInvalid(f"{where} ({gate.gate}): {problem}")
         refuse_missing_runtime(pipeline, gate, where)
 
 
@@ -93,19 +82,13 @@ def check_metric(pipeline: Pipeline, planned: PlannedStage, metric: str) -> None
     """
     stage = pipeline.place("stages", planned.index)
     if isinstance(planned.stage, QuantizeMixed) and metric in FRACTIONS:
-        where = f"{stage} ({planned.name}): max_drop_points"
-        check_points(planned.stage.max_drop_points, where)
+        problem = unlikely_points(planned.stage.max_drop_points)
+        if problem:
+            raise PipelineInvalid(f"{stage} ({planned.name}): max_drop_points: {problem}")
     for i, gate in enumerate(planned.stage.gates):
-        where = pipeline.place("stages", planned.index, "gates", i)
-        if isinstance(gate, MinMetric) and metric in FALLING:
-            raise PipelineInvalid(f"{where}: metric {metric} falls with quality; use max_drop")
-        if isinstance(gate, MaxDrop) and metric in FRACTIONS:
-            check_points(gate.points, f"{where} ({gate.gate}): points")
-        if isinstance(gate, MinMetric) and metric in FRACTIONS and gate.at > 1:
-            raise PipelineInvalid(
-                f"{where} ({gate.gate}): at: found {gate.at:g}, and {metric} is a fraction of 1; "
-                f"for {gate.at:g} % write {gate.at / 100:g}"
-            )
+        if problem := gate.unsuitable_metric(metric):
+            where = pipeline.place("stages", planned.index, "gates", i)
+            raise PipelineInvalid(f"{where} ({gate.gate}): {problem}")
 
 
 def check_loss(pipeline: Pipeline, planned: Iterable[PlannedStage], loss: Loss) -> None:
@@ -120,24 +103,6 @@ def check_loss(pipeline: Pipeline, planned: Iterable[PlannedStage], loss: Loss) 
         except CompressError as error:
             where = f"{pipeline.place('stages', p.index)} ({p.name})"
             raise PipelineInvalid(f"{where}: {error}") from error
-
-
-def check_points(points: float, where: str) -> None:
-    """Refuse points of an accuracy that cannot be meant: a fraction of it, or most of it.
-
-    Raises:
-        PipelineInvalid: it says what to write.
-    """
-    if 0 < points < FEWEST_POINTS:
-        raise PipelineInvalid(
-            f"{where}: {points:g} is less than a hundredth of a percentage point; points are "
-            f"percentage points, so for {100 * points:g} % write {100 * points:g}"
-        )
-    if points > MOST_POINTS:
-        raise PipelineInvalid(
-            f"{where}: {points:g} would let more than half of all answers become wrong; points "
-            f"are percentage points, expected at most {MOST_POINTS:g}"
-        )
 
 
 def _check_device(pipeline: Pipeline) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compress.core.gates import LabelAgreement, MaxDrop, MinMetric, Parity
 from pipelines.planning.plan import SOURCE
 
 if TYPE_CHECKING:
@@ -57,11 +56,7 @@ def _judge(gated: PlannedStage, judged: PlannedStage, stages: Sequence[PlannedSt
         at = by_name[at.input]
         since.add(at.name)
     return any(
-        isinstance(gate, MinMetric)
-        or (
-            isinstance(gate, MaxDrop | LabelAgreement | Parity)
-            and (gate.against or gated.input) not in since
-        )
+        gate.judges_quality and not (gate.compares and (gate.against or gated.input) in since)
         for gate in gated.stage.gates
     )
 

@@ -40,7 +40,7 @@ def page_of(report: Report, out: Path | None) -> str:
         report: what the run found.
         out: where its artifacts lie, if they do.
     """
-    from pipelines.results.schema import found_in_words, rule_in_words
+    from compress.core.gates import rule_in_words, value_in_words
 
     lock: Any = report.lock
     rows = rows_of(report)
@@ -73,7 +73,7 @@ def page_of(report: Report, out: Path | None) -> str:
         facts=_facts(rows),
         settings=_written(lock.get("settings")),
         rule_in_words=rule_in_words,
-        found_in_words=found_in_words,
+        value_in_words=value_in_words,
         fidelity_of=fidelity_of,
         sameness_of=sameness_of,
     )

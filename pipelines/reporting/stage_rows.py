@@ -90,7 +90,7 @@ def in_order(report: Report) -> list[Ended]:
 
 
 def _row(number: int, stage: Ended) -> Row:
-    from compress.core.gate import explain
+    from compress.core.verdict import explain
 
     if isinstance(stage, FailureReport):
         return Row(number, stage.name, stage.stage, "", stage.status, stage.error)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from compress.common.printable import printable
+from compress.core.gates import rule_in_words, value_in_words
 from pipelines.planning.plan import SOURCE
 from pipelines.reporting.quantization_summary import fidelity_of, sameness_of
 from pipelines.reporting.stage_rows import in_order
@@ -18,10 +19,8 @@ from pipelines.results.comparison import row_of
 from pipelines.results.schema import (
     FailureReport,
     SkippedReport,
-    found_in_words,
     readable_bytes,
     readable_count,
-    rule_in_words,
 )
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def gate_lines(report: Report) -> Iterator[Text]:
             against = f" against {v.against}" if v.against else ""
             rule = rule_in_words(v, metric)
             yield Text(
-                f"{mark} {stage.name}: {rule}{against}: {found_in_words(v, metric)}", style=style
+                f"{mark} {stage.name}: {rule}{against}: {value_in_words(v, metric)}", style=style
             )
     for skipped in report.skipped:
         yield Text(f"– {skipped.name}: skipped, as {skipped.because} did not pass")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from compress.core.gate import Verdict
+    from compress.core.verdict import Verdict
     from pipelines.results.measurements import Measurements
 
 MISSING = "–"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.stage import Context
+    from compress.core.context import Context
 
 
 SAME = 1.2
@@ -166,7 +166,7 @@ def _doubt_of(value: float | None, interval: Any) -> str:
         return f"{value:g} was found"
     if interval is None:
         return ""  # an older run kept none
-    return Interval(*(math.nan if end is None else end for end in interval)).doubt
+    return Interval(*(math.nan if end is None else end for end in interval)).unreliable_reason
 
 
 def _possible(value: float | None) -> bool:

@@ -13,8 +13,7 @@ from compress.checkpoint.sealed_json import RUN_SEAL, refuse_changed_run, seal_o
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
-from compress.core.gate import Verdict
-from compress.core.metrics import FALLING
+from compress.core.verdict import Verdict
 from pipelines.results.measurements import Measurements
 from pipelines.system.signals import INTERRUPTED
 
@@ -216,31 +215,6 @@ def warnings_of(
     for stage in stages:
         warnings: Any = stage.artifact.facts.get("warnings", ())
         yield from (f"{stage.name}: {warning}" for warning in warnings)
-
-
-def rule_in_words(verdict: Verdict, metric: str) -> str:
-    """Return a gate's rule for people, with the metric's name."""
-    limit = verdict.limit
-    points = f"{limit:g} point{'' if limit == 1 else 's'}"
-    words = {
-        "min_metric": f"{metric} >= {limit:g}",
-        "max_drop": f"loses at most {points} of {metric}",
-        "parity": f"outputs differ by at most {limit:g}",
-        "label_agreement": f"at least {100 * limit:g} % of the labels are equal",
-        "max_size": f"the file has at most {100 * limit:.4g} % of the bytes",
-        "max_parameters": f"at most {100 * limit:g} % of the weights are left",
-    }
-    if verdict.gate == "max_drop" and metric in FALLING:
-        return f"{metric} rises by at most {limit / 100:g}"
-    return words.get(verdict.gate, verdict.rule)
-
-
-def found_in_words(verdict: Verdict, metric: str) -> str:
-    """Return what a gate measured, in the unit of :func:`rule_in_words`, or why it could not."""
-    if verdict.value is None:
-        return verdict.reason
-    in_own_unit = verdict.gate == "max_drop" and metric in FALLING
-    return f"{verdict.value / 100 if in_own_unit else verdict.value:.5g}"
 
 
 def how_to_run(file: str, out: Path) -> str:

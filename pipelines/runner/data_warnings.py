@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from compress.core.metrics import OF_NUMBERS
+from compress.core.metrics import REGRESSION_METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -122,7 +122,7 @@ def _constant_answers(targets: torch.Tensor, metric: Metric) -> Iterator[torch.T
         return
     mean = targets.mean(0, keepdim=True)
     is_binary = bool(((targets == 0) | (targets == 1)).all())
-    if is_binary and not (metric.loss.is_of_numbers or metric.name in OF_NUMBERS):
+    if is_binary and not (metric.loss.is_regression or metric.name in REGRESSION_METRICS):
         yield mean.logit(1e-6).expand_as(targets)  # models of binary targets answer in logits
         return
     yield mean.expand_as(targets)

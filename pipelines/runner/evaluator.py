@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import GateRefused
 from compress.core.baselines import baseline_for
-from compress.core.gate import explain
+from compress.core.verdict import explain
 from compress.profiling.batch_dependence import BatchDependence
 from pipelines.results.measurements import Measurements
 from pipelines.results.schema import ArtifactReport, StageReport
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.gate import Gate, Verdict
+    from compress.core.gate import Gate
+    from compress.core.verdict import Verdict
     from pipelines.planning.plan import PlannedStage
     from pipelines.runner.executor import CacheLookup, PipelineExecutor
 
@@ -123,7 +124,7 @@ def _verdict(questions: MeasurementCache, planned: PlannedStage, gate: Gate) -> 
     after = walk.artifacts[planned.name]
     before = baseline_for(gate, walk.artifacts[planned.input], walk.context(planned.name))
     question = {**gate.measurement_key(), "against": before.digest, **walk.conditions()}
-    if gate.asks_rows:
+    if gate.depends_on_batch:
         if gate.compares and walk.artifacts.get(other) is before:
             dependence_of(walk, other)  # keeps it for later runs
         question |= _batch_size(walk, planned.name, before, after)

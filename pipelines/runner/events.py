@@ -13,7 +13,7 @@ from pipelines.system.signals import INTERRUPTED
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
-    from compress.core.gate import Verdict
+    from compress.core.verdict import Verdict
     from pipelines.results.measurements import Measurements
     from pipelines.results.schema import FailureReport, Report, SkippedReport
     from pipelines.runner.executor import CacheLookup, PipelineExecutor

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Dependencies, Recording, recording
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.sample_cache import PROBES
 from pipelines.config.declared_dependencies import declared
 from pipelines.executors.task import StageTask
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.stage import Progress
+    from compress.core.progress import Progress
     from compress.data.splits import Splits
     from compress.profiling.batch_dependence import BatchDependence
     from pipelines.config.pipeline import Pipeline

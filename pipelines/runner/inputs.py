@@ -14,7 +14,7 @@ from compress.checkpoint.loading import checkpoint_digest, import_checkpoint, im
 from compress.common.errors import CompressError, PipelineInvalid
 from compress.common.factories import local_sources, sources_digest
 from compress.common.signature import Signature
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import DataReference, Splits
 from pipelines.config.model_spec import FactoryModel, HuggingFaceModel, ModelFile, TimmModel
 from pipelines.planning.loss_and_metric import fitting_loss, settled

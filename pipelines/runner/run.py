@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CompressError, GateRefused
 from compress.common.process import within_quota
-from compress.core.stage import silent
-from compress.profiling.peak_memory import measuring
+from compress.core.progress import silent
+from compress.profiling.peak_memory import measurement_process
 from pipelines.executors.factory import check_engine, engine_for
 from pipelines.executors.join import advertise_run
 from pipelines.planning.loss_and_metric import settled
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from compress.core.stage import Progress
+    from compress.core.progress import Progress
     from pipelines.config.pipeline import Pipeline
     from pipelines.executors.factory import EngineName
     from pipelines.results.schema import Report, Status
@@ -95,7 +95,7 @@ def run(
         readable_disk_errors(out),
         temporary_files(),
         within_quota(),
-        measuring(),
+        measurement_process(),
         Store.locked(root, announce, remote, pipeline.folder, pipeline.code_folder) as kept,
         advertise_run(root),
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from compress.core.run_history import History, PastStage, without_varying
+from compress.core.run_history import History, PastStage
 from pipelines.planning.plan import SOURCE, Plan, PlannedStage
 from pipelines.system.machine_info import versions
 
@@ -70,5 +70,8 @@ def _past_stage(row: StageReport, stage: Stage[Any, Any]) -> PastStage:
         parameters=row.measurements.parameters,
         macs=row.measurements.macs,
         metric=None if metric is None else metric.model_dump(mode="json"),
-        verdicts=tuple(map(without_varying, row.verdicts)),
+        verdicts=tuple(
+            gate.reproducible(verdict)
+            for gate, verdict in zip(stage.gates, row.verdicts, strict=True)
+        ),
     )

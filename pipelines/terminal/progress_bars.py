@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from compress.core.stage import Progress
+    from compress.core.progress import Progress
 
 SECONDS_BETWEEN_LINES = 3.0
 """Between progress lines where there is no terminal to draw bars on."""

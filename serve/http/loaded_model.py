@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
-from compress.profiling.batch_dependence import as_call
+from compress.profiling.batch_dependence import numpy_call
 from serve.packaging.joinable import why_not_joined_here
 from serve.packaging.model_interface import Interface, example, interface_of, refuse_bfloat16
 
@@ -96,7 +96,7 @@ def _call_of(artifact: Artifact, threads: int) -> Iterator[Call]:
     """Give a model as a function of arrays; ONNX does not need torch for it."""
     if artifact.kind != "onnx":
         with artifact.open("cpu", threads) as predict:
-            yield as_call(predict, artifact.signature)
+            yield numpy_call(predict, artifact.signature)
         return
     from serve.worker.loaders import load_onnx
 

@@ -15,13 +15,8 @@ from pydantic import ValidationError
 from compress.checkpoint.sealed_json import refuse_changed_run
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid
-from compress.profiling.batch_dependence import (
-    ROWS,
-    BatchDependence,
-    measure,
-    rounding_of,
-    seeded_rows,
-)
+from compress.profiling.batch_dependence import BatchDependence, measure, rounding_tolerance
+from compress.profiling.probe_rows import ROWS, seeded_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +62,7 @@ def why_not_joined_here(
     if recorded is None or recorded.why_not_joined:
         return NO_REPORT if recorded is None else recorded.why_not_joined
     rows = seeded_rows(artifact.signature, 2 * ROWS)
-    rounding = rounding_of(artifact)
+    rounding = rounding_tolerance(artifact)
     here = measure(call, artifact.signature, rows, source="seeded", rounding=rounding)
     return here.why_not_joined if here.depends else ""
 

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from compress.artifacts.artifact import Step
-    from compress.core.gate import Verdict
     from compress.core.run_history import History, PastStage
+    from compress.core.verdict import Verdict
     from serve.packaging.provenance import Provenance
 
 MODEL_CARD = "MODEL_CARD.md"

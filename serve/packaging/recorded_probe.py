@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from compress.artifacts.artifact import Artifact
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from serve.worker.tensors import Array
 
 PROBE_ROWS = 4

@@ -13,11 +13,13 @@ from compress.artifacts.artifact import Artifact, Predictor
 from compress.common.config import Count
 from compress.common.errors import ArtifactInvalid
 from compress.core.gates import AnyGate, LabelAgreement, Parity
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from serve.repository.triton import TritonRepository, predicting_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
 

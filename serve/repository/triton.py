@@ -12,13 +12,15 @@ from pydantic import Field
 from compress.artifacts.artifact import Artifact, Predictor
 from compress.common.config import Count
 from compress.core.gates import AnyGate, LabelAgreement, Parity
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from export.onnx.stage import OnnxModel
 from export.torchscript.stage import TorchScriptModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +95,14 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
 
     def run(self, model: OnnxModel | TorchScriptModel, context: Context) -> TritonRepository:
         """Copy the model and write its configuration; the same input gives the same bytes."""
-        from compress.profiling.batch_dependence import as_call
+        from compress.profiling.batch_dependence import numpy_call
         from serve.packaging.joinable import why_not_joined
         from serve.packaging.model_interface import interface_of
         from serve.repository.triton_config import FILES, DynamicBatching, model_config
 
         model.verify()
         with model.open("cpu", context.threads) as predict:
-            interface = interface_of(as_call(predict, model.signature), model.signature)
+            interface = interface_of(numpy_call(predict, model.signature), model.signature)
         refuse_nested(model, self.title)
         not_joined = why_not_joined(interface.rows_stay_first, context.batch_dependence(model))
         warned = [f"requests are not joined: {not_joined}"] if not_joined else []

@@ -15,7 +15,7 @@ from compress.common.config import Count
 from compress.common.errors import StageFailed
 from compress.common.requirements import Requirement
 from compress.core.gates import AnyGate, LabelAgreement, Parity
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from export.aotinductor.stage import AotModel
 from export.onnx.stage import OnnxModel
 from export.torchscript.stage import TorchScriptModel
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import Signature
+    from compress.core.context import Context
     from compress.core.run_history import History
     from serve.packaging.recorded_probe import Probe
 

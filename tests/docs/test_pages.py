@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from compress.core.gate import explain
 from compress.core.gates import AnyGate, MaxSize
+from compress.core.verdict import explain
 from pipelines.config.pipeline import Pipeline
 from pipelines.planning.plan import build_plan
 

@@ -11,7 +11,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import AxisBounds, Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.graph.axis_bounds import axis_limits
 from export.exported_program import ExportProgram
 from export.parity import compare

@@ -13,8 +13,8 @@ from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.graph.torch_export import export_program
 from compress.quantization.stages.static import QuantizeStatic

@@ -189,7 +189,7 @@ from pathlib import Path
 import torch
 from compress import Context
 from compress.artifacts.eager_model import EagerModel
-from compress.profiling.rss import forget_peak, kibibytes
+from compress.profiling.rss import reset_peak, memory_kib
 from export import ExportOnnx
 
 def source(size):
@@ -204,9 +204,9 @@ def source(size):
 
 ExportOnnx()(source(16), Context(root=Path("small")))
 model = source(1600)
-before = kibibytes("VmRSS")
-forget_peak()
+before = memory_kib("VmRSS")
+reset_peak()
 ExportOnnx()(model, Context(root=Path("large")))
-print(1024 * (kibibytes("VmHWM") - before) / model.payload_bytes)
+print(1024 * (memory_kib("VmHWM") - before) / model.payload_bytes)
 """)
     assert 1 < float(peak) < 3  # a third of it the largest weight, which onnxruntime copies

@@ -14,8 +14,8 @@ from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import ArtifactInvalid, GateRefused, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import LabelAgreement, Parity
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.graph import count_macs

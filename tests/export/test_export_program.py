@@ -10,8 +10,8 @@ from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.core.stage import Context
 from compress.graph.torch_export import export_program
 from export.exported_program import ExportProgram
 from export.torchscript.stage import ExportTorchScript

@@ -17,8 +17,8 @@ from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.half_precision import ConvertPrecision

@@ -11,8 +11,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import ArtifactInvalid, GateRefused, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from export.parity.compare import check_agreement
 from export.torchscript.file_io import load, quiet

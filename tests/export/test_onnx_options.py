@@ -12,8 +12,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import MaxSize, Parity
-from compress.core.stage import Context
 from export.onnx import proto_io
 from export.onnx.metadata import refuse_misfit
 from export.onnx.stage import ExportOnnx, OnnxModel

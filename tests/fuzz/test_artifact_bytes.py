@@ -71,7 +71,7 @@ def graph(eager: EagerModel, place: Path) -> GraphModel:
 @pytest.fixture(scope="module")
 def mar(graph: GraphModel, place: Path) -> bytes:
     """Return a `.mar` as the stage packs it; TorchServe is not asked whether it answers."""
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from serve.packaging.recorded_probe import record_probe
     from serve.torchserve.artifact import PROBE
     from serve.torchserve.mar_file import write_mar

@@ -79,7 +79,7 @@ def test_it_is_said_in_the_terminal_on_the_page_and_in_json(refused: Project) ->
 def test_a_second_run_asks_no_model_again(
     refused: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compress.core.batch_probing.batch_dependence", lambda *_: 1 / 0)
+    monkeypatch.setattr("compress.profiling.batch_dependence.measure_artifact", lambda *_: 1 / 0)
     before = Report.read(refused.out).stages[0].verdicts
     with pytest.raises(GateRefused):
         refused.run()

@@ -229,7 +229,7 @@ def test_another_loss_and_other_code_of_it_train_anew(tmp_path) -> None:
             "numbers",
             "",
             TRAIN.replace("}", ", gates: [{gate: min_metric, at: 0.5}]}"),
-            r"gates\[0\]: metric loss falls with quality",
+            r"gates\[0\] \(min_metric\): metric loss falls with quality",
         ),
         (
             "numbers",

@@ -40,7 +40,7 @@ def test_every_stage_has_a_peak_and_a_second_run_starts_no_process(project, monk
     peaks = _peaks(Report.read(project.out))
     assert [*peaks] == ["train", "prune_channels", "export_onnx"]
     assert all(0 < peak < 15 for peak in peaks.values())
-    monkeypatch.setattr(peak_memory, "_asked", _never)
+    monkeypatch.setattr(peak_memory, "_send", _never)
     assert _peaks(project.run()) == peaks
 
 
@@ -60,7 +60,7 @@ def test_a_peak_that_cannot_be_measured_is_a_dash_with_the_reason(project, monke
 
     _forget_answers(project)
     with monkeypatch.context() as patch:
-        patch.setattr(peak_memory, "_asked", dying)
+        patch.setattr(peak_memory, "_send", dying)
         report = project.run()
     assert report.status == "passed"
     assert set(_peaks(report).values()) == {None}
@@ -109,7 +109,7 @@ def test_a_gate_refuses_and_another_limit_measures_nothing_again(project, monkey
     project.edit("{gate: parity, atol: 1e-4}", "{gate: max_memory, mebibytes: 0.001}")
     with pytest.raises(GateRefused, match=r"export_onnx: max_memory: .* <= 0.001 MiB, found"):
         project.run()
-    monkeypatch.setattr(peak_memory, "_asked", _never)
+    monkeypatch.setattr(peak_memory, "_send", _never)
     project.edit("0.001", "20")
     assert project.run().status == "passed"
     project.edit("20}", "20, batch: 2}")

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from compress.common.errors import StageFailed
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import Splits
 from serve.client.client import Client
 from serve.client.wire_format import OpenInference

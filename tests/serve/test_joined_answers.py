@@ -19,8 +19,8 @@ from compress.checkpoint.loading import import_checkpoint
 from compress.checkpoint.sealed_json import seal_of_run
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import LabelAgreement
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from export.onnx.stage import ExportOnnx, OnnxModel

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from compress.artifacts.artifact import Artifact
-from compress.core.stage import Context
+from compress.core.context import Context
 from serve.repository.kserve import NOT_RUN, KServeService, PackageKServe
 from serve.repository.triton import PackageTriton, TritonRepository
 from tests.serve.served_here import SIGNATURE, sealed

@@ -17,8 +17,8 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import ArtifactInvalid, GateRefused, StageFailed, Unavailable
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import MaxSize
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from export.onnx.stage import ExportOnnx, OnnxModel
 from export.torchscript.stage import ExportTorchScript

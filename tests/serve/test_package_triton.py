@@ -16,9 +16,9 @@ from compress.checkpoint.loading import import_checkpoint
 from compress.common.atomic_files import sha256_of
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.profiling.batch_dependence import as_call
+from compress.profiling.batch_dependence import numpy_call
 from export.onnx.stage import ExportOnnx, OnnxModel
 from export.torchscript.stage import ExportTorchScript
 from serve.packaging.model_interface import Interface, Tensor, interface_of
@@ -143,7 +143,7 @@ def test_requests_are_joined_only_where_that_changes_no_answer(
     joins: bool, pooled: OnnxModel, published: ModuleType
 ) -> None:
     with pooled.open() as predict:
-        interface = interface_of(as_call(predict, pooled.signature), pooled.signature)
+        interface = interface_of(numpy_call(predict, pooled.signature), pooled.signature)
     text = written(interface, DynamicBatching(0.0, 128) if joins else None)
     config = text_format.Parse(text, published.ModelConfig())
     assert config.max_batch_size == 128

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from compress.common.errors import PipelineInvalid
-from compress.core.stage import Context
+from compress.core.context import Context
 from serve.http.options import Limits, Options
 from serve.serve_command import serve_artifact
 from serve.torchserve.stage import PackageTorchServe

@@ -24,8 +24,8 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import LabelAgreement, MaxLatency, Parity
-from compress.core.stage import Context
 from compress.data.splits import DataReference
 from export.onnx.stage import ExportOnnx
 from export.torchscript.stage import ExportTorchScript

@@ -12,8 +12,8 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.run_history import History, PastStage
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from export.onnx.stage import ExportOnnx, OnnxModel
 from pipelines.commands.verify import evidence_of, prove

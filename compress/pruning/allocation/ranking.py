@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.core.loss import INFERRED
+from compress.core.loss import INFERRED_LOSS
 from compress.pruning.allocation.ratios import Limits, Ranked, allocate
 from compress.pruning.dependency.graph import trace
 from compress.pruning.dependency.group_slices import GroupSlice
@@ -103,7 +103,7 @@ def rank(
     batches: Sequence[Batch] = (),
     device: str = "cpu",
     seed: int = 0,
-    loss: Loss = INFERRED,
+    loss: Loss = INFERRED_LOSS,
 ) -> Ranking:
     """Return a module's families with a score for each channel; the module is not changed.
 

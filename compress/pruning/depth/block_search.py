@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from compress.core.stage import Progress
+    from compress.core.progress import Progress
     from compress.pruning.depth.output_error import OutputError, OutputErrorMeter
 
 Shapes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]

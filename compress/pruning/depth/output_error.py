@@ -11,7 +11,7 @@ import torch
 from compress.artifacts.eager_model import predicting
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import relative_error
-from compress.core.metrics import decisions_of, predict_batches
+from compress.core.metrics import predict_batches, predicted_decisions
 from compress.data.batch import Batch
 from compress.data.fixed_batch import any_batch
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.common.signature import Signature
-    from compress.core.stage import Context
+    from compress.core.context import Context
 
 JudgedBy: TypeAlias = Literal["metric", "outputs"]
 
@@ -73,7 +73,7 @@ class OutputErrorMeter:
         self.batches = list(_batches(signature, context, samples))
         self.expected, self.targets = self._ask(module.to(context.device))
         if context.metric.name == "fidelity" and judged_by != "outputs":
-            self.targets = decisions_of(self.expected)
+            self.targets = predicted_decisions(self.expected)
         if judged_by == "metric" and self.targets is None:
             raise StageFailed(
                 f"judged_by: metric needs a split 'val' with targets for {context.metric.name}; "

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.core.loss import INFERRED
+from compress.core.loss import INFERRED_LOSS
 from compress.pruning.importance import activation_saliency, taylor, weight_norms
 from compress.pruning.importance.criteria import FROM_DATA, OF_GRADIENTS, Criterion
 
@@ -32,7 +32,7 @@ def score_families(
     batches: Sequence[Batch] = (),
     device: str = "cpu",
     seed: int = 0,
-    loss: Loss = INFERRED,
+    loss: Loss = INFERRED_LOSS,
 ) -> Scores:
     """Return how much each channel matters, or why a criterion cannot tell; nothing is changed.
 

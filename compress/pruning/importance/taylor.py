@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import CompressError
-from compress.core.loss import INFERRED, refuse_straight
-from compress.core.targets import with_target
+from compress.core.loss import INFERRED_LOSS, refuse_without_curvature
+from compress.core.task_targets import has_target
 from compress.data.batch import Batch
 from compress.pruning.importance.layer_calls import refused
 from compress.pruning.importance.weight_norms import sums_by_channel
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from compress.core.loss import Loss, Mean
+    from compress.core.loss import Loss, LossFunction
     from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
     from compress.pruning.dependency.rules.channel_labels import Slot
 
@@ -41,7 +41,7 @@ def taylor(
     batches: Sequence[Batch],
     device: str = "cpu",
     seed: int = 0,
-    loss: Loss = INFERRED,
+    loss: Loss = INFERRED_LOSS,
 ) -> list[torch.Tensor]:
     """Return the change of the loss, to first order, when each channel is silenced.
 
@@ -72,7 +72,7 @@ def hessian(
     batches: Sequence[Batch],
     device: str = "cpu",
     seed: int = 0,
-    loss: Loss = INFERRED,
+    loss: Loss = INFERRED_LOSS,
 ) -> list[torch.Tensor]:
     """Return the change of the loss, to second order, when each channel is silenced at a minimum.
 
@@ -83,7 +83,7 @@ def hessian(
     Raises:
         StageFailed: the loss has no second derivative.
     """
-    refuse_straight(loss)
+    refuse_without_curvature(loss)
     twin, weights = _prepared(module, families, device)
     on_targets = loss.function()
     generator = torch.Generator().manual_seed(seed)
@@ -119,7 +119,7 @@ def labelled_or_all(batches: Sequence[Batch]) -> list[Batch]:
     labelled = []
     for batch in batches:
         if batch.target is not None:
-            known = with_target(batch.target)
+            known = has_target(batch.target)
             if known.any():
                 inputs = tuple(x[known] for x in batch.inputs)
                 labelled.append(Batch(inputs, batch.target[known]))
@@ -165,7 +165,7 @@ def _signed(
 
 
 def _loss(
-    module: nn.Module, batch: Batch, on_targets: Mean, generator: torch.Generator | None
+    module: nn.Module, batch: Batch, on_targets: LossFunction, generator: torch.Generator | None
 ) -> torch.Tensor:
     """Return what is differentiated: see the functions above."""
     try:

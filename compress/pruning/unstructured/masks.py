@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from torch.nn.utils.prune import L1Unstructured, RandomUnstructured
 
-from compress.graph.layer_gram import inverse_factor
+from compress.graph.layer_gram import inverse_hessian_factor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -119,7 +119,7 @@ def sparsegpt(
     weight_goi = weight_goi.clone()
     always_zero_gi = gram_gii.diagonal(dim1=-2, dim2=-1) == 0
     weight_goi.masked_fill_(always_zero_gi.unsqueeze(-2), 0)
-    inverse_gii = inverse_factor(gram_gii)
+    inverse_gii = inverse_hessian_factor(gram_gii)
     width = weight_goi.shape[-1]
     block = BLOCK - BLOCK % n_of_m[1] if n_of_m and n_of_m[1] < BLOCK else BLOCK
     for start in range(0, width, block):

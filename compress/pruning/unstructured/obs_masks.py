@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from compress.core.stage import Progress
+    from compress.core.progress import Progress
     from compress.data.batch import Batch
     from compress.pruning.importance.layer_calls import LayerCall
     from compress.pruning.unstructured.masks import Method, NofM

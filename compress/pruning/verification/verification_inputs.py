@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from compress.common.signature import Signature
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from compress.data.batch import Batch
 
 LARGER = 12

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.graph.layer_gram import inverse_factor
+from compress.graph.layer_gram import inverse_hessian_factor
 
 SMALLEST_SCALE = 2.0**-60
 """Scale of a group of zeros; far above what would vanish in a float32."""
@@ -100,7 +100,7 @@ def gptq(
         second_moment_II: mean of the products of the layer's inputs.
     """
     left_OI = weight_OI.double().clone()
-    update_II = inverse_factor(second_moment_II.double())
+    update_II = inverse_hessian_factor(second_moment_II.double())
     dead_I = second_moment_II.diagonal() == 0
     scales, zeros, columns = [], [], []
     for i in range(left_OI.shape[1]):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from compress.common.signature import Signature
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.data.splits import Splits
 

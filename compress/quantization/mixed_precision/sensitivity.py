@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.core.stage import Context
+    from compress.core.context import Context
 
 RANKED_SAMPLES = 64
 """Samples of `val` on which answers are compared to rank layers."""

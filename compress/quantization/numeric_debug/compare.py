@@ -16,7 +16,7 @@ import torch
 
 from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import StageFailed
-from compress.core.stage import COMPARED_BATCHES
+from compress.core.context import COMPARED_BATCHES
 from compress.quantization.numeric_debug.fidelity_report import (
     Fidelity,
     LayerFidelity,
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from torch import fx, nn
 
     from compress.common.signature import Signature
+    from compress.core.context import Context
     from compress.core.metrics import Metric
-    from compress.core.stage import Context
     from compress.quantization.numeric_debug.layer_outputs import Followed
 
 SAMPLES = 256

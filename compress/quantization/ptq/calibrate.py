@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.common.errors import StageFailed
-from compress.graph.library_cache import composites_listed_once
+from compress.graph.library_cache import cached_composite_ops
 from compress.graph.torch_export import export_program
 from compress.quantization.algorithms.embedding_quant import look_up_integers_
 from compress.quantization.config.calibration_data import varied
@@ -129,7 +129,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     Between rounding and its inverse a tensor is a copy: what is written into a view of it would not
     reach its other readers.
     """
-    with _quiet_about_specs(), composites_listed_once():
+    with _quiet_about_specs(), cached_composite_ops():
         decomposed: ExportedProgram = program.run_decompositions({})
         return decomposed
 

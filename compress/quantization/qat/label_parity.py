@@ -15,7 +15,7 @@ from compress.artifacts.eager_model import flatten_outputs
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
 from compress.common.tensor_difference import largest_difference
-from compress.core.metrics import labels_of
+from compress.core.metrics import predicted_labels
 from compress.quantization.pt2e.quantizer import LINEAR
 from compress.quantization.qat.fake_quantize import FakeQuantize, WeightFakeQuantize
 
@@ -105,7 +105,7 @@ def sameness(trained: torch.Tensor, integer: torch.Tensor, step: float | None) -
             "the integer graph's outputs are NaN or infinite at other places than the trained "
             "model's; leave the part that makes them in float with `exclude`"
         )
-    differs = labels_of(trained) != labels_of(integer)
+    differs = predicted_labels(trained) != predicted_labels(integer)
     top = trained.topk(2, dim=1).values
     margins = (top[:, 0] - top[:, 1])[differs]
     return LabelParity(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import model_validator
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from compress.quantization.config.backend_targets import SIGNED_ACTIVATIONS, Target
 from compress.quantization.config.calibration_data import Calibration
 from compress.quantization.config.dtype_scheme import Smoothing, formats_of, one_backend, scheme_of
 from compress.quantization.stages.graph_artifact import check_exclude, save_quantized
+
+if TYPE_CHECKING:
+    from compress.core.context import Context
 
 RECURRENT = {"gru", "rnn_tanh", "rnn_relu"}
 WITHOUT_KERNEL = {"onnxruntime-cpu": RECURRENT, "inductor-cpu": {*RECURRENT, "lstm"}}

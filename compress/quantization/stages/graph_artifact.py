@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from compress.artifacts.eager_model import EagerModel
     from compress.common.signature import Signature
-    from compress.core.stage import Context, Stage
+    from compress.core.context import Context
+    from compress.core.stage import Stage
     from compress.quantization.numeric_debug.fidelity_report import Fidelity
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from pydantic import Field
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
-from compress.core.stage import COMPARED_BATCHES, Context, Stage
+from compress.core.context import COMPARED_BATCHES, Context
+from compress.core.stage import Stage
 from compress.quantization.config.calibration_data import Calibration
 from compress.quantization.stages.graph_artifact import check_exclude, save_quantized
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Positive
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from compress.quantization.config.backend_targets import Target
 from compress.quantization.config.calibration_data import Calibration
 from compress.quantization.config.dtype_scheme import Observer, formats_of, scheme_of
@@ -19,6 +19,7 @@ from compress.quantization.stages.graph_artifact import check_exclude, save_quan
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from compress.core.context import Context
     from compress.quantization.mixed_precision.bit_candidates import Candidates
 
 Fallback = Observer | Literal["uint16", "float"]

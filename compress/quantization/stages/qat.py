@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
     from torch.export import ExportedProgram
 
+    from compress.core.context import Context
     from compress.core.loss import Loss
-    from compress.core.stage import Context
     from compress.quantization.ptq.prepare import FakeQuantization, Prepared
     from compress.quantization.qat.fake_model import FakeQuantized
     from compress.quantization.qat.freeze import Freezing

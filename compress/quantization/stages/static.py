@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from compress.quantization.config.backend_targets import Target
 from compress.quantization.config.calibration_data import Calibration
 from compress.quantization.config.dtype_scheme import (
@@ -23,6 +23,9 @@ from compress.quantization.config.dtype_scheme import (
     scheme_of,
 )
 from compress.quantization.stages.graph_artifact import check_exclude, save_quantized
+
+if TYPE_CHECKING:
+    from compress.core.context import Context
 
 
 class QuantizeStatic(Stage[EagerModel, GraphModel]):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import model_validator
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from compress.quantization.config.calibration_data import Calibration
 from compress.quantization.config.dtype_scheme import WeightMethod
 from compress.quantization.stages.graph_artifact import check_exclude, save_quantized
+
+if TYPE_CHECKING:
+    from compress.core.context import Context
 
 
 class QuantizeWeights(Stage[EagerModel, GraphModel]):

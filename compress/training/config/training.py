@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from compress.common.config import Count, Fraction, Positive, Ratio, Settings
-from compress.core.loss import Loss, refuse_settings
+from compress.core.loss import Loss, refuse_class_settings
 from compress.training.config.checkpoint import Checkpoints
 from compress.training.config.parallel import Parallel
 from compress.training.config.profiling import Profile
@@ -270,7 +270,7 @@ class Training(Settings):
         Raises:
             PipelineInvalid: they are set.
         """
-        refuse_settings(str(loss.name), self.class_weights, self.label_smoothing)
+        refuse_class_settings(str(loss.name), self.class_weights, self.label_smoothing)
 
     def hyper_parameters(self) -> Training:
         """Return these settings alone, without what a stage adds to them."""

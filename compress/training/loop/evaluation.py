@@ -11,7 +11,7 @@ import torch
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import StageFailed
-from compress.core.metrics import decisions_of, predict_batches
+from compress.core.metrics import predict_batches, predicted_decisions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +50,7 @@ def reduce_metric(
     if strategy.ranks == 1:
         return metric.score(outputs, targets)
     if metric.is_mean:
-        own = metric.summed(outputs, targets) if len(targets) else None
+        own = metric.sum_and_count(outputs, targets) if len(targets) else None
         total, samples = strategy.total(own or (0.0, 0))
         return total / samples if samples else math.nan
     shares = strategy.gather((outputs, targets))
@@ -96,7 +96,7 @@ def _share(
         with opened or nullcontext() as reference:
             if reference is None:
                 raise StageFailed("metric fidelity needs a reference model")
-            targets = decisions_of(predict_batches(reference, batches())[0])
+            targets = predicted_decisions(predict_batches(reference, batches())[0])
     if targets is None:
         raise StageFailed(f"metric {job.metric.name} needs targets and split 'val' has none")
     return outputs[: len(own)], targets[: len(own)]

@@ -7,14 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from compress.common.errors import StageFailed
-from compress.core.loss import INFERRED, Loss
+from compress.core.loss import INFERRED_LOSS, Loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from compress.core.stage import Context
+    from compress.core.context import Context
     from compress.data.splits import Batch
     from compress.training.config.training import Training
 
@@ -68,12 +68,12 @@ class TargetLoss:
     label_smoothing: float | None = 0.0
     """None is the default of the loss."""
     class_weights: tuple[float, ...] | None = None
-    loss: Loss = INFERRED
+    loss: Loss = INFERRED_LOSS
 
     @classmethod
     def for_training(cls, training: Training, context: Context) -> TargetLoss:
         """Return the loss that a training's settings and the task make."""
-        loss = context.loss.settled(context.data)
+        loss = context.loss.infer_targets(context.data)
         return cls(training.label_smoothing, training.class_weights, loss)
 
     def prepare(self, device: str) -> LossFunction:

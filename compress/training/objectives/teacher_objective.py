@@ -114,7 +114,7 @@ def need_task_of_classes(term: str, loss: Loss) -> None:
         StageFailed: it does.
     """
     name = loss.name or {"numbers": "mse", "binary": "binary_cross_entropy"}.get(loss.targets or "")
-    if loss.is_of_numbers or name == "binary_cross_entropy":
+    if loss.is_regression or name == "binary_cross_entropy":
         raise StageFailed(
             f"loss: {term} compares probabilities of classes that exclude each other, and the "
             f"model of a pipeline with loss: {name} has none; use loss: mse"

@@ -12,7 +12,7 @@ from compress.checkpoint.loading import consolidate, import_checkpoint, read_sta
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
 
-HERE = Path(__file__).parents[1] / "core"
+HERE = Path(__file__).parent
 SIGNATURE = Signature(inputs=(TensorSpec(name="x", shape=("batch", 3)),))
 TIED = Recipe(factory="skeletons:tied")
 

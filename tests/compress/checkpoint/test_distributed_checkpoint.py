@@ -18,7 +18,7 @@ from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
 from tests.compress.forked import launch
 
-HERE = Path(__file__).parents[1] / "core"
+HERE = Path(__file__).parent
 SIGNATURE = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
 
 

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from compress.common.dependency_recorder import Recording, recording, unrecorded
 from compress.common.factories import resolve
+from compress.core.context import Context
 from compress.core.metrics import Metric
-from compress.core.stage import Context
 from compress.data import fingerprint
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference, Splits

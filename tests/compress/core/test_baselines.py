@@ -9,8 +9,9 @@ from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.requirements import Requirement
 from compress.core.baselines import BASELINES, baseline_for
+from compress.core.context import Context
 from compress.core.gates import MinSpeedup
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 
 
 class Trace(Stage[EagerModel, GraphModel]):
@@ -41,7 +42,7 @@ def speedup(name: str) -> MinSpeedup:
 @pytest.mark.parametrize(
     "name", ["eager", pytest.param("compiled", marks=pytest.mark.slow), "onnxruntime"]
 )
-def test_the_float_model_answers_in_each_runtime(name: str, mlp, graph, context) -> None:
+def test_the_float_model_runs_in_each_runtime(name: str, mlp, graph, context) -> None:
     torch._dynamo.utils.counters.clear()
     opponent = baseline_for(speedup(name), graph, context)
     inputs = mlp.signature.example(batch=3)
@@ -53,17 +54,17 @@ def test_the_float_model_answers_in_each_runtime(name: str, mlp, graph, context)
     assert speedup(name).evaluate(opponent, graph, context).passed
 
 
-def test_a_stage_bearing_the_name_goes_before_the_runtime(graph, mlp, context) -> None:
+def test_a_stage_takes_precedence_over_a_runtime_of_its_name(graph, mlp, context) -> None:
     known = Context(root=context.root, artifacts={"eager": graph})
     assert baseline_for(speedup("eager"), mlp, known) is graph
 
 
-def test_a_float_model_that_is_not_known_is_asked_for(graph, tmp_path) -> None:
+def test_an_unknown_float_model_is_an_error(graph, tmp_path) -> None:
     with pytest.raises(StageFailed, match="float model that it was made of is not known"):
         baseline_for(speedup("eager"), graph, Context(root=tmp_path / "result"))
 
 
-def test_a_missing_compiler_is_named(mlp, graph, context, monkeypatch) -> None:
+def test_a_missing_compiler_is_named_in_the_error(mlp, graph, context, monkeypatch) -> None:
     none = Requirement(what="no-such-compiler", install="install one", program=True)
     monkeypatch.setitem(BASELINES, "compiled", BASELINES["compiled"]._replace(requirements=(none,)))
     gate = speedup("compiled")

@@ -1,4 +1,3 @@
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import KeepIndices, Recipe
 from compress.common.errors import GateRefused
 from compress.common.signature import Signature, TensorSpec
-from compress.core.gate import Gate, explain
+from compress.core.context import Context
+from compress.core.gate import Gate
 from compress.core.gates import (
     LabelAgreement,
     MaxDrop,
@@ -25,10 +25,10 @@ from compress.core.gates import (
     MinSpeedup,
     Parity,
 )
-from compress.core.metrics import Metric, decisions_of
-from compress.core.stage import Context, Stage
+from compress.core.metrics import Metric, predicted_decisions
+from compress.core.stage import Stage
+from compress.core.verdict import explain
 from compress.data.splits import Splits
-from compress.profiling import quantiles
 from compress.profiling.quantiles import Interval
 
 
@@ -105,8 +105,8 @@ def test_label_agreement(trained, slim, mlp, context) -> None:
 
 def test_one_output_is_decided_by_its_sign() -> None:
     outputs = torch.tensor([[0.5], [-0.1], [0.0]])
-    assert decisions_of(outputs).flatten().tolist() == [True, False, False]
-    assert Metric("fidelity").score(outputs, decisions_of(outputs)) == 1
+    assert predicted_decisions(outputs).flatten().tolist() == [True, False, False]
+    assert Metric("fidelity").score(outputs, predicted_decisions(outputs)) == 1
 
 
 def test_drop_and_metric(trained, mlp, slim, context) -> None:
@@ -138,7 +138,7 @@ def test_a_drop_is_in_hundredths_and_free_of_float_errors(metric, before, after,
     assert MaxDrop(points=0).measure(before, after, scored) == points
 
 
-def test_what_has_no_weights_to_count_fails(context) -> None:
+def test_max_parameters_fails_for_artifacts_without_weights(context) -> None:
     def counted(number: int | None) -> SimpleNamespace:
         return SimpleNamespace(parameters=lambda: number, kind="thing")
 
@@ -149,24 +149,24 @@ def test_what_has_no_weights_to_count_fails(context) -> None:
         assert not verdict.passed and "of thing or thing cannot be counted" in verdict.reason
 
 
-def test_latency_is_that_of_both_at_the_gates_batch(slim, trained) -> None:
-    asked = []
-    found = SimpleNamespace(
+def test_latency_is_measured_at_the_gates_batch_size(slim, trained) -> None:
+    calls = []
+    comparison = SimpleNamespace(
         interval=Interval(1.5, 2.5),
         after=SimpleNamespace(p50=2, p95=7.0, p95_interval=Interval(6.0, 8.0)),
     )
-    timing = SimpleNamespace(compare_latency=lambda *given: asked.append(given) or found)
-    assert MinSpeedup(ratio=1, batch=3).measure(trained, slim, timing) == 1.5
-    assert MaxLatency(p95_ms=1, batch=3).measure(trained, slim, timing) == 7.0
-    assert asked == [(trained, slim, 3)] * 2
+    context = SimpleNamespace(compare_latency=lambda *args: calls.append(args) or comparison)
+    assert MinSpeedup(ratio=1, batch=3).measure(trained, slim, context) == 1.5
+    assert MaxLatency(p95_ms=1, batch=3).measure(trained, slim, context) == 7.0
+    assert calls == [(trained, slim, 3)] * 2
 
 
-def test_memory_is_that_of_the_result_at_the_gates_batch(slim, trained) -> None:
-    asked = []
-    counting = SimpleNamespace(peak_memory=lambda *given: asked.append(given) or 12.5)
-    assert MaxMemory(mebibytes=12.5, batch=3).evaluate(trained, slim, counting).passed
-    assert not MaxMemory(mebibytes=12.4, batch=3).evaluate(trained, slim, counting).passed
-    assert asked == [(slim, 3)] * 2
+def test_memory_is_measured_at_the_gates_batch_size(slim, trained) -> None:
+    calls = []
+    context = SimpleNamespace(peak_memory=lambda *args: calls.append(args) or 12.5)
+    assert MaxMemory(mebibytes=12.5, batch=3).evaluate(trained, slim, context).passed
+    assert not MaxMemory(mebibytes=12.4, batch=3).evaluate(trained, slim, context).passed
+    assert calls == [(slim, 3)] * 2
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_memory_is_that_of_the_result_at_the_gates_batch(slim, trained) -> None:
         (MaxSize(ratio=0.25), -1.0, 0.2500001),
     ],
 )
-def test_a_verdict_holds_the_value_against_the_limit(gate: Gate, passing, failing) -> None:
+def test_a_verdict_compares_the_value_with_the_limit(gate: Gate, passing, failing) -> None:
     verdict = gate.verdict(passing)
     assert verdict.passed and verdict.value == passing and verdict.reason == ""
     assert verdict.gate == gate.gate and verdict.limit == gate.limit
@@ -210,8 +210,7 @@ def test_size_and_parameters(trained, slim, context) -> None:
     assert not MaxParameters(ratio=0.1).evaluate(trained, slim, context).passed
 
 
-def test_speed_is_measured(trained, slim, context, monkeypatch) -> None:
-    monkeypatch.setattr(quantiles, "WIDEST", math.inf)  # a busy machine is no failure
+def test_speed_is_measured(trained, slim, context) -> None:
     faster = MinSpeedup(ratio=1000, batch=4).evaluate(trained, slim, context)
     assert faster.value is not None
     assert 0 < faster.value < 1000
@@ -222,30 +221,30 @@ def test_speed_is_measured(trained, slim, context, monkeypatch) -> None:
 
 @dataclass
 class Recording:
-    """An artifact that notes what it is asked."""
+    """An artifact that records its inputs."""
 
     signature: Signature
-    asked: list[torch.Tensor] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
 
     @contextmanager
     def open(self, device: str, threads: int) -> Iterator[Predictor]:
-        yield lambda x: (self.asked.append(x), (x,))[1]
+        yield lambda x: (self.inputs.append(x), (x,))[1]
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_speed_is_that_on_samples_of_val(mlp, context, blobs, batch) -> None:
+def test_latency_is_measured_on_distinct_samples_of_val(mlp, context, blobs, batch) -> None:
     before, after = Recording(mlp.signature), Recording(mlp.signature)
     context.compare_latency(before, after, batch)
     val = {*map(tuple, blobs.datasets["val"].tensors[0].tolist())}
-    assert all({*map(tuple, x.tolist())} <= val for x in after.asked)
-    assert all(len({*map(tuple, x.tolist())}) == batch for x in after.asked)
-    assert len({tuple(x.flatten().tolist()) for x in after.asked}) >= 8
-    pairs = zip(before.asked, after.asked, strict=True)
+    assert all({*map(tuple, x.tolist())} <= val for x in after.inputs)
+    assert all(len({*map(tuple, x.tolist())}) == batch for x in after.inputs)
+    assert len({tuple(x.flatten().tolist()) for x in after.inputs}) >= 8
+    pairs = zip(before.inputs, after.inputs, strict=True)
     assert all(a.equal(b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("gate", [MaxDrop(points=100), MinMetric(at=0)])
-def test_what_cannot_be_measured_fails(gate: Gate, trained, slim, context) -> None:
+def test_a_gate_that_cannot_be_measured_fails(gate: Gate, trained, slim, context) -> None:
     verdict = gate.evaluate(trained, slim, replace(context, data=None))
     assert verdict.value is None
     assert not verdict.passed
@@ -292,19 +291,19 @@ def test_a_refusing_gate_keeps_and_names_the_artifact(trained, shifted, context)
     EagerModel.from_directory(context.root).verify()
 
 
-def test_the_lineage_says_what_was_read(trained, context) -> None:
+def test_the_lineage_has_the_inputs_digest(trained, context) -> None:
     result = Copy(gates=(Parity(atol=0),))(trained, context)
     assert result.manifest.lineage[-1].inputs == {"input": trained.digest}
 
 
-def test_a_tightened_limit_asks_the_same_question() -> None:
+def test_a_changed_limit_reuses_the_measured_value() -> None:
     assert Parity(atol=1).measurement_key() == Parity(atol=2, against="x").measurement_key()
     assert MinSpeedup(ratio=1, batch=1).measurement_key() != (
         MinSpeedup(ratio=1, batch=2).measurement_key()
     )
 
 
-def test_a_fixed_batch_is_not_passed_off_as_another(mlp, context, tmp_path) -> None:
+def test_a_fixed_batch_is_not_measured_at_another_size(mlp, context, tmp_path) -> None:
     fixed = Signature(inputs=(TensorSpec(name="x", shape=(4, 4)),))
     folder = mlp.code
     model = EagerModel.create(
@@ -316,7 +315,7 @@ def test_a_fixed_batch_is_not_passed_off_as_another(mlp, context, tmp_path) -> N
     assert model.macs() == mlp.macs()
 
 
-def test_what_a_gate_meets_fails_the_gate_and_nothing_else(trained, context) -> None:
+def test_an_exception_in_a_measurement_fails_only_the_gate(trained, context) -> None:
     class Falling(MaxSize):
         def measure(self, before, after, context) -> float:
             raise ZeroDivisionError("by the user's metric")
@@ -326,12 +325,14 @@ def test_what_a_gate_meets_fails_the_gate_and_nothing_else(trained, context) -> 
     assert verdict.reason == "ZeroDivisionError: by the user's metric"
 
 
-def test_scores_of_another_metric_are_not_mixed_up(trained, context) -> None:
+def test_scores_are_cached_for_each_metric(trained, context) -> None:
     accuracy = context.score(trained)
     assert replace(context, metric=Metric("loss")).score(trained) != accuracy
 
 
-def test_a_fixed_batch_is_judged_on_every_sample(trained, shifted, context, tmp_path) -> None:
+def test_a_model_with_a_fixed_batch_is_evaluated_on_every_sample(
+    trained, shifted, context, tmp_path
+) -> None:
     fixed = Signature(inputs=(TensorSpec(name="x", shape=(7, 4)),))
     pair = [
         EagerModel.create(
@@ -368,7 +369,7 @@ def test_nan_in_a_later_output_or_batch_fails_parity(answering, context) -> None
     assert "NaN" in verdict.reason
 
 
-def test_parity_takes_empty_outputs_beside_others_and_not_alone(answering, context) -> None:
+def test_parity_needs_at_least_one_output_with_elements(answering, context) -> None:
     some = answering("some", "(x, x[:, :0])")
     assert Parity(atol=0).evaluate(some, some, context).value == 0
     nothing = answering("nothing", "x[:, :0]")

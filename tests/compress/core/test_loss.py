@@ -6,7 +6,7 @@ from torch.utils.data import TensorDataset
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.loss import Loss
 from compress.core.metrics import Metric
-from compress.core.targets import kind_of
+from compress.core.task_targets import target_kind
 from compress.data.splits import Splits
 
 FOUR = torch.tensor([[0.5], [-1.0], [2.0], [0.25]])
@@ -35,7 +35,7 @@ def value(name: str | None, outputs: torch.Tensor, targets: torch.Tensor, **sett
         (CLASSES.view(2, 2, 3), torch.tensor([[0, 1, 1], [1, 0, 0]]), "cross_entropy", None),
     ],
 )
-def test_the_loss_follows_from_the_targets(outputs, targets, name, expected) -> None:
+def test_the_loss_is_inferred_from_the_targets(outputs, targets, name, expected) -> None:
     assert Loss().name_for(outputs, targets) == name
     same = targets.reshape(outputs.shape).float() if name != "cross_entropy" else targets
     expected = (
@@ -47,7 +47,7 @@ def test_the_loss_follows_from_the_targets(outputs, targets, name, expected) -> 
     )
     assert value(None, outputs, targets) == pytest.approx(float(expected(outputs, same)), rel=1e-6)
     assert value(name, outputs, targets) == value(None, outputs, targets)
-    summed, count = Loss().summed(outputs, targets)
+    summed, count = Loss().sum_and_count(outputs, targets)
     assert summed / count == pytest.approx(value(None, outputs, targets), rel=1e-6)
 
 
@@ -85,19 +85,19 @@ def test_a_column_and_a_row_are_not_broadcast_against_each_other() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(name, outputs, targets, reason) -> None:
+def test_targets_that_do_not_fit_are_refused(name, outputs, targets, reason) -> None:
     with pytest.raises(StageFailed, match=reason):
         value(name, outputs, targets)
 
 
-def test_the_kind_of_the_targets_is_that_of_all_samples_not_of_a_batch() -> None:
+def test_the_kind_of_targets_is_inferred_from_all_samples() -> None:
     counts = torch.zeros(600, 1)
     counts[1::2] = 3.5
     data = Splits({"train": TensorDataset(torch.zeros(600, 2), counts)})
-    settled = Loss().settled(data)
-    assert kind_of(counts[::2]) == "binary"
+    settled = Loss().infer_targets(data)
+    assert target_kind(counts[::2]) == "binary"
     assert settled.name_for(FOUR, counts[::2][:4]) == "mse"
-    assert Loss().settled(Splits({"train": TensorDataset(torch.zeros(3, 2))})) == Loss()
+    assert Loss().infer_targets(Splits({"train": TensorDataset(torch.zeros(3, 2))})) == Loss()
 
 
 def test_log_probabilities_have_the_nll_of_their_cross_entropy() -> None:
@@ -107,7 +107,7 @@ def test_log_probabilities_have_the_nll_of_their_cross_entropy() -> None:
     )
 
 
-def test_where_all_labels_are_left_out_the_loss_is_0_and_has_a_gradient() -> None:
+def test_the_loss_is_0_with_a_gradient_where_all_labels_are_ignored() -> None:
     outputs = CLASSES.clone().requires_grad_()
     loss = Loss().function()(outputs, torch.full((4,), -100))
     loss.backward()
@@ -123,7 +123,7 @@ def test_samples_without_numbers_add_nothing_beside_a_teacher(name: str) -> None
     assert found == pytest.approx(value(name, FOUR[::2], targets[::2]) / 2)
 
 
-def test_half_precision_is_computed_in_whole() -> None:
+def test_half_precision_losses_are_computed_in_float32() -> None:
     half = value("mse", (FOUR * 300).bfloat16(), torch.zeros(4))
     assert half == pytest.approx(float((FOUR * 300).bfloat16().float().square().mean()))
 
@@ -132,7 +132,7 @@ def test_a_function_of_the_users_is_part_of_the_identity(tmp_path) -> None:
     (tmp_path / "mine.py").write_text("def huber(y, t):\n    return ((y - t) ** 2).mean() / 2\n")
     loss = Loss("mine:huber", folder=tmp_path)
     assert float(loss.function()(FOUR, FOUR + 2)) == pytest.approx(2)
-    assert loss.summed(FOUR, FOUR + 2) == (8, 4)
+    assert loss.sum_and_count(FOUR, FOUR + 2) == (8, 4)
     before = loss.identity()
     (tmp_path / "mine.py").write_text("def huber(y, t):\n    return (y - t).abs()\n")
     assert loss.identity() != before
@@ -160,16 +160,16 @@ def test_an_unknown_name_is_refused() -> None:
         (CLASSES, torch.tensor([0, 1, 0, -100]), 2 / 3),
     ],
 )
-def test_accuracy_knows_yes_or_no_and_what_is_left_out(outputs, targets, expected) -> None:
+def test_accuracy_of_binary_logits_and_ignored_labels(outputs, targets, expected) -> None:
     assert Metric("accuracy").score(outputs, targets) == pytest.approx(expected)
 
 
-def test_accuracy_of_numbers_is_refused() -> None:
+def test_accuracy_of_regression_targets_is_refused() -> None:
     with pytest.raises(StageFailed, match=r"targets are numbers, float32 \[n\]; use metric: loss"):
         Metric("accuracy").score(FOUR, torch.tensor([1.5, 2.0, 3.0, 4.0]))
 
 
-def test_metrics_of_numbers_are_torchmetrics() -> None:
+def test_regression_metrics_equal_torchmetrics() -> None:
     from torchmetrics import MeanAbsoluteError, MeanSquaredError, R2Score
 
     targets = CLASSES * 0.9 + torch.arange(12).view(4, 3) / 10

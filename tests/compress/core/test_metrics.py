@@ -10,7 +10,7 @@ def _first_features(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (x[:, :3],)
 
 
-def test_accuracy_is_torchmetrics_accuracy(blobs: Splits) -> None:
+def test_accuracy_equals_torchmetrics(blobs: Splits) -> None:
     theirs = Metric(
         "torchmetrics.classification.MulticlassAccuracy",
         (("average", "micro"), ("num_classes", 3)),
@@ -74,14 +74,14 @@ def test_targets_of_another_shape_are_refused(blobs: Splits) -> None:
         evaluate(_first_features, pairs, "val", Metric("accuracy"))
 
 
-def test_evaluation_says_how_far_it_is(blobs: Splits) -> None:
+def test_evaluation_reports_progress(blobs: Splits) -> None:
     said: list[tuple[str, int, int]] = []
     progress = lambda task, done, total, note="": said.append((task, done, total))  # noqa: E731
     evaluate(_first_features, blobs, "val", Metric("accuracy"), progress=progress)
     assert said == [("evaluate on val", 32, 60), ("evaluate on val", 60, 60)]
 
 
-def test_a_metric_that_does_not_tell_its_direction_must_be_told(tmp_path) -> None:
+def test_a_metric_without_a_direction_needs_a_setting(tmp_path) -> None:
     (tmp_path / "mine.py").write_text("def error(outputs, targets):\n    return 0.0\n")
     for metric in (
         Metric("mine:error", folder=tmp_path),
@@ -94,7 +94,7 @@ def test_a_metric_that_does_not_tell_its_direction_must_be_told(tmp_path) -> Non
     assert wrapped.drop_points(0.9, 0.8) == pytest.approx(10)
 
 
-def test_arguments_that_mean_nothing_are_refused() -> None:
+def test_arguments_of_built_in_metrics_are_refused() -> None:
     with pytest.raises(PipelineInvalid, match="takes no settings"):
         Metric("accuracy", (("task", "x"),)).check()
     with pytest.raises(PipelineInvalid, match="num_clases"):
@@ -109,7 +109,7 @@ def test_the_code_of_the_users_metric_is_part_of_its_identity(tmp_path) -> None:
     assert metric.identity() != before
 
 
-def test_one_logit_has_no_labels(blobs: Splits) -> None:
+def test_a_single_logit_has_no_argmax(blobs: Splits) -> None:
     with pytest.raises(StageFailed, match="no classes to choose from"):
         evaluate(lambda x: (x[:, :1],), blobs, "val", Metric("accuracy"))
 
@@ -120,7 +120,7 @@ def _masked(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", ["accuracy", "loss", "fidelity"])
-def test_a_masked_class_is_no_label_and_nothing_else(name: str, blobs: Splits) -> None:
+def test_a_masked_class_is_never_predicted(name: str, blobs: Splits) -> None:
     metric, reference = Metric(name), _first_features
     masked = evaluate(_masked, blobs, "val", metric, reference)
     assert masked == evaluate(_first_features, blobs, "val", metric, reference)
@@ -143,7 +143,7 @@ def test_nan_and_samples_without_a_label_are_refused(
         evaluate(broken, blobs, "val", Metric(name), _first_features)
 
 
-def test_the_loss_of_a_label_that_is_masked_is_no_number(blobs: Splits) -> None:
+def test_the_loss_of_a_masked_label_is_refused(blobs: Splits) -> None:
     def masks_labels(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (_masked(x)[0].roll(1, 1),)
 
@@ -151,7 +151,7 @@ def test_the_loss_of_a_label_that_is_masked_is_no_number(blobs: Splits) -> None:
         evaluate(masks_labels, blobs, "val", Metric("loss"))
 
 
-def test_an_infinite_number_that_is_no_score_is_refused(blobs: Splits) -> None:
+def test_infinite_regression_outputs_are_refused(blobs: Splits) -> None:
     metric = Metric("torchmetrics.MeanSquaredError")
     with pytest.raises(StageFailed, match="some are infinite"):
         metric.score(torch.tensor([1.0, -torch.inf]), torch.zeros(2))

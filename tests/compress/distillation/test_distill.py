@@ -11,8 +11,8 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import GateRefused, StageFailed
 from compress.common.signature import Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import MinMetric
-from compress.core.stage import Context
 from compress.data.splits import DataReference, Splits
 from compress.distillation.stage import Distill
 from compress.training.stage import Train

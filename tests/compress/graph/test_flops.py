@@ -5,7 +5,7 @@ from torch import nn
 from compress.graph.flops import count_macs
 
 
-def test_macs_are_those_of_the_textbook() -> None:
+def test_macs_equal_the_textbook_formulas() -> None:
     conv = nn.Conv2d(3, 8, 3, padding=1)
     assert count_macs(conv, (torch.zeros(1, 3, 5, 5),)) == 8 * 3 * 9 * 25
     assert count_macs(nn.Linear(4, 6), (torch.zeros(10, 4),)) == 24, "for one sample"
@@ -51,7 +51,7 @@ for _ in range(2):
 
 
 @pytest.mark.slow  # Dynamo is imported in a fresh process
-def test_what_compiles_itself_answers_after_it_was_counted(fresh_process) -> None:
+def test_a_model_with_torch_cond_runs_after_it_was_counted(fresh_process) -> None:
     """Whether Dynamo was imported before or not."""
     assert fresh_process(BRANCHES).split() == ["False", "True"]
 

@@ -8,10 +8,10 @@ import torch
 from torch._export import utils
 from torch._export.serde import schema, serialize
 
-from compress.graph.library_cache import composites_listed_once, replaced, types_read_once
+from compress.graph.library_cache import cached_composite_ops, cached_type_hints, patched_attribute
 
 
-def test_composites_are_the_same_and_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_composite_operators_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     really = utils._materialize_cpp_cia_ops
 
@@ -23,7 +23,7 @@ def test_composites_are_the_same_and_looked_up_once(monkeypatch: pytest.MonkeyPa
     expected = utils._collect_all_valid_cia_ops()
     assert len(looked) > 1
     looked.clear()
-    with composites_listed_once():
+    with cached_composite_ops():
         found = utils._collect_all_valid_cia_ops()
         assert utils._collect_all_valid_cia_ops() == found == expected
     assert looked == [1]
@@ -31,14 +31,14 @@ def test_composites_are_the_same_and_looked_up_once(monkeypatch: pytest.MonkeyPa
     assert utils._materialize_cpp_cia_ops is look
 
 
-def test_a_release_without_the_function_is_left_alone() -> None:
+def test_a_release_without_the_attribute_is_not_patched() -> None:
     library = types.ModuleType("library")
-    with replaced(library, "private", 1):
+    with patched_attribute(library, "private", 1):
         assert not hasattr(library, "private")
     assert not hasattr(library, "private")
 
 
-def test_types_of_a_stored_graph_are_the_same_and_read_once(
+def test_type_hints_of_a_stored_graph_are_evaluated_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read: list[object] = []
@@ -53,7 +53,7 @@ def test_types_of_a_stored_graph_are_the_same_and_read_once(
     expected = [serialize._dict_to_dataclass(schema.NamedArgument, one) for one in found]
     assert len(read) > len({*read})
     read.clear()
-    with types_read_once():
+    with cached_type_hints():
         assert [
             serialize._dict_to_dataclass(schema.NamedArgument, one) for one in found
         ] == expected

@@ -14,16 +14,11 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import GateRefused
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import LabelAgreement, MaxDrop, MinMetric, Parity
-from compress.core.stage import Context
 from compress.data.splits import Splits
-from compress.profiling.batch_dependence import (
-    COARSE_ROUNDING,
-    BatchDependence,
-    extreme_rows,
-    measure,
-    seeded_rows,
-)
+from compress.profiling.batch_dependence import COARSE_ROUNDING, BatchDependence, measure
+from compress.profiling.probe_rows import extreme_rows, seeded_rows
 
 Arrays = list[np.ndarray]
 
@@ -94,44 +89,44 @@ DEPENDENT = {
 
 
 @pytest.mark.parametrize("name", INDEPENDENT)
-def test_a_model_that_answers_row_by_row_is_not_accused(name: str) -> None:
+def test_row_by_row_models_do_not_depend_on_the_batch(name: str) -> None:
     found = probed(INDEPENDENT[name])
-    assert not found.depends and found.lets_requests_join, found
+    assert not found.depends and not found.why_not_joined, found
 
 
 @pytest.mark.parametrize("name", DEPENDENT)
-def test_a_model_that_looks_at_its_neighbours_is_found(name: str) -> None:
+def test_models_that_depend_on_other_rows_are_detected(name: str) -> None:
     found = probed(DEPENDENT[name])
     assert found.depends and "depend" in found.why_not_joined, found
 
 
 @pytest.mark.parametrize("call", [pooled, refuses_empty_rows])
-def test_texts_with_masks_may_be_joined_also_where_an_empty_row_is_refused(
+def test_text_models_that_refuse_wholly_masked_rows_may_be_batched(
     call: Callable[..., Arrays],
 ) -> None:
     found = probed(call, TEXTS, (TOKENS, MASKS))
-    assert found.lets_requests_join and "beside extreme rows" in found.moves, found
+    assert not found.why_not_joined and "beside extreme rows" in found.moves, found
 
 
-def test_a_range_of_the_whole_call_is_found_in_a_text_model_of_integers() -> None:
+def test_a_quantization_range_over_the_batch_is_detected_in_a_text_model() -> None:
     def call(ids: np.ndarray, mask: np.ndarray) -> Arrays:
         return [one_scale(TABLE[ids]).mean(1) @ WEIGHT]
 
     assert "beside other rows" in probed(call, TEXTS, (TOKENS, MASKS)).beyond_rounding
 
 
-def test_padding_decides_the_batch_size_and_not_whether_equal_shapes_are_joined() -> None:
+def test_dependence_on_padding_alone_lets_equal_shapes_be_batched() -> None:
     def ignores_the_mask(ids: np.ndarray, mask: np.ndarray) -> Arrays:
         return [TABLE[ids].mean(1) @ WEIGHT]
 
     lengths = MASKS.sum(1)
     alone = [[a[i : i + 1, : lengths[i]] for a in (TOKENS, MASKS)] for i in range(8)]
     found = probed(ignores_the_mask, TEXTS, (TOKENS, MASKS), unpadded=alone)
-    assert found.beyond_rounding == ("unpadded",) and found.lets_requests_join
+    assert found.beyond_rounding == ("unpadded",) and not found.why_not_joined
     assert not probed(pooled, TEXTS, (TOKENS, MASKS), unpadded=alone).depends
 
 
-def test_steps_of_eight_bits_are_rounding_at_another_size_and_never_beside_other_rows() -> None:
+def test_eight_bit_steps_count_as_rounding_at_another_batch_size_only() -> None:
     def a_step_by_size(x: np.ndarray) -> Arrays:
         return [x @ WEIGHT + (0.1 if len(x) == 1 else 0)]
 
@@ -151,7 +146,7 @@ def test_a_row_that_is_refused_alone_depends_on_its_batch() -> None:
     assert found.beyond_rounding == ("alone",) and "Expected more than 1" in found.unproven
 
 
-def test_a_fixed_batch_is_asked_as_it_is() -> None:
+def test_a_fixed_batch_is_probed_at_its_size() -> None:
     fixed = Signature(inputs=(TensorSpec(name="x", shape=(4, 4)),))
     sizes = set()
 
@@ -165,7 +160,7 @@ def test_a_fixed_batch_is_asked_as_it_is() -> None:
     assert not probed(DEPENDENT["batch statistics"], single, (ROWS[:1],)).depends
 
 
-def test_what_proves_nothing_lets_no_requests_join() -> None:
+def test_requests_are_not_batched_without_proof() -> None:
     linear = INDEPENDENT["linear"]
     alike = probed(linear, batch=(np.ones((16, 4), np.float32),))
     assert not alike.depends and "all alike" in alike.why_not_joined
@@ -180,7 +175,7 @@ def test_what_proves_nothing_lets_no_requests_join() -> None:
     assert "extreme rows is refused" in probed(bounded).why_not_joined
 
 
-def test_seeded_rows_differ_also_of_integers() -> None:
+def test_seeded_integer_rows_differ() -> None:
     (ids, mask) = seeded_rows(TEXTS, 16)
     assert len({row.tobytes() for row in ids}) > 8 and mask.sum(1).min() >= 1
 
@@ -239,7 +234,7 @@ def context(tmp_path: Path) -> Context:
     )
 
 
-def test_gates_measure_such_a_model_with_as_many_rows_as_it_is_served_with(
+def test_gates_measure_a_batch_dependent_model_at_the_served_batch_size(
     models: dict[str, EagerModel], context: Context
 ) -> None:
     whole, alone = models["Centered"], models["Standardized"]
@@ -255,16 +250,14 @@ def test_gates_measure_such_a_model_with_as_many_rows_as_it_is_served_with(
     assert Parity(atol=0.1).evaluate(whole, alone, context).value == pytest.approx(2, abs=0.1)
 
 
-def test_a_served_batch_size_is_what_gates_measure_with(
-    models: dict[str, EagerModel], context: Context
-) -> None:
+def test_gates_use_served_batch_size(models: dict[str, EagerModel], context: Context) -> None:
     from dataclasses import replace
 
     served = replace(context, served_batch_size=48, dependences={}, scores={})
     assert served.score(models["Standardized"]) == 1.0
 
 
-def test_a_stage_is_refused_for_what_it_answers_alone(
+def test_a_stage_is_refused_for_its_outputs_at_batch_size_one(
     models: dict[str, EagerModel], context: Context
 ) -> None:
     from export.onnx.stage import ExportOnnx
@@ -274,11 +267,11 @@ def test_a_stage_is_refused_for_what_it_answers_alone(
         stage(models["Standardized"], context)
 
 
-def test_rows_come_from_all_over_val_and_from_seeded_inputs_without_it(
+def test_rows_are_spread_over_val_or_seeded_without_it(
     models: dict[str, EagerModel], context: Context, tmp_path: Path
 ) -> None:
     found = context.batch_dependence(models["Centered"])
-    assert (found.source, found.rows, found.lets_requests_join) == ("val", 8, True)
+    assert (found.source, found.rows, found.why_not_joined) == ("val", 8, "")
     blind = Context(root=tmp_path / "blind")
     assert blind.batch_dependence(models["Standardized"]).depends
-    assert not blind.batch_dependence(models["Centered"]).lets_requests_join
+    assert blind.batch_dependence(models["Centered"]).why_not_joined

@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from compress.common.signature import Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import MaxLatency, MaxMemory, MinSpeedup
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.profiling import benchmark, quantiles
 from compress.profiling.benchmark import Comparison, Latency, compare_latency, measured_batches
@@ -17,7 +17,7 @@ from compress.profiling.quantiles import Interval
 ROWS = [(torch.zeros(3, 1),)]
 
 
-def test_two_models_are_asked_in_turn() -> None:
+def test_two_models_are_called_in_turn() -> None:
     asked: list[str] = []
 
     def predictor(name: str):
@@ -27,7 +27,7 @@ def test_two_models_are_asked_in_turn() -> None:
 
         return predict
 
-    compared = compare_latency(predictor("a"), predictor("b"), ROWS)
+    compared = compare_latency(predictor("a"), predictor("b"), ROWS, 0.01)
     assert asked[:4] == ["a", "b", "a", "b"]
     assert asked.count("a") == asked.count("b")
     assert compared.before.batch == 3
@@ -54,7 +54,7 @@ class Clock:
         return predict
 
 
-def test_slow_spells_move_neither_the_ratio_nor_its_interval(
+def test_a_slow_period_changes_neither_the_ratio_nor_its_interval(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
@@ -88,7 +88,9 @@ def test_the_interval_is_that_of_the_tables() -> None:
     assert found.interval == Interval(4.0, 12.0)
 
 
-def test_few_calls_give_nothing_beyond_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_percentiles_of_few_calls_stay_within_the_measured_range(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """15 calls, one of them slow: `statistics.quantiles` made 95 % of them take 1.6 times the
     slowest, and 5 % of them less than no time."""
     clock = Clock()
@@ -104,22 +106,22 @@ def test_few_calls_give_nothing_beyond_what_was_seen(monkeypatch: pytest.MonkeyP
     assert after.p95_interval.high == highest
 
 
-def test_a_figure_that_is_not_sure_is_measured_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uncertain_figure_is_measured_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(benchmark, "time", clock)
     # As many slow calls as quick ones, in spells that fifteen calls do not see past.
     unsteady = clock.model(*[0.1] * 8, *[10.0] * 8)
     sure, unsure = compare_latency(clock.model(10.0), clock.model(10.0), ROWS, 0.15), None
-    assert not sure.interval.doubt
+    assert not sure.interval.unreliable_reason
     began = clock.now
     unsure = compare_latency(clock.model(10.0), unsteady, ROWS, 0.15)
     assert clock.now - began > 0.15 * benchmark.SECOND_TRY
-    assert unsure.interval.doubt
+    assert unsure.interval.unreliable_reason
     assert unsure.share is None
     assert sure.share == 1
 
 
-def test_every_batch_is_asked_and_both_models_get_the_same() -> None:
+def test_both_models_get_every_batch() -> None:
     batches = [(torch.full((2, 1), float(i)),) for i in range(5)]
     asked: list[list[float]] = [[], []]
 
@@ -135,7 +137,7 @@ def test_every_batch_is_asked_and_both_models_get_the_same() -> None:
     assert [asked[0].count(i) >= 3 for i in range(5)] == [True] * 5
 
 
-def test_blocks_ask_all_batches_so_that_slow_inputs_are_no_noise(
+def test_blocks_cover_all_batches_so_that_slow_inputs_add_no_noise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
@@ -151,7 +153,7 @@ def test_blocks_ask_all_batches_so_that_slow_inputs_are_no_noise(
     assert clock.now < 2 * 2 * 1.2  # so long once, and not again as if it were noise
     assert compared.after.p95 == pytest.approx(101_000 / 1024)
     assert compared.interval == pytest.approx((1, 1))
-    assert not compared.after.doubt
+    assert not compared.after.unreliable_reason
 
 
 SIGNATURE = Signature(inputs=(TensorSpec(name="x", shape=("batch", 1)),))
@@ -175,7 +177,7 @@ def test_models_are_measured_on_different_samples_of_val(batch: int) -> None:
     assert seen.max() > 900  # of all of it, as data may be sorted
 
 
-def test_samples_come_again_where_val_is_short() -> None:
+def test_samples_repeat_where_val_is_short() -> None:
     batches = measured_batches(rows(3), SIGNATURE, 8, seed=0)
     assert all({*x[:, 0].tolist()} == {0.0, 1.0, 2.0} for (x,) in batches)
 
@@ -188,7 +190,9 @@ def test_without_val_a_seeded_batch_is_measured() -> None:
     assert batch[0].equal(SIGNATURE.example(8, 3)[0])
 
 
-def test_the_gate_judges_the_lower_end(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_min_speedup_uses_the_lower_end_of_the_interval(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
     unsure = compared(*(1 + i / 7 for i in range(15)))
     monkeypatch.setattr(Context, "compare_latency", lambda *_: unsure)
     context = Context(root=tmp_path)
@@ -197,7 +201,7 @@ def test_the_gate_judges_the_lower_end(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert MinSpeedup(ratio=1.4).evaluate(None, None, context).passed
 
 
-def test_gates_refuse_figures_that_are_not_sure(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_gates_refuse_uncertain_figures(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     unsure = compared(*(2.0**i for i in range(15)), p95=Interval(1, 2.5))
     monkeypatch.setattr(Context, "compare_latency", lambda *_: unsure)
     for gate, words in (
@@ -211,6 +215,6 @@ def test_gates_refuse_figures_that_are_not_sure(monkeypatch: pytest.MonkeyPatch,
         assert words in verdict.reason
 
 
-def test_figures_measured_on_seeded_inputs_are_not_taken_for_those_of_val() -> None:
+def test_measurement_keys_say_that_latency_is_measured_on_val() -> None:
     for gate in (MinSpeedup(ratio=1), MaxLatency(p95_ms=1), MaxMemory(mebibytes=1)):
         assert gate.measurement_key()["measured on"] == "val"

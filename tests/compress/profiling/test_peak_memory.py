@@ -20,17 +20,18 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import GateRefused, StageFailed
 from compress.common.signature import Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import MaxMemory
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from compress.data.splits import Splits
 from compress.profiling import peak_memory
-from compress.profiling.peak_memory import measuring
+from compress.profiling.peak_memory import measurement_process
 from compress.profiling.rss import PROCESS
 from export.onnx.stage import OnnxModel
 from export.torchscript.stage import TorchScriptModel
 
 pytestmark = pytest.mark.skipif(
-    not (PROCESS / "clear_refs").exists(), reason="no peaks are told here"
+    not (PROCESS / "clear_refs").exists(), reason="this system reports no peaks"
 )
 
 NETS = """
@@ -177,7 +178,7 @@ def in_torchscript(model: EagerModel, path: Path) -> TorchScriptModel:
     ids=["eager", "onnx", "torchscript"],
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_an_intermediate_is_counted(make: Make, written, context, tmp_path) -> None:
+def test_intermediate_tensors_are_counted(make: Make, written, context, tmp_path) -> None:
     """Of the smaller model, too, though the larger was opened before: no heap is used again."""
     large = written(make("Square", width=WIDTH), tmp_path / "large")
     small = written(make("Square", width=WIDTH // 10), tmp_path / "small")
@@ -188,7 +189,7 @@ def test_an_intermediate_is_counted(make: Make, written, context, tmp_path) -> N
     assert context.peak_memory(large, batch=2) > found[0] + 0.9 * PRODUCT
 
 
-def test_what_samples_of_val_take_is_counted(make: Make, context: Context) -> None:
+def test_memory_for_samples_of_val_is_counted(make: Make, context: Context) -> None:
     model = make("Greedy", width=WIDTH)
     assert context.peak_memory(model, batch=1) < BESIDE
     few = torch.zeros(40, 4).index_fill(0, torch.arange(5, 40, 10), 100.0)
@@ -205,18 +206,18 @@ def test_weights_are_counted(make: Make, context: Context) -> None:
     assert weights < found < 2 * weights + BESIDE  # as it is built, and as it is read
 
 
-def test_what_a_model_imports_is_not_counted(make: Make, context: Context) -> None:
+def test_imported_modules_are_not_counted(make: Make, context: Context) -> None:
     assert context.peak_memory(make("Importing"), batch=1) < BESIDE / 3
 
 
-def test_what_a_model_prints_disturbs_nothing(
+def test_output_that_a_model_prints_is_dropped(
     make: Make, context: Context, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert 0 <= context.peak_memory(make("Loud"), batch=1) < BESIDE
     assert "hello" not in capfd.readouterr().out
 
 
-def test_a_model_finds_what_is_around_the_asker_now(
+def test_a_model_runs_in_the_current_environment(
     make: Make, context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where an earlier question was asked from elsewhere, in a folder that is gone."""
@@ -243,7 +244,7 @@ def test_a_model_finds_what_is_around_the_asker_now(
         ("Raising", "SystemExit: enough"),
     ],
 )
-def test_a_model_that_ends_its_process_ends_no_other(make: Make, context, name, why) -> None:
+def test_a_model_that_ends_its_process_is_an_error(make: Make, context, name, why) -> None:
     with pytest.raises(StageFailed, match=f"^peak memory cannot be measured: .*{why}$"):
         context.peak_memory(make(name), batch=1)
     assert context.peak_memory(make("Square", width=8), batch=1) < BESIDE
@@ -258,7 +259,7 @@ def test_a_class_that_another_process_cannot_import_is_refused(make: Make, conte
         context.peak_memory(Local(model.path, model.manifest, model.digest), batch=1)
 
 
-def test_another_batch_than_the_fixed_one_is_refused(make: Make, context, tmp_path) -> None:
+def test_another_batch_size_than_the_fixed_one_is_refused(make: Make, context, tmp_path) -> None:
     model = make("Loud")
     fixed = Signature(inputs=(TensorSpec(name="x", shape=(4, 4)),))
     model = EagerModel.create(tmp_path / "fixed", model.recipe, {}, fixed, folder=tmp_path)
@@ -266,9 +267,9 @@ def test_another_batch_than_the_fixed_one_is_refused(make: Make, context, tmp_pa
         context.peak_memory(model, batch=1)
 
 
-def test_elsewhere_than_on_linux_it_is_not_told(make: Make, context, monkeypatch, tmp_path) -> None:
+def test_memory_cannot_be_measured_without_proc(make: Make, context, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(peak_memory, "PROCESS", tmp_path)
-    with pytest.raises(StageFailed, match="this system does not tell"):
+    with pytest.raises(StageFailed, match="this system does not report"):
         context.peak_memory(make("Loud"), batch=1)
 
 
@@ -281,7 +282,7 @@ class Copy(Stage[EagerModel, EagerModel]):
         return model.derive(context.root, model.load(), lineage=self.lineage(model))
 
 
-def test_a_gate_holds_it_against_a_limit(make: Make, context: Context) -> None:
+def test_max_memory_compares_the_peak_with_its_limit(make: Make, context: Context) -> None:
     model = make("Square", width=WIDTH)
     Copy(gates=(MaxMemory(mebibytes=PRODUCT + BESIDE),))(model, context)
     refused = r"copy: max_memory: peak memory at batch 1 <= 150 MiB, found \d+"
@@ -296,25 +297,25 @@ def test_a_gate_that_cannot_be_measured_says_why(make: Make, context: Context) -
     assert "was ended by SIGKILL" in verdict.reason
 
 
-def test_the_process_lives_through_the_outermost_block(
+def test_the_worker_lives_until_the_outermost_block_ends(
     make: Make, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peak_memory, "_blocks", 0)
-    monkeypatch.setattr(peak_memory, "_measurer", None)
+    monkeypatch.setattr(peak_memory, "_open_blocks", 0)
+    monkeypatch.setattr(peak_memory, "_worker", None)
     model = make("Square", width=8)
-    with measuring():
-        with measuring():
+    with measurement_process():
+        with measurement_process():
             context.peak_memory(model, batch=1)
-        first = peak_memory._measurer
+        first = peak_memory._worker
         assert first is not None
         context.peak_memory(model, batch=1)
-        assert peak_memory._measurer is first
+        assert peak_memory._worker is first
         assert first.process.poll() is None
     assert first.process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_process_that_is_killed(make: Make, tmp_path: Path) -> None:
+def test_no_worker_outlives_a_killed_process(make: Make, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     model = make("Sleeping", file=str(pids))
     ask = (

@@ -12,7 +12,7 @@ from compress.profiling.quantiles import Interval, quantile, quantile_interval
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 18, 19, 20, 101])
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.25, 0.5, 0.95, 0.99, 1.0])
-def test_a_quantile_is_numpys_and_within_what_was_seen(count: int, share: float) -> None:
+def test_a_quantile_equals_numpys_within_the_measured_range(count: int, share: float) -> None:
     values = [random.Random(count).lognormvariate(0, 3) for _ in range(count)]
     found = quantile(values, share)
     assert found == pytest.approx(float(np.quantile(values, share)))
@@ -33,10 +33,10 @@ def test_the_interval_of_a_median_is_that_of_the_tables(count: int, low: int, hi
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_too_few_values_tell_nothing(count: int) -> None:
+def test_too_few_values_have_an_unbounded_interval(count: int) -> None:
     interval = quantile_interval([1.0] * count, 0.5)
     assert interval == (0, math.inf)
-    assert interval.doubt
+    assert interval.unreliable_reason
 
 
 def test_a_high_quantile_of_few_values_has_no_upper_end() -> None:
@@ -57,10 +57,10 @@ def test_many_values_do_not_overflow() -> None:
     "interval",
     [(0, 1.86), (1, 2.001), (0, 0), (-1, 1), (math.nan, math.nan), (1, math.nan), (1, math.inf)],
 )
-def test_wide_intervals_are_doubted(interval: tuple[float, float]) -> None:
-    assert Interval(*interval).doubt
+def test_wide_intervals_are_unreliable(interval: tuple[float, float]) -> None:
+    assert Interval(*interval).unreliable_reason
 
 
-def test_narrow_intervals_are_not() -> None:
-    assert not Interval(1, 2).doubt
-    assert not Interval(0.001, 0.0011).doubt
+def test_narrow_intervals_are_reliable() -> None:
+    assert not Interval(1, 2).unreliable_reason
+    assert not Interval(0.001, 0.0011).unreliable_reason

@@ -14,7 +14,7 @@ from compress.artifacts.eager_model import EagerModel, run_in_eval
 from compress.artifacts.recipe import KeepIndices
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.signature import TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.pruning.channels_stage import PruneChannels
 from export.onnx.stage import ExportOnnx
 from tests.compress.pruning.zoo.architectures import TRANSFORMERS

@@ -11,8 +11,8 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
 from compress.common.signature import Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import MaxParameters
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.pruning.blocks_stage import PruneLayers
 from compress.pruning.finetune import Finetune

@@ -14,8 +14,8 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.metrics import Metric
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.pruning.allocation.targets import Target
 from compress.pruning.channel_pruner import ChannelPruner, composed

@@ -13,7 +13,7 @@ from compress.artifacts.eager_model import EagerModel, run_in_eval
 from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.signature import Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.allocation.ratios import Limits

@@ -14,7 +14,7 @@ from torch import nn
 
 from compress.artifacts.eager_model import EagerModel, name_outputs, run_in_eval
 from compress.common.errors import StageFailed
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.pruning.channels_stage import PruneChannels
 from export.onnx.stage import ExportOnnx
 from tests.compress.pruning.zoo.registry import CASES, Case

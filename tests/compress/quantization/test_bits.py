@@ -9,8 +9,8 @@ from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx

@@ -10,7 +10,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.signature import Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from export.onnx.stage import ExportOnnx
 from export.torchscript.stage import ExportTorchScript

@@ -12,9 +12,9 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import LabelAgreement
 from compress.core.metrics import Metric
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.quantization.qat.label_parity import sameness
 from compress.quantization.stages.qat import QuantizeAwareTraining

@@ -14,8 +14,8 @@ from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.quantization.config.dtype_scheme import Target, scheme_of
 from compress.quantization.mixed_precision.bit_candidates import Candidates

@@ -12,8 +12,8 @@ from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import LabelAgreement, Parity
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.quantization.config.dtype_scheme import Observer
 from compress.quantization.stages.static import QuantizeStatic

@@ -11,7 +11,7 @@ from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.quantization.algorithms.weight_rounding import hqq, round_to_nearest
 from compress.quantization.stages.weight_only import QuantizeWeights

@@ -7,8 +7,8 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.common.signature import Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.metrics import Metric
-from compress.core.stage import Context
 from compress.data.splits import DataReference
 from compress.training.checkpoint.metadata import (
     Epoch,

@@ -10,8 +10,8 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.metrics import Metric
-from compress.core.stage import Context
 from compress.data.splits import DataReference, Splits
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.fit import fit

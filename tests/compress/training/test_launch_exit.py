@@ -7,7 +7,7 @@ import pytest
 from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.signature import Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import DataReference
 from compress.training.config.training import Training
 from compress.training.fit import fit

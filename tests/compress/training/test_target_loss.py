@@ -10,9 +10,9 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.loss import Loss
 from compress.core.metrics import Metric
-from compress.core.stage import Context
 from compress.data.splits import DataReference, Splits
 from compress.pruning.channels_stage import PruneChannels
 from compress.training.config.training import Training

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from compress.artifacts.eager_model import EagerModel
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import DataReference
 from compress.training.stage import Train
 

@@ -12,8 +12,9 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.core.stage import Context, Stage
+from compress.core.stage import Stage
 from compress.data.splits import Splits
 from compress.quantization.ptq.calibrate import functional
 from compress.quantization.stages.dynamic import QuantizeDynamic

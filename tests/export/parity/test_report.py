@@ -15,7 +15,7 @@ from compress.artifacts.graph_model import program_of
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import Splits
 from export.aotinductor.stage import ExportAot
 from export.onnx.lowering import TRANSLATIONS

@@ -4,7 +4,7 @@ import torch
 from compress.artifacts.artifact import Predictor
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import Splits
 from export.parity.compare import check_agreement
 from export.parity.sample_parity import SAMPLES, check_on_samples, val_inputs

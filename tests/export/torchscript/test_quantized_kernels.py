@@ -10,7 +10,8 @@ from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
-from compress.core.stage import Context, Stage
+from compress.core.context import Context
+from compress.core.stage import Stage
 from compress.data.splits import Splits
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic

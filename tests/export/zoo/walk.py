@@ -10,7 +10,7 @@ import torch
 
 from compress.artifacts.eager_model import EagerModel, name_outputs, run_in_eval
 from compress.common.errors import CompressError
-from compress.core.stage import Context
+from compress.core.context import Context
 from export.aotinductor.stage import ExportAot
 from export.exported_program import ExportProgram
 from export.onnx.stage import ExportOnnx

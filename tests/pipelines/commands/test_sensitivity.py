@@ -13,7 +13,7 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.pruning.sensitivity_analysis import measure_sensitivity
 from pipelines.commands.sensitivity import lines_below, measure, plot, table
 from pipelines.config.pipeline import Pipeline

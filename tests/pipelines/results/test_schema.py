@@ -6,15 +6,13 @@ import pytest
 from rich.console import Console
 
 from compress.common.errors import StageFailed
-from compress.core.gates import MaxDrop, MinMetric
+from compress.core.gates import MaxDrop, MinMetric, rule_in_words, value_in_words
 from pipelines.reporting.html_page import folded
 from pipelines.reporting.terminal_table import COLUMNS, DISPENSABLE, gate_lines, stage_table
 from pipelines.results.schema import (
     Report,
-    found_in_words,
     readable_bytes,
     readable_count,
-    rule_in_words,
 )
 
 
@@ -54,9 +52,9 @@ def test_rules_are_in_plain_words() -> None:
 
 def test_what_a_gate_found_has_the_unit_of_its_rule() -> None:
     drop = MaxDrop(points=1).verdict(0.5)
-    assert found_in_words(drop, "accuracy") == "0.5"
-    assert found_in_words(drop, "loss") == "0.005"
-    assert found_in_words(MaxDrop(points=1).verdict(None, "no data"), "loss") == "no data"
+    assert value_in_words(drop, "accuracy") == "0.5"
+    assert value_in_words(drop, "loss") == "0.005"
+    assert value_in_words(MaxDrop(points=1).verdict(None, "no data"), "loss") == "no data"
 
 
 def test_the_page_gives_the_command_that_makes_it_again(walked) -> None:

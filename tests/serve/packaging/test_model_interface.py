@@ -13,7 +13,7 @@ import pytest
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from export.exported_program import ExportProgram
 from export.torchscript.stage import ExportTorchScript
 from serve.http.asgi_app import Application

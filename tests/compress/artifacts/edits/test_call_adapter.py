@@ -14,7 +14,7 @@ from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 
-HERE = Path(__file__).parents[2] / "core"
+HERE = Path(__file__).parents[1]
 X, IDS, SHIFT = torch.arange(8.0).reshape(2, 4), torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 1)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from compress.common.errors import PipelineInvalid
-from compress.core.stage import silent
+from compress.core.progress import silent
 from compress.data.batch import Batch
 from compress.pruning.unstructured import masks as zeros_module
 from compress.pruning.unstructured.masks import (

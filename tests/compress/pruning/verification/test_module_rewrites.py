@@ -10,7 +10,7 @@ from torch import nn
 from compress.artifacts.eager_model import EagerModel, run_in_eval
 from compress.artifacts.edits.split_attention import SplitMultiheadAttention
 from compress.artifacts.recipe import KeepIndices, SplitAttention
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.verification.module_rewrites import rewrite_
 from tests.compress.pruning.zoo.registry import CASES

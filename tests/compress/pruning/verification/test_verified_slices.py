@@ -13,7 +13,7 @@ from compress.artifacts.edits.slicing import keep_indices_
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.pruning.allocation.ranking import plan_cut
 from compress.pruning.channels_stage import PruneChannels

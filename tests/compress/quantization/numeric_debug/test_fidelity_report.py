@@ -12,9 +12,9 @@ from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import LabelAgreement
 from compress.core.metrics import Metric
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.graph.torch_export import export_program
 from compress.quantization.numeric_debug.compare import compare

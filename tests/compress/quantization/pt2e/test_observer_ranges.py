@@ -9,7 +9,7 @@ from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.quantization.config.calibration_data import Calibration
 from compress.quantization.stages.static import QuantizeStatic

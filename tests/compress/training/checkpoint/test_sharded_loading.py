@@ -13,7 +13,7 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import DataReference
 from compress.training.checkpoint.sharded_loading import Unfilled
 from compress.training.config.training import Training
@@ -24,7 +24,7 @@ from tests.compress.forked import launch
 pytestmark = pytest.mark.multiprocess
 
 HERE = Path(__file__).parents[1]
-NETS = HERE.parent / "core"
+NETS = HERE.parent / "artifacts"
 
 
 def sealed(path, factory, features, **arguments):

@@ -12,7 +12,7 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import Batch, DataReference
 from compress.pruning.channels_stage import PruneChannels
 from compress.training.checkpoint.metadata import Epoch

@@ -9,8 +9,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.signature import Signature, TensorSpec
+from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.quantization.config.backend_targets import Target
 from compress.quantization.stages.static import QuantizeStatic

@@ -13,7 +13,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.graph.axis_bounds import trace
 from export.onnx.lowering import TRANSLATIONS, lower
 from export.onnx.proto_io import write

@@ -1,4 +1,4 @@
-"""Targets of a task: what they are, and whether a model's outputs fit them.
+"""Kinds of targets (labels, probabilities, numbers), and whether a model's outputs fit them.
 
 Shapes: axis 0 of outputs and targets is the batch, and axis 1 of the outputs has the classes, as in
 torch.
@@ -16,107 +16,108 @@ if TYPE_CHECKING:
     from compress.data.splits import Splits
 
 SAMPLES = 512
-"""Samples whose targets decide what kind they are."""
+"""Samples whose targets decide what kind a dataset's are, at most."""
 SUM_TOLERANCE = 1e-2
 """How far probabilities of a sample may sum to other than 1: half precision has three digits."""
 POSITIVE_LOG = 1e-3
 """Rounding may lift the logarithm of a probability of 1 above 0."""
 
-Targets: TypeAlias = Literal["labels", "binary", "probabilities", "numbers"]
+TargetKind: TypeAlias = Literal["labels", "binary", "probabilities", "numbers"]
 """Whole numbers; floats that are all 0 or 1; floats that sum to 1 over axis 1; other floats."""
 
 
-def kind_of(targets: torch.Tensor) -> Targets:
-    """Return what targets are, by their element type, and of floats by their values.
+def target_kind(targets: torch.Tensor) -> TargetKind:
+    """Infer what targets are from their dtype, and of floats from their values.
 
     NaN stands for samples without a target.
     """
     if not targets.is_floating_point():
         return "labels"
-    targets = targets[with_target(targets)]
+    targets = targets[has_target(targets)]
     if are_probabilities(targets):
         return "probabilities"
     return "binary" if bool(((targets == 0) | (targets == 1)).all()) else "numbers"
 
 
-def split_of_targets(data: Splits) -> str:
-    """Return the split whose targets say what the task is."""
+def targets_split(data: Splits) -> str:
+    """Return the split whose targets decide the kind of the task."""
     return next((n for n in ("train", "val") if n in data.datasets), next(iter(data.datasets)))
 
 
 def sampled_targets(data: Splits) -> torch.Tensor | None:
-    """Return targets of some samples that are trained on, None where none has one."""
+    """Return targets of some training samples, drawn at random; None where none has one."""
     import torch
 
-    name = split_of_targets(data)
+    name = targets_split(data)
     count = len(data.stored(name))  # type: ignore[arg-type]  # Splits admits sized datasets only
-    # At random, as what is evenly spaced may fall in with the order of the classes.
+    # At random: evenly spaced samples may all be of one class where classes repeat in order.
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     indices = sorted(order[:SAMPLES].tolist())
-    found = [b.target for b in data.read(name, indices, data.batch_size) if b.target is not None]
-    # Padded batches differ in length: what kind targets are does not depend on their shapes.
-    same = [target for target in found if target.shape[1:] == found[0].shape[1:]]
-    known = [target[with_target(target)] for target in same]
-    return torch.cat(known) if any(map(len, known)) else None
+    batches = [b.target for b in data.read(name, indices, data.batch_size) if b.target is not None]
+    # Padded batches differ in length, and the kind of targets does not depend on their shapes.
+    equal_shapes = [target for target in batches if target.shape[1:] == batches[0].shape[1:]]
+    labelled = [target[has_target(target)] for target in equal_shapes]
+    return torch.cat(labelled) if any(map(len, labelled)) else None
 
 
-def form_of(tensor: torch.Tensor) -> str:
-    """Return a tensor's element type and shape in words, its first axis as ``n``."""
+def describe_tensor(tensor: torch.Tensor) -> str:
+    """Return a tensor's dtype and shape, its first axis as ``n``: ``float32 [n, 10]``."""
     shape = ", ".join(["n", *map(str, tensor.shape[1:])] if tensor.dim() else [])
     return f"{str(tensor.dtype).removeprefix('torch.')} [{shape}]"
 
 
-def fitted(
+def match_to_loss(
     name: str, outputs: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return outputs and targets in the types and shapes that a built-in loss takes.
+    """Cast and reshape outputs and targets to what a built-in loss takes.
 
     Raises:
-        StageFailed: they do not fit; the message says what would.
+        StageFailed: they do not fit the loss; the message says what would.
     """
     import torch
 
     if outputs.dtype in (torch.float16, torch.bfloat16):
         outputs = outputs.float()
     if name in ("cross_entropy", "nll"):
-        return outputs, _fitted_to_classes(name, outputs, targets)
-    if not same_elements(outputs, targets):
+        return outputs, _match_to_classes(name, outputs, targets)
+    if not same_shape(outputs, targets):
         raise StageFailed(
-            f"{name} takes targets of the outputs' shape, found outputs {form_of(outputs)} and "
-            f"targets {form_of(targets)}; {advice(outputs, targets)}"
+            f"{name} takes targets of the outputs' shape, found outputs "
+            f"{describe_tensor(outputs)} and targets {describe_tensor(targets)}; "
+            f"{suggest_targets(outputs, targets)}"
         )
     if name == "binary_cross_entropy":
-        return _fitted_to_binary(outputs, targets)
+        return _match_to_binary(outputs, targets)
     if not targets.is_floating_point():
         raise StageFailed(
-            f"{name} takes targets that are numbers, found {form_of(targets)}; return floats "
-            "(y.float()), or for labels use cross_entropy or binary_cross_entropy"
+            f"{name} takes targets that are numbers, found {describe_tensor(targets)}; return "
+            "floats (y.float()), or for labels use cross_entropy or binary_cross_entropy"
         )
     return outputs, targets.to(outputs.dtype).reshape(outputs.shape)
 
 
-def with_target(targets: torch.Tensor) -> torch.Tensor:
-    """Return which samples have a target: a label, or numbers."""
+def has_target(targets: torch.Tensor) -> torch.Tensor:
+    """Return a boolean mask of the samples that have a target: a label, or numbers."""
     from compress.data.batch import IGNORED_LABEL
 
-    missing = targets.isnan() if targets.is_floating_point() else targets == IGNORED_LABEL
-    return ~missing.reshape(len(targets), -1).all(1)
+    is_missing = targets.isnan() if targets.is_floating_point() else targets == IGNORED_LABEL
+    return ~is_missing.reshape(len(targets), -1).all(1)
 
 
-def are_classes(outputs: torch.Tensor, targets: torch.Tensor) -> bool:
+def are_class_labels(outputs: torch.Tensor, targets: torch.Tensor) -> bool:
     """Whether targets have the outputs' shape without axis 1, which has two classes or more."""
     shape = outputs.shape
     return len(shape) > 1 and shape[1] > 1 and targets.shape == shape[:1] + shape[2:]
 
 
-def same_elements(outputs: torch.Tensor, targets: torch.Tensor) -> bool:
-    """Whether shapes are equal but for axes of size 1 after the first."""
+def same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> bool:
+    """Whether shapes are equal, leaving out axes of size 1 after the first."""
     shapes = [x.shape[:1] + tuple(n for n in x.shape[1:] if n != 1) for x in (outputs, targets)]
     return bool(outputs.dim()) and shapes[0] == shapes[1]
 
 
 def are_probabilities(rows: torch.Tensor) -> bool:
-    """Whether numbers on axis 1 are probabilities of at least two classes."""
+    """Whether axis 1 holds probabilities of at least two classes."""
     if rows.dim() < 2 or rows.shape[1] < 2:
         return False
     sums = rows.double().sum(1)
@@ -124,17 +125,18 @@ def are_probabilities(rows: torch.Tensor) -> bool:
 
 
 def _shape_of(tensor: torch.Tensor) -> str:
-    return form_of(tensor).partition(" ")[2]
+    return describe_tensor(tensor).partition(" ")[2]
 
 
-def _fitted_to_classes(name: str, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _match_to_classes(name: str, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return labels as int64, or class probabilities in the outputs' dtype."""
     from compress.data.batch import IGNORED_LABEL
 
     classes = outputs.shape[1] if outputs.dim() > 1 else 1
     if classes < 2:
         raise StageFailed(
             f"{name} takes at least two classes on axis 1 of the outputs, found outputs "
-            f"{form_of(outputs)}; {advice(outputs, targets)}"
+            f"{describe_tensor(outputs)}; {suggest_targets(outputs, targets)}"
         )
     if name == "nll" and float(outputs.detach().max()) > POSITIVE_LOG:
         raise StageFailed(
@@ -145,15 +147,16 @@ def _fitted_to_classes(name: str, outputs: torch.Tensor, targets: torch.Tensor) 
         if name == "nll" or targets.shape != outputs.shape or not are_probabilities(targets):
             soft = "" if name == "nll" else f", or probabilities {_shape_of(outputs)} that sum to 1"
             raise StageFailed(
-                f"{name} takes whole numbers as labels{soft}, found targets {form_of(targets)} and "
-                f"outputs {form_of(outputs)}; {advice(outputs, targets)}"
+                f"{name} takes whole numbers as labels{soft}, found targets "
+                f"{describe_tensor(targets)} and outputs {describe_tensor(outputs)}; "
+                f"{suggest_targets(outputs, targets)}"
             )
         return targets.to(outputs.dtype)
-    if not are_classes(outputs, targets):
+    if not are_class_labels(outputs, targets):
         raise StageFailed(
             f"{name} takes labels of shape {_shape_of(outputs[:, 0])} for outputs "
-            f"{form_of(outputs)}, whose axis 1 has the classes, found targets {form_of(targets)}; "
-            f"{advice(outputs, targets)}"
+            f"{describe_tensor(outputs)}, whose axis 1 has the classes, found targets "
+            f"{describe_tensor(targets)}; {suggest_targets(outputs, targets)}"
         )
     labels = targets.long()
     wrong = labels[((labels < 0) | (labels >= classes)) & (labels != IGNORED_LABEL)]
@@ -166,15 +169,16 @@ def _fitted_to_classes(name: str, outputs: torch.Tensor, targets: torch.Tensor) 
     return labels
 
 
-def _fitted_to_binary(
+def _match_to_binary(
     outputs: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return outputs and targets of one shape, integer targets without the ignored ones."""
     from compress.data.batch import IGNORED_LABEL
 
     targets = targets.reshape(outputs.shape)
     if not targets.is_floating_point():
-        known = targets != IGNORED_LABEL
-        outputs, targets = outputs[known], targets[known]
+        is_known = targets != IGNORED_LABEL
+        outputs, targets = outputs[is_known], targets[is_known]
     wrong = targets[~((targets >= 0) & (targets <= 1))]
     if wrong.numel():
         raise StageFailed(
@@ -185,10 +189,10 @@ def _fitted_to_binary(
     return outputs, targets.to(outputs.dtype)
 
 
-def advice(outputs: torch.Tensor, targets: torch.Tensor) -> str:
-    """Return what would fit these outputs and targets."""
-    kind, is_same = kind_of(targets), same_elements(outputs, targets)
-    if kind == "labels" and are_classes(outputs, targets):
+def suggest_targets(outputs: torch.Tensor, targets: torch.Tensor) -> str:
+    """Return a hint for an error: which loss, or which targets, fit these outputs."""
+    kind, is_same = target_kind(targets), same_shape(outputs, targets)
+    if kind == "labels" and are_class_labels(outputs, targets):
         return "for labels use cross_entropy"
     if kind == "numbers" and is_same:
         return "for numbers use mse, l1 or smooth_l1"

@@ -1,0 +1,202 @@
+"""What a stage runs with: data, device, metric, earlier artifacts, and how models are measured."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from compress.common.atomic_files import remove
+from compress.common.dependency_recorder import Recording, note, recording
+from compress.common.errors import StageFailed
+from compress.core.loss import INFERRED_LOSS, Loss
+from compress.core.metrics import Metric, evaluate
+from compress.core.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    import torch
+
+    from compress.artifacts.artifact import Artifact, Predictor
+    from compress.common.signature import Signature
+    from compress.core.run_history import History
+    from compress.data.splits import Splits
+    from compress.profiling.batch_dependence import BatchDependence
+    from compress.profiling.benchmark import Comparison
+
+COMPARED_BATCHES = 4
+"""Seeded batches compared where there is no data."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where and with what a stage runs; what it does is its settings."""
+
+    root: Path
+    """Directory that the stage's artifact is written to."""
+    data: Splits | None = None
+    loss: Loss = INFERRED_LOSS
+    """What training minimizes and the metric `loss` measures; by default inferred from the
+    targets."""
+    metric: Metric = field(default_factory=Metric)
+    device: str = "cpu"
+    threads: int = 1
+    """CPU threads of a forward call, the same in every measurement."""
+    seed: int = 0
+    artifacts: Mapping[str, Artifact] = field(default_factory=dict)
+    """Artifacts by stage name, for `against` and `teacher`; `source` is the input model."""
+    progress: Progress = silent
+    scratch: Path | None = None
+    """Folder for a stage's checkpoints, with which it resumes after an interruption; by default
+    beside ``root``."""
+    results: Path | None = None
+    """Folder for results that are no artifacts, such as traces; by default ``root``'s parent."""
+    scores: dict[tuple[Any, ...], tuple[float, Recording]] = field(
+        default_factory=dict, compare=False
+    )
+    """Cache of measured metrics, with the files and packages that user code read for each."""
+    history: History | None = None
+    """The stages that led to the input, for a stage that records them; None outside of a run."""
+    served_batch_size: int = 1
+    """Rows of one call in deployment, at which models whose outputs depend on the batch are
+    evaluated."""
+    dependences: dict[str, BatchDependence] = field(default_factory=dict, compare=False)
+    """Cache: an artifact's digest → whether its outputs depend on the batch."""
+
+    def __post_init__(self) -> None:
+        # The metric `loss` measures the task's loss, whatever loss the metric was created with.
+        object.__setattr__(self, "metric", replace(self.metric, loss=self.loss))
+
+    @property
+    def work(self) -> Path:
+        """A scratch directory for checkpoints, which outlives an interruption."""
+        self._work.mkdir(parents=True, exist_ok=True)
+        return self._work
+
+    def clear_work(self) -> None:
+        """Remove the scratch directory."""
+        remove(self._work)
+
+    @property
+    def _work(self) -> Path:
+        return self.scratch or self.root.with_name(f"{self.root.name}.work")
+
+    def need_data(self, why: str) -> Splits:
+        """Return the data.
+
+        Args:
+            why: what needs it, for the message.
+
+        Raises:
+            StageFailed: there is none.
+        """
+        if self.data is None:
+            raise StageFailed(f"{why} needs data; add a `data:` section or pass Context(data=…)")
+        return self.data
+
+    def artifact(self, name: str) -> Artifact:
+        """Return an earlier stage's artifact.
+
+        Raises:
+            StageFailed: no stage of that name came before.
+        """
+        if name not in self.artifacts:
+            known = ", ".join(self.artifacts) or "none"
+            raise StageFailed(f"no earlier artifact is named {name!r}; known: {known}")
+        return self.artifacts[name]
+
+    def score(self, artifact: Artifact, split: str = "val") -> float:
+        """Return an artifact's metric on a split, measured once."""
+        batch = self.judged_batch_size(artifact)
+        key = (artifact.digest, split, self.metric, id(self.data), self.device, batch)
+        if key not in self.scores:
+            with recording() as recorded:
+                self.scores[key] = self._evaluate(artifact, split, batch), recorded
+        value, recorded = self.scores[key]
+        note(recorded)
+        return value
+
+    def batch_dependence(self, artifact: Artifact) -> BatchDependence:
+        """Return whether an artifact's outputs depend on the rest of the batch, measured once."""
+        if artifact.digest not in self.dependences:
+            from compress.profiling.batch_dependence import measure_artifact
+
+            self.dependences[artifact.digest] = measure_artifact(
+                artifact, self.data, self.device, self.threads, self.seed
+            )
+        return self.dependences[artifact.digest]
+
+    def judged_batch_size(self, *artifacts: Artifact) -> int | None:
+        """Return the batch size at which artifacts are evaluated; None for the data's own.
+
+        Models whose outputs depend on the batch are evaluated at the size that they are served
+        with, or at a fixed size of theirs.
+        """
+        if not any(self.batch_dependence(artifact).depends for artifact in artifacts):
+            return None
+        sizes = [a.signature.inputs[0].shape[:1] for a in artifacts]
+        fixed = [size[0] for size in sizes if size and isinstance(size[0], int)]
+        return max(self.served_batch_size, *fixed, 1)
+
+    def _evaluate(self, artifact: Artifact, split: str, batch: int | None) -> float:
+        data = self.need_data(f"metric {self.metric.name}")
+        with ExitStack() as stack:
+            predict = stack.enter_context(self.predictor(artifact))
+            reference = None
+            if self.metric.name == "fidelity":
+                reference = stack.enter_context(self.predictor(self.artifact("source")))
+            metric = self.metric.with_inferred_loss(data)
+            return evaluate(predict, data, split, metric, reference, self.progress, batch)
+
+    @contextmanager
+    def predictor(self, artifact: Artifact) -> Iterator[Predictor]:
+        """Open an artifact as a predictor that takes any number of samples."""
+        from compress.data.fixed_batch import any_batch
+
+        with artifact.open(self.device, self.threads) as predict:
+            yield any_batch(predict, artifact.signature)
+
+    def compare_latency(self, before: Artifact, after: Artifact, batch: int) -> Comparison:
+        """Measure two artifacts' latencies call by call in turn, on samples of `val`."""
+        from compress.profiling.benchmark import compare_latency
+
+        batches = self.measured_batches(before.signature, batch)
+        with (
+            before.open(self.device, self.threads) as predict_before,
+            after.open(self.device, self.threads) as predict_after,
+        ):
+            return compare_latency(predict_before, predict_after, batches)
+
+    def peak_memory(self, artifact: Artifact, batch: int) -> float:
+        """Return the peak memory of opening an artifact and calling it on samples, in MiB."""
+        from compress.profiling.peak_memory import peak_memory
+
+        batches = self.measured_batches(artifact.signature, batch)
+        return peak_memory(artifact, self.device, self.threads, batches)
+
+    def measured_batches(self, signature: Signature, batch: int) -> list[tuple[torch.Tensor, ...]]:
+        """Return the batches for latency and memory: of `val`, or seeded ones without data.
+
+        Raises:
+            StageFailed: the model's batch is fixed at another size.
+        """
+        from compress.profiling.benchmark import measured_batches
+
+        return measured_batches(self.data, signature, batch, self.seed)
+
+    def comparison_inputs(
+        self, signature: Signature, batch_size: int | None = None
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield the inputs on which two models are compared: `val`, or seeded ones without it."""
+        if self.data is not None and "val" in self.data.datasets:
+            for batch in self.data.batches("val", batch_size):
+                yield batch.inputs
+        else:
+            for i in range(COMPARED_BATCHES):
+                yield signature.example(batch=batch_size or 8, seed=self.seed + i)
+
+    def with_root(self, root: Path) -> Context:
+        """Return the same context with another artifact directory."""
+        return replace(self, root=root)

@@ -1,0 +1,135 @@
+"""Rows that a model is probed with: from `val`, seeded, or far from any real one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from compress.common.signature import Signature, TensorSpec
+    from compress.data.splits import Splits
+
+    Array = NDArray[Any]
+
+ROWS = 8
+"""Rows of the batch that is probed; as many others serve as their neighbours."""
+EXTREME = 1000.0
+"""How many times larger than real values extreme ones are."""
+
+
+def as_arrays(inputs: Sequence[Any]) -> list[Array]:
+    """Convert tensors to arrays; bfloat16, which numpy lacks, becomes float32."""
+    import torch
+
+    return [(t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy() for t in inputs]
+
+
+def val_rows(data: Splits, signature: Signature) -> tuple[list[Array], list[list[Array]]]:
+    """Read rows evenly spaced over ``val``, and the first of them unpadded, one by one.
+
+    Evenly spaced, as the first samples of a split are often of one class, and neighbours of one
+    source. The unpadded input is empty for a row that was not padded.
+    """
+    samples = len(data.split("val"))  # type: ignore[arg-type]
+    leading = signature.inputs[0].shape[:1]
+    wanted = 2 * leading[0] if leading and isinstance(leading[0], int) else 2 * ROWS
+    count = min(wanted, samples)
+    order = [i * samples // count for i in range(count)]
+    # Every other row is probed, and those in between are its neighbours.
+    order = order[::2] + order[1::2]
+    (batch,) = data.read("val", order, count)
+    rows = as_arrays(batch.inputs)
+    shapes = [array.shape[1:] for array in rows]
+    unpadded = []
+    has_varying_axes = bool({*signature.dynamic_axes} - {signature.batch_axis})
+    for i in order[:ROWS] if has_varying_axes else ():
+        (single,) = data.read("val", [i], 1)
+        inputs = as_arrays(single.inputs)
+        was_padded = [array.shape[1:] for array in inputs] != shapes
+        unpadded.append(inputs if was_padded else [])
+    return rows, unpadded
+
+
+def seeded_rows(signature: Signature, rows: int, seed: int = 0) -> list[Array]:
+    """Generate rows that differ, without torch: normal floats, zeros and ones for integers.
+
+    Masks let through at least one element of each row, from the left.
+    """
+    generator = np.random.default_rng(seed)
+    sizes = {axis: signature.bounds(axis).nearest(8) for axis in signature.dynamic_axes}
+    sizes |= {signature.batch_axis or "": rows}
+    arrays: list[Array] = []
+    for spec in signature.inputs:
+        shape = spec.sized(sizes)
+        dtype = np.dtype("float32" if spec.dtype == "bfloat16" else spec.dtype)
+        if dtype.kind == "f":
+            arrays.append(generator.standard_normal(shape).astype(dtype))
+        elif spec.is_mask and shape[-1]:
+            lengths = generator.integers(1, shape[-1] + 1, (*shape[:-1], 1))
+            arrays.append((np.arange(shape[-1]) < lengths).astype(dtype))
+        else:
+            arrays.append(generator.integers(0, 2, shape).astype(dtype))
+    return arrays
+
+
+def extreme_rows(
+    inputs: Sequence[Array], specs: Sequence[TensorSpec], *, masks: bool = True
+) -> list[Array]:
+    """Generate neighbours unlike any real row, of the same shapes.
+
+    Floats become a thousand times larger, constant or zero; integers stay within the range seen, as
+    others may lie outside an embedding table; masks let through everything, nothing, or one
+    element.
+
+    Args:
+        inputs: real rows.
+        specs: the inputs' names, types and shapes.
+        masks: whether masks are changed too; some models refuse a row that is masked wholly.
+    """
+    generator = np.random.default_rng(0)
+    changed = []
+    for array, spec in zip(inputs, specs, strict=True):
+        rows = array.copy()
+        for i in range(len(rows) if array.ndim and array.size else 0):
+            if spec.is_mask:
+                rows[i] = _extreme_mask(rows[i], i // 2 % 3) if masks else rows[i]
+            elif array.dtype.kind == "f":
+                rows[i] = _extreme_floats(array, i)
+            elif array.dtype.kind == "b":
+                rows[i] = ~rows[i]
+            else:
+                rows[i] = _extreme_integers(array, i, generator)
+        changed.append(rows)
+    return changed
+
+
+def _extreme_mask(row: Array, kind: int) -> Array:
+    mask = np.full_like(row, kind == 0)
+    if kind == 2:
+        mask[..., :1] = 1
+    return mask
+
+
+def _extreme_floats(rows: Array, i: int) -> Array:
+    finite = np.where(np.isfinite(rows[i]), rows[i], 0).astype(np.float64)
+    largest = max(float(np.abs(finite).max()), 1.0) * EXTREME
+    kinds = (finite * EXTREME, np.full_like(finite, largest), -finite * EXTREME, finite * 0)
+    bound = float(np.finfo(rows.dtype).max) / 2
+    clipped: Array = np.clip(kinds[i // 2 % len(kinds)], -bound, bound).astype(rows.dtype)
+    return clipped
+
+
+def _extreme_integers(rows: Array, i: int, generator: np.random.Generator) -> Array:
+    low, high, row = int(rows.min()), int(rows.max()), rows[i]
+    kinds = (
+        np.full_like(row, high),
+        generator.integers(low, high, row.shape, dtype=rows.dtype, endpoint=True),
+        np.full_like(row, low),
+        generator.permutation(row.ravel()).reshape(row.shape),
+    )
+    return kinds[i // 2 % len(kinds)]

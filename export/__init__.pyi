@@ -1,0 +1,9 @@
+from .aotinductor.stage import AotModel as AotModel
+from .aotinductor.stage import ExportAot as ExportAot
+from .exported_program import ExportProgram as ExportProgram
+from .onnx.stage import ExportOnnx as ExportOnnx
+from .onnx.stage import OnnxModel as OnnxModel
+from .tensorrt.stage import ExportTensorRT as ExportTensorRT
+from .tensorrt.stage import TensorRTEngine as TensorRTEngine
+from .torchscript.stage import ExportTorchScript as ExportTorchScript
+from .torchscript.stage import TorchScriptModel as TorchScriptModel
