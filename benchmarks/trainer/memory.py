@@ -43,7 +43,7 @@ def measure(ranks: int, parallel: dict) -> tuple[float, float]:
     forget_peak()
     data = batch(BATCH // ranks, LENGTH, WIDTH)
     for step in range(2):
-        made.step([data], 1e-4, step)
+        made.train_step([data], 1e-4, step)
     return held(made), (kibibytes("VmHWM") - empty) / 1024
 
 

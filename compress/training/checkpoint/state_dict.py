@@ -1,6 +1,6 @@
-"""What a checkpoint holds of a model and its optimizer: tensors under the weights' own names.
+"""Tensors of a model and its optimizer in a checkpoint, under the weights' own names.
 
-The names do not depend on how the model is spread, so that what many processes saved is taken up by
+The names do not depend on how the model is sharded: a checkpoint of many processes can be loaded by
 one, and the other way round. An optimizer's options are not saved: they follow from the settings.
 """
 
@@ -35,17 +35,18 @@ if TYPE_CHECKING:
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 STATE = "state."
 
-# One process alone is what is meant. Threads warn too, and filters belong to all of them.
+# torch warns when a checkpoint is written or read without a process group, which is intended in a
+# single process. A global filter, because the warnings come from threads too.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def model_tensors(module: nn.Module) -> Tensors:
-    """Return the module's weights and buffers, or this process's parts of them."""
+    """Return the module's weights and buffers, or this process's shards of them."""
     return cast("Tensors", get_model_state_dict(module))
 
 
 def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return the optimizer's tensors by weight: `state.<weight>.<what>`."""
+    """Return the optimizer's tensors by name: `state.<weight>.<entry>`."""
     flat: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=BY_NAME)
     return {
         name: value
@@ -55,17 +56,18 @@ def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> Te
 
 
 def read_(checkpoint: Path, state: dict[str, Any]) -> set[str]:
-    """Fill tensors from a checkpoint, in place, and return the names of those it does not have.
+    """Read tensors from a checkpoint, in place, and return the names of those that it lacks.
 
     Raises:
-        StageFailed: it cannot be read, or holds other shapes.
+        StageFailed: it cannot be read, or has other shapes.
     """
-    # The index is a pickle; it is this training's own, and lies where only its processes write.
+    # torch's index file is a pickle: only this training's own processes write to its folder, and
+    # its hash was verified.
     with one_line_errors(f"checkpoint {checkpoint} cannot be read"):
         reader = FileSystemReader(checkpoint)
-        held = reader.read_metadata().state_dict_metadata
+        saved = reader.read_metadata().state_dict_metadata
         known = {
-            part: {name: t for name, t in tensors.items() if f"{part}.{name}" in held}
+            part: {name: t for name, t in tensors.items() if f"{part}.{name}" in saved}
             for part, tensors in state.items()
         }
         load(known, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
@@ -73,12 +75,12 @@ def read_(checkpoint: Path, state: dict[str, Any]) -> set[str]:
 
 
 def load_model_(module: nn.Module, tensors: Tensors) -> None:
-    """Put what was read into the module, in place."""
+    """Load weights and buffers into the module, in place."""
     set_model_state_dict(module, dict(tensors))
 
 
 def load_optimizer_(module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-    """Put the optimizer's state where a checkpoint left it, in place.
+    """Load the optimizer's state from a checkpoint, in place.
 
     Raises:
         StageFailed: it cannot be read, or there is none.
@@ -87,7 +89,7 @@ def load_optimizer_(module: nn.Module, optimizer: torch.optim.Optimizer, checkpo
     tensors = {name: state[name] for name in optimizer_tensors(module, optimizer)}
     absent = read_(checkpoint, {"optimizer": tensors})
     set_optimizer_state_dict(module, optimizer, {**state, **tensors}, options=BY_NAME)
-    # A weight that has met no gradient has no state; the template that was filled had one.
+    # A weight without a gradient so far has no state; get_optimizer_state_dict has created some.
     names = {name.removeprefix(STATE).rpartition(".")[0] for name in absent}
     for name, weight in module.named_parameters():
         if name in names:
@@ -96,10 +98,10 @@ def load_optimizer_(module: nn.Module, optimizer: torch.optim.Optimizer, checkpo
 
 @contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Turn the errors of torch.distributed.checkpoint, which are no Exceptions, into one line."""
+    """Convert errors of torch.distributed.checkpoint into one line; they are BaseExceptions."""
     try:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        words = f"{type(cause).__name__}: {first_line(cause)}"
-        raise StageFailed(f"{what} (process {rank}: {words})") from error
+        message = f"{type(cause).__name__}: {first_line(cause)}"
+        raise StageFailed(f"{what} (process {rank}: {message})") from error

@@ -244,7 +244,7 @@ class Training(Settings):
         return self.weight_decay
 
     @property
-    def rising_share(self) -> float:
+    def warmup_share(self) -> float:
         """Share of the steps in which the learning rate rises."""
         return DEFAULT_WARMUP.get(self.schedule, 0.0) if self.warmup is None else self.warmup
 

@@ -1,50 +1,52 @@
-"""Tally: the mean of an epoch's losses, the same however the epoch was cut and its steps shared."""
+"""The mean loss of an epoch, exact for any number of processes and interruptions."""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from compress.training.checkpoint.metadata import LossSum
     from compress.training.distributed.base import Strategy
 
-
-Losses: TypeAlias = tuple[str, int, tuple[float, ...]]
-"""The exact sum of losses, a fraction; their count; two that differ, or the one that all are."""
-DIFFERENT = 2
+ENOUGH_VALUES = 2
+"""Distinct losses that are remembered: two show that the loss varies."""
 
 
 class LossMeter:
-    """Losses of the steps of an epoch; sums are exact, so that their order does not matter."""
+    """Sum of the losses of an epoch's steps.
 
-    def __init__(self, before: Losses) -> None:
-        """Begin with what all processes had counted when a checkpoint was written."""
+    Sums are fractions: without rounding their order does not matter, so that a resumed epoch and
+    one on several processes report the same loss to the last bit.
+    """
+
+    def __init__(self, before: LossSum) -> None:
+        """Start from the sum over all processes that a checkpoint within the epoch recorded."""
         self.before = before
         self.total = Fraction(0)
         self.count = 0
         self.values = set[float]()
-        """The first two losses that differ."""
 
     def add(self, loss: float) -> None:
-        """Count the loss of a step on this process, unless it is not finite."""
+        """Add the loss of a step on this process, unless it is not finite."""
         if math.isfinite(loss):
             self.total += Fraction(loss)
             self.count += 1
-            if len(self.values) < DIFFERENT:
+            if len(self.values) < ENOUGH_VALUES:
                 self.values.add(loss)
 
-    def over_all(self, strategy: Strategy) -> Losses:
-        """Return the sum, the count and some values over all processes, on each of them."""
-        parts = strategy.gather((self.total, self.count, self.values)) or []
+    def over_all(self, strategy: Strategy) -> LossSum:
+        """Sum over all processes; every process calls this and gets the same."""
+        parts = strategy.gather_shares((self.total, self.count, self.values)) or []
         total = sum((part[0] for part in parts), Fraction(self.before[0]))
         count = self.before[1] + sum(part[1] for part in parts)
         values = sorted(set(self.before[2]).union(*(part[2] for part in parts)))
-        shared: Losses = strategy.share((str(total), count, tuple(values[:DIFFERENT])))
-        return shared
+        losses: LossSum = strategy.broadcast((str(total), count, tuple(values[:ENOUGH_VALUES])))
+        return losses
 
 
-def is_constant(losses: Losses) -> bool:
+def is_constant(losses: LossSum) -> bool:
     """Whether several steps had the same loss to the last bit, or any number of them 0."""
     _, count, values = losses
     return len(values) == 1 and (count > 1 or not values[0])

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: parts of a batch flow through the parts of a model, and back.
+"""Pipeline parallelism: micro-batches flow through the stages of a model, forward and backward.
 
 After Huang et al., "GPipe" (2019), and Narayanan et al., "PipeDream" (2019) and "Efficient
 Large-Scale Language Model Training on GPU Clusters" (2021). The schedules are torch's own.
@@ -23,13 +23,13 @@ from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import StageFailed
 from compress.data.splits import Batch
 from compress.training.model_parallel.equivalence_check import (
-    Proof,
-    everywhere,
-    named,
+    ReferenceRun,
+    first_and_count,
     probing_loss,
-    take_sketches_,
+    take_gradient_sketches_,
+    true_on_all_ranks,
 )
-from compress.training.model_parallel.pipeline_stage import Form, Parts
+from compress.training.model_parallel.pipeline_stage import LocalParts, ShapeDtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,18 +47,18 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-class Pipe(Parts):
-    """The parts of a module that this process trains."""
+class PipelineRunner(LocalParts):
+    """Runs training steps of the model parts that this process has."""
 
     def __init__(
         self, module: nn.Module, partition: Partition, settings: Pipeline, group: dist.ProcessGroup
     ) -> None:
-        """Keep this process's parts of a module, in place."""
-        self.ties = _ties(module, partition, settings.stages)
+        """Remove the weights of all other parts from a module, in place."""
+        self.tied_stages = _tied_stages(module, partition, settings.stages)
         super().__init__(module, partition, settings, group)
         self.schedule: Any = None
         self.shapes: list[torch.Size] = []
-        """Shapes of the inputs for which the schedule is made."""
+        """Shapes of the inputs for which `schedule` was built."""
         self.batches: list[Batch] = []
         self.loss: LossFunction | None = None
 
@@ -68,62 +68,69 @@ class Pipe(Parts):
         loss: LossFunction,
         precision: Callable[[], AbstractContextManager[object]],
     ) -> float:
-        """Compute the gradients of a batch, in place, and return its mean loss in every process."""
-        self.batches = cut(batch, self.settings.microbatches)
+        """Compute the gradients of a batch in place; return its mean loss in every process.
+
+        Args:
+            batch: this share's samples of the step.
+            loss: the loss function.
+            precision: gives the context of forward passes.
+        """
+        self.batches = split_batch(batch, self.settings.microbatches)
         self.loss, self.precision = loss, precision
-        self._schedule_for([x.shape for x in self.batches[0].inputs])
+        self._build_schedule([x.shape for x in self.batches[0].inputs])
         numbers = torch.arange(len(self.batches), device=self.device)
         losses: list[torch.Tensor] = []
-        begins, ends = 0 in self.own, self.settings.parts - 1 in self.own
+        has_first, has_last = 0 in self.own, self.settings.parts - 1 in self.own
         try:
             self.schedule.step(
-                *[numbers][: int(begins)],
+                *[numbers][: int(has_first)],
                 number=numbers,
                 return_outputs=False,
-                **({"target": numbers, "losses": losses} if ends else {}),
+                **({"target": numbers, "losses": losses} if has_last else {}),
             )
         except RuntimeError as error:
-            raise error.__cause__ or error from None  # torch's own words hold whole tensors
+            # torch wraps errors in messages that print whole tensors.
+            raise error.__cause__ or error from None
         value = torch.tensor([sum(loss.item() for loss in losses)], dtype=torch.float64)
         dist.broadcast(value, group=self.group, group_src=self.settings.stages - 1)
         return value.item()
 
-    def prove(self, proof: Proof) -> None:
+    def check_equivalence(self, reference: ReferenceRun) -> None:
         """Compare outputs and gradients with the whole model's.
 
         Raises:
             StageFailed: they differ.
         """
         with torch.no_grad():
-            outputs = flatten_outputs(self.module.eval()(*proof.inputs))
-        wrong = proof.wrong_output(outputs)
-        if everywhere(not wrong):
-            self.step(Batch(proof.inputs, None), lambda out, _: probing_loss(out), nullcontext)
-            self.add_up_ties(dict(self.module.named_parameters()))
-            names = proof.wrong_gradients(take_sketches_(self.module))
-            wrong = f"the gradient of {named(names)} differs" if names else ""
-            self.shapes = []  # of another precision, perhaps
-        if not everywhere(not wrong):
+            outputs = flatten_outputs(self.module.eval()(*reference.inputs))
+        wrong = reference.output_mismatch(outputs)
+        if true_on_all_ranks(not wrong):
+            self.step(Batch(reference.inputs, None), lambda out, _: probing_loss(out), nullcontext)
+            self.sum_tied_gradients_(dict(self.module.named_parameters()))
+            names = reference.mismatched_gradients(take_gradient_sketches_(self.module))
+            wrong = f"the gradient of {first_and_count(names)} differs" if names else ""
+            self.shapes = []  # training may use another precision, and so other dtypes
+        if not true_on_all_ranks(not wrong):
             raise StageFailed(
-                "parallel.pipeline: cut into parts the model does not answer as the whole one: "
-                f"{wrong or 'another process says so'}; name modules in pipeline.split that take "
-                "one tensor, on which alone all that follows depends"
+                "parallel.pipeline: divided into stages the model does not compute what the whole "
+                f"one does: {wrong or 'reported by another process'}; name modules in "
+                "pipeline.split that take one tensor on which all later modules depend, and no other"
             )
 
-    def whole_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return the norm over all stages, given this one's; what several hold counts once."""
+    def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """Compute the norm over all stages from this one's; tied weights count once."""
         square = norm.detach().clone() ** 2
         weights = dict(self.module.named_parameters())
-        for name, stages in self.ties.items():
+        for name, stages in self.tied_stages.items():
             gradient = weights[name].grad if name in weights else None
             if gradient is not None and self.stage != min(stages):
                 square -= gradient.norm() ** 2
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
-    def add_up_ties(self, weights: Mapping[str, nn.Parameter]) -> None:
-        """Add up the gradients of weights that several stages hold, in place."""
-        for name in self.ties:
+    def sum_tied_gradients_(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """Sum the gradients of weights that several stages use, in place."""
+        for name in self.tied_stages:
             prefix, _, own = name.rpartition(".")
             weight: torch.Tensor = getattr(self.module.get_submodule(prefix), own)
             total = torch.zeros_like(weight, memory_format=torch.contiguous_format)
@@ -133,47 +140,48 @@ class Pipe(Parts):
             if name in weights:
                 weight.grad = total
 
-    def refuse_ties(self, parallel: Parallel) -> None:
-        """Refuse weights that several stages hold where their gradients cannot be added up.
+    def require_supported_ties(self, parallel: Parallel) -> None:
+        """Refuse sharded weights that several stages use: their gradients cannot be summed.
 
         Raises:
-            StageFailed: there are such weights, and they are sharded.
+            StageFailed: there are such weights.
         """
-        if self.ties and (parallel.sharding_mode or parallel.tensor > 1):
+        if self.tied_stages and (parallel.sharding_mode or parallel.tensor > 1):
             raise StageFailed(
-                f"parallel.pipeline: several stages use the weight {named(self.ties)}, which "
-                "works with strategy: ddp, and without tensor"
+                f"parallel.pipeline: several stages use the weight "
+                f"{first_and_count(self.tied_stages)}, which works with strategy: ddp, and without "
+                "tensor"
             )
 
-    def _schedule_for(self, shapes: list[torch.Size]) -> None:
-        """Make the schedule, unless that for these inputs is there."""
+    def _build_schedule(self, shapes: list[torch.Size]) -> None:
+        """Build the schedule, unless the present one is for the same input shapes."""
         if shapes == self.shapes:
             return
-        self.measure(self.batches[0].inputs)
-        stages = [self._torch_stage(part) for part in self.own]
+        self.infer_shapes(self.batches[0].inputs)
+        # Given all shapes, torch need not run the model once more to infer them.
+        specs: list[list[ShapeDtype]] = [[(torch.Size([1]), torch.int64)], *self.output_specs]
+        stages = [
+            PipelineStage(
+                PartModule(self, part),
+                part,
+                self.settings.parts,
+                self.device,
+                input_args=tuple(_empty(spec, self.device) for spec in specs[part]),
+                output_args=tuple(_empty(spec, self.device) for spec in specs[part + 1]),
+                group=self.group,
+            )
+            for part in self.own
+        ]
         interleaved = self.settings.schedule == "interleaved_1f1b"
         self.schedule = SCHEDULES[self.settings.schedule](
             stages if interleaved else stages[0],
             self.settings.microbatches,
-            loss_fn=self._loss_of,
+            loss_fn=self._micro_batch_loss,
             scale_grads=False,
         )
         self.shapes = shapes
 
-    def _torch_stage(self, part: int) -> PipelineStage:
-        # Told in full, torch has no reason to run the model once more to find it out.
-        forms: list[list[Form]] = [[(torch.Size([1]), torch.int64)], *self.forms]
-        return PipelineStage(
-            Part(self, part),
-            part,
-            self.settings.parts,
-            self.device,
-            input_args=tuple(_like(form, self.device) for form in forms[part]),
-            output_args=tuple(_like(form, self.device) for form in forms[part + 1]),
-            group=self.group,
-        )
-
-    def _loss_of(self, outputs: Any, number: torch.Tensor) -> torch.Tensor:
+    def _micro_batch_loss(self, outputs: Any, number: torch.Tensor) -> torch.Tensor:
         assert self.loss is not None
         with self.precision():
             batch = self.batches[int(number)]
@@ -181,30 +189,30 @@ class Pipe(Parts):
         return loss / len(self.batches)
 
 
-class Part(nn.Module):
-    """One part as a module of its own; its weights stay the whole module's."""
+class PartModule(nn.Module):
+    """One part as the module that torch's schedule calls; its weights stay the whole module's."""
 
-    def __init__(self, pipe: Pipe, number: int) -> None:
-        """Take the part of a number."""
+    def __init__(self, runner: PipelineRunner, part: int) -> None:
+        """Refer to the part of a number."""
         super().__init__()
-        self.pipe, self.number = pipe, number
+        self.runner, self.part = runner, part
 
-    def forward(self, *handed: torch.Tensor, number: torch.Tensor) -> Any:
-        """Return what comes out for a numbered part of the batch."""
-        inputs = self.pipe.batches[int(number)].inputs
-        return self.pipe.ask(self.number, handed[0] if self.number else None, inputs)
+    def forward(self, *hidden: torch.Tensor, number: torch.Tensor) -> Any:
+        """Compute the part's output for the micro-batch of a number."""
+        inputs = self.runner.batches[int(number)].inputs
+        return self.runner.run_part(self.part, hidden[0] if self.part else None, inputs)
 
 
-def _like(form: Form, device: torch.device) -> torch.Tensor:
-    shape, dtype = form
+def _empty(spec: ShapeDtype, device: torch.device) -> torch.Tensor:
+    shape, dtype = spec
     return torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
 
 
-def cut(batch: Batch, parts: int) -> list[Batch]:
-    """Return equal parts of a batch.
+def split_batch(batch: Batch, parts: int) -> list[Batch]:
+    """Split a batch into micro-batches of equal size.
 
     Raises:
-        StageFailed: it does not divide.
+        StageFailed: the samples do not divide.
     """
     if len(batch) % parts:
         raise StageFailed(
@@ -212,16 +220,16 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
         )
     inputs = zip(*(x.chunk(parts) for x in batch.inputs), strict=True)
     targets = (None,) * parts if batch.target is None else batch.target.chunk(parts)
-    answers = [x.chunk(parts) for x in batch.taught]
-    taught = [tuple(column[part] for column in answers) for part in range(parts)]
-    return [Batch(*own) for own in zip(inputs, targets, taught, strict=True)]
+    columns = [x.chunk(parts) for x in batch.taught]
+    taught = [tuple(column[part] for column in columns) for part in range(parts)]
+    return [Batch(*fields) for fields in zip(inputs, targets, taught, strict=True)]
 
 
-def _ties(module: nn.Module, partition: Partition, stages: int) -> dict[str, set[int]]:
+def _tied_stages(module: nn.Module, partition: Partition, stages: int) -> dict[str, set[int]]:
     """Return the stages of each trained weight that several of them use."""
-    held = {
+    stages_of = {
         name: {part % stages for part in partition.weights[name]}
         for name, weight in module.named_parameters()
         if weight.requires_grad
     }
-    return {name: several for name, several in held.items() if len(several) > 1}
+    return {name: users for name, users in stages_of.items() if len(users) > 1}

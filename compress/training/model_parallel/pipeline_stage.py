@@ -1,7 +1,8 @@
-"""The parts of a model that one process of a pipeline holds, and how they run.
+"""How one process of a pipeline runs its parts of a model.
 
-A part runs the model's own forward from the module where it begins to the one where the next part
-begins. Nothing is traced: dropout, checkpointed activations and names of weights stay as they are.
+A part runs the model's own ``forward`` from the module where the part starts to the one where the
+next part starts. Nothing is traced: Python control flow, dropout, activation checkpointing and
+names of weights stay as they are.
 """
 
 from __future__ import annotations
@@ -24,136 +25,143 @@ if TYPE_CHECKING:
 
     from compress.training.config.pipeline import Pipeline
 
-Form = tuple[torch.Size, torch.dtype]
+ShapeDtype = tuple[torch.Size, torch.dtype]
 
 
-class Parts:
-    """The parts of a module that this process runs, and its neighbours in the pipeline.
+class LocalParts:
+    """The parts of a module that this process runs.
 
-    Called as before, the module answers, and does so in all processes of the pipeline.
+    The module itself stays callable: a call runs all parts, in all processes of the pipeline, and
+    gives the outputs in each of them.
     """
 
     def __init__(
         self, module: nn.Module, partition: Partition, settings: Pipeline, group: dist.ProcessGroup
     ) -> None:
-        """Keep this process's parts of a module, in place."""
+        """Remove the weights of all other parts from a module, and replace its ``forward``."""
         self.module, self.partition, self.settings, self.group = module, partition, settings, group
         self.stage = dist.get_rank(group)
         self.own = list(range(self.stage, settings.parts, settings.stages))
         self.device = next(module.parameters()).device
         self.precision: Callable[[], AbstractContextManager[object]] = nullcontext
-        """In what forward passes of training run."""
-        self.forms: list[list[Form]] = []
-        """Shape and type of what each part handed on when all ran in turn."""
+        """Context of forward passes in training (autocast)."""
+        self.output_specs: list[list[ShapeDtype]] = []
+        """Shapes and dtypes of each part's outputs in the latest run of all parts."""
         self.handles: list[Any] = []
-        self.asked: tuple[int, torch.Tensor | None] | None = None
-        """The part that the module's next call is for, and what it is handed."""
+        self.requested: tuple[int, torch.Tensor | None] | None = None
+        """The one part that the next call of the module runs, and its input; None for all parts."""
         self.running: int | None = None
         self.hidden: torch.Tensor | None = None
+        """Input of the running part, from the part before."""
         strip_(module, partition, self.own)
-        self.forward = module.forward
-        module.forward = self._answer
+        self.model_forward = module.forward
+        module.forward = self._forward
         for name, (part, rest) in partition.blocks.items():
             block = module.get_submodule(name)
-            block.forward = partial(self._block, block.forward, part, rest)
+            block.forward = partial(self._block_forward, block.forward, part, rest)
 
-    def listen(self) -> None:
-        """Take part in the calls of the modules with which parts begin."""
-        for number, name in enumerate(self.partition.beginnings, 1):
+    def register_hooks(self) -> None:
+        """Register forward hooks on the modules with which parts start."""
+        for number, name in enumerate(self.partition.split_points, 1):
             part = self.module.get_submodule(name)
-            hook = partial(self._at_beginning, number)
+            hook = partial(self._at_split_point, number)
             handle = part.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
             self.handles.append(handle)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Listen for a block."""
-        self.listen()
+    def hooks_registered(self) -> Iterator[None]:
+        """Register the hooks inside the block."""
+        self.register_hooks()
         yield
         while self.handles:
             self.handles.pop().remove()
 
-    def ask(self, part: int, hidden: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> Any:
-        """Call the module, with what FSDP does around it, for one part alone."""
-        self.asked = (part, hidden)
+    def run_part(
+        self, part: int, hidden: torch.Tensor | None, inputs: Sequence[torch.Tensor]
+    ) -> Any:
+        """Call the module, including FSDP's hooks around it, for one part."""
+        self.requested = (part, hidden)
         try:
             with self.precision():
                 return self.module(*inputs)
         finally:
-            self.asked = None
+            self.requested = None
 
-    def measure(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Run all parts once, to learn the forms of what they hand on, and leave no trace."""
+    def infer_shapes(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Run all parts once to record `output_specs`; modes and random numbers stay as before."""
         modes = [(part, part.training) for part in self.module.modules()]
         devices = [self.device] if self.device.type == "cuda" else []
         self.module.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            self._in_turn(self.ask, inputs)
+            self._run_all(self.run_part, inputs)
         for part, training in modes:
             part.training = training
 
-    def left_by_their_end(self, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-        """Return the modules whose forward ends by itself: parts end in the midst of others."""
-        begin = {self.module.get_submodule(name) for name in self.partition.beginnings}
-        return [block for block in blocks if not begin & (set(block.modules()) - {block})]
+    def without_split_points(self, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+        """Return the blocks in which no part ends, which FSDP may wrap.
 
-    def _answer(self, *inputs: torch.Tensor) -> Any:
-        """Stand in for the module's forward: all parts in turn, or the one asked for."""
-        if self.asked is not None:
-            return self._run(*self.asked, inputs)
-        return tuple(self._in_turn(self._run, inputs))
+        The forward of the others is left by an exception, after which FSDP's hooks do not run.
+        """
+        starts = {self.module.get_submodule(name) for name in self.partition.split_points}
+        return [block for block in blocks if not starts & (set(block.modules()) - {block})]
 
-    def _in_turn(
+    def _forward(self, *inputs: torch.Tensor) -> Any:
+        """Replace the module's forward: run all parts in turn, or the requested one."""
+        if self.requested is not None:
+            return self._run(*self.requested, inputs)
+        return tuple(self._run_all(self._run, inputs))
+
+    def _run_all(
         self, run: Callable[..., Any], inputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Run all parts, each where it is held, and return the outputs in all processes."""
-        self.forms = []
-        handed: list[torch.Tensor] = []
+        """Run every part in the process that has it; return the outputs in all processes."""
+        self.output_specs = []
+        tensors: list[torch.Tensor] = []
         for part in range(self.settings.parts):
             if part in self.own:
-                out = run(part, handed[0] if handed else None, inputs)
-                handed = [out] if isinstance(out, torch.Tensor) else list(out)
-            handed = self._shared(handed, part % self.settings.stages)
-            self.forms.append([(tensor.shape, tensor.dtype) for tensor in handed])
-        return handed
+                out = run(part, tensors[0] if tensors else None, inputs)
+                tensors = [out] if isinstance(out, torch.Tensor) else list(out)
+            tensors = self._broadcast(tensors, part % self.settings.stages)
+            self.output_specs.append([(tensor.shape, tensor.dtype) for tensor in tensors])
+        return tensors
 
-    def _shared(self, tensors: list[torch.Tensor], source: int) -> list[torch.Tensor]:
-        """Return one stage's tensors in all of them."""
-        forms: list[Any] = [[(tensor.shape, tensor.dtype) for tensor in tensors]]
-        dist.broadcast_object_list(forms, group=self.group, group_src=source)
+    def _broadcast(self, tensors: list[torch.Tensor], source: int) -> list[torch.Tensor]:
+        """Return one stage's tensors in all stages."""
+        specs: list[Any] = [[(tensor.shape, tensor.dtype) for tensor in tensors]]
+        dist.broadcast_object_list(specs, group=self.group, group_src=source)
         if self.stage != source:
-            tensors = [torch.empty(s, dtype=d, device=self.device) for s, d in forms[0]]
+            tensors = [torch.empty(s, dtype=d, device=self.device) for s, d in specs[0]]
         tensors = [tensor.detach().contiguous() for tensor in tensors]
         for tensor in tensors:
             dist.broadcast(tensor, group=self.group, group_src=source)
         return tensors
 
     def _run(self, part: int, hidden: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> Any:
-        """Return what a part hands on, or the outputs after the last."""
+        """Return a part's output for the next part, or the model's outputs after the last."""
         self.running, self.hidden = part, hidden
         try:
-            outputs = self.forward(*inputs)
-        except _Reached as reached:
-            return reached.hidden.contiguous()
+            outputs = self.model_forward(*inputs)
+        except _PartEnd as end:
+            return end.hidden.contiguous()
         finally:
             self.running = self.hidden = None
         return tuple(output.contiguous() for output in flatten_outputs(outputs))
 
-    def _block(
+    def _block_forward(
         self, forward: Callable[..., Any], part: int, rest: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Stand in for a block's forward: blocks of earlier parts hand on what they take."""
+        """Replace a block's forward: blocks of earlier parts return their input unchanged."""
         if self.running is None or part >= self.running:
             return forward(*args, **kwargs)
         hidden = find_tensor(args, kwargs)[1]
         return hidden if rest is None else (hidden, *rest)
 
-    def _at_beginning(
+    def _at_split_point(
         self, number: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         place, hidden = find_tensor(args, kwargs)
         if self.running is not None and number == self.running + 1:
-            raise _Reached(hidden)
+            raise _PartEnd(hidden)
         if number != self.running or self.hidden is None:
             return None
         if isinstance(place, str):
@@ -161,8 +169,11 @@ class Parts:
         return (*args[:place], self.hidden, *args[place + 1 :]), kwargs
 
 
-class _Reached(Exception):
-    """No error: the way out of a forward that would go on."""
+class _PartEnd(Exception):
+    """Ends the model's forward where the next part starts.
+
+    An exception, because this is the model's own code, in the midst of which nothing else returns.
+    """
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden

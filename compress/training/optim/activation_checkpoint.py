@@ -38,13 +38,13 @@ def checkpoint_activations_(module: nn.Module, training: Training) -> None:
     if setting == "selective":
         kept["context_fn"] = partial(
             create_selective_checkpoint_contexts,
-            partial(_policy, operators_named(training.activation_operators)),
+            partial(_policy, operators_with_prefix(training.activation_operators)),
         )
     for block in blocks[:: setting if isinstance(setting, int) else 1]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **kept)
 
 
-def operators_named(beginnings: tuple[str, ...]) -> frozenset[str]:
+def operators_with_prefix(split_points: tuple[str, ...]) -> frozenset[str]:
     """Return torch's operators whose names begin so; a leading underscore does not count.
 
     Raises:
@@ -56,13 +56,13 @@ def operators_named(beginnings: tuple[str, ...]) -> frozenset[str]:
         if name.startswith("aten::")
     }
     known = {name.removeprefix("aten::").lstrip("_"): name for name in sorted(names)}
-    for beginning in beginnings:
+    for beginning in split_points:
         if not any(name.startswith(beginning) for name in known):
             near = difflib.get_close_matches(beginning, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise StageFailed(f"activation_operators: torch has no {beginning!r}{hint}")
     return frozenset(
-        n for n in names if n.removeprefix("aten::").lstrip("_").startswith(beginnings)
+        n for n in names if n.removeprefix("aten::").lstrip("_").startswith(split_points)
     )
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-def by_mesh(weights: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def group_by_mesh(weights: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return the weights that lie whole in each process, and those of each mesh, in their order."""
     meshes: dict[object, list[torch.Tensor]] = defaultdict(list)
     for weight in weights:
@@ -36,7 +36,7 @@ def clip_norm_(
         largest: the limit.
         whole_norm: turns the norm of these into that of all gradients, where others know of more.
     """
-    meshes = by_mesh(weight for weight in weights if weight.grad is not None)
+    meshes = group_by_mesh(weight for weight in weights if weight.grad is not None)
     norms = [_norm(members) for members in meshes] or [torch.zeros(())]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     total = whole_norm(norm) if whole_norm else norm

@@ -33,7 +33,7 @@ def compile_(module: nn.Module, training: Training) -> None:
             block.compile()
 
 
-def need_compiler(training: Training, device: str) -> None:
+def require_compiler(training: Training, device: str) -> None:
     """Refuse to compile where what torch.compile calls is missing.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.common.errors import StageFailed
-from compress.training.optim.clip_grad import by_mesh
+from compress.training.optim.clip_grad import group_by_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ def build_optimizer(module: torch.nn.Module, training: Training) -> torch.optim.
         StageFailed: the module has nothing to train, or the optimizer refuses its arguments.
     """
     groups = parameter_groups(module, training)
-    with refusing_wrong_arguments(training):
+    with explain_rejected_arguments(training):
         built: torch.optim.Optimizer = optimizer_class(training)(
             groups, **optimizer_arguments(training)
         )
@@ -55,7 +55,7 @@ def parameter_groups(module: torch.nn.Module, training: Training) -> list[dict[s
     return [
         {"params": same, "weight_decay": decay}
         for members, decay in groups
-        for same in by_mesh(members)
+        for same in group_by_mesh(members)
     ]
 
 
@@ -79,7 +79,7 @@ def optimizer_arguments(training: Training) -> dict[str, Any]:
 
 
 @contextmanager
-def refusing_wrong_arguments(training: Training) -> Iterator[None]:
+def explain_rejected_arguments(training: Training) -> Iterator[None]:
     """Name the setting to mend where an optimizer refuses its arguments."""
     try:
         yield
@@ -103,7 +103,7 @@ def learning_rate(training: Training, step: int, steps: int, plateaus: int = 0) 
         steps: steps of the whole training.
         plateaus: how often the metric has stopped to gain.
     """
-    peak, rising, done = training.peak_learning_rate, training.rising_share, step / steps
+    peak, rising, done = training.peak_learning_rate, training.warmup_share, step / steps
     if done < rising and training.schedule == "onecycle":
         first = peak / START_DIVISOR
         return first + (peak - first) * (1 - _falling(done / rising))

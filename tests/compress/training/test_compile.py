@@ -17,7 +17,7 @@ from compress.data.splits import DataReference
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
-from compress.training.optim.compile import compile_, need_compiler
+from compress.training.optim.compile import compile_, require_compiler
 from tests.compress.forked import launch
 
 HERE = Path(__file__).parent
@@ -112,11 +112,11 @@ def test_a_missing_compiler_is_told_before_training(tmp_path, monkeypatch):
     with pytest.raises(
         Unavailable, match=r"^compile: whole needs a C\+\+ compiler .* no-such-comp"
     ):
-        need_compiler(compiled, "cpu")
-    need_compiler(Training(epochs=1), "cpu")
+        require_compiler(compiled, "cpu")
+    require_compiler(Training(epochs=1), "cpu")
     with pytest.raises(Unavailable, match=r"^train: compile: whole needs"):
         data = DataReference("nets:uneven", {}, HERE, 16).load()
         where = Context(root=tmp_path / "out", data=data)
         fit(sealed(tmp_path / "source"), compiled, TargetLoss(), where, "train")
     monkeypatch.setenv("CXX", sys.executable)
-    need_compiler(compiled, "cpu")
+    require_compiler(compiled, "cpu")

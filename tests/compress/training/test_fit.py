@@ -12,11 +12,11 @@ from compress.core.stage import Context
 from compress.data.splits import DataReference
 from compress.training.checkpoint.metadata import (
     Epoch,
-    Progress,
-    begin,
+    TrainProgress,
+    checkpoint_name,
     checkpoints,
     commit,
-    name_of,
+    create_partial,
     rotate,
 )
 from compress.training.config.training import Training
@@ -164,12 +164,12 @@ def test_checkpoints_within_an_epoch_change_nothing_and_cost_fewer_steps(tmp_pat
 
 def test_a_checkpoint_stays_while_another_one_needs_it(tmp_path):
     for step, kept_in in ((1, None), (2, 1), (3, 1), (4, 4)):
-        kept = name_of(kept_in) if kept_in else None
-        commit(begin(tmp_path, step), Progress(kept_in=kept))
+        kept = checkpoint_name(kept_in) if kept_in else None
+        commit(create_partial(tmp_path, step), TrainProgress(kept_in=kept))
     rotate(tmp_path, 2)
-    assert [c.name for c in checkpoints(tmp_path)] == [name_of(step) for step in (1, 3, 4)]
+    assert [c.name for c in checkpoints(tmp_path)] == [checkpoint_name(step) for step in (1, 3, 4)]
     rotate(tmp_path, 1)
-    assert [c.name for c in checkpoints(tmp_path)] == [name_of(4)]
+    assert [c.name for c in checkpoints(tmp_path)] == [checkpoint_name(4)]
 
 
 def test_no_more_checkpoints_are_kept_than_asked_for(tmp_path, source):

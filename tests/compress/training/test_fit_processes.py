@@ -16,7 +16,7 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.metrics import Metric
 from compress.core.stage import Context
 from compress.data.splits import DataReference, Splits
-from compress.training.checkpoint.metadata import newest, read_progress
+from compress.training.checkpoint.metadata import newest_intact, read_progress
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.launch.spawn import start_rank
@@ -218,7 +218,7 @@ def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(tmp_path, whole)
     with pytest.raises(StageFailed, match=r"cannot be written .*(File too large|No space)"):
         run(source, where, epochs=5)
     (folder,) = where.work.glob("fit-*")
-    progress = read_progress(newest(folder))
+    progress = read_progress(newest_intact(folder))
     assert progress.trained_epochs in (1, 2)
     assert whole.history[: progress.trained_epochs] == progress.history
 

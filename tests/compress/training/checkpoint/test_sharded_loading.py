@@ -15,7 +15,7 @@ from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.data.splits import DataReference
-from compress.training.checkpoint.sharded_loading import Unfilled
+from compress.training.checkpoint.sharded_loading import DeferredWeights
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
@@ -82,7 +82,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
     manifest.unlink()
     manifest.write_text(json.dumps(content, sort_keys=True, indent=1))
     with pytest.raises(ArtifactInvalid, match=r"weights\.safetensors: missing second\.weight$"):
-        Unfilled.of(EagerModel.from_directory(tmp_path / "source"), "cpu")
+        DeferredWeights.from_model(EagerModel.from_directory(tmp_path / "source"), "cpu")
 
 
 @pytest.mark.gpu

@@ -264,11 +264,11 @@ def test_sequences_of_several_lengths_go_through_one_pipeline(held):
     ("name", "message"),
     [
         ("heads", r"parallel.tensor: 'layers\.0\.attn' has 1 heads"),
-        ("by hand", r"parallel.tensor: cut over 2 processes the model does not answer as the "
-         r"whole one: output 0 differs by .*; write parallel.tensor_plan"),
-        ("row alone", r"parallel.tensor: cut over 2 processes the model does not answer as"),
-        ("skipping", r"parallel.pipeline: cut into parts the model does not answer as the whole "
-         r"one: output 0 differs by .*; name modules in pipeline.split"),
+        ("by hand", r"parallel.tensor: split over 2 processes the model does not compute what "
+         r"the whole one does: output 0 differs by .*; write parallel.tensor_plan"),
+        ("row alone", r"parallel.tensor: split over 2 processes the model does not compute"),
+        ("skipping", r"parallel.pipeline: divided into stages the model does not compute what the "
+         r"whole one does: output 0 differs by .*; name modules in pipeline.split"),
     ],
 )  # fmt: skip
 def test_what_would_train_another_model_is_refused(held, name, message):

@@ -15,14 +15,14 @@ from compress.data.splits import DataReference
 from compress.training.config.profiling import Profile
 from compress.training.config.training import Training
 from compress.training.fit import fit
-from compress.training.loop.loggers import TensorBoard, tracking
+from compress.training.loop.loggers import TensorBoardLogger, log_epochs
 from compress.training.loop.step_metrics import EpochMetrics
 from compress.training.objectives.objective import TargetLoss
 from pipelines.config.pipeline import Pipeline
 from pipelines.planning.plan import build_plan
 
 HERE = Path(__file__).parents[1]
-ABOUT = {"title": "train", "identity": "0123456789", "done": 0, "metric": "accuracy"}
+ABOUT = {"title": "train", "identity": "0123456789", "trained_epochs": 0, "metric": "accuracy"}
 
 
 @pytest.fixture(autouse=True)
@@ -89,17 +89,17 @@ def test_tensorboard_shows_each_epoch_once_though_the_training_was_interrupted(t
 def test_what_was_written_of_epochs_that_are_trained_again_is_void(tmp_path):
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     for done, epochs in ((0, (1, 2, 3)), (1, (2,))):
-        board = TensorBoard(tmp_path / "run", done)
+        logger = TensorBoardLogger(tmp_path / "run", first_step=done + 1)
         for number in epochs:
-            board.write(number, {"loss": 10.0 * done + number})
-        board.close()
+            logger.write(number, {"loss": 10.0 * done + number})
+        logger.close()
     assert scalars(tmp_path) == {"loss": {1: 1.0, 2: 12.0}}
 
 
 def test_an_epoch_told_twice_is_written_once(tmp_path):
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     profile = Profile(tracker="tensorboard", tracking_uri=str(tmp_path / "boards"))
-    with tracking(profile, tmp_path / "unused", **ABOUT) as write:
+    with log_epochs(profile, tmp_path / "unused", **ABOUT) as write:
         for number in (1, 2, 2, 1, 3):
             write(epoch(number))
     assert scalars(tmp_path / "boards")["loss"] == {1: 1.0, 2: 2.0, 3: 3.0}

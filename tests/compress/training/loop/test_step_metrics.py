@@ -16,7 +16,7 @@ from compress.core.stage import Context
 from compress.data.splits import Batch, DataReference
 from compress.pruning.channels_stage import PruneChannels
 from compress.training.checkpoint.metadata import Epoch
-from compress.training.distributed.ddp import SingleProcess
+from compress.training.distributed.base import SingleProcess
 from compress.training.loop.step_metrics import (
     EpochMetrics,
     StepMetrics,
@@ -128,10 +128,10 @@ class Pair(SingleProcess):
     def __init__(self, ranks):
         self.ranks = ranks
 
-    def total(self, values):
+    def sum_over_ranks(self, values):
         return [value + 2 * value * (self.ranks - 1) for value in values]
 
-    def of_all(self, value):
+    def gather_all(self, value):
         return [value, 7.0]
 
 
@@ -144,15 +144,17 @@ def test_speed_and_memory_are_those_of_all_processes(monkeypatch, shares):
 
     clock = iter((10.0, 12.0))
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    watch = StepMetrics(Here, Pair(shares))
+    metrics = StepMetrics(Here, Pair(shares))
     steps = [[batch(torch.zeros(4, 10, dtype=torch.int64))] * 2] * 3
-    assert list(watch.steps(steps)) == steps
-    held = torch.ones(2**24)  # 64 MiB
-    told = watch.measured(Epoch(epoch=1, loss=1.0, metric=0.5, learning_rate=0.1))
-    assert told.samples_per_second == shares * 24 / 2
-    assert told.tokens_per_second == (240 + 480 * (shares - 1)) / 2
-    assert told.peak_mebibytes[0] >= held.nbytes / 2**20 * 0.9 and told.peak_mebibytes[1] == 7
-    assert EpochMetrics.model_validate_json(told.model_dump_json()) == told
+    assert list(metrics.timed(steps)) == steps
+    allocated = torch.ones(2**24)  # 64 MiB
+    epoch = metrics.of_epoch(Epoch(epoch=1, loss=1.0, metric=0.5, learning_rate=0.1))
+    assert epoch.samples_per_second == shares * 24 / 2
+    assert epoch.tokens_per_second == (240 + 480 * (shares - 1)) / 2
+    assert (
+        epoch.peak_mebibytes[0] >= allocated.nbytes / 2**20 * 0.9 and epoch.peak_mebibytes[1] == 7
+    )
+    assert EpochMetrics.model_validate_json(epoch.model_dump_json()) == epoch
 
 
 @pytest.mark.gpu
