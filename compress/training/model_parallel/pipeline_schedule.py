@@ -114,7 +114,7 @@ class PipelineRunner(LocalParts):
             raise StageFailed(
                 "parallel.pipeline: divided into stages the model does not compute what the whole "
                 f"one does: {wrong or 'reported by another process'}; name modules in "
-                "pipeline.split that take one tensor on which all later modules depend, and no other"
+                "pipeline.split that take the one tensor on which all later modules depend"
             )
 
     def global_norm(self, norm: torch.Tensor) -> torch.Tensor:

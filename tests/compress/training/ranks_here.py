@@ -14,7 +14,8 @@ from compress.training.checkpoint.metadata import Epoch
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess, process_group
 from compress.training.distributed.factory import create_strategy
-from compress.training.loop.trainer import Job, train
+from compress.training.loop.job import Job
+from compress.training.loop.trainer import train
 from compress.training.objectives.objective import TargetLoss
 
 HERE = Path(__file__).parent
