@@ -226,7 +226,7 @@ def _epoch_callback(
 def _run(job: Job, on_epoch: Callable[[EpochMetrics], None]) -> None:
     """Train in this process or in several."""
     parallel = job.training.parallel
-    if parallel.alone:
+    if parallel.in_process:
         train(job, SingleProcess(), on_epoch)
     else:
         train_on_ranks(job, on_epoch)

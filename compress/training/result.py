@@ -88,7 +88,7 @@ def read_result(start: EagerModel, job: Job) -> Fit:
     progress = read_progress(last) if last else TrainProgress()
     if progress.kept is None or not is_finished(job.training, progress.history, job.metric):
         raise StageFailed(
-            f"{job.folder} does not hold the end of the training; run again, and it goes on"
+            f"{job.folder} has no checkpoint of the end of the training; run again to resume it"
         )
     weights: Weights = read_safetensors(start.payload_path)
     if progress.kept_in:

@@ -1,4 +1,4 @@
-"""Settings of a training's checkpoints."""
+"""Settings of training checkpoints."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from compress.common.config import Count, Settings
 
 
 class Checkpoints(Settings):
-    """When a training leaves its state on disk, to go on from after an interruption.
+    """When training writes checkpoints, from which it resumes after an interruption.
 
     There is one after every epoch. None of these settings changes the trained weights.
     """
 
     every_steps: Count | None = None
-    """Steps between checkpoints within an epoch; by default none but that at its end."""
+    """Steps between further checkpoints within an epoch; by default there are none."""
     keep: Count = 2
-    """Newest checkpoints that are kept, beside that of the epoch whose weights are kept."""
+    """Number of newest checkpoints to keep, besides that of the best epoch."""
     asynchronous: bool = True
-    """Whether a checkpoint is written while training goes on, from a copy in main memory."""
+    """Whether checkpoints are written while training continues, from a copy in main memory."""

@@ -10,19 +10,19 @@ from compress.common.config import Count, Settings
 
 
 class Pipeline(Settings):
-    """How a model is cut into stages, through which the parts of a batch flow."""
+    """How a model is divided into stages, through which micro-batches flow."""
 
     stages: Annotated[int, Field(ge=2)] = 2
-    """Processes that hold a stage of the model each."""
+    """Number of stages; each is one process for every share of the batch."""
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
     """Order of forward and backward passes: all forward ones first (`gpipe`), alternating, which
     keeps fewer activations (`1f1b`), or alternating with two parts of the model in each process,
     which waits less and sends more (`interleaved_1f1b`)."""
     microbatches: Count = 4
-    """Parts into which each share of a batch is cut."""
+    """Micro-batches into which each share of a batch is divided."""
     split: tuple[str, ...] = ()
-    """Names of the modules with which the parts after the first begin; by default repeated blocks
-    are spread evenly."""
+    """Names of the modules with which the parts after the first start; by default repeated blocks
+    are divided evenly."""
 
     @model_validator(mode="after")
     def _fits_the_schedule(self) -> Self:
@@ -46,5 +46,5 @@ class Pipeline(Settings):
 
     @property
     def parts(self) -> int:
-        """The parts into which the model is cut, over all processes."""
+        """The parts into which the model is divided; two for each stage of `interleaved_1f1b`."""
         return self.stages * (2 if self.schedule == "interleaved_1f1b" else 1)

@@ -97,7 +97,7 @@ def _train_epoch(
     """
     training, strategy = job.training, state.strategy
     epoch, steps, rate = progress.trained_epochs + 1, job.steps_per_epoch, 0.0
-    plateaus = count_plateaus(progress.history, job.metric, training.epochs_per_fall)
+    plateaus = count_plateaus(progress.history, job.metric, training.epochs_per_reduction)
     losses = LossMeter(progress.losses)
     state.wrapped.train()
     remaining_steps = metrics.timed(_micro_batches(job, strategy, epoch, progress.steps))

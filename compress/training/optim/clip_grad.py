@@ -1,4 +1,4 @@
-"""The norm of a gradient that may lie in shards on several meshes."""
+"""Gradient clipping for weights that may be sharded over several meshes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def group_by_mesh(weights: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the weights that lie whole in each process, and those of each mesh, in their order."""
+    """Group weights by the mesh over which they are sharded; unsharded ones form a group."""
     meshes: dict[object, list[torch.Tensor]] = defaultdict(list)
     for weight in weights:
         meshes[weight.device_mesh if isinstance(weight, DTensor) else None].append(weight)
@@ -24,22 +24,22 @@ def group_by_mesh(weights: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 def clip_norm_(
     weights: Iterable[torch.Tensor],
     largest: float,
-    whole_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    global_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Scale all gradients, in place, so that their common norm is not above a limit.
+    """Scale all gradients, in place, so that their global norm is at most a limit.
 
-    ``torch.nn.utils.clip_grad_norm_`` raises where gradients lie on different meshes; here each
-    mesh has its norm, and the norm of these is the whole gradient's.
+    ``torch.nn.utils.clip_grad_norm_`` raises for gradients on different meshes; here the norm is
+    computed for each mesh, and the global norm is the norm of these norms.
 
     Args:
-        weights: the weights whose gradients this process knows of.
+        weights: this process's weights.
         largest: the limit.
-        whole_norm: turns the norm of these into that of all gradients, where others know of more.
+        global_norm: computes the norm over all pipeline stages from that of this one.
     """
     meshes = group_by_mesh(weight for weight in weights if weight.grad is not None)
     norms = [_norm(members) for members in meshes] or [torch.zeros(())]
     norm = torch.linalg.vector_norm(torch.stack(norms))
-    total = whole_norm(norm) if whole_norm else norm
+    total = global_norm(norm) if global_norm else norm
     for members in meshes:
         torch.nn.utils.clip_grads_with_norm_(members, largest, total)
 
