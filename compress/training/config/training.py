@@ -85,7 +85,7 @@ class Training(Settings):
         "rprop",
         "sgd",
     ] = "sgd"
-    """An optimizer of torch.optim; `sgd` has momentum. Its fused variant is used if there is one."""
+    """An optimizer of torch.optim; `sgd` has momentum. The fused variant is used if possible."""
     optimizer_arguments: dict[str, JsonValue] = {}
     """Further arguments of the optimizer, such as `betas` or `eps`."""
     learning_rate: Positive | None = None

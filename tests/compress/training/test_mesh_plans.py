@@ -121,7 +121,7 @@ def test_what_does_not_divide_is_refused():
         require_divisible(heads, plan, 2)
 
 
-def test_blocks_are_spread_evenly_and_weights_follow_their_use():
+def test_blocks_are_divided_evenly_and_weights_follow_their_use():
     model = Chain()
     found = split_into_parts(model, pipeline(), (torch.randn(3, 4),))
     assert found.split_points == ["blocks.2"]
@@ -133,7 +133,7 @@ def test_blocks_are_spread_evenly_and_weights_follow_their_use():
     assert set(found.blocks) == {f"blocks.{i}" for i in range(5)}
 
 
-def test_what_other_parts_hold_takes_no_memory():
+def test_weights_of_other_parts_take_no_memory():
     model = Chain()
     names = set(model.state_dict())
     found = split_into_parts(model, pipeline(), (torch.randn(3, 4),))
@@ -143,7 +143,7 @@ def test_what_other_parts_hold_takes_no_memory():
     assert model.stem.weight.untyped_storage().nbytes() == 4
 
 
-def test_a_split_is_by_name():
+def test_split_points_are_named_modules():
     model = Chain()
     found = split_into_parts(model, pipeline(split=["last"]), (torch.randn(3, 4),))
     assert found.weights["blocks.4.0.weight"] == {0} and found.weights["head.weight"] == {1}
@@ -164,7 +164,7 @@ def test_a_model_that_is_no_chain_of_blocks_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("parallel", "told"),
+    ("parallel", "expected"),
     [
         ({"tensor": 2, "processes": 3}, "3 processes do not divide into groups of 2"),
         ({"tensor": 2}, "1 processes do not divide into groups of 2"),
@@ -184,24 +184,24 @@ def test_a_model_that_is_no_chain_of_blocks_is_refused():
         ({"pipeline": {"split": ["a", "b"]}, "processes": 2}, "has 2 names and 2 parts have 1"),
     ],
 )
-def test_settings_that_do_not_go_together(parallel, told):
+def test_settings_that_do_not_go_together(parallel, expected):
     with pytest.raises(ValidationError) as raised:
         Parallel(**parallel)
-    assert told in message(raised)
+    assert expected in message(raised)
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected"),
     [
         ({"accumulate": 2}, "accumulate does not go with pipeline"),
         ({"precision": "fp16"}, "fp16 does not go with tensor or pipeline; use bf16"),
         ({"batch_size": 6}, "batch_size 6 does not divide into 4 micro-batches for each of 1"),
     ],
 )
-def test_training_that_does_not_go_with_a_pipeline(settings, told):
+def test_training_that_does_not_go_with_a_pipeline(settings, expected):
     with pytest.raises(ValidationError) as raised:
         Training(epochs=1, parallel={"pipeline": {}, "processes": 2}, **settings)
-    assert told in message(raised)
+    assert expected in message(raised)
 
 
 def test_only_the_remaining_factor_shares_the_batch():

@@ -132,7 +132,7 @@ def test_what_would_be_ignored_or_fail_later_is_refused(settings, message):
         Training(epochs=1, **settings)
 
 
-def test_a_layout_tells_what_changes_a_result():
+def test_a_layout_names_what_changes_a_result():
     ways = [
         {},
         {"strategy": "fsdp"},

@@ -8,12 +8,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
-from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
-from compress.data.splits import Batch, DataReference
+from compress.data.splits import Batch
 from compress.pruning.channels_stage import PruneChannels
 from compress.training.checkpoint.metadata import Epoch
 from compress.training.distributed.base import SingleProcess
@@ -24,22 +21,14 @@ from compress.training.loop.step_metrics import (
     tokens_in,
 )
 from compress.training.stage import Train
+from tests.compress.training.builders import import_net, load_data
 
-HERE = Path(__file__).parents[1]
 MEASURING = {"profile": {"trace": 2, "tracker": "tensorboard", "tracking_uri": "elsewhere"}}
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Tiny models on many threads crawl where other programs run."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
 def source(tmp_path):
-    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-    recipe = Recipe(factory="nets:classifier")
-    return import_checkpoint(tmp_path / "source", recipe, signature, checkpoint=None, folder=HERE)
+    return import_net(tmp_path / "source")
 
 
 def context(root, notes=None):
@@ -47,8 +36,7 @@ def context(root, notes=None):
         if notes is not None:
             notes.append(note)
 
-    data = DataReference("nets:blobs", {}, HERE, 128).load()
-    return Context(root=root, data=data, progress=progress)
+    return Context(root=root, data=load_data(batch_size=128), progress=progress)
 
 
 def steps_in(trace: Path) -> int:
@@ -56,7 +44,7 @@ def steps_in(trace: Path) -> int:
     return len({e["name"] for e in events if e["name"].startswith("ProfilerStep#")})
 
 
-def test_what_is_measured_is_part_of_no_key():
+def test_profiling_settings_are_part_of_no_cache_key():
     settings = {"epochs": 3, "batch_size": 32}
     assert Train(**settings, **MEASURING).own_settings() == Train(**settings).own_settings()
     assert (
@@ -98,7 +86,7 @@ def test_every_rank_is_traced_and_measured(tmp_path, source, caplog):
     assert all(len(cost.split()) == 2 and min(map(float, cost.split())) > 0 for cost in costs)
 
 
-def test_too_few_steps_to_trace_are_told(tmp_path, source, caplog):
+def test_too_few_steps_to_trace_give_a_warning(tmp_path, source, caplog):
     Train(epochs=1, batch_size=96, profile={"trace": 2})(source, context(tmp_path / "train"))
     assert "too few steps to record" in caplog.text
     assert not (tmp_path / "profiles").exists()
@@ -114,7 +102,7 @@ def batch(inputs: torch.Tensor) -> Batch:
     return Batch((inputs,), None)
 
 
-def test_tokens_are_counted_where_inputs_are_tables_of_whole_numbers():
+def test_tokens_are_counted_for_integer_inputs_by_batch_and_length():
     assert tokens_in(batch(torch.zeros(3, 5, dtype=torch.int64))) == 15
     assert tokens_in(batch(torch.zeros(3, 5))) == 0
     assert tokens_in(batch(torch.zeros(3, dtype=torch.int64))) == 0

@@ -141,7 +141,7 @@ def test_large_blocks_leave_attention_whole_and_tied_weights_outside():
     assert head not in large_blocks(nn.Sequential(embedding, Block(), head), 50)
 
 
-def test_what_inner_blocks_hold_is_not_counted_again():
+def test_weights_of_inner_blocks_are_not_counted_again():
     module = net(1)
     block = module[1][0]  # 288 + 264 weights
     assert large_blocks(module, 500) == [block]
