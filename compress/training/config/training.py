@@ -9,7 +9,6 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from compress.common.config import Count, Fraction, Positive, Ratio, Settings
 from compress.core.loss import Loss, refuse_settings
-from compress.training.config.checkpoint import Checkpoints
 from compress.training.config.parallel import Parallel
 from compress.training.config.profiling import Profile
 
@@ -43,6 +42,20 @@ EXPENSIVE_OPERATORS = (
     "flash_attention",
     "efficient_attention",
 )
+
+
+class Checkpoints(Settings):
+    """When training writes checkpoints, from which it resumes after an interruption.
+
+    There is one after every epoch. None of these settings changes the trained weights.
+    """
+
+    every_steps: Count | None = None
+    """Steps between further checkpoints within an epoch; by default there are none."""
+    keep: Count = 2
+    """Number of newest checkpoints to keep, besides that of the best epoch."""
+    asynchronous: bool = True
+    """Whether checkpoints are written while training continues, from a copy in main memory."""
 
 
 class Training(Settings):

@@ -15,9 +15,8 @@ from compress.training.checkpoint.state_dict import (
     model_tensors,
     optimizer_tensors,
 )
-from compress.training.optim.clip_grad import clip_norm_
 from compress.training.optim.compile import compile_
-from compress.training.optim.optimizer import build_optimizer
+from compress.training.optim.optimizer import build_optimizer, clip_norm_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -18,8 +18,8 @@ from compress.training.model_parallel.equivalence_check import ReferenceRun
 from compress.training.model_parallel.pipeline_schedule import PipelineRunner
 from compress.training.model_parallel.pipeline_split import split_into_parts
 from compress.training.model_parallel.tensor_parallel import apply_tensor_parallel_
-from compress.training.optim.clip_grad import clip_norm_
 from compress.training.optim.compile import compile_
+from compress.training.optim.optimizer import clip_norm_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from compress.training.config.checkpoint import Checkpoints
+    from compress.training.config.training import Checkpoints
     from compress.training.distributed.base import Strategy
     from compress.training.loop.train_state import TrainState
 

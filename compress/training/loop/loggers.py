@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from compress.common.errors import Unavailable, first_line
@@ -90,11 +89,14 @@ class TensorBoardLogger:
 class MLflowLogger:
     """Metrics and parameters of an MLflow run; a resumed training appends to its earlier run."""
 
-    def __init__(self, location: LoggerLocation, identity: str, name: str, first_step: int) -> None:
+    def __init__(
+        self, uri: str, folder: Path | None, identity: str, name: str, first_step: int
+    ) -> None:
         """Open a run.
 
         Args:
-            location: the tracking server or database.
+            uri: address of the tracking server or database.
+            folder: folder of a database on this machine; None for a server.
             identity: what tells this run from others, stored as a tag.
             name: the run's name.
             first_step: the first step to write; above 1, a run of the same identity is resumed.
@@ -105,15 +107,13 @@ class MLflowLogger:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        self.client: Any = MlflowClient(tracking_uri=location.uri)
+        self.client: Any = MlflowClient(tracking_uri=uri)
         known = self.client.get_experiment_by_name(EXPERIMENT)
         if known:
             experiment = known.experiment_id
         else:
             # A database keeps no artifacts: by default they would go to the working directory.
-            artifacts = (
-                (location.folder / "artifacts").absolute().as_uri() if location.folder else None
-            )
+            artifacts = (folder / "artifacts").absolute().as_uri() if folder else None
             experiment = self.client.create_experiment(EXPERIMENT, artifact_location=artifacts)
         earlier = self.client.search_runs([experiment], f"tags.`{IDENTITY_TAG}` = '{identity}'")
         if first_step > 1 and earlier:
@@ -149,16 +149,6 @@ class MLflowLogger:
         self.client.set_terminated(self.run)
 
 
-@dataclass(frozen=True)
-class LoggerLocation:
-    """Where a logger writes."""
-
-    uri: str
-    """Address of the tracking server, or of a database on this machine."""
-    folder: Path | None
-    """The folder on this machine; None for a server."""
-
-
 def open_logger(
     kind: str, uri: str | None, results: Path, name: str, identity: str, first_step: int
 ) -> ExperimentLogger:
@@ -172,10 +162,16 @@ def open_logger(
         identity: what tells this run from others of that name.
         first_step: the first step that is written; later ones of an earlier run are replaced.
     """
-    location = _locate(kind, uri, results)
-    if kind == "mlflow":
-        return MLflowLogger(location, identity, name, first_step)
-    return TensorBoardLogger((location.folder or results) / name, first_step)
+    is_address = uri is not None and "://" in uri
+    folder = results if is_address else results / (uri or FOLDER)
+    if kind == "tensorboard":
+        return TensorBoardLogger(folder / name, first_step)
+    if uri is not None and is_address:
+        return MLflowLogger(uri, None, identity, name, first_step)
+    folder.mkdir(parents=True, exist_ok=True)
+    # A database, because MLflow 3 no longer writes plain folders.
+    database = f"sqlite:///{folder.absolute() / 'mlflow.db'}"
+    return MLflowLogger(database, folder, identity, name, first_step)
 
 
 def mlflow_name(name: str) -> str:
@@ -250,16 +246,6 @@ def log_epochs(
     finally:
         if logger is not None:
             logger.close()
-
-
-def _locate(kind: str, uri: str | None, results: Path) -> LoggerLocation:
-    if uri is not None and "://" in uri:
-        return LoggerLocation(uri, None)
-    folder = results / (uri or FOLDER)
-    if kind == "mlflow":
-        folder.mkdir(parents=True, exist_ok=True)
-    # A database, because MLflow 3 no longer writes plain folders.
-    return LoggerLocation(f"sqlite:///{folder.absolute() / 'mlflow.db'}", folder)
 
 
 def _warn(profile: Profile, error: Exception) -> None:

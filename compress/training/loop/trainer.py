@@ -30,8 +30,7 @@ from compress.training.loop.checkpoint_manager import CheckpointManager
 from compress.training.loop.cuda_prefetch import on_device
 from compress.training.loop.early_stopping import count_plateaus, is_better, is_finished
 from compress.training.loop.evaluation import evaluate
-from compress.training.loop.loss_meter import LossMeter, is_constant
-from compress.training.loop.step_metrics import recording_metrics
+from compress.training.loop.step_metrics import LossMeter, is_constant, recording_metrics
 from compress.training.loop.train_state import TrainState
 from compress.training.objectives.objective import attach_
 from compress.training.objectives.weight_constraint import step_context_for

@@ -13,7 +13,7 @@ from compress.training.optim.activation_checkpoint import (
     checkpoint_activations_,
     operators_with_prefix,
 )
-from compress.training.optim.clip_grad import clip_norm_
+from compress.training.optim.optimizer import clip_norm_
 from compress.training.optim.transformer_blocks import (
     chosen_blocks,
     large_blocks,
