@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-
-from compress.training.checkpoint.state_dict import (
-    load_model_,
-    load_optimizer_,
-    model_tensors,
-    optimizer_tensors,
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
 )
+
+from compress.training.checkpoint.state_dict import STATE, read_
 from compress.training.optim.compile import compile_
 from compress.training.optim.optimizer import build_optimizer, clip_norm_
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 # Rank 0 may take hours to compute a metric; a dead process is noticed at once by its closed
 # connection, not by this timeout.
 PATIENCE = timedelta(hours=24)
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Strategy:
@@ -91,21 +94,38 @@ class Strategy:
 
     def model_tensors(self, module: nn.Module) -> Tensors:
         """Return weights and buffers, or this process's shards of them."""
-        return model_tensors(module)
+        return cast("Tensors", get_model_state_dict(module))
 
     def load_model_(self, module: nn.Module, tensors: Tensors) -> None:
         """Load weights and buffers into the module, in place."""
-        load_model_(module, tensors)
+        set_model_state_dict(module, dict(tensors))
 
     def optimizer_tensors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-        """Return the optimizer's state by weight, or this process's shards of it."""
-        return optimizer_tensors(module, optimizer)
+        """Return the optimizer's state, or this process's shards, as `state.<weight>.<entry>`."""
+        flat: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=BY_NAME)
+        return {
+            name: value
+            for name, value in flat.items()
+            if name.startswith(STATE) and isinstance(value, torch.Tensor)
+        }
 
     def load_optimizer_(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
     ) -> None:
-        """Load the optimizer's state from a checkpoint, in place."""
-        load_optimizer_(module, optimizer, checkpoint)
+        """Load the optimizer's state from a checkpoint, in place.
+
+        Raises:
+            StageFailed: it cannot be read, or there is none.
+        """
+        state = get_optimizer_state_dict(module, optimizer, options=BY_NAME)
+        tensors = {name: state[name] for name in self.optimizer_tensors(module, optimizer)}
+        missing = read_(checkpoint, {"optimizer": tensors})
+        set_optimizer_state_dict(module, optimizer, {**state, **tensors}, options=BY_NAME)
+        # A weight without a gradient so far has no state, but get_optimizer_state_dict created one.
+        names = {name.removeprefix(STATE).rpartition(".")[0] for name in missing}
+        for name, weight in module.named_parameters():
+            if name in names:
+                optimizer.state.pop(weight, None)
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sum each number over the shares of the batch; all ranks get the sums."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from compress.training.config.pipeline import Pipeline
+    from compress.training.config.parallel import PipelineParallel
 
 NO_BLOCKS = (
     "parallel.pipeline: the model has no repeated blocks; name the modules with which the parts "
@@ -47,7 +47,7 @@ class Partition:
 
 
 def split_into_parts(
-    module: nn.Module, pipeline: Pipeline, inputs: Sequence[torch.Tensor]
+    module: nn.Module, pipeline: PipelineParallel, inputs: Sequence[torch.Tensor]
 ) -> Partition:
     """Divide a module as the settings say: at `split`, or evenly between repeated blocks.
 
