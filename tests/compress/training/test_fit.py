@@ -46,7 +46,10 @@ def same(a, b):
 def run_with_notes(source, where):
     """Train, and return the result and what was reported: epochs done, all epochs, note."""
     notes = []
-    progress = lambda *args: notes.append(args[1:])  # noqa: E731
+
+    def progress(task, *reported):
+        notes.append(reported)
+
     return run(source, replace(where, progress=progress)), notes
 
 
