@@ -61,24 +61,6 @@ def group_is_gone(process):
     return False
 
 
-def test_two_processes_reach_the_weights_of_one(tmp_path):
-    source = import_net(tmp_path / "source", "nets:plain")
-    settings = {"epochs": 2, "batch_size": 16, "keep": "last"}
-    results = [
-        fit(
-            source,
-            Training(**settings, parallel={"processes": processes}),
-            TargetLoss(0.1),
-            context(tmp_path / str(processes)),
-            "train",
-        )
-        for processes in (1, 2)
-    ]
-    one, two = (result.module.state_dict() for result in results)
-    assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
-    assert results[0].history[-1].loss == pytest.approx(results[1].history[-1].loss, abs=1e-5)
-
-
 def test_two_processes_train_one_model_and_leave_the_parent_as_it_was(tmp_path, capfd):
     notes = []
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
