@@ -49,13 +49,13 @@ def load_rank(rank: int, model: str, group: str, whole: bool, out) -> None:
     del transformer_once
     with process_group("cpu"):
         strategy = FSDPStrategy(parallel)
-        strategy.wait()
+        strategy.barrier()
         reset_peak()
         before = memory_kib("VmRSS")
         module = artifact.load() if whole else strategy.load(artifact, "cpu")
         strategy.wrap(module, Training(epochs=1, parallel=parallel), lambda: None)
         out.put(("whole" if whole else "parts", (memory_kib("VmHWM") - before) / 1024))
-        strategy.wait()
+        strategy.barrier()
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""What the trainer gives and costs, measured here: `python benchmarks/training.py [PART ...]`.
+"""Benchmarks of the trainer on this machine: `python benchmarks/training.py [PART ...]`.
 
 Parts: speed, memory, communication, agreement; all by default. Each prints a table. Speeds are
 ratios of times measured in turn within one run; each process has one thread.

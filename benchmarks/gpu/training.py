@@ -19,8 +19,8 @@ from torch import nn
 
 from compress.data.splits import Batch
 from compress.training.config.training import Training
-from compress.training.distributed.base import process_group, strategy_of
-from compress.training.distributed.ddp import SingleProcess
+from compress.training.distributed.base import SingleProcess, process_group
+from compress.training.distributed.factory import create_strategy
 from compress.training.loop.cuda_prefetch import on_device
 from compress.training.loop.train_state import TrainState
 from compress.training.objectives.objective import TargetLoss
@@ -140,11 +140,11 @@ def flops_per_token(size: Size, weights: int) -> float:
 def measure(size: Size, settings: dict) -> tuple[float, float]:
     """Return the median seconds of a step and the peak of memory in GiB."""
     training = Training(epochs=1, batch_size=size.batch, optimizer="adamw", **settings)
-    strategy = strategy_of(training.parallel) if "parallel" in settings else SingleProcess()
+    strategy = create_strategy(training.parallel) if "parallel" in settings else SingleProcess()
     module = Language(size).to(size.device)
     loss = TargetLoss().prepare(size.device)
-    learner = TrainState.create(module, loss, training, strategy, size.device, lambda: batch)
-    learner.wrapped.train()
+    state = TrainState.create(module, loss, training, strategy, size.device, lambda: batch)
+    state.wrapped.train()
     tokens = torch.randint(size.words, (size.batch, size.length + 1), device=size.device)
     batch = Batch((tokens[:, :-1],), tokens[:, 1:])
     if size.device != "cpu":
@@ -152,7 +152,7 @@ def measure(size: Size, settings: dict) -> tuple[float, float]:
         torch.cuda.reset_peak_memory_stats(size.device)
     warm_up = 3
     times = [
-        timed(lambda: learner.step([batch], 1e-4, 0), size.device)
+        timed(lambda: state.train_step([batch], 1e-4, 0), size.device)
         for _ in range(warm_up + size.steps)
     ]
     peak = 0.0 if size.device == "cpu" else torch.cuda.max_memory_allocated(size.device) / 2**30

@@ -20,7 +20,7 @@ WIDTH, DEPTH, LENGTH, BATCH, STEPS = 32, 4, 8, 16, 20
 FSDP = {"strategy": "fsdp", "wrap": ["Block"]}
 SETTINGS = {
     "accumulation of 4 parts": {"accumulate": 4},
-    "activations computed again": {"activation_checkpointing": "full"},
+    "activation checkpointing": {"activation_checkpointing": "full"},
     "ddp, 2 processes": {"parallel": {"processes": 2}},
     "ddp, 4 processes": {"parallel": {"processes": 4}},
     "fsdp full_shard, 2": {"parallel": {"processes": 2, **FSDP}},

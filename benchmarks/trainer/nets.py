@@ -1,4 +1,4 @@
-"""Transformers of several sizes, and what trains them."""
+"""Transformers of several sizes, and the state that trains them."""
 
 import torch
 import torch.nn.functional as F
@@ -6,8 +6,8 @@ from torch import nn
 
 from compress.data.splits import Batch
 from compress.training.config.training import Training
-from compress.training.distributed.base import strategy_of
-from compress.training.distributed.ddp import SingleProcess
+from compress.training.distributed.base import SingleProcess
+from compress.training.distributed.factory import create_strategy
 from compress.training.loop.train_state import TrainState
 from compress.training.objectives.objective import TargetLoss
 
@@ -49,11 +49,13 @@ def batch(samples: int, length: int, width: int) -> Batch:
     return Batch((torch.randn(samples, length, width),), torch.randint(10, (samples,)))
 
 
-def learner(module: nn.Module, **settings) -> TrainState:
-    """Return what trains a module, in the process group where there is one."""
+def train_state(module: nn.Module, **settings) -> TrainState:
+    """Create the state that trains a module; several processes need a process group."""
     training = Training(epochs=1, learning_rate=1e-3, **settings)
-    strategy = SingleProcess() if training.parallel.ranks == 1 else strategy_of(training.parallel)
+    strategy = (
+        SingleProcess() if training.parallel.ranks == 1 else create_strategy(training.parallel)
+    )
     loss = TargetLoss().prepare("cpu")
-    made = TrainState.create(module, loss, training, strategy, "cpu", lambda: batch(1, 1, 1))
-    made.wrapped.train()
-    return made
+    state = TrainState.create(module, loss, training, strategy, "cpu", lambda: batch(1, 1, 1))
+    state.wrapped.train()
+    return state

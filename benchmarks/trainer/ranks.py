@@ -1,4 +1,4 @@
-"""Functions run by fresh processes of one process group."""
+"""Runs a function in several new processes of one process group."""
 
 import os
 import socket
@@ -12,22 +12,22 @@ from compress.training.distributed.base import process_group
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return what a function of a module returned on every rank."""
+    """Run a function on every rank and return the results in the order of ranks."""
     context = mp.get_context("spawn")
-    answers = context.SimpleQueue()
+    queue = context.SimpleQueue()
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     group = mp.spawn(
-        _rank, args=(ranks, port, answers, function, arguments), nprocs=ranks, join=False
+        _rank, args=(ranks, port, queue, function, arguments), nprocs=ranks, join=False
     )
-    got = dict(answers.get() for _ in range(ranks))
+    results = dict(queue.get() for _ in range(ranks))
     while not group.join():
         pass
-    return [got[rank] for rank in range(ranks)]
+    return [results[rank] for rank in range(ranks)]
 
 
-def _rank(rank: int, ranks: int, port: int, answers: Any, function: Any, arguments: Any) -> None:
+def _rank(rank: int, ranks: int, port: int, queue: Any, function: Any, arguments: Any) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -38,4 +38,4 @@ def _rank(rank: int, ranks: int, port: int, answers: Any, function: Any, argumen
     }
     torch.set_num_threads(1)
     with process_group("cpu"):
-        answers.put((rank, function(*arguments)))
+        queue.put((rank, function(*arguments)))

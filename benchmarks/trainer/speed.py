@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.nets import Transformer, batch, learner
+from trainer.nets import Transformer, batch, train_state
 from trainer.ranks import on_ranks
 
 WIDTH, DEPTH, LENGTH, BATCH, STEPS, ROUNDS = 256, 4, 32, 32, 4, 15
@@ -18,7 +18,7 @@ TWO = {"processes": 2, "static_graph": True}
 
 
 def main() -> None:
-    times, kept = on_ranks(2, measure)[0]
+    times, activations = on_ranks(2, measure)[0]
 
     def ratio(over: str, under: str) -> str:
         each = [a / b for a, b in zip(times[over], times[under], strict=True)]
@@ -33,25 +33,28 @@ def main() -> None:
             print(f"{label:41s} {ratio(name, 'ours')}")
         else:
             print(f"{name}: not installed, not compared")
-    print(f"time, all activations computed again      {ratio('checkpointed', 'one process')}")
-    print(f"activations kept                          {kept[1] / kept[0]:5.2f}  ", end="")
-    print(f"({kept[0]:.1f} to {kept[1]:.1f} MiB)")
+    print(f"time, all activations recomputed           {ratio('checkpointed', 'one process')}")
+    print(
+        f"activations saved                         {activations[1] / activations[0]:5.2f}  ",
+        end="",
+    )
+    print(f"({activations[0]:.1f} to {activations[1]:.1f} MiB)")
 
 
 def measure() -> tuple[dict[str, list[float]], tuple[float, float]]:
     half, whole = batch(BATCH // 2, LENGTH, WIDTH), batch(BATCH, LENGTH, WIDTH)
-    ours = learner(net(), batch_size=BATCH, parallel=TWO)
-    together = {"ours": lambda: ours.step([half], 1e-3, 0), "bare": bare(half)}
+    ours = train_state(net(), batch_size=BATCH, parallel=TWO)
+    together = {"ours": lambda: ours.train_step([half], 1e-3, 0), "bare": bare(half)}
     for name, build in (("lightning-fabric", fabric), ("accelerate", accelerate)):
         try:
             together[name] = build(half)
         except ImportError:
             continue
-    alone = learner(net(), batch_size=BATCH)
-    again = learner(net(), batch_size=BATCH, activation_checkpointing="full")
+    alone = train_state(net(), batch_size=BATCH)
+    again = train_state(net(), batch_size=BATCH, activation_checkpointing="full")
     single = {
-        "one process": lambda: alone.step([whole], 1e-3, 0),
-        "checkpointed": lambda: again.step([whole], 1e-3, 0),
+        "one process": lambda: alone.train_step([whole], 1e-3, 0),
+        "checkpointed": lambda: again.train_step([whole], 1e-3, 0),
     }
     times = {name: [] for name in (*together, *single)}
     for turn in range(ROUNDS + 1):
@@ -62,7 +65,10 @@ def measure() -> tuple[dict[str, list[float]], tuple[float, float]]:
                 if turn:  # the first round warms up
                     times[name].append(taken)
     dist.barrier()
-    return times, (kept_mebibytes(alone.module, whole), kept_mebibytes(again.module, whole))
+    return times, (
+        activation_mebibytes(alone.module, whole),
+        activation_mebibytes(again.module, whole),
+    )
 
 
 def net() -> Transformer:
@@ -71,17 +77,17 @@ def net() -> Transformer:
 
 
 def sgd(module) -> torch.optim.Optimizer:
-    """Return the optimizer that our default is."""
+    """Create the optimizer that is our default."""
     return torch.optim.SGD(module.parameters(), 1e-3, momentum=0.9, nesterov=True, fused=True)
 
 
 def bare(data):
     module = DistributedDataParallel(net(), static_graph=True)
-    return step_of(module, sgd(module), data, torch.Tensor.backward)
+    return plain_step(module, sgd(module), data, torch.Tensor.backward)
 
 
-def step_of(module, optimizer, data, backward):
-    """Return what takes a step in a loop as everybody writes it, and looks at the loss."""
+def plain_step(module, optimizer, data, backward):
+    """Return a function that takes one step of a plain training loop and reads the loss."""
 
     def step() -> None:
         optimizer.zero_grad()
@@ -109,7 +115,7 @@ def fabric(data):
         runner.launch()
         own = net()
         module, optimizer = runner.setup(own, sgd(own))
-    return step_of(module, optimizer, data, runner.backward)
+    return plain_step(module, optimizer, data, runner.backward)
 
 
 def accelerate(data):
@@ -127,7 +133,7 @@ def accelerate(data):
         raise RuntimeError(
             f"accelerate runs {runner.num_processes} processes: not what is compared"
         )
-    return step_of(module, optimizer, data, runner.backward)
+    return plain_step(module, optimizer, data, runner.backward)
 
 
 def seconds(step) -> float:
@@ -137,18 +143,18 @@ def seconds(step) -> float:
     return time.perf_counter() - start
 
 
-def kept_mebibytes(module: torch.nn.Module, data) -> float:
-    """Return the size of the activations kept for the backward pass."""
+def activation_mebibytes(module: torch.nn.Module, data) -> float:
+    """Measure the MiB of the activations saved for the backward pass."""
     weights = {p.data_ptr() for p in module.parameters()}
-    kept = {}
+    saved = {}
 
     def pack(tensor):
         if tensor.data_ptr() not in weights:
-            kept[tensor.data_ptr()] = tensor
+            saved[tensor.data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = module(*data.inputs).sum()
-    size = sum(t.numel() * t.element_size() for t in kept.values()) / 2**20
+    size = sum(t.numel() * t.element_size() for t in saved.values()) / 2**20
     loss.backward()
     return size

@@ -16,7 +16,7 @@ from compress.distillation.feature_hooks import Pairs, Recorder, channel_axis, p
 from compress.distillation.feature_losses import FeatureTerm
 from compress.distillation.loss_terms import AnyTerm  # noqa: TC001 - a dataclass field
 from compress.distillation.output_losses import OutputPair
-from compress.training.objectives.objective import BESIDE, TargetLoss
+from compress.training.objectives.objective import AUXILIARY_PREFIX, TargetLoss
 from compress.training.objectives.teacher_objective import cosine_distance, need_equal_shapes
 
 if TYPE_CHECKING:
@@ -57,7 +57,10 @@ class Lessons:
     def slots(self) -> list[list[Slot]]:
         """Return what each term compares, before projections are known."""
         return [
-            [Slot(f"{BESIDE}{i}_{j}", own, taught) for j, (own, taught) in enumerate(pairs)]
+            [
+                Slot(f"{AUXILIARY_PREFIX}{i}_{j}", own, taught)
+                for j, (own, taught) in enumerate(pairs)
+            ]
             for i, pairs in enumerate(self.pairs)
         ]
 

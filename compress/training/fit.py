@@ -1,4 +1,4 @@
-"""fit: trained weights for a model, wherever and however often the training was interrupted."""
+"""`fit`: train a model with given settings, and resume where an interrupted run stopped."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from compress.common.errors import CompressError, StageFailed, Unavailable
 from compress.common.process import threads_to_use
 from compress.training.checkpoint.metadata import (
     FOLDER,
-    Progress,
-    need_whole,
-    newest,
+    TrainProgress,
+    newest_intact,
     read_progress,
+    require_intact,
 )
-from compress.training.distributed.ddp import SingleProcess
+from compress.training.distributed.base import SingleProcess
 from compress.training.launch.launcher import train_on_ranks
 from compress.training.launch.worker_errors import one_line
-from compress.training.loop.early_stopping import is_over
-from compress.training.loop.loggers import figures_of, refuse_missing, tracking
-from compress.training.loop.trainer import Job, train
-from compress.training.optim.compile import need_compiler
-from compress.training.result import Fit, outcome
+from compress.training.loop.early_stopping import is_finished
+from compress.training.loop.job import Job
+from compress.training.loop.loggers import epoch_values, log_epochs, require_tracker
+from compress.training.loop.trainer import train
+from compress.training.optim.compile import require_compiler
+from compress.training.result import Fit, read_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from compress.training.objectives.objective import Objective
     from compress.training.objectives.weight_constraint import Constraint
 
-AGAINST_DP = (
+DP_WARNING = (
     "DataParallel's threads share one interpreter and copy the model in each step; "
     "strategy: ddp with processes: n is faster, and gives the same weights"
 )
@@ -57,40 +57,39 @@ def fit(
     accept_start: bool = False,
     constraint: Constraint | None = None,
 ) -> Fit:
-    """Train a model's weights; a training that was interrupted goes on where it was.
+    """Train a model's weights; an interrupted training resumes from its last checkpoint.
 
-    The state after each epoch lies under ``context.work``, which the caller clears in the end.
+    Checkpoints lie under ``context.work``, which the caller removes when the stage is done.
 
     Args:
         start: the model; it is not changed.
         training: the hyper-parameters.
         objective: the loss.
         context: data, metric, device and seed.
-        task: what the progress is shown as.
-        accept_start: keep the model as it came in unless an epoch is better by the metric.
-        constraint: what the weights must satisfy in every step.
+        task: name under which progress and messages appear.
+        accept_start: return the input model's weights if no epoch is better by the metric.
+        constraint: what the weights must satisfy after every step.
 
     Raises:
-        StageFailed: a process failed or the loss is not finite; the message tells the root cause.
+        StageFailed: a process failed or the loss is not finite; the message names the root cause.
     """
     training = training.hyper_parameters()
     data = context.need_data(task)
     _check(training, data, context.device, task)
-    refuse_missing(training.profile)
+    require_tracker(training.profile)
+    results = (context.results or context.root.parent).absolute()
     with _one_line_errors(task):
-        need_compiler(training, context.device)
-        job = _job(start, training, objective, context, data, accept_start, constraint)
-        job = replace(job, profiles=_results(context) / "profiles" / task)
-        job, earlier = _resumed(job, task)
+        require_compiler(training, context.device)
+        job = _create_job(start, training, objective, context, data, accept_start, constraint)
+        job, earlier = _find_checkpoint(replace(job, profiles=results / "profiles" / task), task)
         done = earlier.trained_epochs
-        context.progress(task, done, training.epochs, _place(earlier))
-        if not is_over(training, earlier.history, job.metric):
-            name = context.metric.name
-            with tracking(
-                training.profile, _results(context), task, _digest(job), done, name
-            ) as track:
-                _run(job, _epoch_logger(job, context, task, track))
-        result = outcome(start, job)
+        context.progress(task, done, training.epochs, _resumed_after(earlier))
+        if not is_finished(training, earlier.history, job.metric):
+            identity, metric = job.folder.name.removeprefix("fit-"), context.metric.name
+            profile = training.profile
+            with log_epochs(profile, results, task, identity, done, metric) as log_epoch:
+                _run(job, _epoch_callback(job, context, task, log_epoch))
+        result = read_result(start, job)
     log.info("%s: %d epochs, kept epoch %d", task, len(result.history), result.kept.epoch)
     if result.warning:
         log.warning("%s: %s", task, result.warning)
@@ -98,7 +97,12 @@ def fit(
 
 
 def _check(training: Training, data: Splits, device: str, task: str) -> None:
-    """Refuse what cannot be trained, before any process is started."""
+    """Refuse what cannot be trained, before any process is started.
+
+    Raises:
+        StageFailed: the data or the device does not fit the settings.
+        Unavailable: a package is missing.
+    """
     for requirement in training.parallel.requirements:
         if requirement.missing():
             raise Unavailable(f"{task}: needs {requirement.what}; {requirement.install}")
@@ -125,13 +129,13 @@ def _check(training: Training, data: Splits, device: str, task: str) -> None:
     if training.profile.memory and not device.startswith("cuda"):
         raise StageFailed(
             f"{task}: profile.memory records a CUDA device's memory and this is {device}; leave it "
-            "out (the peak of each process is told without it)"
+            "out (the peak of each process is logged without it)"
         )
     if training.parallel.strategy == "dp":
-        log.warning("%s: strategy dp runs as one process: %s", task, AGAINST_DP)
+        log.warning("%s: strategy dp runs as one process: %s", task, DP_WARNING)
 
 
-def _job(
+def _create_job(
     start: EagerModel,
     training: Training,
     objective: Objective,
@@ -140,10 +144,10 @@ def _job(
     accept_start: bool,
     constraint: Constraint | None,
 ) -> Job:
-    """Return the training as one value, its folder named after all that decides its result."""
+    """Describe the training; its folder is named by the hash of all that decides its result."""
     reference = context.artifact("source") if context.metric.name == "fidelity" else None
     identity = {
-        # However it is spread, it is the same training, and goes on as such.
+        # Without `parallel`: a training resumes with another strategy or number of processes.
         "training": training.model_dump(mode="json", exclude={"parallel"}),
         "objective": repr(objective),
         "loss": context.loss.identity(),
@@ -174,14 +178,14 @@ def _job(
     )
 
 
-def _resumed(job: Job, task: str) -> tuple[Job, Progress]:
-    """Return the job and how far an earlier, interrupted run of it came."""
-    found = newest(job.folder)
-    if found is None:
-        return job, Progress()
-    earlier, layout = read_progress(found), job.training.parallel.layout
+def _find_checkpoint(job: Job, task: str) -> tuple[Job, TrainProgress]:
+    """Return the job with its newest intact checkpoint, and the progress recorded in it."""
+    checkpoint = newest_intact(job.folder)
+    if checkpoint is None:
+        return job, TrainProgress()
+    earlier, layout = read_progress(checkpoint), job.training.parallel.layout
     if earlier.kept_in:
-        need_whole(job.folder / FOLDER / earlier.kept_in)
+        require_intact(job.folder / FOLDER / earlier.kept_in)
     log.info("%s: resumed after epoch %d and %d steps", task, earlier.trained_epochs, earlier.steps)
     if earlier.layouts[-1] != layout:
         log.warning(
@@ -191,56 +195,46 @@ def _resumed(job: Job, task: str) -> tuple[Job, Progress]:
             layout,
             earlier.layouts[-1],
         )
-    return replace(job, trusted=found.name), earlier
+    return replace(job, trusted=checkpoint.name), earlier
 
 
-def _place(earlier: Progress) -> str:
-    """Return where a training goes on, in words."""
+def _resumed_after(earlier: TrainProgress) -> str:
+    """Describe the checkpoint that training resumes from; empty for a new training."""
     after = [f"epoch {earlier.trained_epochs}"] if earlier.trained_epochs else []
     after += [f"{earlier.steps} steps"] if earlier.steps else []
     return f"resumed after {' and '.join(after)}" if after else ""
 
 
-def _results(context: Context) -> Path:
-    """Return the absolute folder of what a run tells beside its artifacts."""
-    return (context.results or context.root.parent).absolute()
-
-
-def _digest(job: Job) -> str:
-    """Return what tells a training from all others."""
-    return job.folder.name.removeprefix("fit-")
-
-
-def _epoch_logger(
-    job: Job, context: Context, task: str, track: Callable[[EpochMetrics], None]
+def _epoch_callback(
+    job: Job, context: Context, task: str, log_epoch: Callable[[EpochMetrics], None]
 ) -> Callable[[EpochMetrics], None]:
-    """Return what passes epochs on as progress, and to the log and the tracker."""
+    """Return a function that reports an epoch to the log, the tracker and the progress bar."""
     total = job.training.epochs
 
-    def tell(epoch: EpochMetrics) -> None:
+    def on_epoch(epoch: EpochMetrics) -> None:
         value = "" if epoch.metric is None else f" val {job.metric.name} {epoch.metric:.4g}"
         note = f"epoch {epoch.epoch}/{total} loss {epoch.loss:.3g}{value}"
-        figures = figures_of(epoch, job.metric.name)
-        told = {"event": "epoch", "task": task, "epoch": epoch.epoch, "figures": figures}
-        log.info("%s: %s, %s", task, note, epoch.cost(), extra={"told": told})
-        track(epoch)
-        context.progress(task, epoch.epoch, total, f"{note} ({epoch.speed()})")
+        figures = epoch_values(epoch, job.metric.name)
+        fields = {"event": "epoch", "task": task, "epoch": epoch.epoch, "figures": figures}
+        log.info("%s: %s, %s", task, note, epoch.format_cost(), extra={"log_fields": fields})
+        log_epoch(epoch)
+        context.progress(task, epoch.epoch, total, f"{note} ({epoch.format_throughput()})")
 
-    return tell
+    return on_epoch
 
 
-def _run(job: Job, tell: Callable[[EpochMetrics], None]) -> None:
+def _run(job: Job, on_epoch: Callable[[EpochMetrics], None]) -> None:
     """Train in this process or in several."""
     parallel = job.training.parallel
-    if parallel.alone:
-        train(job, SingleProcess(), tell)
+    if parallel.in_process:
+        train(job, SingleProcess(), on_epoch)
     else:
-        train_on_ranks(job, tell)
+        train_on_ranks(job, on_epoch)
 
 
 @contextmanager
 def _one_line_errors(task: str) -> Iterator[None]:
-    """Turn whatever is raised into one error that names the task and the root cause."""
+    """Convert any exception into one of ours whose message is one line: task and root cause."""
     try:
         yield
     except CompressError as error:

@@ -1,4 +1,4 @@
-"""Fit: what a training came to, read from its checkpoints."""
+"""`Fit`: the result of a training, read from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from compress.common.errors import StageFailed
 from compress.training.checkpoint.metadata import (
     FOLDER,
     Epoch,
-    Progress,
-    need_whole,
-    newest,
+    TrainProgress,
+    newest_intact,
     read_progress,
+    require_intact,
 )
-from compress.training.loop.early_stopping import is_over
-from compress.training.objectives.objective import BESIDE
+from compress.training.loop.early_stopping import is_finished
+from compress.training.objectives.objective import AUXILIARY_PREFIX
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -26,32 +26,32 @@ if TYPE_CHECKING:
 
     from compress.artifacts.eager_model import EagerModel
     from compress.checkpoint.state_dict import Weights
-    from compress.training.loop.trainer import Job
+    from compress.training.loop.job import Job
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What a training came to."""
+    """Result of a training."""
 
     start: EagerModel
-    """The model as it came in."""
+    """The input model."""
     weights: Weights
-    """The kept weights and buffers, still on disk."""
+    """The best, or last, weights and buffers; read from disk when they are used."""
     history: tuple[Epoch, ...]
     kept: Epoch
-    """The epoch whose weights were kept; 0 is the model as it came in."""
+    """The epoch of these weights; 0 is the input model."""
     layouts: tuple[str, ...]
-    """How the training was spread over processes, and how differently after interruptions."""
+    """Layout of the processes, and each other one after a resumption."""
 
     @property
     def module(self) -> nn.Module:
-        """The kept weights in a fresh module, in eval mode, on the CPU."""
+        """A new module with these weights, in eval mode, on the CPU."""
         module = self.start.load()
         load_state_(module, self.weights, "the training")
         return module
 
     def facts(self) -> dict[str, JsonValue]:
-        """Return what an artifact says of its training; the same for equal trainings."""
+        """Return what the manifest records of the training; equal trainings give equal facts."""
         facts: dict[str, JsonValue] = {
             "history": [epoch.model_dump() for epoch in self.history],
             "kept_epoch": self.kept.epoch,
@@ -65,11 +65,12 @@ class Fit:
 
     @property
     def warning(self) -> str:
-        """What is wrong with a loss that did not vary; empty where it did."""
-        found = [epoch for epoch in self.history if epoch.constant_loss]
-        if not found:
+        """Warning about epochs in which the loss never varied; empty if there are none."""
+        constant = [epoch for epoch in self.history if epoch.constant_loss]
+        if not constant:
             return ""
-        numbers, value = ", ".join(str(epoch.epoch) for epoch in found), abs(found[0].loss or 0.0)
+        numbers = ", ".join(str(epoch.epoch) for epoch in constant)
+        value = abs(constant[0].loss or 0.0)
         return (
             f"the training loss was {value:g} in every step of epoch {numbers}: "
             "it does not depend on the model's outputs, so that nothing was learnt; see whether "
@@ -77,22 +78,22 @@ class Fit:
         )
 
 
-def outcome(start: EagerModel, job: Job) -> Fit:
-    """Return what the training's last checkpoint says, with the weights of the kept one.
+def read_result(start: EagerModel, job: Job) -> Fit:
+    """Read a finished training's last checkpoint, and the weights of its best one.
 
     Raises:
-        StageFailed: there is none, or it is damaged.
+        StageFailed: the training is not finished, or the checkpoint is damaged.
     """
-    last = newest(job.folder)
-    progress = read_progress(last) if last else Progress()
-    if progress.kept is None or not is_over(job.training, progress.history, job.metric):
+    last = newest_intact(job.folder)
+    progress = read_progress(last) if last else TrainProgress()
+    if progress.kept is None or not is_finished(job.training, progress.history, job.metric):
         raise StageFailed(
-            f"{job.folder} does not hold the end of the training; run again, and it goes on"
+            f"{job.folder} has no checkpoint of the end of the training; run again to resume it"
         )
     weights: Weights = read_safetensors(start.payload_path)
     if progress.kept_in:
-        kept = job.folder / FOLDER / progress.kept_in
-        need_whole(kept)
-        trained = read_state_dict(kept)
-        weights = {name: w for name, w in trained.items() if not name.startswith(BESIDE)}
+        checkpoint = job.folder / FOLDER / progress.kept_in
+        require_intact(checkpoint)
+        trained = read_state_dict(checkpoint)
+        weights = {name: w for name, w in trained.items() if not name.startswith(AUXILIARY_PREFIX)}
     return Fit(start, weights, progress.history, progress.kept, progress.layouts)

@@ -37,6 +37,6 @@ class Tracker(Settings):
     @property
     def requirements(self) -> tuple[Requirement, ...]:
         """What must be installed."""
-        from compress.training.loop.loggers import REQUIREMENTS
+        from compress.training.config.profiling import TRACKER_REQUIREMENTS
 
-        return (REQUIREMENTS[self.kind],)
+        return (TRACKER_REQUIREMENTS[self.kind],)

@@ -192,9 +192,9 @@ def run_task(
 
 def log_here(record: logging.LogRecord, stage: str) -> None:
     """Log what another process has logged while it made a stage."""
-    record.told = {
+    record.log_fields = {
         "stage": stage,
-        **vars(record).get("told", {}),
+        **vars(record).get("log_fields", {}),
     }  # as pipelines.system.jsonl_log has it
     logger = logging.getLogger(record.name)
     if logger.isEnabledFor(record.levelno):

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 def log_event(event: str, message: str, **fields: Any) -> None:
     """Log an event with its fields; who listens is :func:`heard_by`'s matter."""
-    log.info("%s", message, extra={"told": {"event": event, **fields}})
+    log.info("%s", message, extra={"log_fields": {"event": event, **fields}})
 
 
 @contextmanager
@@ -85,7 +85,7 @@ class LogFile(RotatingFileHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as JSON."""
-        told: dict[str, Any] = dict(getattr(record, "told", {}))
+        told: dict[str, Any] = dict(getattr(record, "log_fields", {}))
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         content = {
             "time": when.replace("+00:00", "Z"),

@@ -1,8 +1,9 @@
-"""How far a training is, and its checkpoints on disk, of which only whole ones are taken up.
+"""Training progress, and checkpoint directories that are complete or not read at all.
 
 A checkpoint is a directory `step-…` with the tensors as torch.distributed.checkpoint writes them,
-each process its own part, `progress.json`, and `files.json` with every file's SHA-256, which holds
-one of its own too. It is made under another name and renamed when it is whole.
+each process its own part, `progress.json`, and `files.json` with the SHA-256 of every file and of
+itself. It is written under a temporary name and renamed when it is complete, so that a crash
+leaves either a valid checkpoint or none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import ValidationError
 
@@ -18,11 +19,8 @@ from compress.checkpoint.sealed_json import sealed, unsealed
 from compress.common.atomic_files import sha256_of, sync, write_atomically
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, StageFailed
-from compress.training.loop.loss_meter import Losses
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import torch
 
 log = logging.getLogger(__name__)
@@ -33,16 +31,19 @@ FILES = "files.json"
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
 
-NO_LOSSES: Losses = ("0", 0, ())
+LossSum: TypeAlias = tuple[str, int, tuple[float, ...]]
+"""Exact sum of losses as a fraction; their count; up to two distinct values among them."""
 
-Tensors = dict[str, "torch.Tensor"]
+NO_LOSSES: LossSum = ("0", 0, ())
+
+Tensors: TypeAlias = "dict[str, torch.Tensor]"
 
 
 class Epoch(Settings):
-    """What one epoch came to."""
+    """Results of one epoch."""
 
     epoch: int
-    """Counted from 1; 0 is the model as it came in."""
+    """Counted from 1; 0 is the input model."""
     loss: float | None
     """Mean of the objective over the epoch's steps; None for epoch 0."""
     constant_loss: bool = False
@@ -52,28 +53,28 @@ class Epoch(Settings):
     learning_rate: float | None
     """Learning rate of the epoch's last step; None for epoch 0."""
     sent_bytes: int | None = None
-    """Gradients that each process sends in a step; None where there is one process."""
+    """Bytes of gradients that each process sends in a step; None for a single process."""
     sent_between_bytes: int | None = None
-    """Those of them that go to another group of `hierarchical`; None where there are no groups."""
+    """Bytes of them that leave the process's group of `hierarchical`; None without groups."""
 
 
-class Progress(Settings):
-    """How far a training is; all processes have the same."""
+class TrainProgress(Settings):
+    """How far a training is; the same in all processes."""
 
     history: tuple[Epoch, ...] = ()
-    """The finished epochs, epoch 0 among them where the model as it came in competes."""
+    """The finished epochs, with epoch 0 if the input model competes with them."""
     steps: int = 0
-    """Steps taken in the epoch that is not finished."""
-    losses: Losses = NO_LOSSES
+    """Steps taken in the unfinished epoch."""
+    losses: LossSum = NO_LOSSES
     """The losses of these steps over all processes."""
     kept: Epoch | None = None
-    """The epoch whose weights are kept so far."""
+    """The epoch whose weights are the result so far."""
     kept_in: str | None = None
-    """The checkpoint that holds them; None where they are the weights that came in."""
+    """Name of the checkpoint with these weights; None for those of the input model."""
     scaler: dict[str, Any] = {}
-    """State of the loss scaler of `fp16`; empty with the others."""
+    """State of the loss scaler of `fp16`; empty at other precisions."""
     layouts: tuple[str, ...] = ()
-    """How the training was spread over processes, and how differently after interruptions."""
+    """Layout of the processes (`Parallel.layout`), and each other one after a resumption."""
 
     @property
     def trained_epochs(self) -> int:
@@ -81,17 +82,17 @@ class Progress(Settings):
         return sum(1 for epoch in self.history if epoch.epoch > 0)
 
 
-def read_progress(checkpoint: Path) -> Progress:
-    """Return how far the training was when a checkpoint was written."""
-    return Progress.model_validate_json((checkpoint / PROGRESS).read_bytes())
+def read_progress(checkpoint: Path) -> TrainProgress:
+    """Read the progress recorded in a checkpoint."""
+    return TrainProgress.model_validate_json((checkpoint / PROGRESS).read_bytes())
 
 
-def newest(folder: Path, trusted: str | None = None) -> Path | None:
-    """Return the newest whole checkpoint; damaged ones are put aside with a warning.
+def newest_intact(folder: Path, trusted: str | None = None) -> Path | None:
+    """Find the newest intact checkpoint; damaged ones are renamed, with a warning.
 
     Args:
         folder: the training's folder.
-        trusted: name of a checkpoint that was found whole a moment ago.
+        trusted: name of a checkpoint whose hashes were just verified, to be spared a second time.
     """
     for checkpoint in reversed(checkpoints(folder)):
         damage = None if checkpoint.name == trusted else _damage(checkpoint)
@@ -104,7 +105,7 @@ def newest(folder: Path, trusted: str | None = None) -> Path | None:
     return None
 
 
-def need_whole(checkpoint: Path) -> None:
+def require_intact(checkpoint: Path) -> None:
     """Refuse a damaged checkpoint.
 
     Raises:
@@ -119,20 +120,20 @@ def need_whole(checkpoint: Path) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the finished checkpoints of a training, the oldest first."""
-    found = (folder / FOLDER).glob("step-*")
-    return sorted(c for c in found if c.suffix not in (PARTIAL, DAMAGED))
+    """List the complete checkpoints of a training, the oldest first."""
+    folders = (folder / FOLDER).glob("step-*")
+    return sorted(c for c in folders if c.suffix not in (PARTIAL, DAMAGED))
 
 
-def begin(folder: Path, step: int) -> Path:
-    """Return the directory in which the checkpoint of a step is made; every process calls this."""
-    partial = folder / FOLDER / f"{name_of(step)}{PARTIAL}"
+def create_partial(folder: Path, step: int) -> Path:
+    """Create the temporary directory for the checkpoint of a step; every process calls this."""
+    partial = folder / FOLDER / f"{checkpoint_name(step)}{PARTIAL}"
     partial.mkdir(parents=True, exist_ok=True)
     return partial
 
 
-def commit(partial: Path, progress: Progress) -> Path:
-    """Make a checkpoint valid, now that every process has written its part."""
+def commit(partial: Path, progress: TrainProgress) -> Path:
+    """Hash and rename a checkpoint after every process has written its part."""
     write_atomically(partial / PROGRESS, progress.model_dump_json())
     files = {
         file.relative_to(partial).as_posix(): sha256_of(file)
@@ -142,37 +143,35 @@ def commit(partial: Path, progress: Progress) -> Path:
     training = partial.parent.parent.name
     content = {"training": training, "checkpoint": partial.stem, "files": files}
     write_atomically(partial / FILES, sealed(content))
-    whole = partial.with_suffix("")
-    shutil.rmtree(whole, ignore_errors=True)
-    partial.replace(whole)
-    sync(whole.parent)
-    return whole
+    complete = partial.with_suffix("")
+    shutil.rmtree(complete, ignore_errors=True)
+    partial.replace(complete)
+    sync(complete.parent)
+    return complete
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what an interruption left of checkpoints that were being written."""
-    _remove((folder / FOLDER).glob(f"step-*{PARTIAL}"))
+    """Remove checkpoints that an interruption left incomplete."""
+    for partial in list((folder / FOLDER).glob(f"step-*{PARTIAL}")):
+        shutil.rmtree(partial)
 
 
 def rotate(folder: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints and those whose weights one of them keeps."""
-    found = checkpoints(folder)
-    needed = {read_progress(checkpoint).kept_in for checkpoint in found[-keep:]}
-    _remove(checkpoint for checkpoint in found[:-keep] if checkpoint.name not in needed)
+    """Remove all checkpoints but the newest and those with the best weights that these name."""
+    every = checkpoints(folder)
+    needed = {read_progress(checkpoint).kept_in for checkpoint in every[-keep:]}
+    for checkpoint in every[:-keep]:
+        if checkpoint.name not in needed:
+            shutil.rmtree(checkpoint)
 
 
-def name_of(step: int) -> str:
-    """Return the name of the checkpoint after a step, counted over the whole training."""
+def checkpoint_name(step: int) -> str:
+    """Return the directory name of the checkpoint after a step, counted over all epochs."""
     return f"step-{step:012d}"
 
 
-def _remove(found: Iterable[Path]) -> None:
-    for checkpoint in list(found):
-        shutil.rmtree(checkpoint)
-
-
 def _damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint."""
+    """Describe what is wrong with a checkpoint; None if nothing is."""
     try:
         content = unsealed((checkpoint / FILES).read_bytes())
         training = checkpoint.parent.parent.name

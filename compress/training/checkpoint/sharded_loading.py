@@ -1,4 +1,4 @@
-"""Weights read into a sharded module that was built without them, each rank reading its part."""
+"""Loading of sharded weights: each rank reads only its own slices of the safetensors file."""
 
 from __future__ import annotations
 
@@ -21,16 +21,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Unfilled:
-    """Where the weights of a module lie whose parameters are on the meta device."""
+class DeferredWeights:
+    """Weights still to be loaded into a module that was built on the meta device."""
 
     file: Path
     device: str
-    """Where the weights belong."""
+    """Device of the loaded weights."""
 
     @classmethod
-    def of(cls, model: EagerModel, device: str) -> tuple[nn.Module, Unfilled | None]:
-        """Return a model's module without weights, and what fills it; else the loaded module."""
+    def from_model(cls, model: EagerModel, device: str) -> tuple[nn.Module, DeferredWeights | None]:
+        """Build a model's module on the meta device; where that is not possible, load it.
+
+        Returns:
+            The module, and what is still to be loaded; None if it has its weights.
+
+        Raises:
+            ArtifactInvalid: the file's weights do not fit the module.
+        """
         module = model.skeleton()
         if module is None:
             return model.load(device), None
@@ -41,9 +48,9 @@ class Unfilled:
         return module, cls(model.payload_path, device)
 
     def fill_(self, module: nn.Module, offloaded: bool) -> None:
-        """Read each parameter's part that belongs to this rank, and the buffers, in place.
+        """Read this rank's slice of each parameter, and all buffers, in place.
 
-        Ties survive: a module's conversion puts new content into parameters that are sharded.
+        Tied weights stay tied: ``module._apply`` converts a parameter's content in place.
 
         Args:
             module: a module that ``fully_shard`` has sharded.
@@ -53,35 +60,32 @@ class Unfilled:
         names = {id(tensor): name for name, tensor in _tensors(module) if name in stored}
         device = "cpu" if offloaded else self.device
 
-        def filled(tensor: torch.Tensor) -> torch.Tensor:
+        def load(tensor: torch.Tensor) -> torch.Tensor:
             name = names.pop(id(tensor), None)
             if isinstance(tensor, DTensor):
-                return tensor if name is None else _part(self.file, name, tensor, device)
-            whole = tensor if name is None else stored[name].read()
-            return whole.to(self.device, tensor.dtype)
+                return tensor if name is None else _read_shard(self.file, name, tensor, device)
+            full = tensor if name is None else stored[name].read()
+            return full.to(self.device, tensor.dtype)
 
-        module._apply(filled)  # type: ignore[no-untyped-call]
+        module._apply(load)  # type: ignore[no-untyped-call]
 
 
-def _part(file: Path, name: str, tensor: DTensor, device: str) -> DTensor:
-    """Return a tensor like the one given, with this rank's part of what the file holds."""
+def _read_shard(file: Path, name: str, tensor: DTensor, device: str) -> DTensor:
+    """Read this rank's shard of a tensor, with the placement of the given one."""
+    from safetensors import safe_open
+
     mesh, placements = tensor.device_mesh, tensor.placements
     shape, start = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    borders = tuple(slice(a, a + size) for a, size in zip(start, shape, strict=True))
     local = torch.empty(shape, dtype=tensor.dtype, device=device)
     if local.numel():
-        local.copy_(_slices(file, name)[borders])
+        slices = tuple(slice(a, a + size) for a, size in zip(start, shape, strict=True))
+        stored: Any = safe_open(file, framework="pt")
+        # Tied weights are stored once; the metadata maps the other names to that one.
+        key = name if name in stored.keys() else stored.metadata()[name]  # noqa: SIM118
+        local.copy_(stored.get_slice(key)[slices])
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
-
-
-def _slices(file: Path, name: str) -> Any:
-    """Return a tensor of a file to take parts of; the file is let go of with it."""
-    from safetensors import safe_open
-
-    stream: Any = safe_open(file, framework="pt")
-    return stream.get_slice(name if name in stream.keys() else stream.metadata()[name])  # noqa: SIM118
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
-"""What a checkpoint holds of a model and its optimizer: tensors under the weights' own names.
+"""Reading of a checkpoint's tensors, which have the names of the weights.
 
-The names do not depend on how the model is spread, so that what many processes saved is taken up by
+The names do not depend on how the model is sharded: a checkpoint of many processes can be loaded by
 one, and the other way round. An optimizer's options are not saved: they follow from the settings.
 """
 
@@ -8,18 +8,11 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from compress.common.errors import StageFailed, first_line
@@ -28,78 +21,39 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from torch import nn
 
-    from compress.training.checkpoint.metadata import Tensors
-
-BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 STATE = "state."
 
-# One process alone is what is meant. Threads warn too, and filters belong to all of them.
+# torch warns when a checkpoint is written or read without a process group, which is intended in a
+# single process. A global filter, because the warnings come from threads too.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
-def model_tensors(module: nn.Module) -> Tensors:
-    """Return the module's weights and buffers, or this process's parts of them."""
-    return cast("Tensors", get_model_state_dict(module))
-
-
-def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return the optimizer's tensors by weight: `state.<weight>.<what>`."""
-    flat: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=BY_NAME)
-    return {
-        name: value
-        for name, value in flat.items()
-        if name.startswith(STATE) and isinstance(value, torch.Tensor)
-    }
-
-
 def read_(checkpoint: Path, state: dict[str, Any]) -> set[str]:
-    """Fill tensors from a checkpoint, in place, and return the names of those it does not have.
+    """Read tensors from a checkpoint, in place, and return the names of those that it lacks.
 
     Raises:
-        StageFailed: it cannot be read, or holds other shapes.
+        StageFailed: it cannot be read, or has other shapes.
     """
-    # The index is a pickle; it is this training's own, and lies where only its processes write.
+    # torch's index file is a pickle: only this training's own processes write to its folder, and
+    # its hash was verified.
     with one_line_errors(f"checkpoint {checkpoint} cannot be read"):
         reader = FileSystemReader(checkpoint)
-        held = reader.read_metadata().state_dict_metadata
+        saved = reader.read_metadata().state_dict_metadata
         known = {
-            part: {name: t for name, t in tensors.items() if f"{part}.{name}" in held}
+            part: {name: t for name, t in tensors.items() if f"{part}.{name}" in saved}
             for part, tensors in state.items()
         }
         load(known, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
     return {name for part in state for name in state[part] if name not in known[part]}
 
 
-def load_model_(module: nn.Module, tensors: Tensors) -> None:
-    """Put what was read into the module, in place."""
-    set_model_state_dict(module, dict(tensors))
-
-
-def load_optimizer_(module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-    """Put the optimizer's state where a checkpoint left it, in place.
-
-    Raises:
-        StageFailed: it cannot be read, or there is none.
-    """
-    state = get_optimizer_state_dict(module, optimizer, options=BY_NAME)
-    tensors = {name: state[name] for name in optimizer_tensors(module, optimizer)}
-    absent = read_(checkpoint, {"optimizer": tensors})
-    set_optimizer_state_dict(module, optimizer, {**state, **tensors}, options=BY_NAME)
-    # A weight that has met no gradient has no state; the template that was filled had one.
-    names = {name.removeprefix(STATE).rpartition(".")[0] for name in absent}
-    for name, weight in module.named_parameters():
-        if name in names:
-            optimizer.state.pop(weight, None)
-
-
 @contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Turn the errors of torch.distributed.checkpoint, which are no Exceptions, into one line."""
+    """Convert errors of torch.distributed.checkpoint into one line; they are BaseExceptions."""
     try:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        words = f"{type(cause).__name__}: {first_line(cause)}"
-        raise StageFailed(f"{what} (process {rank}: {words})") from error
+        message = f"{type(cause).__name__}: {first_line(cause)}"
+        raise StageFailed(f"{what} (process {rank}: {message})") from error

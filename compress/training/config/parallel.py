@@ -1,4 +1,4 @@
-"""Settings of how training is spread over processes."""
+"""Settings of distributed training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from compress.common.config import Count, Positive, Settings
 from compress.common.requirements import Requirement
-from compress.training.config.pipeline import Pipeline
 
 # A name, an IPv4 address or an IPv6 one in brackets; port 0 would be another one on each machine.
 RENDEZVOUS = r"^(\$[A-Za-z_]\w*|([\w.-]+|\[[0-9A-Fa-f:.]+\]):[1-9]\d{0,4})$"
@@ -32,8 +31,49 @@ DEEPSPEED = Requirement(
 )
 
 
+class PipelineParallel(Settings):
+    """How a model is divided into stages, through which micro-batches flow."""
+
+    stages: Annotated[int, Field(ge=2)] = 2
+    """Number of stages; each is one process for every share of the batch."""
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
+    """Order of forward and backward passes: all forward ones first (`gpipe`), alternating, which
+    keeps fewer activations (`1f1b`), or alternating with two parts of the model in each process,
+    which waits less and sends more (`interleaved_1f1b`)."""
+    microbatches: Count = 4
+    """Micro-batches into which each share of a batch is divided."""
+    split: tuple[str, ...] = ()
+    """Names of the modules with which the parts after the first start; by default repeated blocks
+    are divided evenly."""
+
+    @model_validator(mode="after")
+    def _fits_the_schedule(self) -> Self:
+        if self.split and len(self.split) != self.parts - 1:
+            raise ValueError(
+                f"pipeline.split has {len(self.split)} names and {self.parts} parts have "
+                f"{self.parts - 1} beginnings besides the model's own"
+            )
+        rounds = max(1, self.microbatches // self.stages)
+        if self.schedule == "1f1b" and self.microbatches < self.stages:
+            raise ValueError(
+                f"pipeline.schedule 1f1b needs a micro-batch for each of {self.stages} stages, "
+                f"found microbatches: {self.microbatches}"
+            )
+        if self.schedule == "interleaved_1f1b" and self.microbatches % rounds:
+            raise ValueError(
+                f"pipeline.schedule interleaved_1f1b takes micro-batches in rounds of "
+                f"{self.stages}, found microbatches: {self.microbatches}; use a multiple"
+            )
+        return self
+
+    @property
+    def parts(self) -> int:
+        """The parts into which the model is divided; two for each stage of `interleaved_1f1b`."""
+        return self.stages * (2 if self.schedule == "interleaved_1f1b" else 1)
+
+
 class Parallel(Settings):
-    """How training is spread over processes."""
+    """How training is distributed over processes."""
 
     strategy: Literal["ddp", "fsdp", "zero1", "zero2", "zero3", "deepspeed", "dp"] = "ddp"
     """`ddp`: every process holds the whole model and its share of each batch. `fsdp`: weights,
@@ -52,26 +92,26 @@ class Parallel(Settings):
     """Seconds within which all machines must have come."""
     restarts: Annotated[int, Field(ge=0, exclude=True)] = 3
     """How often the processes are started again from the last checkpoint when one was killed; an
-    error is told at once."""
+    error is not retried."""
     tensor: Count = 1
-    """Processes that share the matrices of each block (tensor parallelism). At the start each has
-    the whole model once, to compare it with the parts. What they repeat,
-    dropout included, stays alike in all of them; inside of shared attention and feed-forward
-    layers each one's share has the same dropout mask."""
+    """Processes that share the matrices of each block (tensor parallelism). At the start each loads
+    the whole model once, to compare it with the divided one. What all of them compute, dropout
+    included, stays identical; inside divided attention and feed-forward layers all slices have
+    the same dropout mask."""
     tensor_plan: dict[str, Literal["column", "row"]] = {}
-    """How linear layers are cut, by patterns of their names (`*.mlp.up: column`): by outputs
-    (`column`) or by inputs (`row`), so that a block begins with columns and ends with rows. By
-    default attention and feed-forward layers with conventional names are found."""
-    pipeline: Pipeline | None = None
-    """How the model's blocks are spread over processes (pipeline parallelism); not by default. With
-    `fsdp`, gradients are exchanged after each micro-batch."""
+    """How linear layers are split, by patterns of their names (`*.mlp.up: column`): by outputs
+    (`column`) or by inputs (`row`), so that a block starts with columns and ends with rows. By
+    default attention and feed-forward layers are recognized by conventional names."""
+    pipeline: PipelineParallel | None = None
+    """How the model's blocks are divided over processes (pipeline parallelism); off by default.
+    With `fsdp`, gradients are exchanged after each micro-batch."""
     communication: Literal["none", "fp16", "bf16", "powersgd", "topk", "int8", "hierarchical"] = (
         "none"
     )
-    """How gradients are compressed on their way between processes: not at all (`none`), to 16 bits
-    (`fp16`, `bf16`), to int8 (`int8`), to two thin matrices (`powersgd`), or to their largest
-    entries (`topk`). The last three add to each gradient what was lost of the one before it.
-    `hierarchical` sends them whole, and less of them between groups of processes."""
+    """How gradients are compressed between processes: not at all (`none`), to 16 bits (`fp16`,
+    `bf16`), to int8 (`int8`), to a product of two thin matrices (`powersgd`), or to their largest
+    entries (`topk`). The last three add to each gradient the compression error of the previous
+    one. `hierarchical` does not compress, but sends less between groups of processes."""
     group_processes: Count | None = None
     """Processes of a group of `hierarchical`; by default those of a machine."""
     powersgd_rank: Count = 4
@@ -79,10 +119,10 @@ class Parallel(Settings):
     topk_fraction: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Share of each gradient's entries that `topk` sends."""
     bucket_mebibytes: Positive = 25.0
-    """Gradients that `ddp` sends at once."""
+    """Size of the buckets of gradients that `ddp` all-reduces at once."""
     static_graph: bool = False
-    """Whether each step of `ddp` uses the same weights, which spares looking for unused ones. With
-    more than two processes a resumed training may then differ in the last bit."""
+    """Whether every step of `ddp` uses the same weights, so that unused ones need not be searched.
+    With more than two processes a resumed training may then differ in the last bit."""
 
     sharding: Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"] = "full_shard"
     """What `fsdp` shards: everything; all but the weights between forward and backward; nothing;
@@ -91,13 +131,14 @@ class Parallel(Settings):
     """Processes of a group in `hybrid_shard`; by default those of a machine, or half of all on one
     machine."""
     wrap: tuple[str, ...] | Count = 1_000_000
-    """What `fsdp` gathers at once: class names of blocks, or their least number of weights."""
+    """What `fsdp` gathers at once: class names of blocks, or the minimum number of parameters of a
+    block."""
     cpu_offload: bool = False
     """Whether `fsdp` keeps weights and optimizer state in main memory, and `deepspeed` optimizer
     state, and in stage 3 weights."""
     prefetch: Count | None = None
-    """Blocks that `fsdp` gathers ahead of the one that is computed, forward and backward; by
-    default as many as torch itself decides."""
+    """Blocks that `fsdp` gathers ahead of the present one, forward and backward; by default torch
+    decides."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """What `deepspeed` shards: nothing; optimizer state; gradients too; weights too."""
 
@@ -196,7 +237,7 @@ class Parallel(Settings):
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
-        """What these settings cannot do without."""
+        """Packages that these settings need."""
         return (DEEPSPEED,) if self.strategy == "deepspeed" else ()
 
     @property
@@ -205,34 +246,34 @@ class Parallel(Settings):
         return self.nodes > 1
 
     @property
-    def alone(self) -> bool:
-        """Whether the calling process trains, without a process group."""
+    def in_process(self) -> bool:
+        """Whether the calling process trains by itself, without a process group."""
         needs_group = self.sharding_mode is not None or self.strategy == "deepspeed"
         return self.ranks == 1 and not needs_group
 
     @property
     def is_mesh(self) -> bool:
-        """Whether several processes share what one model computes for a sample."""
+        """Whether several processes share one model by tensor or pipeline parallelism."""
         return self.model_ranks > 1
 
     @property
     def model_ranks(self) -> int:
-        """Processes that hold one model together."""
+        """Processes that share one copy of the model."""
         return self.tensor * (self.pipeline.stages if self.pipeline else 1)
 
     @property
     def replicas(self) -> int:
-        """Shares into which each batch is cut."""
+        """Shares into which each batch is divided."""
         return self.ranks // self.model_ranks
 
     @property
     def sharding_mode(self) -> str | None:
-        """What is sharded by FSDP; None for the strategies that keep the model whole."""
+        """What FSDP shards; None for strategies that do not shard the weights."""
         return self.sharding if self.strategy == "fsdp" else ZERO.get(self.strategy)
 
     @property
     def layout(self) -> str:
-        """How the model and each batch are cut; with another one results differ by rounding."""
+        """How model and batch are divided; with another layout results differ by rounding."""
         shared = [f"{self.tensor} to a matrix"] if self.tensor > 1 else []
         shared += [f"{self.pipeline.stages} stages"] if self.pipeline else []
         how: list[str] = [self.strategy]
@@ -248,12 +289,12 @@ class Parallel(Settings):
 
     @property
     def ranks(self) -> int:
-        """The processes that really train, on all nodes together."""
+        """Training processes on all nodes together."""
         return self.ranks_per_node * self.nodes
 
     @property
     def ranks_per_node(self) -> int:
-        """The processes that really train on each node."""
+        """Training processes on each node; 1 for `dp`, which runs as one process."""
         return 1 if self.strategy == "dp" else self.processes
 
     @property

@@ -1,28 +1,32 @@
-"""Settings of what is recorded of a training; none of them changes its result."""
+"""Settings of tracing, memory snapshots and trackers; none of them changes the result."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 
 from compress.common.config import Count, Settings
-
-if TYPE_CHECKING:
-    from compress.common.requirements import Requirement
+from compress.common.requirements import Requirement
 
 DEFAULT_TRACED_STEPS = 3
+TRACKER_REQUIREMENTS = {
+    "tensorboard": Requirement(
+        what="tensorboard", install="pip install 'compress-pipeline[tensorboard]'"
+    ),
+    "mlflow": Requirement(what="mlflow", install="pip install 'compress-pipeline[mlflow]'"),
+}
 
 
 class Profile(Settings):
     """What is recorded of a training; the result stays the same.
 
-    A stage that is taken from the store is not trained, and nothing is recorded: run it again with
-    `--from`.
+    A stage whose artifact comes from the cache is not trained, and nothing is recorded: run it
+    again with `--from`.
     """
 
     trace: bool | Count = False
-    """Steps recorded by torch.profiler, after one that is left out and one to warm up; `true` is 3.
+    """Steps recorded by torch.profiler, after one skipped and one warm-up step; `true` is 3.
     Each process writes `profiles/<stage>/trace-rank0.json` beside the report, to be opened in
     Perfetto, or in Chrome at chrome://tracing."""
     memory: bool = False
@@ -47,7 +51,5 @@ class Profile(Settings):
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
-        """What the tracker needs to be installed."""
-        from compress.training.loop.loggers import REQUIREMENTS
-
-        return () if self.tracker == "none" else (REQUIREMENTS[self.tracker],)
+        """Packages that the tracker needs."""
+        return () if self.tracker == "none" else (TRACKER_REQUIREMENTS[self.tracker],)

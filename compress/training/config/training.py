@@ -9,7 +9,6 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from compress.common.config import Count, Fraction, Positive, Ratio, Settings
 from compress.core.loss import Loss, refuse_class_settings
-from compress.training.config.checkpoint import Checkpoints
 from compress.training.config.parallel import Parallel
 from compress.training.config.profiling import Profile
 
@@ -29,8 +28,8 @@ DEFAULT_LEARNING_RATE = {
     "sgd": 0.1,
 }
 DEFAULT_WEIGHT_DECAY = {"sgd": 5e-4, "adamw": 0.05}
-WHOLE_ONLY = ("adafactor", "rprop")
-"""Optimizers that cannot step a part of a weight (in torch 2.13)."""
+UNSHARDED_ONLY = ("adafactor", "rprop")
+"""Optimizers that cannot step sharded weights (torch 2.13)."""
 DEFAULT_WARMUP = {"onecycle": 0.3}
 PLATEAU_EPOCHS = 3
 EXPENSIVE_OPERATORS = (
@@ -45,6 +44,20 @@ EXPENSIVE_OPERATORS = (
 )
 
 
+class Checkpoints(Settings):
+    """When training writes checkpoints, from which it resumes after an interruption.
+
+    There is one after every epoch. None of these settings changes the trained weights.
+    """
+
+    every_steps: Count | None = None
+    """Steps between further checkpoints within an epoch; by default there are none."""
+    keep: Count = 2
+    """Number of newest checkpoints to keep, besides that of the best epoch."""
+    asynchronous: bool = True
+    """Whether checkpoints are written while training continues, from a copy in main memory."""
+
+
 class Training(Settings):
     """How weights are trained; `epochs` alone is enough."""
 
@@ -53,23 +66,24 @@ class Training(Settings):
     batch_size: Count = 64
     """Samples per step, over all processes together. An incomplete last batch is left out."""
     accumulate: Count = 1
-    """Parts into which each process cuts its share of a step, to add up their gradients: less
-    memory, the same step."""
+    """Micro-batches into which each process divides its share of a step, to accumulate their
+    gradients: less memory, the same step."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Arithmetic of forward and backward passes; weights stay fp32. `fp16`, with a scaled loss, is
     for CUDA alone."""
     activation_checkpointing: Literal["none", "full", "selective"] | Count = "none"
-    """Blocks that forget their activations and compute them again: all, or every n-th; `selective`
-    blocks keep the results of expensive operators and compute the rest again."""
+    """Blocks whose activations are recomputed in the backward pass: `full` is all of them, a number
+    n every n-th; with `selective` all save the results of expensive operators and recompute the
+    rest."""
     activation_blocks: tuple[str, ...] = ()
-    """Class names of those blocks, and of those that `compile` compiles; by default the repeated
-    ones of the model are found."""
+    """Class names of the blocks for activation checkpointing and `compile`; by default the model's
+    repeated blocks."""
     activation_operators: tuple[str, ...] = EXPENSIVE_OPERATORS
-    """Beginnings of the names, in torch.ops.aten, of the operators whose results `selective`
-    keeps."""
+    """Prefixes of the names, in torch.ops.aten, of the operators whose results `selective`
+    saves."""
     compile: Literal["none", "blocks", "whole"] = "none"
-    """What torch.compile makes faster, after some minutes at the start: each of the blocks, which
-    is compiled once for all that are alike, or the `whole` model. Needs a C++ compiler."""
+    """What torch.compile compiles, in some minutes at the start: the `blocks`, where equal ones are
+    compiled once, or the `whole` model. Needs a C++ compiler."""
     optimizer: Literal[
         "adadelta",
         "adafactor",
@@ -84,9 +98,9 @@ class Training(Settings):
         "rprop",
         "sgd",
     ] = "sgd"
-    """An optimizer of torch.optim; `sgd` has momentum. The fused variant is used where it is."""
+    """An optimizer of torch.optim; `sgd` has momentum. The fused variant is used if possible."""
     optimizer_arguments: dict[str, JsonValue] = {}
-    """Further arguments of the optimizer, `betas` or `eps` say."""
+    """Further arguments of the optimizer, such as `betas` or `eps`."""
     learning_rate: Positive | None = None
     """Highest learning rate; by default 0.1 for `sgd`, 0.002 for `adamw`, and torch's own for the
     others."""
@@ -95,38 +109,37 @@ class Training(Settings):
     nesterov: bool = True
     """Whether the momentum of `sgd` is Nesterov's."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Decay of matrices and kernels; by default 0.0005 for `sgd`, 0.05 for `adamw`, else none."""
+    """Decay of matrices and kernels; by default 0.0005 for `sgd`, 0.05 for `adamw`, else 0."""
     schedule: Literal["onecycle", "cosine", "constant", "step", "plateau"] = "onecycle"
     """Learning rate over time: `onecycle` rises, then falls; `cosine` falls; `constant` stays;
-    `step` falls every `schedule_epochs`; `plateau` when the metric on `val` no longer gains."""
+    `step` falls every `schedule_epochs`; `plateau` when the metric on `val` stops improving."""
     warmup: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Share of the steps in which the learning rate rises; by default 0.3 for `onecycle`, 0 for the
-    others."""
+    """Share of all steps for the warm-up; by default 0.3 for `onecycle`, 0 for the others."""
     schedule_epochs: Count | None = None
-    """Epochs between the falls of `step` (by default a third of all), or without a gain before
-    `plateau` falls (by default 3)."""
+    """Epochs between reductions of `step` (by default a third of all), or without improvement
+    before one of `plateau` (by default 3)."""
     schedule_factor: Ratio = 0.1
     """What `step` and `plateau` multiply the learning rate by."""
     ema_decay: Ratio | None = None
-    """Decay of an exponential moving average of the weights, which is then evaluated and kept."""
+    """Decay of an exponential moving average of the weights, which is then evaluated and saved."""
     label_smoothing: Fraction | None = None
     """Share of the target that is spread over all classes, for the loss `cross_entropy`; by default
     0.1."""
     class_weights: tuple[Positive, ...] | None = None
     """Weight of each class, for the losses `cross_entropy` and `nll`; 1 is neutral."""
     clip_norm: Positive | None = None
-    """Largest norm of the whole gradient; no limit by default."""
+    """Maximum global norm of the gradient; no limit by default."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """Whether a loss that is not finite stops the training, or its step is left out."""
+    """Whether a loss that is not finite stops the training, or its step is skipped."""
     early_stopping: Count | None = None
-    """Epochs without a gain on `val` after which training ends; never by default."""
+    """Epochs without improvement on `val` after which training ends; never by default."""
     keep: Literal["best", "last"] = "best"
     """Which weights are kept: those `best` by the metric on `val`, or the `last`."""
-    # What changes no result is part of no cache key: it is left out of every dump.
+    # Excluded from dumps, and so from cache keys: these change no result.
     checkpoints: Annotated[Checkpoints, Field(exclude=True)] = Checkpoints()
-    """When the state is left on disk, to go on from after an interruption."""
+    """When checkpoints are written, from which an interrupted training resumes."""
     parallel: Parallel = Parallel()
-    """How training is spread over processes."""
+    """How training is distributed over processes."""
     profile: Annotated[Profile, Field(exclude=True)] = Profile()
     """What is recorded of a training; the result stays the same."""
 
@@ -209,9 +222,11 @@ class Training(Settings):
             "on_nan: skip": self.on_nan == "skip",
             "ema_decay": self.ema_decay is not None,
         }
-        found = next((name for name, is_set in cannot.items() if is_set), None)
-        if self.parallel.strategy == "deepspeed" and found:
-            raise ValueError(f"strategy: deepspeed has no {found} here; use fsdp, or leave it out")
+        unsupported = next((name for name, is_set in cannot.items() if is_set), None)
+        if self.parallel.strategy == "deepspeed" and unsupported:
+            raise ValueError(
+                f"strategy: deepspeed has no {unsupported} here; use fsdp, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -220,7 +235,7 @@ class Training(Settings):
             if argument in self.optimizer_arguments:
                 raise ValueError(f"optimizer_arguments: {argument} is set by {name}; use that")
         sharded = self.parallel.sharding_mode is not None or self.parallel.tensor > 1
-        if sharded and self.optimizer in WHOLE_ONLY:
+        if sharded and self.optimizer in UNSHARDED_ONLY:
             raise ValueError(
                 f"optimizer: {self.optimizer} needs whole weights, which {self.parallel.strategy} "
                 "or tensor cut; use strategy: zero1, or another optimizer"
@@ -233,30 +248,30 @@ class Training(Settings):
 
     @property
     def peak_learning_rate(self) -> float:
-        """The highest learning rate, the optimizer's default where none is set."""
+        """The highest learning rate, with the optimizer's default."""
         return self.learning_rate or DEFAULT_LEARNING_RATE[self.optimizer]
 
     @property
-    def decay(self) -> float:
-        """The weight decay, the optimizer's default where none is set."""
+    def weight_decay_or_default(self) -> float:
+        """The weight decay, with the optimizer's default."""
         if self.weight_decay is None:
             return DEFAULT_WEIGHT_DECAY.get(self.optimizer, 0.0)
         return self.weight_decay
 
     @property
-    def rising_share(self) -> float:
-        """Share of the steps in which the learning rate rises."""
+    def warmup_share(self) -> float:
+        """Share of all steps for the warm-up, with the schedule's default."""
         return DEFAULT_WARMUP.get(self.schedule, 0.0) if self.warmup is None else self.warmup
 
     @property
-    def epochs_per_fall(self) -> int:
-        """Epochs between two falls of the learning rate, or without a gain before one."""
+    def epochs_per_reduction(self) -> int:
+        """Epochs between reductions of the learning rate, or without improvement before one."""
         default = PLATEAU_EPOCHS if self.schedule == "plateau" else max(1, self.epochs // 3)
         return self.schedule_epochs or default
 
     @property
     def needs_val(self) -> str | None:
-        """The setting that needs a split `val`, if one does."""
+        """The setting that needs a split `val`; None if no setting does."""
         needs = {
             "keep: best": self.keep == "best",
             "schedule: plateau": self.schedule == "plateau",

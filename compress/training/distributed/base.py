@@ -1,170 +1,181 @@
-"""Strategy: how the processes of a training share a model; one small class for each way."""
+"""`Strategy`: how the processes of a training share a model, with one subclass for each way."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from compress.training.checkpoint.state_dict import STATE, read_
+from compress.training.optim.compile import compile_
+from compress.training.optim.optimizer import build_optimizer, clip_norm_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
-    import torch
     from torch import nn
 
     from compress.artifacts.eager_model import EagerModel
     from compress.data.splits import Batch
     from compress.training.checkpoint.metadata import Tensors
-    from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
-    from compress.training.loop.train_state import TrainState
+    from compress.training.model_parallel.pipeline_schedule import PipelineRunner
 
-# An epoch's metric may take long; a dead process is noticed at once, by its closed connection.
+# Rank 0 may take hours to compute a metric; a dead process is noticed at once by its closed
+# connection, not by this timeout.
 PATIENCE = timedelta(hours=24)
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class Strategy(Protocol):
-    """What the step loop needs to know of the other processes; every rank makes every call."""
+class Strategy:
+    """What the training loop needs of the other processes; every rank makes every call.
 
-    rank: int
-    """Which share of each batch this process computes."""
-    ranks: int
-    """Shares into which each batch is cut."""
-    is_main: bool
-    """Whether this process writes and tells what all have in common; one of them does."""
-    rng_stream: int
-    """Which random numbers this process draws: processes that repeat each other's work share it."""
+    The methods here are those of one process with the whole model; subclasses override what
+    differs.
+    """
+
+    rank: int = 0
+    """Index of the share of each batch that this process computes."""
+    ranks: int = 1
+    """Number of shares into which each batch is divided."""
+    is_main: bool = True
+    """Whether this is the one process that writes and logs what all have in common."""
+    rng_stream: int = 0
+    """Index of this process's random numbers; processes that repeat each other's work share it."""
+    pipeline: PipelineRunner | None = None
+    """Runs forward and backward passes through pipeline stages; None without pipeline stages."""
 
     def load(self, model: EagerModel, device: str) -> nn.Module:
-        """Return the module to train; one that will be sharded may get its weights in `wrap`."""
-        ...
+        """Load the module to train; one that `wrap` will shard may still lack its weights."""
+        return model.load(device)
 
     def wrap(
         self, module: nn.Module, training: Training, example: Callable[[], Batch]
     ) -> nn.Module:
-        """Return the module through which gradients are shared; a sharded one changes in place.
+        """Return the module to call in training, compiled, sharded or wrapped.
 
         Args:
-            module: the whole module.
+            module: the whole module; sharding changes it in place.
             training: the settings.
             example: gives a few samples, the same in every process.
         """
-        ...
+        compile_(module, training)
+        return module
 
     def optimizer(self, module: nn.Module, training: Training) -> torch.optim.Optimizer:
-        """Return the optimizer of a wrapped module."""
-        ...
+        """Build the optimizer of a wrapped module."""
+        return build_optimizer(module, training)
 
-    def micro_step(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Run one part of a step in a block; gradients are exchanged in the last."""
-        ...
+    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:
+        """Return the context of one micro-batch; gradients are exchanged in the last one's."""
+        return nullcontext()
 
     def backward(self, wrapped: nn.Module, loss: torch.Tensor) -> None:
-        """Compute the gradients of one part of a step, and add them up."""
-        ...
+        """Compute the gradients of a micro-batch and accumulate them."""
+        torch.autograd.backward(loss)
 
-    def accumulate_gradients(self, learner: TrainState, batches: Sequence[Batch]) -> float:
-        """Compute the gradients of a step, in place, and return this rank's mean loss."""
-        ...
+    def reduce_gradients_(self, module: nn.Module) -> None:
+        """Exchange gradients that no backward hook has exchanged, after the last micro-batch."""
 
-    def clip_(self, module: nn.Module, largest: float) -> None:
-        """Scale all gradients, in place, so that their common norm is not above a limit."""
-        ...
+    def clip_grad_norm_(self, module: nn.Module, largest: float) -> None:
+        """Scale all gradients, in place, so that their global norm is at most ``largest``."""
+        clip_norm_(module.parameters(), largest)
 
     def model_tensors(self, module: nn.Module) -> Tensors:
-        """Return this process's part of the weights and buffers."""
-        ...
+        """Return weights and buffers, or this process's shards of them."""
+        return cast("Tensors", get_model_state_dict(module))
 
     def load_model_(self, module: nn.Module, tensors: Tensors) -> None:
-        """Put what was read of them into the module, in place."""
-        ...
+        """Load weights and buffers into the module, in place."""
+        set_model_state_dict(module, dict(tensors))
 
     def optimizer_tensors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-        """Return this process's part of the optimizer's state, named by the weights."""
-        ...
+        """Return the optimizer's state, or this process's shards, as `state.<weight>.<entry>`."""
+        flat: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=BY_NAME)
+        return {
+            name: value
+            for name, value in flat.items()
+            if name.startswith(STATE) and isinstance(value, torch.Tensor)
+        }
 
     def load_optimizer_(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
     ) -> None:
-        """Put the optimizer's state where a checkpoint left it, in place."""
-        ...
+        """Load the optimizer's state from a checkpoint, in place.
 
-    def total(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of numbers over all ranks."""
-        ...
+        Raises:
+            StageFailed: it cannot be read, or there is none.
+        """
+        state = get_optimizer_state_dict(module, optimizer, options=BY_NAME)
+        tensors = {name: state[name] for name in self.optimizer_tensors(module, optimizer)}
+        missing = read_(checkpoint, {"optimizer": tensors})
+        set_optimizer_state_dict(module, optimizer, {**state, **tensors}, options=BY_NAME)
+        # A weight without a gradient so far has no state, but get_optimizer_state_dict created one.
+        names = {name.removeprefix(STATE).rpartition(".")[0] for name in missing}
+        for name, weight in module.named_parameters():
+            if name in names:
+                optimizer.state.pop(weight, None)
 
-    def gather(self, value: Any) -> list[Any] | None:
-        """Return the value of each share of the batch on the leading process, if not others."""
-        ...
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """Sum each number over the shares of the batch; all ranks get the sums."""
+        return list(values)
+
+    def gather_shares(self, value: Any) -> list[Any] | None:
+        """Gather one value for each share of the batch, at least on the main process."""
+        return [value]
 
     def gather_all(self, value: Any) -> list[Any] | None:
-        """Return every process's value on the leading one, and None on the others."""
-        ...
+        """Gather every process's value on the main process; the others get None."""
+        return [value]
 
-    def share(self, value: Any) -> Any:
-        """Return the leading process's value."""
-        ...
+    def broadcast(self, value: Any) -> Any:
+        """Return the main process's value in all processes."""
+        return value
 
-    def share_buffers_(self, module: nn.Module) -> None:
-        """Give all copies of the module the first one's buffers, in place."""
-        ...
+    def broadcast_buffers_(self, module: nn.Module) -> None:
+        """Overwrite the buffers of all copies of the module by those of the first copy."""
 
     def release_buffers_(self, module: nn.Module) -> None:
-        """Let go of what evaluating the module has gathered, in place."""
-        ...
+        """Free the weights that evaluating a sharded module has gathered."""
 
-    def wait(self) -> None:
-        """Return when every rank has come here."""
-        ...
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
 
     def sent_bytes(self, steps: int) -> int | None:
-        """Return the bytes of gradients sent in each of the steps since the last call."""
-        ...
+        """Return the bytes of gradients sent per step since the last call; None if not counted."""
+        return None
 
     def sent_between_bytes(self, steps: int) -> int | None:
-        """Return those of them that went to another group of processes, where there are groups."""
-        ...
+        """Return how many of them left the process's group; None without groups."""
+        return None
 
     def save_local(self, checkpoint: Path) -> None:
-        """Write into a checkpoint what this process alone knows."""
-        ...
+        """Write state that only this process has, such as gradient residuals."""
 
     def load_local(self, checkpoint: Path) -> None:
-        """Take up what this process wrote into a checkpoint."""
-        ...
+        """Load what this process wrote by `save_local`."""
+
+
+class SingleProcess(Strategy):
+    """The calling process alone."""
 
 
 @contextmanager
 def process_group(device: str) -> Iterator[None]:
-    """Join the process group that the environment describes for a block, and leave it in peace."""
+    """Join the process group that the environment variables describe, inside the block."""
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     dist.init_process_group(backend, timeout=PATIENCE)
-    yield  # a rank that failed must not wait here for the others
+    # No `finally`: a rank that failed must not wait here for the others.
+    yield
     dist.destroy_process_group()
-
-
-def strategy_of(parallel: Parallel) -> Strategy:
-    """Return the strategy that the settings name, in a process group that has been joined."""
-    from compress.training.distributed.ddp import DDPStrategy
-
-    if parallel.is_mesh:
-        from compress.training.distributed.device_mesh import DeviceMeshStrategy
-
-        return DeviceMeshStrategy(parallel)
-    if parallel.sharding_mode is not None:
-        from compress.training.distributed.fsdp import FSDPStrategy
-
-        return FSDPStrategy(parallel)
-    if parallel.strategy == "deepspeed":
-        from compress.training.distributed.deepspeed import DeepSpeed
-
-        return DeepSpeed(parallel)
-    if parallel.strategy == "zero1":
-        from compress.training.distributed.zero1 import Zero1Strategy
-
-        return Zero1Strategy(parallel)
-    return DDPStrategy(parallel)

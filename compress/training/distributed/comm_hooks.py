@@ -1,8 +1,9 @@
-"""What DDP sends of the gradients: a communication hook for each setting, and its memory.
+"""DDP communication hooks: how gradients are averaged, one for each setting of `communication`.
 
-The lossy averages use error feedback (Seide et al., "1-Bit Stochastic Gradient Descent", 2014):
-what was lost of a gradient is added to the next one. The memory is kept by parameter, not by
-bucket, and saved by each process, so that a resumed training is exact.
+Lossy compression uses error feedback (Seide et al., "1-Bit Stochastic Gradient Descent", 2014): the
+residual, which compression drops from a gradient, is added to the next gradient. Residuals are kept
+by parameter, because DDP may rebuild its buckets, and every process saves its own, so that a
+resumed training is exact.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
 
 from compress.common.atomic_files import write_atomically
 from compress.training.distributed.gradient_compression import (
+    CommCounter,
     GradientCompressor,
     Int8,
     PowerSGD,
     TopK,
-    Wire,
 )
-from compress.training.distributed.hierarchical_allreduce import Hierarchical
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,55 +37,57 @@ if TYPE_CHECKING:
     from compress.training.config.parallel import Parallel
 
 
-class Exchange(Protocol):
-    """How the gradients of a bucket become their average over all processes."""
+class GradientAverage(Protocol):
+    """Averages the gradients of a bucket over all processes."""
 
-    wire: Wire
+    comm: CommCounter
 
     def average(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Return the bucket's averaged buffer, now or later."""
+        """Return a future of the bucket's averaged buffer."""
         ...
 
 
-class Halved:
-    """Gradients rounded to 16 bits on their way; nothing is remembered."""
+class HalfPrecisionAverage:
+    """Gradients are sent in 16 bits; there is no residual."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.wire = Wire()
+        self.comm = CommCounter()
         self.dtype = dtype
 
     def average(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Return the future of an all-reduce that overlaps with the backward pass."""
         buffer = bucket.buffer()
-        self.wire.count_mean(buffer.numel(), self.dtype.itemsize)
+        self.comm.count_all_reduce(buffer.numel(), self.dtype.itemsize)
         if self.dtype == torch.float16:
             return fp16_compress_hook(dist.distributed_c10d._get_default_group(), bucket)
         # torch's own bf16 hook refuses every backend but NCCL.
-        rounded = buffer.to(self.dtype).div_(self.wire.ranks)
+        rounded = buffer.to(self.dtype).div_(self.comm.ranks)
         work: Any = dist.all_reduce(rounded, async_op=True)
         done: Future[torch.Tensor] = work.get_future().then(lambda _: buffer.copy_(rounded))
         return done
 
 
-class WithFeedback:
-    """A lossy average that adds to each gradient what was lost of the one before it."""
+class ErrorFeedback:
+    """Compressed average that adds to each gradient the residual of the one before."""
 
-    def __init__(self, lossy: GradientCompressor, module: nn.Module) -> None:
-        """Take an algorithm, and the module whose gradients are averaged."""
-        self.wire = Wire()
-        self.lossy = lossy
+    def __init__(self, compressor: GradientCompressor, module: nn.Module) -> None:
+        """Start with residuals of zero for the parameters of a module."""
+        self.comm = CommCounter()
+        self.compressor = compressor
         self.names = {id(p): name for name, p in module.named_parameters()}
         self.device = next(module.parameters()).device
-        self.lost: dict[str, torch.Tensor] = {}
+        self.residuals: dict[str, torch.Tensor] = {}
 
     def average(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Average in place, and return a future that is done."""
+        """Average in place, and return a completed future."""
         names = [self.names[id(p)] for p in bucket.parameters()]
         buffers = bucket.gradients()
-        wanted = [b.float() for b in buffers]
-        wanted = [w + self.lost.get(n, 0) for n, w in zip(names, wanted, strict=True)]
-        sent, means = self.lossy.average(names, wanted, self.wire)
-        self.lost |= {n: w - s for n, w, s in zip(names, wanted, sent, strict=True)}
+        exact = [
+            buffer.float() + self.residuals.get(name, 0)
+            for name, buffer in zip(names, buffers, strict=True)
+        ]
+        sent, means = self.compressor.average(names, exact, self.comm)
+        self.residuals |= {n: e - s for n, e, s in zip(names, exact, sent, strict=True)}
         for buffer, mean in zip(buffers, means, strict=True):
             buffer.copy_(mean)
         done: Future[torch.Tensor] = torch.futures.Future()
@@ -91,86 +95,124 @@ class WithFeedback:
         return done
 
     def save(self, checkpoint: Path) -> None:
-        """Write this process's memory into a checkpoint."""
+        """Write this process's residuals into a checkpoint."""
         content = io.BytesIO()
-        torch.save({"lost": self.lost, "lossy": self.lossy.state_dict()}, content)
-        write_atomically(memory_file(checkpoint), content.getvalue())
+        torch.save({"lost": self.residuals, "lossy": self.compressor.state_dict()}, content)
+        write_atomically(residuals_file(checkpoint), content.getvalue())
 
     def load(self, checkpoint: Path) -> None:
-        """Take up the memory of a checkpoint."""
-        file = memory_file(checkpoint)
-        if not file.exists():  # the training was communicated otherwise then
+        """Load this process's residuals from a checkpoint, if it has them."""
+        file = residuals_file(checkpoint)
+        if not file.exists():  # written with another setting of `communication`
             return
         state = torch.load(file, map_location=self.device, weights_only=True)
-        self.lost = state["lost"]
-        self.lossy.load_state_dict(state["lossy"])
+        self.residuals = state["lost"]
+        self.compressor.load_state_dict(state["lossy"])
 
 
-class Gradients:
-    """How a model's gradients are averaged, what that sends, and what it remembers."""
+class HierarchicalAllReduce:
+    """Gradients are averaged within groups of processes first, then between groups.
+
+    A reduce-scatter within a group gives each of its g processes the sum of one g-th; an all-reduce
+    with the processes at the same position of other groups completes that sum; an all-gather within
+    the group distributes it. After Jia et al., "Highly Scalable Deep Learning Training System with
+    Mixed-Precision" (2018), section 3.3, and as in NCCL's trees and Horovod.
+
+    Nothing is compressed: the result differs from one all-reduce only by the order of summation.
+    """
+
+    def __init__(self, group_processes: int, device: str) -> None:
+        """Form groups of consecutive ranks, which torchrun places on the same node."""
+        self.comm = CommCounter()
+        shape = (self.comm.ranks // group_processes, group_processes)
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("between", "within"))
+        self.within, self.between = mesh.get_group("within"), mesh.get_group("between")
+        self.groups, self.group_processes = shape
+
+    def average(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Average in place, and return a completed future."""
+        buffer = bucket.buffer()
+        padded_N = F.pad(buffer, (0, -buffer.numel() % self.group_processes))
+        shard_S = padded_N.new_empty(padded_N.numel() // self.group_processes)
+        dist.reduce_scatter_tensor(shard_S, padded_N, group=self.within)
+        dist.all_reduce(shard_S, group=self.between)
+        dist.all_gather_into_tensor(padded_N, shard_S.div_(self.comm.ranks), group=self.within)
+        buffer.copy_(padded_N[: buffer.numel()])
+        # Counted as rings, as for the other settings; a buffer is g shards.
+        shard_bytes = shard_S.numel() * shard_S.element_size()
+        between = 2 * (self.groups - 1) * shard_bytes // self.groups
+        self.comm.sent_between_bytes += between
+        self.comm.sent_bytes += 2 * (self.group_processes - 1) * shard_bytes + between
+        done: Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+
+class GradientCommunication:
+    """The communication hook of a DDP model, the bytes that it sends, and its residuals."""
 
     def __init__(self, model: DistributedDataParallel, parallel: Parallel) -> None:
-        """Register the hook for a setting; without one DDP's own average stays."""
-        self.whole_bytes = whole_bytes(model)
-        self.exchange = _exchange(model, parallel)
-        if self.exchange is not None:
-            # torch refuses annotations that are not evaluated, and a lambda has none.
-            model.register_comm_hook(self.exchange, lambda state, bucket: state.average(bucket))
+        """Register the hook that the settings name; `none` leaves DDP's own all-reduce."""
+        self.uncompressed_bytes = uncompressed_bytes(model)
+        self.hook = _create_hook(model, parallel)
+        if self.hook is not None:
+            # A lambda, because torch checks the hook's annotations and rejects postponed ones.
+            model.register_comm_hook(self.hook, lambda state, bucket: state.average(bucket))
 
     def sent_bytes(self, steps: int) -> int:
-        """Return the bytes that this process sent in each of the steps since the last call."""
-        if self.exchange is None:
-            return self.whole_bytes
-        sent, self.exchange.wire.sent_bytes = self.exchange.wire.sent_bytes, 0
+        """Return the bytes that this process sent per step since the last call."""
+        if self.hook is None:
+            return self.uncompressed_bytes
+        sent, self.hook.comm.sent_bytes = self.hook.comm.sent_bytes, 0
         return sent // steps
 
     def sent_between_bytes(self, steps: int) -> int | None:
-        """Return those of them that went to another group; None where there are no groups."""
-        if not isinstance(self.exchange, Hierarchical):
+        """Return how many of them left the process's group; None without groups."""
+        if not isinstance(self.hook, HierarchicalAllReduce):
             return None
-        wire = self.exchange.wire
-        sent, wire.sent_between_bytes = wire.sent_between_bytes, 0
+        comm = self.hook.comm
+        sent, comm.sent_between_bytes = comm.sent_between_bytes, 0
         return sent // steps
 
     def save(self, checkpoint: Path) -> None:
-        """Write this process's memory, where there is one."""
-        if isinstance(self.exchange, WithFeedback):
-            self.exchange.save(checkpoint)
+        """Write this process's residuals, if the hook has any."""
+        if isinstance(self.hook, ErrorFeedback):
+            self.hook.save(checkpoint)
 
     def load(self, checkpoint: Path) -> None:
-        """Take up this process's memory, where there is one."""
-        if isinstance(self.exchange, WithFeedback):
-            self.exchange.load(checkpoint)
+        """Load this process's residuals, if the hook has any."""
+        if isinstance(self.hook, ErrorFeedback):
+            self.hook.load(checkpoint)
 
 
-def memory_file(checkpoint: Path) -> Path:
-    """Return where this process keeps its memory."""
+def residuals_file(checkpoint: Path) -> Path:
+    """Return the file of this process's residuals."""
     return checkpoint / f"gradients-rank-{dist.get_rank()}.pt"
 
 
-def whole_bytes(model: DistributedDataParallel) -> int:
-    """Return the bytes that a process sends in a step when gradients are averaged whole."""
-    wire = Wire()
+def uncompressed_bytes(model: DistributedDataParallel) -> int:
+    """Return the bytes that a process sends per step by an uncompressed all-reduce."""
+    comm = CommCounter()
     for parameter in model.parameters():
         if parameter.requires_grad:
-            wire.count_mean(parameter.numel(), parameter.element_size())
-    return wire.sent_bytes
+            comm.count_all_reduce(parameter.numel(), parameter.element_size())
+    return comm.sent_bytes
 
 
-def _exchange(model: DistributedDataParallel, parallel: Parallel) -> Exchange | None:
+def _create_hook(model: DistributedDataParallel, parallel: Parallel) -> GradientAverage | None:
     match parallel.communication:
         case "none":
             return None
         case "fp16":
-            return Halved(torch.float16)
+            return HalfPrecisionAverage(torch.float16)
         case "bf16":
-            return Halved(torch.bfloat16)
+            return HalfPrecisionAverage(torch.bfloat16)
         case "powersgd":
-            return WithFeedback(PowerSGD(parallel.powersgd_rank), model.module)
+            return ErrorFeedback(PowerSGD(parallel.powersgd_rank), model.module)
         case "topk":
-            return WithFeedback(TopK(parallel.topk_fraction), model.module)
+            return ErrorFeedback(TopK(parallel.topk_fraction), model.module)
         case "int8":
-            return WithFeedback(Int8(), model.module)
+            return ErrorFeedback(Int8(), model.module)
         case "hierarchical":
             device = next(model.parameters()).device.type
-            return Hierarchical(parallel.communication_group, device)
+            return HierarchicalAllReduce(parallel.communication_group, device)

@@ -1,8 +1,8 @@
-"""DeepSpeed's engine: ZeRO stages 0 to 3, with optimizer state in main memory on request.
+"""DeepSpeed: ZeRO stages 0 to 3, with optimizer state in main memory on request.
 
-The engine owns the reduction of gradients, clipping and the step; the loop stays the one of every
-strategy. What it knows is kept in its own format within our checkpoints, for as many processes as
-wrote it; it is read as a pickle, from the training's own folder only.
+DeepSpeed's engine reduces gradients, clips and steps; the training loop is that of all strategies.
+Our checkpoints contain the engine's state in DeepSpeed's own format, which only the same number of
+processes can load. It is a pickle, and is read from the training's own folder only.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FOLDER = "deepspeed"
 TAG = "engine"
 
 
-class DeepSpeed(DDPStrategy):
-    """Every rank drives an engine, which holds its part of the training.
+class DeepSpeedStrategy(DDPStrategy):
+    """Every rank drives a DeepSpeed engine, which holds its shards.
 
     After Rajbhandari et al., "ZeRO" (2019), and Ren et al., "ZeRO-Offload" (2021).
     """
@@ -44,10 +44,11 @@ class DeepSpeed(DDPStrategy):
     def wrap(
         self, module: nn.Module, training: Training, example: Callable[[], Batch]
     ) -> nn.Module:
-        """Give the module to an engine, and return that; with stage 3 the module changes."""
+        """Return a DeepSpeed engine around the module; stage 3 shards the module in place."""
         compile_(module, training)
         device = next(module.parameters()).device.type
-        os.environ.setdefault("DS_ACCELERATOR", device)  # read once, at DeepSpeed's first import
+        # DeepSpeed reads this once, when it is first imported.
+        os.environ.setdefault("DS_ACCELERATOR", device)
         import deepspeed
 
         self.engine, *_ = deepspeed.initialize(
@@ -60,21 +61,21 @@ class DeepSpeed(DDPStrategy):
         return wrapped
 
     def optimizer(self, module: nn.Module, training: Training) -> torch.optim.Optimizer:
-        """Return what steps the engine, and shows the groups of the optimizer within."""
+        """Return an optimizer whose ``step()`` is the engine's."""
         return EngineOptimizer(self.engine)
 
     @contextmanager
-    def micro_step(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
-        """Tell the engine whether a part of a step is its last, after which it reduces."""
-        self.engine.set_gradient_accumulation_boundary(last)
+    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> Iterator[None]:
+        """Mark the last micro-batch, after which the engine reduces gradients."""
+        self.engine.set_gradient_accumulation_boundary(is_last)
         yield
 
     def backward(self, wrapped: nn.Module, loss: torch.Tensor) -> None:
-        """Compute gradients by the engine, which would else miss them (stage 0)."""
+        """Compute gradients by the engine, which in stage 0 would otherwise miss them."""
         self.engine.backward(loss)
 
-    def clip_(self, module: nn.Module, largest: float) -> None:
-        """Do nothing: the engine clips in its step, where the gradients of all shards are known."""
+    def clip_grad_norm_(self, module: nn.Module, largest: float) -> None:
+        """Do nothing: the engine clips in its step, where it knows the norm over all shards."""
 
     def model_tensors(self, module: nn.Module) -> Tensors:
         """Gather copies of the module's weights and buffers."""
@@ -82,38 +83,38 @@ class DeepSpeed(DDPStrategy):
             return {n: t.detach().cpu().clone() for n, t in module.state_dict().items()}
 
     def load_model_(self, module: nn.Module, tensors: Tensors) -> None:
-        """Do nothing: the engine takes up its own weights, with the optimizer's state."""
+        """Do nothing: the engine loads its weights together with the optimizer's state."""
 
     def optimizer_tensors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-        """Return nothing: the engine keeps it, see :meth:`remember`."""
+        """Return nothing: the engine writes its own state, see :meth:`save_local`."""
         return {}
 
     def load_optimizer_(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
     ) -> None:
-        """Have the engine read what it wrote into a checkpoint, weights and all.
+        """Load the engine's weights and optimizer state from a checkpoint.
 
         Raises:
-            StageFailed: it is not there, or was written by another number of processes.
+            StageFailed: they are missing, or were written by another number of processes.
         """
-        why = "it has no part of DeepSpeed's"
+        reason = "it has no state of DeepSpeed's"
         try:
-            found, _ = self.engine.load_checkpoint(str(checkpoint / FOLDER), tag=TAG)
+            loaded, _ = self.engine.load_checkpoint(str(checkpoint / FOLDER), tag=TAG)
         except (AssertionError, RuntimeError, OSError, KeyError) as error:
-            found, why = None, first_line(error)
-        if found is None:
+            loaded, reason = None, first_line(error)
+        if loaded is None:
             raise StageFailed(
-                f"checkpoint {checkpoint} cannot be taken up by strategy: deepspeed with "
-                f"{self.ranks} processes ({why}); go on as it was begun, or remove "
-                f"{checkpoint.parent} to train anew"
+                f"checkpoint {checkpoint} cannot be resumed by strategy: deepspeed with "
+                f"{self.ranks} processes ({reason}); resume with the settings it was written "
+                f"with, or remove {checkpoint.parent} to train anew"
             )
 
     def sent_bytes(self, steps: int) -> int | None:
-        """Return None: the engine does not count."""
+        """Return None: the engine does not count bytes."""
         return None
 
     def save_local(self, checkpoint: Path) -> None:
-        """Have the engine write its part of a checkpoint."""
+        """Write the engine's shards into a checkpoint."""
         self.engine.save_checkpoint(str(checkpoint / FOLDER), tag=TAG, save_latest=False)
 
     def _gathered(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -121,46 +122,45 @@ class DeepSpeed(DDPStrategy):
             return nullcontext()
         import deepspeed
 
-        gathered: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
-            list(module.parameters())
-        )
-        return gathered
+        parameters = list(module.parameters())
+        context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameters)
+        return context
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """An engine's step in the place of an optimizer's."""
+    """An optimizer whose ``step()`` is a DeepSpeed engine's."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the optimizer within, whose learning rate is set."""
+        """The groups of the engine's optimizer, to set the learning rate."""
         groups: list[dict[str, Any]] = self.engine.optimizer.param_groups
         return groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the engine forgets gradients in its step."""
+        """Do nothing: the engine clears gradients in its step."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Have the engine clip and step."""
+        """Clip and step by the engine."""
         self.engine.step()
 
 
 def configuration(parallel: Parallel, training: Training, ranks: int) -> dict[str, Any]:
-    """Return DeepSpeed's own settings for ours."""
+    """Translate our settings into DeepSpeed's configuration."""
     zero: dict[str, Any] = {"stage": parallel.zero_stage}
     if parallel.cpu_offload:
         zero["offload_optimizer"] = {"device": "cpu"}
         if parallel.zero_stage == 3:
             zero["offload_param"] = {"device": "cpu"}
     config: dict[str, Any] = {
-        # Parts of a step are counted by the loop, which names the last; the engine divides by none.
+        # The training loop counts micro-batches, marks the last and weighs their losses itself.
         "train_micro_batch_size_per_gpu": training.batch_size // ranks,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": training.clip_norm or 0.0,
         "zero_optimization": zero,
-        # The optimizer is torch's, so that every one of its names works, and none is compiled.
+        # torch.optim's own: DeepSpeed's would be compiled with a C++ compiler at the first use.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: weights, gradients and optimizer state spread over the ranks."""
+"""Fully sharded data parallelism (FSDP2): weights, gradients and optimizer state in shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from compress.training.checkpoint.sharded_loading import Unfilled
+from compress.training.checkpoint.sharded_loading import DeferredWeights
 from compress.training.distributed.ddp import DDPStrategy
 from compress.training.optim.compile import compile_
 from compress.training.optim.transformer_blocks import large_blocks, named_blocks
@@ -34,16 +34,16 @@ PRECISION = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FSDPStrategy(DDPStrategy):
-    """Every rank holds a part of each weight, and gathers a block's when it is computed.
+    """Every rank has a shard of each weight; a block's weights are gathered while it computes.
 
-    After Zhao et al., "PyTorch FSDP" (2023), and ZeRO's stages 2 and 3; over ``fully_shard``.
+    After Zhao et al., "PyTorch FSDP" (2023), and ZeRO's stages 2 and 3; by torch's ``fully_shard``.
     """
 
-    unfilled: Unfilled | None = None
+    deferred: DeferredWeights | None = None
 
     def load(self, model: EagerModel, device: str) -> nn.Module:
-        """Return the module without weights, where it can be built so; each rank reads its part."""
-        module, self.unfilled = Unfilled.of(model, device)
+        """Build the module on the meta device if possible; each rank later reads only its shard."""
+        module, self.deferred = DeferredWeights.from_model(model, device)
         return module
 
     def wrap(
@@ -51,21 +51,21 @@ class FSDPStrategy(DDPStrategy):
     ) -> nn.Module:
         """Shard the module in place, block by block, and return it."""
         compile_(module, training)
-        place = self.unfilled.device if self.unfilled else next(module.parameters()).device
-        mesh = mesh_of(self.parallel, self.ranks, torch.device(place).type)
+        device = self.deferred.device if self.deferred else next(module.parameters()).device
+        mesh = build_mesh(self.parallel, self.ranks, torch.device(device).type)
         shard_(module, blocks_to_wrap(module, self.parallel), training, mesh)
-        if self.unfilled:
-            self.unfilled.fill_(module, offloaded=self.parallel.cpu_offload)
+        if self.deferred:
+            self.deferred.fill_(module, offloaded=self.parallel.cpu_offload)
         return module
 
     @contextmanager
-    def micro_step(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
-        """Reduce gradients in the last part of a step only; whole ones are kept until then."""
-        wrapped.set_requires_gradient_sync(last)  # type: ignore[operator]  # an FSDPModule
+    def gradient_sync(self, wrapped: nn.Module, is_last: bool) -> Iterator[None]:
+        """Reduce-scatter gradients in the last micro-batch only; until then they are unsharded."""
+        wrapped.set_requires_gradient_sync(is_last)  # type: ignore[operator]  # an FSDPModule
         yield
 
     def release_buffers_(self, module: nn.Module) -> None:
-        """Let go of gathered weights: the next forward must gather what the shards then hold."""
+        """Free gathered weights: the next forward pass must gather the updated shards."""
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
@@ -79,9 +79,13 @@ def shard_(
     policy: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": parallel.sharding_mode != "shard_grad_op",
-        "offload_policy": _offload(parallel, mesh.device_type),
+        "offload_policy": (
+            CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+            if parallel.cpu_offload
+            else OffloadPolicy()
+        ),
     }
-    # Sums of gradients are fp32, and so is what the loss sees.
+    # Gradients are summed in fp32, and the loss gets fp32 outputs.
     inner = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
     outer = MixedPrecisionPolicy(
         param_dtype=dtype,
@@ -92,49 +96,44 @@ def shard_(
         fully_shard(block, mp_policy=inner, **policy)
     fully_shard(module, mp_policy=outer, **policy)
     if parallel.prefetch:
-        prefetch_(in_order_of(module, blocks), parallel.prefetch)
+        chosen = {id(block) for block in blocks}
+        in_order = [part for part in module.modules() if id(part) in chosen]
+        prefetch_(in_order, parallel.prefetch)
 
 
-def mesh_of(parallel: Parallel, ranks: int, device: str) -> DeviceMesh:
-    """Return the mesh over which weights are sharded and, where it has two axes, replicated."""
+def build_mesh(parallel: Parallel, ranks: int, device: str) -> DeviceMesh:
+    """Build the mesh for sharding; with two axes, weights are also replicated over the first."""
     if parallel.sharding_mode in ("full_shard", "shard_grad_op"):
         return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
-    whole = parallel.sharding_mode == "no_shard"
-    shares = 1 if whole else parallel.shard_group
+    # no_shard is a mesh whose shards are the whole weights.
+    shards = 1 if parallel.sharding_mode == "no_shard" else parallel.shard_group
     return init_device_mesh(
-        device, (ranks // shares, shares), mesh_dim_names=("replicate", "shard")
+        device, (ranks // shards, shards), mesh_dim_names=("replicate", "shard")
     )
 
 
 def blocks_to_wrap(module: nn.Module, parallel: Parallel) -> list[nn.Module]:
-    """Return the parts that are gathered one at a time, inner ones first.
+    """Return the submodules whose weights are gathered one at a time, inner ones first.
 
     Raises:
-        StageFailed: no part has a named class.
+        StageFailed: no submodule has a named class.
     """
     if isinstance(parallel.wrap, int):
         return large_blocks(module, parallel.wrap)
     return named_blocks(module, parallel.wrap, "parallel.wrap")
 
 
-def in_order_of(module: nn.Module, blocks: Sequence[nn.Module]) -> list[FSDPModule]:
-    """Return sharded blocks in the order in which the module holds them."""
-    chosen = {id(block) for block in blocks}
-    return [p for p in module.modules() if id(p) in chosen and isinstance(p, FSDPModule)]
+def prefetch_(blocks: Sequence[Any], count: int) -> None:
+    """Let each sharded block gather the weights of the next ones while it computes.
 
+    In the backward pass these are the preceding ones. Results are right for any order in which the
+    model calls its blocks; only this order saves time.
 
-def prefetch_(blocks: list[FSDPModule], count: int) -> None:
-    """Gather so many of the next blocks while one is computed, in place; backward, of those before.
-
-    Blocks should be called in this order: another one is right too, and wins nothing.
+    Args:
+        blocks: FSDP modules in the order of the forward pass.
+        count: how many blocks to gather ahead.
     """
     for index, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + count])
         before = blocks[max(0, index - count) : index]
         block.set_modules_to_backward_prefetch(before[::-1])
-
-
-def _offload(parallel: Parallel, device: str) -> OffloadPolicy:
-    if not parallel.cpu_offload:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=device == "cuda")

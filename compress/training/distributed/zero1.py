@@ -1,9 +1,9 @@
-"""ZeRO stage 1: DDP whose optimizer state is spread over the ranks."""
+"""ZeRO stage 1: DDP with the optimizer state sharded over the ranks."""
 
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -12,10 +12,10 @@ from compress.checkpoint.distributed_checkpoint import read_distributed
 from compress.training.checkpoint.state_dict import STATE
 from compress.training.distributed.ddp import DDPStrategy
 from compress.training.optim.optimizer import (
+    explain_rejected_arguments,
     optimizer_arguments,
     optimizer_class,
     parameter_groups,
-    refusing_wrong_arguments,
 )
 
 if TYPE_CHECKING:
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 class Zero1Strategy(DDPStrategy):
-    """Every rank holds the whole model, and its part of the optimizer's state.
+    """Every rank has the whole model, and the optimizer state of some of its weights.
 
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models" (2019), section 5.1.
     """
 
     def optimizer(self, module: nn.Module, training: Training) -> torch.optim.Optimizer:
-        """Return the optimizer, which steps its own weights and sends them to the others."""
+        """Build an optimizer that steps its share of the weights and broadcasts them."""
         groups = parameter_groups(module, training)
-        with refusing_wrong_arguments(training):
+        with explain_rejected_arguments(training):
             return ZeroRedundancyOptimizer(
                 groups,
                 optimizer_class=optimizer_class(training),
@@ -45,15 +45,15 @@ class Zero1Strategy(DDPStrategy):
             )
 
     def optimizer_tensors(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-        """Gather the whole state on the leading process: torch's checkpoints refuse its parts."""
-        spread = cast("ZeroRedundancyOptimizer", optimizer)
-        spread.consolidate_state_dict(to=0)
+        """Gather the state on rank 0: torch.distributed.checkpoint cannot write its shards."""
+        sharded = cast("ZeroRedundancyOptimizer", optimizer)
+        sharded.consolidate_state_dict(to=0)
         if not self.is_main:
             return {}
         names = _names(module, optimizer)
         return {
             f"{STATE}{names[index]}.{what}": value
-            for index, state in spread.state_dict()["state"].items()
+            for index, state in sharded.state_dict()["state"].items()
             for what, value in state.items()
             if isinstance(value, torch.Tensor)
         }
@@ -61,26 +61,23 @@ class Zero1Strategy(DDPStrategy):
     def load_optimizer_(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path
     ) -> None:
-        """Read the whole state and keep this process's part, in place."""
-        held = read_distributed(checkpoint).get("optimizer", {})
+        """Read the whole state; ``load_state_dict`` keeps this process's share of it."""
+        saved = read_distributed(checkpoint).get("optimizer", {})
         indices = {name: index for index, name in enumerate(_names(module, optimizer))}
         state: dict[int, dict[str, torch.Tensor]] = {}
-        for name, stored in held.items():
+        for name, stored in saved.items():
             weight, _, what = name.removeprefix(STATE).rpartition(".")
             state.setdefault(indices[weight], {})[what] = stored.read()
-        optimizer.load_state_dict({"state": state, "param_groups": _groups(optimizer)})
+        # As in a state dict, where groups have numbers in the place of weights.
+        numbers = count()
+        groups = [
+            {**group, "params": [next(numbers) for _ in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the weights' names in the optimizer's order."""
     names = {id(weight): name for name, weight in module.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-
-
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the optimizer's groups as its state dict has them, with numbers for the weights."""
-    numbers = count()
-    return [
-        {**group, "params": [next(numbers) for _ in group["params"]]}
-        for group in optimizer.param_groups
-    ]

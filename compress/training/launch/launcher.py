@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from compress.training.loop.job import Job
     from compress.training.loop.step_metrics import EpochMetrics
-    from compress.training.loop.trainer import Job
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from compress.common.atomic_files import write_atomically
 from compress.common.dependency_recorder import recording
 from compress.common.errors import Unavailable, exits_refused
-from compress.training.distributed.base import process_group, strategy_of
+from compress.training.distributed.base import process_group
+from compress.training.distributed.factory import create_strategy
 from compress.training.launch.epoch_log import append_epoch
 from compress.training.launch.multi_node import LUGGAGE, RECORDED, leaving_with_the_others
 from compress.training.launch.worker_errors import is_lost_peer, record_failure
@@ -23,7 +24,7 @@ from compress.training.loop.trainer import train
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from compress.training.loop.trainer import Job
+    from compress.training.loop.job import Job
 
 SECONDS_FOR_THE_CULPRIT = 5
 
@@ -40,7 +41,7 @@ def run_rank(folder: Path) -> None:
             exits_refused(),
             recording() as recorded,
         ):
-            train(job, strategy_of(job.training.parallel), partial(append_epoch, folder))
+            train(job, create_strategy(job.training.parallel), partial(append_epoch, folder))
             if rank == 0:  # which alone evaluates; all call the same factories
                 write_atomically(folder / RECORDED, recorded.to_json())
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Checkpointer: a training's state on its way to disk, and back."""
+"""`CheckpointManager`: writes a training's state while training goes on, and restores it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from compress.common.errors import StageFailed
 from compress.training.checkpoint.metadata import (
-    Progress,
-    begin,
+    TrainProgress,
     commit,
-    newest,
+    create_partial,
+    newest_intact,
     read_progress,
     remove_unfinished,
     rotate,
@@ -25,93 +25,111 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from compress.training.config.checkpoint import Checkpoints
+    from compress.training.config.training import Checkpoints
     from compress.training.distributed.base import Strategy
     from compress.training.loop.train_state import TrainState
 
 
-class Checkpointer:
-    """Where a training's checkpoints lie, and the one that is being written."""
+class CheckpointManager:
+    """The checkpoints of a training, of which one may be in the course of being written."""
 
     def __init__(self, folder: Path, settings: Checkpoints, strategy: Strategy) -> None:
-        """Every process takes part; what an interruption left unfinished is removed."""
+        """Remove incomplete checkpoints; every process calls this."""
         self.folder = folder
         self.settings = settings
         self.strategy = strategy
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending: Future[None] | None = None
-        # Its exchange must not get between that of the steps, which goes on meanwhile.
+        # A group of its own: its collectives run beside those of the training steps, and would
+        # be matched with them in the default group.
         self.group = (
             dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None
         )
         if strategy.is_main:
             remove_unfinished(folder)
-        strategy.wait()
+        strategy.barrier()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let what is being written be written, also where training was interrupted."""
+        """Wait until the present checkpoint is written, even if training was interrupted."""
         self.thread.shutdown()
 
     def due(self, steps: int) -> bool:
-        """Whether a checkpoint is to be written after so many steps of an epoch."""
+        """Whether the settings ask for a checkpoint after a number of steps of an epoch."""
         every = self.settings.every_steps
         return every is not None and steps % every == 0
 
     def save(
         self,
         step: int,
-        progress: Progress,
-        learner: TrainState,
-        tell: Callable[[], None] | None = None,
+        progress: TrainProgress,
+        state: TrainState,
+        on_written: Callable[[], None] | None = None,
     ) -> None:
         """Write the state after a step, at once or while training goes on.
 
         Args:
             step: counted over the whole training.
-            progress: how far it is.
-            learner: what it has learnt.
-            tell: called in the leading process when all is on disk, from a thread.
+            progress: how far the training is.
+            state: the tensors; they are copied before this returns.
+            on_written: called in the main process when all is on disk, from a thread.
 
         Raises:
-            StageFailed: it cannot be written, or the one before it could not.
+            StageFailed: this checkpoint or the one before cannot be written.
         """
         self.wait()
-        partial = begin(self.folder, step)
+        partial = create_partial(self.folder, step)
         self.strategy.save_local(partial)
-        # Each process counted its own batches; the first one's numbers are kept at every exchange.
-        self.strategy.share_buffers_(learner.module)
-        state = learner.tensors()
+        # Buffers such as BatchNorm's follow each process's own batches; rank 0's are saved.
+        self.strategy.broadcast_buffers_(state.module)
         with one_line_errors(f"checkpoint {partial} cannot be written"):
             written: Any = async_save(
-                state, checkpoint_id=partial, process_group=self.group, no_dist=self.group is None
+                state.tensors(),
+                checkpoint_id=partial,
+                process_group=self.group,
+                no_dist=self.group is None,
             )
-        self.pending = self.thread.submit(self._write, partial, progress, written, tell)
+        self.pending = self.thread.submit(self._write, partial, progress, written, on_written)
         if not self.settings.asynchronous:
             self.wait()
 
-    def resume(self, learner: TrainState, trusted: str | None) -> Progress | None:
-        """Put everything where the newest whole checkpoint left it; None where there is none."""
-        leads = self.strategy.is_main
-        found: Path | None = self.strategy.share(newest(self.folder, trusted) if leads else None)
-        if found is None:
+    def resume(self, state: TrainState, trusted: str | None) -> TrainProgress | None:
+        """Restore the newest intact checkpoint in place; return None if there is none.
+
+        Args:
+            state: the state before its first step.
+            trusted: name of the checkpoint whose hashes were just verified.
+
+        Raises:
+            StageFailed: the checkpoint cannot be read, or not with these settings.
+        """
+        newest = newest_intact(self.folder, trusted) if self.strategy.is_main else None
+        checkpoint: Path | None = self.strategy.broadcast(newest)
+        if checkpoint is None:
             return None
-        progress = read_progress(found)
-        self._refuse_another_engine(progress, learner.training.parallel.layout, found)
-        learner.restore(found, progress)
-        if progress.layouts[-1] == learner.training.parallel.layout:
-            self.strategy.load_local(found)
+        progress, layout = read_progress(checkpoint), state.training.parallel.layout
+        before = progress.layouts[-1]
+        if ("deepspeed" in before) != ("deepspeed" in layout):
+            raise StageFailed(
+                f"checkpoint {checkpoint} was written with {before} and cannot be resumed with "
+                f"{layout}, because DeepSpeed stores the optimizer's state in a format of its own; "
+                f"resume with the settings it was written with, or remove {checkpoint.parent} to "
+                "train anew"
+            )
+        state.restore(checkpoint, progress)
+        if before == layout:
+            self.strategy.load_local(checkpoint)
         return progress
 
-    def let_finish(self) -> None:
-        """Wait for what this process writes; whether it could is told elsewhere."""
+    def wait_for_write(self) -> None:
+        """Wait for this process's part of the present checkpoint, whether it succeeds or not."""
         if self.pending is not None:
             self.pending.exception()
 
     def wait(self) -> None:
-        """Return when the checkpoint that is being written lies on disk.
+        """Wait until all processes have written the present checkpoint.
 
         Raises:
             StageFailed: it could not be written.
@@ -119,29 +137,20 @@ class Checkpointer:
         if self.pending is not None:
             self.pending.result()
             self.pending = None
-        self.strategy.wait()
-
-    def _refuse_another_engine(self, progress: Progress, layout: str, found: Path) -> None:
-        before = progress.layouts[-1]
-        if ("deepspeed" in before) != ("deepspeed" in layout):
-            raise StageFailed(
-                f"checkpoint {found} was written with {before} and cannot be taken up with "
-                f"{layout}, because DeepSpeed keeps the optimizer's state its own way; go on as it "
-                f"was begun, or remove {found.parent} to train anew"
-            )
+        self.strategy.barrier()
 
     def _write(
         self,
         partial: Path,
-        progress: Progress,
+        progress: TrainProgress,
         written: Future[Any],
-        tell: Callable[[], None] | None,
+        on_written: Callable[[], None] | None,
     ) -> None:
-        """Commit what all processes have written; the first knows when they have."""
+        """Commit the checkpoint; rank 0's future is done when all processes have written."""
         with one_line_errors(f"checkpoint {partial} cannot be written"):
             written.result()
         if self.strategy.is_main:
             commit(partial, progress)
             rotate(self.folder, self.settings.keep)
-            if tell:
-                tell()
+            if on_written:
+                on_written()

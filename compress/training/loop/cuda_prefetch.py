@@ -1,4 +1,4 @@
-"""Batches copied to a CUDA device while the step before them is computed."""
+"""Copy the next batch to the CUDA device while the present step is computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def on_device(batches: Iterable[Batch], device: str) -> Iterator[Batch]:
-    """Yield batches on a device; on CUDA the next one is already on its way."""
+    """Yield batches on a device; on CUDA the copy of the next one has already started."""
     if not device.startswith("cuda"):
         yield from batches
         return
@@ -24,33 +24,34 @@ def on_device(batches: Iterable[Batch], device: str) -> Iterator[Batch]:
 
 
 def one_ahead(batches: Iterable[Batch], start: Callable[[Batch], Ready]) -> Iterator[Batch]:
-    """Yield what was started for each batch once that of the next one is started too.
+    """Yield each copied batch after the copy of the next one has been started.
 
     Args:
         batches: the batches.
-        start: begins to copy a batch, and returns what gives the copy.
+        start: starts to copy a batch, and returns a function that waits for the copy.
     """
-    ready: Ready | None = None
+    pending: Ready | None = None
     for batch in batches:
-        before, ready = ready, start(batch)
-        if before is not None:
-            yield before()
-    if ready is not None:
-        yield ready()
+        previous, pending = pending, start(batch)
+        if previous is not None:
+            yield previous()
+    if pending is not None:
+        yield pending()
 
 
 def start_copy(batch: Batch, device: str, copies: torch.cuda.Stream) -> Ready:
-    """Begin to copy a batch on a stream of its own; from page-locked memory this takes no time."""
+    """Start to copy a batch on a separate stream; from pinned memory this does not block."""
     with torch.cuda.stream(copies):
         moved = batch.to(device)
         copied = copies.record_event()
 
     def ready() -> Batch:
-        # An event, not the whole stream, on which the next batch is already being copied.
+        # Not wait_stream: the copy of the next batch is already queued on that stream.
         computing = torch.cuda.current_stream(device)
         computing.wait_event(copied)
         for tensor in moved.tensors():
-            # The memory came from the other stream, which would else take it back too early.
+            # Allocated on the copying stream: the allocator may otherwise reuse it there while
+            # the step still reads it.
             tensor.record_stream(computing)
         return moved
 

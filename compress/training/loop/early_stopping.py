@@ -1,4 +1,7 @@
-"""What a training's epochs so far say of its going on: pure functions of their metrics."""
+"""Early stopping, plateaus and the best epoch, as functions of the metrics so far.
+
+They keep no state, so that a resumed training decides as an uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def is_better(epoch: Epoch, kept: Epoch | None, metric: Metric) -> bool:
-    """Whether an epoch is to be kept instead of the one kept so far.
+    """Whether an epoch's weights replace the best ones so far.
 
-    Among trained epochs the later one wins a tie; the model as it came in must be beaten.
+    Among trained epochs the later one wins a tie; the input model, epoch 0, must be beaten.
     """
     if kept is None or kept.metric is None or epoch.metric is None:
         return True
@@ -24,25 +27,25 @@ def is_better(epoch: Epoch, kept: Epoch | None, metric: Metric) -> bool:
 
 
 def epochs_without_gain(history: Sequence[Epoch], metric: Metric) -> list[int]:
-    """Return for each epoch how many have passed since the best one; 0 is a new best."""
+    """Count for each epoch how many have passed since the best one; 0 is a new best."""
     best: float | None = None
-    waited: list[int] = []
+    counts: list[int] = []
     for epoch in history:
         value = epoch.metric
-        gained = best is None or (value is not None and metric.drop_points(best, value) < 0)
-        best = value if gained else best
-        waited.append(0 if gained else waited[-1] + 1)
-    return waited
+        improved = best is None or (value is not None and metric.drop_points(best, value) < 0)
+        best = value if improved else best
+        counts.append(0 if improved else counts[-1] + 1)
+    return counts
 
 
-def plateaus(history: Sequence[Epoch], metric: Metric, patience: int) -> int:
-    """Return how often the metric has gone another ``patience`` epochs without a gain."""
-    waited = epochs_without_gain(history, metric)
-    return sum(1 for epochs in waited if epochs and epochs % patience == 0)
+def count_plateaus(history: Sequence[Epoch], metric: Metric, patience: int) -> int:
+    """Count how often the metric has gone another ``patience`` epochs without a gain."""
+    counts = epochs_without_gain(history, metric)
+    return sum(1 for epochs in counts if epochs and epochs % patience == 0)
 
 
-def is_over(training: Training, history: Sequence[Epoch], metric: Metric) -> bool:
-    """Whether all epochs are trained, or the metric has not gained for too long."""
+def is_finished(training: Training, history: Sequence[Epoch], metric: Metric) -> bool:
+    """Whether all epochs are trained, or `early_stopping` epochs have brought no gain."""
     trained = sum(1 for epoch in history if epoch.epoch > 0)
     if trained >= training.epochs:
         return True

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights."""
+"""Exponential moving average of the weights."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ if TYPE_CHECKING:
     from compress.training.checkpoint.metadata import Tensors
 
 
-class Average:
-    """The average of weights over the steps; buffers are the model's own (Polyak, 1992).
+class EMA:
+    """Average of the weights over the steps (Polyak, 1992); buffers are not averaged.
 
-    The decay rises to its value over the first steps, or a short training's average would still be
-    made of the weights it began with.
+    The decay rises to its value over the first steps: with a constant one, the average after a
+    short training would still consist of the initial weights.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        """Begin with the weights of a module as they are: its shards, where there are."""
+        """Start from a module's present weights, or from its shards if it is sharded."""
         self.module = module
         self.weights = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self.values = self._copies()
+        self.averages = self._copy_weights()
         self.decay = decay
 
     @torch.no_grad()
-    def add(self, step: int) -> None:
-        """Take in the weights after a step, counted from 0 over the whole training."""
+    def update_(self, step: int) -> None:
+        """Average in the weights after a step, counted from 0 over the whole training."""
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, weight in self.weights.items():
-            self.values[name].lerp_(weight.detach(), 1 - decay)
+            self.averages[name].lerp_(weight.detach(), 1 - decay)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Give the model the averaged weights for a block."""
-        own = self._copies()
-        self._put(self.values)
+    def applied(self) -> Iterator[None]:
+        """Replace the module's weights by their averages inside the block."""
+        trained = self._copy_weights()
+        self._load_weights_(self.averages)
         try:
             yield
         finally:
-            self._put(own)
+            self._load_weights_(trained)
 
     def tensors(self) -> Tensors:
-        """Return the averages by all names, of which tied weights have several."""
-        kept = {id(weight): self.values[name] for name, weight in self.weights.items()}
+        """Return the averages under all of the weights' names; tied weights have several."""
+        by_weight = {id(weight): self.averages[name] for name, weight in self.weights.items()}
         names = self.module.named_parameters(remove_duplicate=False)
-        return {name: kept[id(weight)] for name, weight in names if id(weight) in kept}
+        return {name: by_weight[id(weight)] for name, weight in names if id(weight) in by_weight}
 
-    def _copies(self) -> Tensors:
+    def _copy_weights(self) -> Tensors:
         return {name: weight.detach().clone() for name, weight in self.weights.items()}
 
     @torch.no_grad()
-    def _put(self, values: Tensors) -> None:
+    def _load_weights_(self, values: Tensors) -> None:
         for name, weight in self.weights.items():
             weight.copy_(values[name])

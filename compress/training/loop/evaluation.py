@@ -1,4 +1,4 @@
-"""The metric on `val`, each rank evaluating its share, equal to that of one process."""
+"""The metric on `val`: each rank evaluates a share, and the value is that of one process."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from compress.core.metrics import Metric
     from compress.data.splits import Batch
     from compress.training.distributed.base import Strategy
-    from compress.training.loop.trainer import Job
+    from compress.training.loop.job import Job
 
 
-def score(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | None:
-    """Return the module's metric on every sample of `val`, or None without that split.
+def evaluate(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | None:
+    """Compute a module's metric on all samples of `val`; None without that split.
 
     Raises:
         StageFailed: there are no targets, or the value is not finite.
     """
     if "val" not in job.data.datasets:
         return None
-    strategy.share_buffers_(module)
+    strategy.broadcast_buffers_(module)
     module.eval()
-    outputs, targets = _share(job, module, strategy)
+    outputs, targets = _predict_share(job, module, strategy)
     strategy.release_buffers_(module)
     value = reduce_metric(job.metric, outputs, targets, strategy)
     if not math.isfinite(value):
@@ -43,45 +43,45 @@ def score(job: Job, module: torch.nn.Module, strategy: Strategy) -> float | None
 def reduce_metric(
     metric: Metric, outputs: torch.Tensor, targets: torch.Tensor, strategy: Strategy
 ) -> float:
-    """Return a metric over the shares of all ranks: sample ``i`` is rank ``i % ranks``'s.
+    """Compute a metric over the shares of all ranks; sample ``i`` lies on rank ``i % ranks``.
 
-    What is a mean over samples is reduced as sum and count; any other metric needs all outputs.
+    A mean over samples is reduced as sum and count; any other metric needs all outputs.
     """
     if strategy.ranks == 1:
         return metric.score(outputs, targets)
     if metric.is_mean:
-        own = metric.sum_and_count(outputs, targets) if len(targets) else None
-        total, samples = strategy.total(own or (0.0, 0))
+        summed = metric.sum_and_count(outputs, targets) if len(targets) else None
+        total, samples = strategy.sum_over_ranks(summed or (0.0, 0))
         return total / samples if samples else math.nan
-    shares = strategy.gather((outputs, targets))
+    shares = strategy.gather_shares((outputs, targets))
     value = 0.0
     if shares is not None:
         value = metric.score(
             _interleaved([share[0] for share in shares]),
             _interleaved([share[1] for share in shares]),
         )
-    return strategy.total([value])[0]
+    return strategy.sum_over_ranks([value])[0]
 
 
-def _share(
+def _predict_share(
     job: Job, module: torch.nn.Module, strategy: Strategy
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first output and the target of each sample of this rank's share of `val`.
+    """Compute the first output and the target of each sample of this rank's share of `val`.
 
-    Every rank runs as many batches, because a sharded model's forward is a common effort; what a
-    shorter share runs in addition is thrown away.
+    Every rank runs the same number of batches, because a sharded model's forward is a collective;
+    shorter shares are padded with sample 0, whose outputs are dropped.
     """
     dataset = job.data.split("val")
     samples = len(dataset)  # type: ignore[arg-type]  # Splits admits sized datasets only
-    own = range(strategy.rank, samples, strategy.ranks)
+    share = range(strategy.rank, samples, strategy.ranks)
     longest = -(-samples // strategy.ranks)
-    padded = [*own, *[0] * (longest - len(own))]
+    padded = [*share, *[0] * (longest - len(share))]
 
     def batches() -> Iterator[Batch]:
         return job.data.read("val", padded, job.data.batch_size)
 
     def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Not inference mode: a sharded model's gathered weights are used in training again.
+        # Not inference mode: FSDP reuses the gathered weights in the next training step.
         with torch.no_grad():
             return flatten_outputs(module(*(x.to(job.device) for x in inputs)))
 
@@ -99,12 +99,12 @@ def _share(
             targets = predicted_decisions(predict_batches(reference, batches())[0])
     if targets is None:
         raise StageFailed(f"metric {job.metric.name} needs targets and split 'val' has none")
-    return outputs[: len(own)], targets[: len(own)]
+    return outputs[: len(share)], targets[: len(share)]
 
 
 def _interleaved(shares: list[torch.Tensor]) -> torch.Tensor:
-    """Return the shares in the order of the samples."""
-    whole = shares[0].new_empty((sum(map(len, shares)), *shares[0].shape[1:]))
+    """Merge the ranks' shares in the order of the samples."""
+    merged = shares[0].new_empty((sum(map(len, shares)), *shares[0].shape[1:]))
     for rank, share in enumerate(shares):
-        whole[rank :: len(shares)] = share
-    return whole
+        merged[rank :: len(shares)] = share
+    return merged

@@ -1,14 +1,15 @@
-"""Trackers: where the figures of each epoch are written, for people who watch a training."""
+"""Experiment loggers: TensorBoard and MLflow, for a training's epochs and for a pipeline's run."""
 
 from __future__ import annotations
 
 import logging
+import os
+import re
+import shutil
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from compress.common.errors import Unavailable, first_line
-from compress.common.requirements import Requirement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -19,132 +20,182 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "compress"
 FOLDER = "tracking"
-TRAINING = "compress.training"
-"""The tag of an MLflow run that says which training it is."""
-REQUIREMENTS = {
-    "tensorboard": Requirement(
-        what="tensorboard", install="pip install 'compress-pipeline[tensorboard]'"
-    ),
-    "mlflow": Requirement(what="mlflow", install="pip install 'compress-pipeline[mlflow]'"),
-}
+IDENTITY_TAG = "compress.training"
+"""Tag of an MLflow run by which a resumed training finds its run."""
+PARAMS_PER_BATCH = 100
+"""MLflow refuses more parameters in one request."""
+LONGEST_PARAM = 500
+NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w/. :-]")
+MLFLOW_STATUS = {"passed": "FINISHED", "interrupted": "KILLED"}
+"""MLflow's words for how a run ended; all others are FAILED."""
 
 log = logging.getLogger(__name__)
 
 
-class Tracker(Protocol):
-    """What writes the figures of one training."""
+class ExperimentLogger(Protocol):
+    """Writes the settings and values of one run."""
 
-    def write(self, epoch: int, figures: Mapping[str, float]) -> None:
-        """Write an epoch's figures, to be seen at once."""
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write values of a step, visible at once."""
+        ...
+
+    def write_settings(self, settings: Mapping[str, str]) -> None:
+        """Write the settings of the run."""
+        ...
+
+    def finish(self, status: str, report: Path) -> None:
+        """Write how the run ended, keep its report if the file exists, and close."""
         ...
 
     def close(self) -> None:
-        """End, whether the training did well or not."""
+        """End the run, whether it succeeded or not."""
         ...
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a tracker writes."""
-
-    uri: str
-    """Of a tracking server or database."""
-    folder: Path | None
-    """On this machine; None for an address."""
-
-
-def place_of(kind: str, uri: str | None, results: Path) -> Place:
-    """Return where a tracker writes: an address, or a folder relative to that of the results."""
-    if uri is not None and "://" in uri:
-        return Place(uri, None)
-    folder = results / (uri or FOLDER)
-    if kind == "mlflow":
-        folder.mkdir(parents=True, exist_ok=True)
-    # MLflow 3 has given up plain folders.
-    return Place(f"sqlite:///{folder.absolute() / 'mlflow.db'}", folder)
-
-
-class TensorBoard:
+class TensorBoardLogger:
     """Scalars in an event file."""
 
-    def __init__(self, folder: Path, done: int) -> None:
-        """Go on after a number of epochs; what an earlier run wrote of later ones is void."""
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """Open a folder; values that an interrupted run wrote from this step on are voided."""
         from torch.utils import tensorboard
 
-        make: Any = tensorboard.SummaryWriter
-        self.writer = make(str(folder), purge_step=done + 1)
+        writer: Any = tensorboard.SummaryWriter
+        self.folder = folder
+        self.writer = writer(str(folder), purge_step=first_step)
 
-    def write(self, epoch: int, figures: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append to the event file."""
-        for name, value in figures.items():
-            self.writer.add_scalar(name, value, epoch)
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
         self.writer.flush()
+
+    def write_settings(self, settings: Mapping[str, str]) -> None:
+        """Write a table as text."""
+        rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
+        self.writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}")
+
+    def finish(self, status: str, report: Path) -> None:
+        """Write the status, close the event file and copy the report beside it."""
+        self.writer.add_text("status", status)
+        self.close()
+        if report.exists():
+            shutil.copyfile(report, self.folder / report.name)
 
     def close(self) -> None:
         """Close the event file."""
         self.writer.close()
 
 
-class MLflow:
-    """Metrics of an MLflow run; a training that goes on finds its run again."""
+class MLflowLogger:
+    """Metrics and parameters of an MLflow run; a resumed training appends to its earlier run."""
 
-    def __init__(self, place: Place, training: str, name: str, done: int) -> None:
+    def __init__(
+        self, uri: str, folder: Path | None, identity: str, name: str, first_step: int
+    ) -> None:
         """Open a run.
 
         Args:
-            place: the tracking server or database.
-            training: what tells this training from others.
+            uri: address of the tracking server or database.
+            folder: folder of a database on this machine; None for a server.
+            identity: what tells this run from others, stored as a tag.
             name: the run's name.
-            done: epochs trained before; an interrupted training's run is looked for.
+            first_step: the first step to write; above 1, a run of the same identity is resumed.
         """
         from mlflow import MlflowClient
 
+        # MLflow retries for minutes by default where nobody answers.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        self.client: Any = MlflowClient(tracking_uri=place.uri)
+        self.client: Any = MlflowClient(tracking_uri=uri)
         known = self.client.get_experiment_by_name(EXPERIMENT)
-        experiment = known.experiment_id if known else self._new_experiment(place)
-        found = self.client.search_runs([experiment], f"tags.`{TRAINING}` = '{training}'")
-        if done and found:
-            self.run = found[0].info.run_id
+        if known:
+            experiment = known.experiment_id
+        else:
+            # A database keeps no artifacts: by default they would go to the working directory.
+            artifacts = (folder / "artifacts").absolute().as_uri() if folder else None
+            experiment = self.client.create_experiment(EXPERIMENT, artifact_location=artifacts)
+        earlier = self.client.search_runs([experiment], f"tags.`{IDENTITY_TAG}` = '{identity}'")
+        if first_step > 1 and earlier:
+            self.run = earlier[0].info.run_id
             self.client.update_run(self.run, status="RUNNING")
         else:
-            tags = {TRAINING: training}
+            tags = {IDENTITY_TAG: identity}
             self.run = self.client.create_run(experiment, run_name=name, tags=tags).info.run_id
         self.written = {m.step for m in self.client.get_metric_history(self.run, "loss")}
 
-    def _new_experiment(self, place: Place) -> Any:
-        # A database keeps no artifacts: by default they would go to the working directory.
-        artifacts = (place.folder / "artifacts").absolute().as_uri() if place.folder else None
-        return self.client.create_experiment(EXPERIMENT, artifact_location=artifacts)
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values, unless the resumed run has that step."""
+        if step not in self.written:
+            for name, value in values.items():
+                self.client.log_metric(self.run, mlflow_name(name), value, step=step)
 
-    def write(self, epoch: int, figures: Mapping[str, float]) -> None:
-        """Send the figures, unless the run has that epoch."""
-        if epoch not in self.written:
-            for name, value in figures.items():
-                self.client.log_metric(self.run, name, value, step=epoch)
+    def write_settings(self, settings: Mapping[str, str]) -> None:
+        """Send the settings as parameters."""
+        from mlflow.entities import Param
+
+        params = [Param(mlflow_name(n), value[:LONGEST_PARAM]) for n, value in settings.items()]
+        for start in range(0, len(params), PARAMS_PER_BATCH):
+            self.client.log_batch(self.run, params=params[start : start + PARAMS_PER_BATCH])
+
+    def finish(self, status: str, report: Path) -> None:
+        """Send the report as an artifact, and end the run."""
+        if report.exists():
+            self.client.log_artifact(self.run, str(report))
+        self.client.set_terminated(self.run, status=MLFLOW_STATUS.get(status, "FAILED"))
 
     def close(self) -> None:
-        """End the run."""
+        """End the run as finished."""
         self.client.set_terminated(self.run)
 
 
-def refuse_missing(profile: Profile) -> None:
+def open_logger(
+    kind: str, uri: str | None, results: Path, name: str, identity: str, first_step: int
+) -> ExperimentLogger:
+    """Open the logger that the settings name.
+
+    Args:
+        kind: `tensorboard` or `mlflow`.
+        uri: address of an MLflow server, or a folder relative to the results; `tracking` if None.
+        results: folder of the run's results.
+        name: name of the run.
+        identity: what tells this run from others of that name.
+        first_step: the first step that is written; later ones of an earlier run are replaced.
+    """
+    is_address = uri is not None and "://" in uri
+    folder = results if is_address else results / (uri or FOLDER)
+    if kind == "tensorboard":
+        return TensorBoardLogger(folder / name, first_step)
+    if uri is not None and is_address:
+        return MLflowLogger(uri, None, identity, name, first_step)
+    folder.mkdir(parents=True, exist_ok=True)
+    # A database, because MLflow 3 no longer writes plain folders.
+    database = f"sqlite:///{folder.absolute() / 'mlflow.db'}"
+    return MLflowLogger(database, folder, identity, name, first_step)
+
+
+def mlflow_name(name: str) -> str:
+    """Replace characters that MLflow refuses in names, such as the equal sign of a branch's."""
+    return NOT_IN_MLFLOW_NAMES.sub(":", name)
+
+
+def require_tracker(profile: Profile) -> None:
     """Refuse a tracker that is not installed.
 
     Raises:
         Unavailable: with what to install.
     """
-    for needed in profile.requirements:
-        if needed.missing():
+    for requirement in profile.requirements:
+        if requirement.missing():
             raise Unavailable(
-                f"profile.tracker: {profile.tracker} needs {needed.what}, which is not installed; "
-                f"{needed.install}"
+                f"profile.tracker: {profile.tracker} needs {requirement.what}, which is not "
+                f"installed; {requirement.install}"
             )
 
 
-def figures_of(epoch: EpochMetrics, metric: str) -> dict[str, float]:
-    """Return an epoch's figures by name, those that it has."""
-    figures = {
+def epoch_values(epoch: EpochMetrics, metric: str) -> dict[str, float]:
+    """Return an epoch's known values by the names under which they are logged."""
+    values = {
         "loss": epoch.loss,
         f"val/{metric}": epoch.metric,
         "learning_rate": epoch.learning_rate,
@@ -152,58 +203,52 @@ def figures_of(epoch: EpochMetrics, metric: str) -> dict[str, float]:
         "tokens_per_second": epoch.tokens_per_second,
     }
     peaks = {f"peak_mebibytes/rank{r}": peak for r, peak in enumerate(epoch.peak_mebibytes)}
-    return {name: value for name, value in (figures | peaks).items() if value is not None}
+    return {name: value for name, value in (values | peaks).items() if value is not None}
 
 
 @contextmanager
-def tracking(
-    profile: Profile, results: Path, title: str, identity: str, done: int, metric: str
+def log_epochs(
+    profile: Profile, results: Path, title: str, identity: str, trained_epochs: int, metric: str
 ) -> Iterator[Callable[[EpochMetrics], None]]:
-    """Give what writes epochs to the tracker for a block; a tracker that fails is let go.
+    """Give a function that logs an epoch; a logger that fails is dropped with a warning.
 
     Args:
         profile: names the tracker.
         results: folder that the tracker's is relative to.
         title: what is trained.
         identity: tells this training from others of that title.
-        done: epochs trained before; they are written already.
+        trained_epochs: epochs trained before, which are logged already.
         metric: name of the metric on `val`.
     """
-    tracker: Tracker | None = None
-    last = done
+    logger: ExperimentLogger | None = None
+    last_epoch = trained_epochs
 
     def write(epoch: EpochMetrics) -> None:
-        nonlocal tracker, last
-        if tracker is None or epoch.epoch <= last:
+        nonlocal logger, last_epoch
+        if logger is None or epoch.epoch <= last_epoch:
             return
         try:
-            tracker.write(epoch.epoch, figures_of(epoch, metric))
-            last = epoch.epoch
+            logger.write(epoch.epoch, epoch_values(epoch, metric))
+            last_epoch = epoch.epoch
         except Exception as error:  # noqa: BLE001 - a server that is gone must not end a training
-            _let_go(profile, error)
-            tracker = None
+            _warn(profile, error)
+            logger = None
 
-    try:
-        tracker = _open(profile, results, f"{title}-{identity[:8]}", identity, done)
-    except Exception as error:  # noqa: BLE001
-        _let_go(profile, error)
+    if profile.tracker != "none":
+        try:
+            name = f"{title}-{identity[:8]}"
+            uri = profile.tracking_uri
+            logger = open_logger(profile.tracker, uri, results, name, identity, trained_epochs + 1)
+        except Exception as error:  # noqa: BLE001 - neither must one that cannot be opened
+            _warn(profile, error)
     try:
         yield write
     finally:
-        if tracker is not None:
-            tracker.close()
+        if logger is not None:
+            logger.close()
 
 
-def _open(profile: Profile, results: Path, name: str, identity: str, done: int) -> Tracker | None:
-    if profile.tracker == "none":
-        return None
-    place = place_of(profile.tracker, profile.tracking_uri, results)
-    if profile.tracker == "mlflow":
-        return MLflow(place, identity, name, done)
-    return TensorBoard((place.folder or results) / name, done)
-
-
-def _let_go(profile: Profile, error: Exception) -> None:
+def _warn(profile: Profile, error: Exception) -> None:
     log.warning(
         "tracker %s failed (%s: %s); the training goes on without it",
         profile.tracker,

@@ -1,4 +1,4 @@
-"""What a training changes, step by step: weights, optimizer, loss scale and moving average."""
+"""`TrainState`: everything that one optimizer step updates, and the step itself."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from compress.artifacts.eager_model import flatten_outputs
 from compress.training.checkpoint.state_dict import read_
-from compress.training.loop.ema import Average
-from compress.training.objectives.weight_constraint import free
+from compress.training.loop.ema import EMA
+from compress.training.objectives.weight_constraint import unconstrained
 from compress.training.optim.activation_checkpoint import checkpoint_activations_
 from compress.training.optim.optimizer import set_learning_rate_
 
@@ -22,31 +22,33 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.data.splits import Batch
-    from compress.training.checkpoint.metadata import Progress, Tensors
+    from compress.training.checkpoint.metadata import Tensors, TrainProgress
     from compress.training.config.training import Training
     from compress.training.distributed.base import Strategy
     from compress.training.objectives.objective import LossFunction
-    from compress.training.objectives.weight_constraint import Hold
+    from compress.training.objectives.weight_constraint import StepContext
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
 class TrainState:
-    """A module and all that its steps need and change."""
+    """Weights, optimizer state, loss scale and moving average of a training."""
 
     module: torch.nn.Module
     wrapped: torch.nn.Module
-    """The module through which gradients are shared."""
+    """What forward passes call: the module, or DDP or DeepSpeed around it."""
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    average: Average | None
+    """Loss scaler of `fp16`; passes everything through at other precisions."""
+    ema: EMA | None
+    """Exponential moving average of the weights, if the settings ask for one."""
     loss: LossFunction
     training: Training
     strategy: Strategy
     device: str
-    step_context: Hold
-    """What each step of the optimizer is taken in."""
+    step_context: StepContext
+    """Entered around clipping and ``optimizer.step()`` (keeps pruned weights at zero, say)."""
 
     @classmethod
     def create(
@@ -57,19 +59,29 @@ class TrainState:
         strategy: Strategy,
         device: str,
         example: Callable[[], Batch],
-        step_context: Hold = free,
+        step_context: StepContext = unconstrained,
     ) -> TrainState:
-        """Return a learner before its first step; the strategy may shard the module in place."""
+        """Prepare a module for its first step; the strategy may shard it in place.
+
+        Args:
+            module: the whole module.
+            loss: the loss function.
+            training: the settings.
+            strategy: how the processes share the work.
+            device: where the module is.
+            example: gives a few samples, the same in every process.
+            step_context: entered around each optimizer step.
+        """
         checkpoint_activations_(module, training)
         wrapped = strategy.wrap(module, training, example)
         optimizer = strategy.optimizer(module, training)
-        kind = torch.device(device).type
+        device_type = torch.device(device).type
         return cls(
             module=module,
             wrapped=wrapped,
             optimizer=optimizer,
-            scaler=torch.amp.GradScaler(kind, enabled=training.precision == "fp16"),
-            average=Average(module, training.ema_decay) if training.ema_decay else None,
+            scaler=torch.amp.GradScaler(device_type, enabled=training.precision == "fp16"),
+            ema=EMA(module, training.ema_decay) if training.ema_decay else None,
             loss=loss,
             training=training,
             strategy=strategy,
@@ -77,81 +89,84 @@ class TrainState:
             step_context=step_context,
         )
 
-    def step(self, batches: Sequence[Batch], rate: float, number: int) -> float:
-        """Take one step of the optimizer, and return this rank's mean loss.
+    def train_step(self, micro_batches: Sequence[Batch], rate: float, step: int) -> float:
+        """Take one optimizer step and return the mean loss of this rank's samples.
 
-        Where the loss is not finite no step is taken: with ``on_nan: skip`` on any rank, and
-        buffers are put back.
+        A step whose loss is not finite changes nothing: with ``on_nan: skip`` on no rank as soon
+        as one rank's loss is not finite, and buffers such as BatchNorm's are restored.
 
         Args:
-            batches: the parts whose gradients are added up.
-            rate: the learning rate.
-            number: the step, counted from 0 over the whole training.
+            micro_batches: this rank's samples, in the parts whose gradients are accumulated.
+            rate: the learning rate, which the schedule gives as a function of the step.
+            step: counted from 0 over the whole training.
         """
+        training, strategy = self.training, self.strategy
+        skips = training.on_nan == "skip"
+        buffers = [buffer.clone() for buffer in self.module.buffers()] if skips else []
         set_learning_rate_(self.optimizer, rate)
-        skips = self.training.on_nan == "skip"
-        buffers = [b.clone() for b in self.module.buffers()] if skips else []
         self.optimizer.zero_grad()
-        value = self.strategy.accumulate_gradients(self, batches)
-        if skips and self.strategy.total([not math.isfinite(value)])[0]:
+
+        if strategy.pipeline is not None:
+            # Forward and backward passes of several stages interleave, in the schedule's order.
+            (batch,) = micro_batches
+            loss = strategy.pipeline.step(batch.to(self.device), self.loss, self.autocast)
+        else:
+            samples, loss = sum(map(len, micro_batches)), 0.0
+            for index, cpu_batch in enumerate(micro_batches, 1):
+                # Gradients are all-reduced during the last backward pass, not after each.
+                with strategy.gradient_sync(self.wrapped, index == len(micro_batches)):
+                    batch = cpu_batch.to(self.device)
+                    with self.autocast():
+                        mean = self.loss(flatten_outputs(self.wrapped(*batch.inputs)), batch)
+                    weighted = mean * (len(batch) / samples)
+                    strategy.backward(self.wrapped, self.scaler.scale(weighted))
+                loss += weighted.item()
+        strategy.reduce_gradients_(self.module)
+
+        if skips and strategy.sum_over_ranks([not math.isfinite(loss)])[0]:
             for buffer, before in zip(self.module.buffers(), buffers, strict=True):
                 buffer.copy_(before)
-            value = math.nan
-        if math.isfinite(value):
-            self._update(number)
-        return value
-
-    def tensors(self) -> dict[str, Tensors]:
-        """Return this process's part of what a checkpoint holds, not copied."""
-        state = self._weights()
-        state["optimizer"] = self.strategy.optimizer_tensors(self.module, self.optimizer)
-        return state
-
-    def restore(self, checkpoint: Path, progress: Progress) -> None:
-        """Put everything where a checkpoint left it."""
-        state = self._weights()
-        read_(checkpoint, state)
-        self.strategy.load_model_(self.module, state["model"])
-        self.strategy.load_optimizer_(self.module, self.optimizer, checkpoint)
-        self.scaler.load_state_dict(progress.scaler)
-
-    @contextmanager
-    def ema_weights(self) -> Iterator[torch.nn.Module]:
-        """Give the module with the weights that are evaluated and kept, for a block."""
-        with self.average.in_place() if self.average else nullcontext():
-            yield self.module
-
-    def _weights(self) -> dict[str, Tensors]:
-        state = {"model": self.strategy.model_tensors(self.module)}
-        if self.average:
-            state["average"] = self.average.tensors()
-        return state
-
-    def accumulate_gradients(self, batches: Sequence[Batch]) -> float:
-        """Compute the gradients of the parts of a step one by one, and return the mean loss."""
-        samples, total = sum(map(len, batches)), 0.0
-        for part, batch in enumerate(batches, 1):
-            with self.strategy.micro_step(self.wrapped, last=part == len(batches)):
-                moved = batch.to(self.device)
-                with self.autocast():
-                    loss = self.loss(flatten_outputs(self.wrapped(*moved.inputs)), moved)
-                weighted = loss * (len(batch) / samples)
-                self.strategy.backward(self.wrapped, self.scaler.scale(weighted))
-            total += weighted.item()
-        return total
-
-    def _update(self, number: int) -> None:
-        with self.step_context(number):
-            if self.training.clip_norm:
+            return math.nan
+        if not math.isfinite(loss):
+            return loss
+        with self.step_context(step):
+            if training.clip_norm:
                 self.scaler.unscale_(self.optimizer)
-                self.strategy.clip_(self.module, self.training.clip_norm)
+                strategy.clip_grad_norm_(self.module, training.clip_norm)
             self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.average:
-            self.average.add(number)
+        if self.ema:
+            self.ema.update_(step)
+        return loss
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Run forward passes in a block at the precision that the settings name."""
+        """Return the context in which forward passes run at the precision of the settings."""
         if self.training.precision == "fp32":
             return nullcontext()
         return torch.autocast(torch.device(self.device).type, AUTOCAST[self.training.precision])
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[torch.nn.Module]:
+        """Give the module with the weights to evaluate and keep: the average's, if there is one."""
+        with self.ema.applied() if self.ema else nullcontext():
+            yield self.module
+
+    def tensors(self) -> dict[str, Tensors]:
+        """Return this process's part of a checkpoint's tensors, not copied."""
+        tensors = self._weights()
+        tensors["optimizer"] = self.strategy.optimizer_tensors(self.module, self.optimizer)
+        return tensors
+
+    def restore(self, checkpoint: Path, progress: TrainProgress) -> None:
+        """Load weights, average, optimizer state and loss scale from a checkpoint, in place."""
+        weights = self._weights()
+        read_(checkpoint, weights)
+        self.strategy.load_model_(self.module, weights["model"])
+        self.strategy.load_optimizer_(self.module, self.optimizer, checkpoint)
+        self.scaler.load_state_dict(progress.scaler)
+
+    def _weights(self) -> dict[str, Tensors]:
+        weights = {"model": self.strategy.model_tensors(self.module)}
+        if self.ema:
+            weights["average"] = self.ema.tensors()
+        return weights

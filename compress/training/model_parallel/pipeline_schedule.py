@@ -1,12 +1,17 @@
-"""Pipeline parallelism: parts of a batch flow through the parts of a model, and back.
+"""Pipeline parallelism: micro-batches flow through the stages of a model, forward and backward.
 
 After Huang et al., "GPipe" (2019), and Narayanan et al., "PipeDream" (2019) and "Efficient
 Large-Scale Language Model Training on GPU Clusters" (2021). The schedules are torch's own.
+
+A part of the model runs the model's own ``forward`` from the module where the part starts to the
+one where the next part starts. Nothing is traced: Python control flow, dropout, activation
+checkpointing and names of weights stay as they are.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,21 +28,19 @@ from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import StageFailed
 from compress.data.splits import Batch
 from compress.training.model_parallel.equivalence_check import (
-    Proof,
-    everywhere,
-    named,
+    ReferenceRun,
+    first_and_count,
     probing_loss,
-    take_sketches_,
+    take_gradient_sketches_,
+    true_on_all_ranks,
 )
-from compress.training.model_parallel.pipeline_stage import Form, Parts
+from compress.training.model_parallel.pipeline_split import Partition, find_tensor, strip_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from compress.training.config.parallel import Parallel
-    from compress.training.config.pipeline import Pipeline
-    from compress.training.model_parallel.pipeline_split import Partition
+    from compress.training.config.parallel import Parallel, PipelineParallel
     from compress.training.objectives.objective import LossFunction
 
 SCHEDULES: dict[str, Any] = {
@@ -47,18 +50,170 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-class Pipe(Parts):
-    """The parts of a module that this process trains."""
+ShapeDtype = tuple[torch.Size, torch.dtype]
+
+
+class LocalParts:
+    """The parts of a module that this process runs.
+
+    The module itself stays callable: a call runs all parts, in all processes of the pipeline, and
+    gives the outputs in each of them.
+    """
 
     def __init__(
-        self, module: nn.Module, partition: Partition, settings: Pipeline, group: dist.ProcessGroup
+        self,
+        module: nn.Module,
+        partition: Partition,
+        settings: PipelineParallel,
+        group: dist.ProcessGroup,
     ) -> None:
-        """Keep this process's parts of a module, in place."""
-        self.ties = _ties(module, partition, settings.stages)
+        """Remove the weights of all other parts from a module, and replace its ``forward``."""
+        self.module, self.partition, self.settings, self.group = module, partition, settings, group
+        self.stage = dist.get_rank(group)
+        self.own = list(range(self.stage, settings.parts, settings.stages))
+        self.device = next(module.parameters()).device
+        self.precision: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Context of forward passes in training (autocast)."""
+        self.output_specs: list[list[ShapeDtype]] = []
+        """Shapes and dtypes of each part's outputs in the latest run of all parts."""
+        self.handles: list[Any] = []
+        self.requested: tuple[int, torch.Tensor | None] | None = None
+        """The one part that the next call of the module runs, and its input; None for all parts."""
+        self.running: int | None = None
+        self.hidden: torch.Tensor | None = None
+        """Input of the running part, from the part before."""
+        strip_(module, partition, self.own)
+        self.model_forward = module.forward
+        module.forward = self._forward
+        for name, (part, rest) in partition.blocks.items():
+            block = module.get_submodule(name)
+            block.forward = partial(self._block_forward, block.forward, part, rest)
+
+    def register_hooks(self) -> None:
+        """Register forward hooks on the modules with which parts start."""
+        for number, name in enumerate(self.partition.split_points, 1):
+            part = self.module.get_submodule(name)
+            hook = partial(self._at_split_point, number)
+            handle = part.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+            self.handles.append(handle)
+
+    @contextmanager
+    def hooks_registered(self) -> Iterator[None]:
+        """Register the hooks inside the block."""
+        self.register_hooks()
+        yield
+        while self.handles:
+            self.handles.pop().remove()
+
+    def run_part(
+        self, part: int, hidden: torch.Tensor | None, inputs: Sequence[torch.Tensor]
+    ) -> Any:
+        """Call the module, including FSDP's hooks around it, for one part."""
+        self.requested = (part, hidden)
+        try:
+            with self.precision():
+                return self.module(*inputs)
+        finally:
+            self.requested = None
+
+    def infer_shapes(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Run all parts once to record `output_specs`; modes and random numbers stay as before."""
+        modes = [(part, part.training) for part in self.module.modules()]
+        devices = [self.device] if self.device.type == "cuda" else []
+        self.module.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            self._run_all(self.run_part, inputs)
+        for part, training in modes:
+            part.training = training
+
+    def without_split_points(self, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+        """Return the blocks in which no part ends, which FSDP may wrap.
+
+        The forward of the others is left by an exception, after which FSDP's hooks do not run.
+        """
+        starts = {self.module.get_submodule(name) for name in self.partition.split_points}
+        return [block for block in blocks if not starts & (set(block.modules()) - {block})]
+
+    def _forward(self, *inputs: torch.Tensor) -> Any:
+        """Replace the module's forward: run all parts in turn, or the requested one."""
+        if self.requested is not None:
+            return self._run(*self.requested, inputs)
+        return tuple(self._run_all(self._run, inputs))
+
+    def _run_all(
+        self, run: Callable[..., Any], inputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Run every part in the process that has it; return the outputs in all processes."""
+        self.output_specs = []
+        tensors: list[torch.Tensor] = []
+        for part in range(self.settings.parts):
+            if part in self.own:
+                out = run(part, tensors[0] if tensors else None, inputs)
+                tensors = [out] if isinstance(out, torch.Tensor) else list(out)
+            tensors = self._broadcast(tensors, part % self.settings.stages)
+            self.output_specs.append([(tensor.shape, tensor.dtype) for tensor in tensors])
+        return tensors
+
+    def _broadcast(self, tensors: list[torch.Tensor], source: int) -> list[torch.Tensor]:
+        """Return one stage's tensors in all stages."""
+        specs: list[Any] = [[(tensor.shape, tensor.dtype) for tensor in tensors]]
+        dist.broadcast_object_list(specs, group=self.group, group_src=source)
+        if self.stage != source:
+            tensors = [torch.empty(s, dtype=d, device=self.device) for s, d in specs[0]]
+        tensors = [tensor.detach().contiguous() for tensor in tensors]
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self.group, group_src=source)
+        return tensors
+
+    def _run(self, part: int, hidden: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> Any:
+        """Return a part's output for the next part, or the model's outputs after the last."""
+        self.running, self.hidden = part, hidden
+        try:
+            outputs = self.model_forward(*inputs)
+        except _PartEnd as end:
+            return end.hidden.contiguous()
+        finally:
+            self.running = self.hidden = None
+        return tuple(output.contiguous() for output in flatten_outputs(outputs))
+
+    def _block_forward(
+        self, forward: Callable[..., Any], part: int, rest: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Replace a block's forward: blocks of earlier parts return their input unchanged."""
+        if self.running is None or part >= self.running:
+            return forward(*args, **kwargs)
+        hidden = find_tensor(args, kwargs)[1]
+        return hidden if rest is None else (hidden, *rest)
+
+    def _at_split_point(
+        self, number: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        place, hidden = find_tensor(args, kwargs)
+        if self.running is not None and number == self.running + 1:
+            raise _PartEnd(hidden)
+        if number != self.running or self.hidden is None:
+            return None
+        if isinstance(place, str):
+            return args, {**kwargs, place: self.hidden}
+        return (*args[:place], self.hidden, *args[place + 1 :]), kwargs
+
+
+class PipelineRunner(LocalParts):
+    """Runs training steps of the model parts that this process has."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        partition: Partition,
+        settings: PipelineParallel,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Remove the weights of all other parts from a module, in place."""
+        self.tied_stages = _tied_stages(module, partition, settings.stages)
         super().__init__(module, partition, settings, group)
         self.schedule: Any = None
         self.shapes: list[torch.Size] = []
-        """Shapes of the inputs for which the schedule is made."""
+        """Shapes of the inputs for which `schedule` was built."""
         self.batches: list[Batch] = []
         self.loss: LossFunction | None = None
 
@@ -68,62 +223,69 @@ class Pipe(Parts):
         loss: LossFunction,
         precision: Callable[[], AbstractContextManager[object]],
     ) -> float:
-        """Compute the gradients of a batch, in place, and return its mean loss in every process."""
-        self.batches = cut(batch, self.settings.microbatches)
+        """Compute the gradients of a batch in place; return its mean loss in every process.
+
+        Args:
+            batch: this share's samples of the step.
+            loss: the loss function.
+            precision: gives the context of forward passes.
+        """
+        self.batches = split_batch(batch, self.settings.microbatches)
         self.loss, self.precision = loss, precision
-        self._schedule_for([x.shape for x in self.batches[0].inputs])
+        self._build_schedule([x.shape for x in self.batches[0].inputs])
         numbers = torch.arange(len(self.batches), device=self.device)
         losses: list[torch.Tensor] = []
-        begins, ends = 0 in self.own, self.settings.parts - 1 in self.own
+        has_first, has_last = 0 in self.own, self.settings.parts - 1 in self.own
         try:
             self.schedule.step(
-                *[numbers][: int(begins)],
+                *[numbers][: int(has_first)],
                 number=numbers,
                 return_outputs=False,
-                **({"target": numbers, "losses": losses} if ends else {}),
+                **({"target": numbers, "losses": losses} if has_last else {}),
             )
         except RuntimeError as error:
-            raise error.__cause__ or error from None  # torch's own words hold whole tensors
+            # torch wraps errors in messages that print whole tensors.
+            raise error.__cause__ or error from None
         value = torch.tensor([sum(loss.item() for loss in losses)], dtype=torch.float64)
         dist.broadcast(value, group=self.group, group_src=self.settings.stages - 1)
         return value.item()
 
-    def prove(self, proof: Proof) -> None:
+    def check_equivalence(self, reference: ReferenceRun) -> None:
         """Compare outputs and gradients with the whole model's.
 
         Raises:
             StageFailed: they differ.
         """
         with torch.no_grad():
-            outputs = flatten_outputs(self.module.eval()(*proof.inputs))
-        wrong = proof.wrong_output(outputs)
-        if everywhere(not wrong):
-            self.step(Batch(proof.inputs, None), lambda out, _: probing_loss(out), nullcontext)
-            self.add_up_ties(dict(self.module.named_parameters()))
-            names = proof.wrong_gradients(take_sketches_(self.module))
-            wrong = f"the gradient of {named(names)} differs" if names else ""
-            self.shapes = []  # of another precision, perhaps
-        if not everywhere(not wrong):
+            outputs = flatten_outputs(self.module.eval()(*reference.inputs))
+        wrong = reference.output_mismatch(outputs)
+        if true_on_all_ranks(not wrong):
+            self.step(Batch(reference.inputs, None), lambda out, _: probing_loss(out), nullcontext)
+            self.sum_tied_gradients_(dict(self.module.named_parameters()))
+            names = reference.mismatched_gradients(take_gradient_sketches_(self.module))
+            wrong = f"the gradient of {first_and_count(names)} differs" if names else ""
+            self.shapes = []  # training may use another precision, and so other dtypes
+        if not true_on_all_ranks(not wrong):
             raise StageFailed(
-                "parallel.pipeline: cut into parts the model does not answer as the whole one: "
-                f"{wrong or 'another process says so'}; name modules in pipeline.split that take "
-                "one tensor, on which alone all that follows depends"
+                "parallel.pipeline: divided into stages the model does not compute what the whole "
+                f"one does: {wrong or 'reported by another process'}; name modules in "
+                "pipeline.split that take the one tensor on which all later modules depend"
             )
 
-    def whole_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return the norm over all stages, given this one's; what several hold counts once."""
+    def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """Compute the norm over all stages from this one's; tied weights count once."""
         square = norm.detach().clone() ** 2
         weights = dict(self.module.named_parameters())
-        for name, stages in self.ties.items():
+        for name, stages in self.tied_stages.items():
             gradient = weights[name].grad if name in weights else None
             if gradient is not None and self.stage != min(stages):
                 square -= gradient.norm() ** 2
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
-    def add_up_ties(self, weights: Mapping[str, nn.Parameter]) -> None:
-        """Add up the gradients of weights that several stages hold, in place."""
-        for name in self.ties:
+    def sum_tied_gradients_(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """Sum the gradients of weights that several stages use, in place."""
+        for name in self.tied_stages:
             prefix, _, own = name.rpartition(".")
             weight: torch.Tensor = getattr(self.module.get_submodule(prefix), own)
             total = torch.zeros_like(weight, memory_format=torch.contiguous_format)
@@ -133,47 +295,48 @@ class Pipe(Parts):
             if name in weights:
                 weight.grad = total
 
-    def refuse_ties(self, parallel: Parallel) -> None:
-        """Refuse weights that several stages hold where their gradients cannot be added up.
+    def require_supported_ties(self, parallel: Parallel) -> None:
+        """Refuse sharded weights that several stages use: their gradients cannot be summed.
 
         Raises:
-            StageFailed: there are such weights, and they are sharded.
+            StageFailed: there are such weights.
         """
-        if self.ties and (parallel.sharding_mode or parallel.tensor > 1):
+        if self.tied_stages and (parallel.sharding_mode or parallel.tensor > 1):
             raise StageFailed(
-                f"parallel.pipeline: several stages use the weight {named(self.ties)}, which "
-                "works with strategy: ddp, and without tensor"
+                f"parallel.pipeline: several stages use the weight "
+                f"{first_and_count(self.tied_stages)}, which works with strategy: ddp, and without "
+                "tensor"
             )
 
-    def _schedule_for(self, shapes: list[torch.Size]) -> None:
-        """Make the schedule, unless that for these inputs is there."""
+    def _build_schedule(self, shapes: list[torch.Size]) -> None:
+        """Build the schedule, unless the present one is for the same input shapes."""
         if shapes == self.shapes:
             return
-        self.measure(self.batches[0].inputs)
-        stages = [self._torch_stage(part) for part in self.own]
+        self.infer_shapes(self.batches[0].inputs)
+        # Given all shapes, torch need not run the model once more to infer them.
+        specs: list[list[ShapeDtype]] = [[(torch.Size([1]), torch.int64)], *self.output_specs]
+        stages = [
+            PipelineStage(
+                PartModule(self, part),
+                part,
+                self.settings.parts,
+                self.device,
+                input_args=tuple(_empty(spec, self.device) for spec in specs[part]),
+                output_args=tuple(_empty(spec, self.device) for spec in specs[part + 1]),
+                group=self.group,
+            )
+            for part in self.own
+        ]
         interleaved = self.settings.schedule == "interleaved_1f1b"
         self.schedule = SCHEDULES[self.settings.schedule](
             stages if interleaved else stages[0],
             self.settings.microbatches,
-            loss_fn=self._loss_of,
+            loss_fn=self._micro_batch_loss,
             scale_grads=False,
         )
         self.shapes = shapes
 
-    def _torch_stage(self, part: int) -> PipelineStage:
-        # Told in full, torch has no reason to run the model once more to find it out.
-        forms: list[list[Form]] = [[(torch.Size([1]), torch.int64)], *self.forms]
-        return PipelineStage(
-            Part(self, part),
-            part,
-            self.settings.parts,
-            self.device,
-            input_args=tuple(_like(form, self.device) for form in forms[part]),
-            output_args=tuple(_like(form, self.device) for form in forms[part + 1]),
-            group=self.group,
-        )
-
-    def _loss_of(self, outputs: Any, number: torch.Tensor) -> torch.Tensor:
+    def _micro_batch_loss(self, outputs: Any, number: torch.Tensor) -> torch.Tensor:
         assert self.loss is not None
         with self.precision():
             batch = self.batches[int(number)]
@@ -181,30 +344,30 @@ class Pipe(Parts):
         return loss / len(self.batches)
 
 
-class Part(nn.Module):
-    """One part as a module of its own; its weights stay the whole module's."""
+class PartModule(nn.Module):
+    """One part as the module that torch's schedule calls; its weights stay the whole module's."""
 
-    def __init__(self, pipe: Pipe, number: int) -> None:
-        """Take the part of a number."""
+    def __init__(self, runner: PipelineRunner, part: int) -> None:
+        """Refer to the part of a number."""
         super().__init__()
-        self.pipe, self.number = pipe, number
+        self.runner, self.part = runner, part
 
-    def forward(self, *handed: torch.Tensor, number: torch.Tensor) -> Any:
-        """Return what comes out for a numbered part of the batch."""
-        inputs = self.pipe.batches[int(number)].inputs
-        return self.pipe.ask(self.number, handed[0] if self.number else None, inputs)
+    def forward(self, *hidden: torch.Tensor, number: torch.Tensor) -> Any:
+        """Compute the part's output for the micro-batch of a number."""
+        inputs = self.runner.batches[int(number)].inputs
+        return self.runner.run_part(self.part, hidden[0] if self.part else None, inputs)
 
 
-def _like(form: Form, device: torch.device) -> torch.Tensor:
-    shape, dtype = form
+def _empty(spec: ShapeDtype, device: torch.device) -> torch.Tensor:
+    shape, dtype = spec
     return torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
 
 
-def cut(batch: Batch, parts: int) -> list[Batch]:
-    """Return equal parts of a batch.
+def split_batch(batch: Batch, parts: int) -> list[Batch]:
+    """Split a batch into micro-batches of equal size.
 
     Raises:
-        StageFailed: it does not divide.
+        StageFailed: the samples do not divide.
     """
     if len(batch) % parts:
         raise StageFailed(
@@ -212,16 +375,26 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
         )
     inputs = zip(*(x.chunk(parts) for x in batch.inputs), strict=True)
     targets = (None,) * parts if batch.target is None else batch.target.chunk(parts)
-    answers = [x.chunk(parts) for x in batch.taught]
-    taught = [tuple(column[part] for column in answers) for part in range(parts)]
-    return [Batch(*own) for own in zip(inputs, targets, taught, strict=True)]
+    columns = [x.chunk(parts) for x in batch.taught]
+    taught = [tuple(column[part] for column in columns) for part in range(parts)]
+    return [Batch(*fields) for fields in zip(inputs, targets, taught, strict=True)]
 
 
-def _ties(module: nn.Module, partition: Partition, stages: int) -> dict[str, set[int]]:
+def _tied_stages(module: nn.Module, partition: Partition, stages: int) -> dict[str, set[int]]:
     """Return the stages of each trained weight that several of them use."""
-    held = {
+    stages_of = {
         name: {part % stages for part in partition.weights[name]}
         for name, weight in module.named_parameters()
         if weight.requires_grad
     }
-    return {name: several for name, several in held.items() if len(several) > 1}
+    return {name: users for name, users in stages_of.items() if len(users) > 1}
+
+
+class _PartEnd(Exception):
+    """Ends the model's forward where the next part starts.
+
+    An exception, because this is the model's own code, in the midst of which nothing else returns.
+    """
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden

@@ -1,4 +1,4 @@
-"""Which part of a pipeline computes what, found out by running the whole model once."""
+"""Division of a model into parts for pipeline parallelism, found by running it once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from compress.training.config.pipeline import Pipeline
+    from compress.training.config.parallel import PipelineParallel
 
 NO_BLOCKS = (
     "parallel.pipeline: the model has no repeated blocks; name the modules with which the parts "
@@ -28,28 +28,28 @@ NO_BLOCKS = (
 
 @dataclass
 class Partition:
-    """The parts of a model, numbered in the order in which they compute."""
+    """Division of a model into parts, numbered in the order in which they compute."""
 
-    beginnings: list[str]
-    """Names of the modules with which the parts after the first begin."""
+    split_points: list[str]
+    """Names of the modules with which the parts after the first start."""
     weights: dict[str, set[int]] = field(default_factory=dict)
     """The parts that use each weight."""
     buffers: dict[str, set[int]] = field(default_factory=dict)
     """The parts that use each buffer."""
     blocks: dict[str, tuple[int, tuple[Any, ...] | None]] = field(default_factory=dict)
-    """Blocks that hand on a tensor of the shape they take: their part, and what else they return
-    beside the tensor (None: the tensor alone)."""
+    """Blocks whose output has the shape of their input, and so can be skipped: their part, and the
+    further values that they return in a tuple (None: they return the tensor alone)."""
 
     @property
     def parts(self) -> int:
         """Number of parts."""
-        return len(self.beginnings) + 1
+        return len(self.split_points) + 1
 
 
-def partition_of(
-    module: nn.Module, pipeline: Pipeline, inputs: Sequence[torch.Tensor]
+def split_into_parts(
+    module: nn.Module, pipeline: PipelineParallel, inputs: Sequence[torch.Tensor]
 ) -> Partition:
-    """Return the parts that the settings ask for.
+    """Divide a module as the settings say: at `split`, or evenly between repeated blocks.
 
     Raises:
         StageFailed: there are no such modules or too few blocks, or they are not called in order.
@@ -62,7 +62,12 @@ def partition_of(
             raise
         blocks = []
     if pipeline.split:
-        _refuse_unknown(pipeline.split, names.values())
+        known = sorted(names.values())
+        for name in pipeline.split:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise StageFailed(f"parallel.pipeline: the model has no module {name!r}{hint}")
     elif len(blocks) < pipeline.parts:
         raise StageFailed(
             f"parallel.pipeline: {len(blocks)} repeated blocks do not fill {pipeline.parts} parts; "
@@ -73,14 +78,14 @@ def partition_of(
         if blocks
         else []
     )
-    run = _Run(module, list(pipeline.split) or even, blocks)
-    return run.partition(inputs)
+    return _TracedRun(module, list(pipeline.split) or even, blocks).partition(inputs)
 
 
 def strip_(module: nn.Module, partition: Partition, own: Iterable[int]) -> None:
-    """Let go of the weights and buffers of all other parts, in place.
+    """Remove the weights and buffers of all other parts, in place.
 
-    What computes before the first own block runs on zeros, which take no memory and lead nowhere.
+    Modules before this process's first block still run, on zeros that take no memory; their results
+    are not used.
     """
     parts = set(own)
     for prefix, part in module.named_modules():
@@ -88,7 +93,7 @@ def strip_(module: nn.Module, partition: Partition, own: Iterable[int]) -> None:
             path = f"{prefix}.{name}".lstrip(".")
             if weight is not None and not partition.weights[path] & parts:
                 del part._parameters[name]
-                setattr(part, name, _nothing_like(weight))
+                setattr(part, name, _zeros_like(weight))
         for name, buffer in list(part._buffers.items()):
             path = f"{prefix}.{name}".lstrip(".")
             if buffer is not None and not partition.buffers[path] & parts:
@@ -97,7 +102,10 @@ def strip_(module: nn.Module, partition: Partition, own: Iterable[int]) -> None:
 
 
 def find_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | int, torch.Tensor]:
-    """Return where the first tensor of a call is, and the tensor; hidden states come first.
+    """Find the first floating-point tensor of a call, `hidden_states` first among keywords.
+
+    Returns:
+        Its position or keyword, and the tensor.
 
     Raises:
         StageFailed: there is none.
@@ -112,18 +120,20 @@ def find_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | in
     raise StageFailed("parallel.pipeline: a part begins with a module that takes no tensor")
 
 
-class _Run:
-    """One forward pass of the whole model, watched."""
+class _TracedRun:
+    """One forward pass of the whole model, in which hooks record what each part uses."""
 
-    def __init__(self, module: nn.Module, beginnings: list[str], blocks: list[str]) -> None:
+    def __init__(self, module: nn.Module, split_points: list[str], blocks: list[str]) -> None:
         self.module = module
-        self.found = Partition(beginnings)
+        self.result = Partition(split_points)
         self.blocks = blocks
-        self.handed: list[Any] = []
-        """What computed each tensor that is handed on."""
-        self.used_in: dict[str, set[int]] = {}
+        self.split_nodes: list[Any] = []
+        """The autograd node of the tensor at each split point."""
+        self.buffer_users: dict[str, set[int]] = {}
+        """The parts in which each module with buffers is called."""
 
     def partition(self, inputs: Sequence[torch.Tensor]) -> Partition:
+        # Frozen weights too must be part of the graph, by which weights are assigned to parts.
         trained = [(w, w.requires_grad) for w in self.module.parameters() if w.is_floating_point()]
         with ExitStack() as stack:
             for weight, was in trained:
@@ -134,91 +144,82 @@ class _Run:
             with torch.enable_grad():
                 outputs = flatten_outputs(self.module.eval()(*inputs))
             self._assign([o.grad_fn for o in outputs if o.grad_fn is not None])
-        return self.found
+        return self.result
 
     def _hooks(self) -> Iterable[Any]:
-        for number, name in enumerate(self.found.beginnings):
+        for number, name in enumerate(self.result.split_points):
             part = self.module.get_submodule(name)
-            yield part.register_forward_pre_hook(self._begins(number, name), with_kwargs=True)
+            yield part.register_forward_pre_hook(
+                self._split_point_hook(number, name), with_kwargs=True
+            )
         for name in self.blocks:
             block = self.module.get_submodule(name)
-            yield block.register_forward_hook(self._passes(name), with_kwargs=True)
+            yield block.register_forward_hook(self._block_hook(name), with_kwargs=True)
         for name, part in self.module.named_modules():
             if part._buffers:
-                yield part.register_forward_pre_hook(self._uses(name))
+                yield part.register_forward_pre_hook(self._buffer_hook(name))
 
-    def _begins(self, number: int, name: str) -> Any:
+    def _split_point_hook(self, number: int, name: str) -> Any:
         def hook(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if len(self.handed) != number:
+            if len(self.split_nodes) != number:
                 raise StageFailed(
                     f"parallel.pipeline: {name!r} is called twice or before an earlier part; "
                     "name modules that are called once, in order, in pipeline.split"
                 )
-            self.handed.append(find_tensor(args, kwargs)[1].grad_fn)
+            self.split_nodes.append(find_tensor(args, kwargs)[1].grad_fn)
 
         return hook
 
-    def _passes(self, name: str) -> Any:
+    def _block_hook(self, name: str) -> Any:
         def hook(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            taken, (first, *rest) = find_tensor(args, kwargs)[1], _as_tuple(out)
-            alone = not any(isinstance(value, torch.Tensor) for value in rest)
-            if isinstance(first, torch.Tensor) and first.shape == taken.shape and alone:
+            hidden = find_tensor(args, kwargs)[1]
+            first, *rest = out if isinstance(out, tuple) and out else (out,)
+            one_tensor = not any(isinstance(value, torch.Tensor) for value in rest)
+            if isinstance(first, torch.Tensor) and first.shape == hidden.shape and one_tensor:
                 structure = tuple(rest) if isinstance(out, tuple) else None
-                self.found.blocks[name] = (len(self.handed), structure)
+                self.result.blocks[name] = (len(self.split_nodes), structure)
 
         return hook
 
-    def _uses(self, name: str) -> Any:
+    def _buffer_hook(self, name: str) -> Any:
         def hook(part: nn.Module, args: Any) -> None:
-            self.used_in.setdefault(name, set()).add(len(self.handed))
+            self.buffer_users.setdefault(name, set()).add(len(self.split_nodes))
 
         return hook
 
     def _assign(self, ends: list[Any]) -> None:
-        """Give each weight to the parts between whose beginning and end it is used."""
-        if len(self.handed) != len(self.found.beginnings):
-            missing = self.found.beginnings[len(self.handed)]
+        """Assign each weight to the parts between whose start and end it is used."""
+        if len(self.split_nodes) != len(self.result.split_points):
+            missing = self.result.split_points[len(self.split_nodes)]
             raise StageFailed(f"parallel.pipeline: {missing!r} is never called")
-        every, last = set(range(self.found.parts)), self.found.parts - 1
-        uses: dict[int, set[int]] = {}
-        for part in range(self.found.parts):
-            begin = self.handed[part - 1] if part else None
-            for weight in _weights_between(begin, [self.handed[part]] if part < last else ends):
-                uses.setdefault(id(weight), set()).add(part)
+        every, last = set(range(self.result.parts)), self.result.parts - 1
+        users: dict[int, set[int]] = {}
+        for part in range(self.result.parts):
+            start = self.split_nodes[part - 1] if part else None
+            stops = [self.split_nodes[part]] if part < last else ends
+            for weight in _weights_between(start, stops):
+                users.setdefault(id(weight), set()).add(part)
         for name, weight in self.module.named_parameters(remove_duplicate=False):
-            self.found.weights[name] = uses.get(id(weight), {last})
+            self.result.weights[name] = users.get(id(weight), {last})
         for name, _ in self.module.named_buffers(remove_duplicate=False):
-            self.found.buffers[name] = self.used_in.get(name.rpartition(".")[0], every)
+            self.result.buffers[name] = self.buffer_users.get(name.rpartition(".")[0], every)
 
 
-def _weights_between(begin: Any, ends: list[Any]) -> list[torch.Tensor]:
-    """Return the leaves of the graph above some results, but not above one of their inputs."""
-    waiting, seen, found = [end for end in ends if end is not None], {begin}, []
-    while waiting:
-        node = waiting.pop()
+def _weights_between(start: Any, ends: list[Any]) -> list[torch.Tensor]:
+    """Return the leaves of the autograd graph between a node and later ones."""
+    pending, seen, weights = [end for end in ends if end is not None], {start}, []
+    while pending:
+        node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.append(node.variable)
-        waiting += [before for before, _ in node.next_functions if before is not None]
-    return found
+            weights.append(node.variable)
+        pending += [before for before, _ in node.next_functions if before is not None]
+    return weights
 
 
-def _as_tuple(out: Any) -> tuple[Any, ...]:
-    return out if isinstance(out, tuple) and out else (out,)
-
-
-def _nothing_like(weight: torch.Tensor) -> torch.Tensor:
+def _zeros_like(weight: torch.Tensor) -> torch.Tensor:
     if type(weight.data) is not torch.Tensor:
         return torch.zeros_like(weight).detach()
     return weight.detach().new_zeros(()).expand(weight.shape)
-
-
-def _refuse_unknown(split: Sequence[str], known: Iterable[str]) -> None:
-    names = set(known)
-    for name in split:
-        if name not in names:
-            near = difflib.get_close_matches(name, sorted(names), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise StageFailed(f"parallel.pipeline: the model has no module {name!r}{hint}")

@@ -1,7 +1,8 @@
-"""Tensor parallelism: processes share each block's matrices (Shoeybi et al., "Megatron-LM", 2019).
+"""Tensor parallelism: each process has a slice of every matrix.
 
-The first linear layers of a block are cut by outputs, the last by inputs, so that each process
-computes whole heads and neurons, and only the block's sum is exchanged.
+After Shoeybi et al., "Megatron-LM" (2019). The first linear layers of a block are split by outputs,
+the last by inputs, so that each process computes whole heads and neurons, and one all-reduce sums
+the block's output.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from torch.distributed.tensor.parallel import (
 
 from compress.common.errors import StageFailed
 from compress.training.model_parallel.equivalence_check import (
-    everywhere,
+    first_and_count,
     forward_and_backward,
-    named,
-    take_sketches_,
+    take_gradient_sketches_,
+    true_on_all_ranks,
 )
 
 if TYPE_CHECKING:
@@ -37,12 +38,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from compress.training.config.parallel import Parallel
-    from compress.training.model_parallel.equivalence_check import Proof
+    from compress.training.model_parallel.equivalence_check import ReferenceRun
 
 HOW = "write parallel.tensor_plan, e.g. {'*.mlp.up': column, '*.mlp.down': row}"
 
-# What is cut by outputs, and what then is cut by inputs, below one parent; the longest first.
-FAMILIES: tuple[tuple[str, str], ...] = (
+# Conventional names of layers below one parent: those split by outputs, and the one then split by
+# inputs. The first match counts, so longer rows come before their subsets.
+LAYER_NAMES: tuple[tuple[str, str], ...] = (
     ("q_proj k_proj v_proj", "o_proj out_proj"),
     ("wq wk wv", "wo"),
     ("q k v", "o out proj"),
@@ -69,48 +71,49 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ("intermediate.dense", "output.dense"),
 )
 HEADS = re.compile(r"^(?!.*(dim|size|width|mask|group)).*head")
-"""Names of attributes that hold a number of heads, not what a head measures."""
+"""Names of attributes with a number of heads, and not a size of one head."""
 
 
 def apply_tensor_parallel_(
-    module: nn.Module, parallel: Parallel, mesh: DeviceMesh, proof: Proof
+    module: nn.Module, parallel: Parallel, mesh: DeviceMesh, reference: ReferenceRun
 ) -> list[str]:
-    """Cut a whole module's matrices over a mesh, in place.
+    """Split a module's matrices over a mesh, in place, and check it against the whole module.
 
     Returns:
-        The names of whole weights that each process uses for its own heads or neurons alone: their
-        gradients must be added up over the mesh.
+        The names of unsplit weights that each process uses only for its own heads or neurons: their
+        gradients must be summed over the mesh.
 
     Raises:
-        StageFailed: the plan does not fit the module, or the result does not answer as the whole.
+        StageFailed: the plan does not fit the module, or the result computes something else.
     """
     plan = tensor_parallel_plan(module, parallel)
-    refuse_what_does_not_divide(module, plan, parallel.tensor)
-    counts = _counts(module, plan)
-    _cut_(module, plan, mesh)
-    told = []
-    for smaller in counts:
-        with _scaled_head_counts(smaller, parallel.tensor) as keep:
-            partial, wrong = _attempt(module, mesh, proof)
-            if not wrong:
+    require_divisible(module, plan, parallel.tensor)
+    candidates = _attributes_to_scale(module, plan)
+    _split_(module, plan, mesh)
+    mismatches = []
+    for attributes in candidates:
+        with _scaled_head_counts(attributes, parallel.tensor) as keep:
+            partial, mismatch = _compare(module, mesh, reference)
+            if not mismatch:
                 keep()
                 return partial
-            told.append(wrong)
+            mismatches.append(mismatch)
     raise StageFailed(
-        f"parallel.tensor: cut over {parallel.tensor} processes the model does not answer as the "
-        f"whole one: {told[0]}; {HOW}, and leave out what is not made of heads or neurons"
+        f"parallel.tensor: split over {parallel.tensor} processes the model does not compute what "
+        f"the whole one does: {mismatches[0]}; {HOW}, and leave out layers whose outputs are not "
+        "heads or neurons"
     )
 
 
 def tensor_parallel_plan(module: nn.Module, parallel: Parallel) -> dict[str, str]:
-    """Return how each linear layer that is cut is cut, by its name.
+    """Return `column` or `row` for the name of each linear layer to split.
 
     Raises:
         StageFailed: a pattern matches nothing, or something that is no linear layer; or no plan is
             given and no layers with conventional names are found.
     """
     if not parallel.tensor_plan:
-        plan = dict(_found(module))
+        plan = dict(_conventional_plan(module))
         if not plan:
             raise StageFailed(
                 "parallel.tensor: no attention or feed-forward layers of class Linear with "
@@ -121,7 +124,7 @@ def tensor_parallel_plan(module: nn.Module, parallel: Parallel) -> dict[str, str
     for pattern, how in parallel.tensor_plan.items():
         names = [name for name, _ in module.named_modules() if name and fnmatchcase(name, pattern)]
         if not names:
-            raise StageFailed(_unknown(pattern, module))
+            raise StageFailed(_explain_no_match(pattern, module))
         for name in names:
             kind = type(module.get_submodule(name))
             if not issubclass(kind, nn.Linear):
@@ -132,33 +135,33 @@ def tensor_parallel_plan(module: nn.Module, parallel: Parallel) -> dict[str, str
     return plan
 
 
-def _found(module: nn.Module) -> Iterator[tuple[str, str]]:
+def _conventional_plan(module: nn.Module) -> Iterator[tuple[str, str]]:
     taken: set[str] = set()
     for parent, part in module.named_modules():
         if isinstance(part, nn.MultiheadAttention):
-            continue  # it uses the weights of parts that it does not call
-        for columns, rows in FAMILIES:
-            own = [_linear(part, column) for column in columns.split()]
-            end = next((row for row in rows.split() if _linear(part, row)), None)
-            names = [".".join(filter(None, (parent, x))) for x in (*columns.split(), end or "")]
-            if end is None or not all(own) or taken & set(names):
+            continue  # it reads the weights of submodules that it does not call
+        for columns, rows in LAYER_NAMES:
+            has_columns = all(_is_linear(part, column) for column in columns.split())
+            row = next((row for row in rows.split() if _is_linear(part, row)), None)
+            names = [".".join(filter(None, (parent, x))) for x in (*columns.split(), row or "")]
+            if row is None or not has_columns or taken & set(names):
                 continue
             taken |= set(names)
             yield from ((name, "column") for name in names[:-1])
             yield names[-1], "row"
 
 
-def _linear(part: nn.Module, path: str) -> bool:
+def _is_linear(part: nn.Module, path: str) -> bool:
     *parents, name = path.split(".")
     for parent in parents:
-        found = part._modules.get(parent)
-        if found is None or isinstance(found, nn.MultiheadAttention):
+        child = part._modules.get(parent)
+        if child is None or isinstance(child, nn.MultiheadAttention):
             return False
-        part = found
+        part = child
     return isinstance(part._modules.get(name), nn.Linear)
 
 
-def _unknown(pattern: str, module: nn.Module) -> str:
+def _explain_no_match(pattern: str, module: nn.Module) -> str:
     linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
     general = sorted({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in linear})
     near = difflib.get_close_matches(pattern, [*general, *linear], n=1, cutoff=0.5)
@@ -166,7 +169,7 @@ def _unknown(pattern: str, module: nn.Module) -> str:
     return f"parallel.tensor_plan: no module's name matches {pattern!r}; {hint}"
 
 
-def _cut_(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+def _split_(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     styles: dict[str, ParallelStyle] = {
         name: ColwiseParallel() if how == "column" else RowwiseParallel()
         for name, how in plan.items()
@@ -175,7 +178,7 @@ def _cut_(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     parallelize_module(module, mesh, styles)
     for name, weight in module.named_parameters():
         weight.requires_grad_(trained[name])
-    # Layers that torch fuses in evaluation read the weights themselves, not through the layers.
+    # In eval mode torch's fused transformer layers read the weights without calling the layers.
     torch.backends.mha.set_fastpath_enabled(False)
 
 
@@ -183,17 +186,21 @@ def _cut_(module: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
 def _scaled_head_counts(
     counts: Sequence[tuple[nn.Module, str]], ranks: int
 ) -> Iterator[Callable[[], object]]:
-    """Divide numbers that modules store for a block, or for good."""
+    """Divide attributes of modules by the number of ranks inside the block, or permanently.
+
+    Yields:
+        A function that makes the division permanent.
+    """
     with ExitStack() as stack:
         for part, name in counts:
-            whole = getattr(part, name)
-            stack.callback(setattr, part, name, whole)
-            setattr(part, name, whole // ranks)
+            count = getattr(part, name)
+            stack.callback(setattr, part, name, count)
+            setattr(part, name, count // ranks)
         yield stack.pop_all
 
 
-def refuse_what_does_not_divide(module: nn.Module, plan: Mapping[str, str], ranks: int) -> None:
-    """Refuse layers and heads that cannot be shared equally.
+def require_divisible(module: nn.Module, plan: Mapping[str, str], ranks: int) -> None:
+    """Refuse layers and heads that do not divide over the ranks.
 
     Raises:
         StageFailed: there are such.
@@ -215,11 +222,13 @@ def refuse_what_does_not_divide(module: nn.Module, plan: Mapping[str, str], rank
             )
 
 
-def _counts(module: nn.Module, plan: Mapping[str, str]) -> list[list[tuple[nn.Module, str]]]:
-    """Return what may have to be divided by the number of processes, by growing boldness.
+def _attributes_to_scale(
+    module: nn.Module, plan: Mapping[str, str]
+) -> list[list[tuple[nn.Module, str]]]:
+    """Return sets of attributes that may have to be divided by the number of ranks, to be tried.
 
-    Attention that views its columns as (…, -1, head size) needs nothing; with (…, heads, -1) its
-    number of heads; and when it puts heads together by a stored width, that too.
+    Attention that views its columns as (…, -1, head size) needs none; with (…, heads, -1) its
+    number of heads; and where it concatenates heads to a stored width, that too.
     """
     heads = _heads(module, plan)
     attentions = {part for part, _ in heads}
@@ -231,8 +240,8 @@ def _counts(module: nn.Module, plan: Mapping[str, str]) -> list[list[tuple[nn.Mo
         and (part, name) not in heads
         and value in {c.out_features for c in part.children() if isinstance(c, nn.Linear)}
     ]
-    tries = [[], heads, heads + widths]
-    return [t for i, t in enumerate(tries) if t not in tries[:i]]
+    candidates = [[], heads, heads + widths]
+    return [c for i, c in enumerate(candidates) if c not in candidates[:i]]
 
 
 def _heads(module: nn.Module, plan: Mapping[str, str]) -> list[tuple[nn.Module, str]]:
@@ -245,27 +254,32 @@ def _heads(module: nn.Module, plan: Mapping[str, str]) -> list[tuple[nn.Module, 
     ]
 
 
-def _attempt(module: nn.Module, mesh: DeviceMesh, proof: Proof) -> tuple[list[str], str]:
-    """Return which weights are used in parts, and what is wrong; every process returns the same."""
+def _compare(module: nn.Module, mesh: DeviceMesh, reference: ReferenceRun) -> tuple[list[str], str]:
+    """Compare outputs and gradients with the whole module's; every process returns the same.
+
+    Returns:
+        The names of weights whose gradients must be summed over the mesh, and a description of the
+        mismatch, empty if there is none.
+    """
     wrong = ""
     try:
-        wrong = proof.wrong_output(forward_and_backward(module, proof.inputs))
+        wrong = reference.output_mismatch(forward_and_backward(module, reference.inputs))
     except (RuntimeError, ValueError, TypeError) as error:
         wrong = str(error).strip().partition("\n")[0]
-    if not everywhere(not wrong):
+    if not true_on_all_ranks(not wrong):
         module.zero_grad()
-        return [], wrong or "another process says so"
-    whole = {name for name, weight in module.named_parameters() if not isinstance(weight, DTensor)}
-    sketches = take_sketches_(module)
-    suspects = proof.wrong_gradients(sketches)
+        return [], wrong or "reported by another process"
+    unsplit = {n for n, weight in module.named_parameters() if not isinstance(weight, DTensor)}
+    sketches = take_gradient_sketches_(module)
+    suspects = reference.mismatched_gradients(sketches)
     group = mesh.get_group()
     partial: list[str] = []
     wrong_names: list[str] = []
     for name in sketches:
-        if everywhere(name not in suspects):
+        if true_on_all_ranks(name not in suspects):
             continue
         total = sketches[name].clone()
         dist.all_reduce(total, group=group)
-        adds_up = everywhere(name in whole and proof.agrees(name, total))
+        adds_up = true_on_all_ranks(name in unsplit and reference.agrees(name, total))
         (partial if adds_up else wrong_names).append(name)
-    return partial, f"the gradient of {named(wrong_names)} differs" if wrong_names else ""
+    return partial, f"the gradient of {first_and_count(wrong_names)} differs" if wrong_names else ""

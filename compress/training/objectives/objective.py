@@ -1,4 +1,4 @@
-"""What training makes small."""
+"""`Objective`: the loss that training minimizes, and the one on labels."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
     TargetMean = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 LossFunction: TypeAlias = "Callable[[tuple[torch.Tensor, ...], Batch], torch.Tensor]"
-"""The model's flattened outputs and the batch → a scalar."""
+"""The model's flattened outputs and the batch → the mean loss, a scalar."""
 
-BESIDE = "_beside_"
-"""How the names of weights begin that are trained beside a model's own, and dropped in the end."""
+AUXILIARY_PREFIX = "_beside_"
+"""Prefix of auxiliary weights, such as hints' projections: trained, but dropped from the result."""
 
 
 class Objective(Protocol):
-    """A loss before it holds tensors: small, immutable, able to travel to another process.
+    """A loss as immutable data that can be pickled, without tensors.
 
-    Its ``repr`` must name all that changes the loss: training resumes only under an equal one.
+    Its ``repr`` is part of the training's identity and must name all that changes the loss.
     """
 
     def prepare(self, device: str) -> LossFunction:
-        """Return the loss function, with whatever it needs on the device."""
+        """Return the loss function, with its tensors on the device."""
         ...
 
 
 @runtime_checkable
-class Attaching(Protocol):
-    """A loss function that sees more of the model than its outputs, or trains weights beside it."""
+class AttachesToModule(Protocol):
+    """A loss function that reads intermediate features, or trains auxiliary weights."""
 
     def attach_(self, module: torch.nn.Module, example: Batch) -> None:
-        """Give the module what the loss needs of it, in place, before it is wrapped or compiled.
+        """Register hooks and auxiliary weights on the module, before it is wrapped or compiled.
 
-        Weights are registered on the module itself, their names beginning with :data:`BESIDE`:
-        gradients, optimizer and checkpoints then include them.
+        Weights are registered under names with :data:`AUXILIARY_PREFIX`, so that gradients,
+        optimizer and checkpoints include them.
 
         Args:
             module: the whole module, with its weights.
@@ -56,23 +56,23 @@ class Attaching(Protocol):
 
 
 def attach_(loss: object, module: torch.nn.Module, example: Callable[[], Batch]) -> None:
-    """Give the module, in place, what a loss function needs of it, if it needs anything."""
-    if isinstance(loss, Attaching):
+    """Register what a loss function needs on the module, in place, if it needs anything."""
+    if isinstance(loss, AttachesToModule):
         loss.attach_(module, example())
 
 
 @dataclass(frozen=True)
 class TargetLoss:
-    """The task's loss of the first output against the targets."""
+    """The pipeline's loss of the first output against the targets."""
 
     label_smoothing: float | None = 0.0
-    """None is the default of the loss."""
+    """None means the loss's own default."""
     class_weights: tuple[float, ...] | None = None
     loss: Loss = INFERRED_LOSS
 
     @classmethod
     def for_training(cls, training: Training, context: Context) -> TargetLoss:
-        """Return the loss that a training's settings and the task make."""
+        """Create the loss from a training's settings and the pipeline's `loss`."""
         loss = context.loss.infer_targets(context.data)
         return cls(training.label_smoothing, training.class_weights, loss)
 
@@ -91,11 +91,11 @@ class TargetLoss:
         return loss
 
     def mean(self, device: str, *, over_all: bool = False) -> TargetMean:
-        """Return the mean loss of outputs and targets.
+        """Return a function of outputs and targets that gives the mean loss.
 
         Args:
             device: where outputs and targets are.
-            over_all: divide by the number of all targets, instead of those that have a label.
+            over_all: divide by the number of all targets, unlabelled ones included.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""Learning from a teacher's answers in any training: settings, and the objective they give."""
+"""Distillation from a teacher's outputs inside any training: settings and objective."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class Teaching(Settings):
-    """How much a model learns from a teacher's answers, and how much from labels."""
+    """How much a model learns from a teacher's outputs, and how much from labels."""
 
     loss: Literal["kl", "mse", "cosine"] = "kl"
-    """How far answers lie apart: `kl` compares the distributions of logits, `mse` and `cosine`
+    """Distance between the outputs: `kl` compares the distributions of logits, `mse` and `cosine`
     compare outputs of other kinds, such as embeddings."""
     temperature: Positive = 4.0
-    """How far both models' distributions are softened before `kl` compares them."""
+    """Divisor of both models' logits before `kl` compares their distributions."""
     soft_weight: Positive = 0.9
-    """Weight of the teacher's answers."""
+    """Weight of the distance to the teacher's outputs."""
     hard_weight: Annotated[float, Field(ge=0)] | None = None
     """Weight of the pipeline's loss on the targets; 0 leaves them out, and samples without a label
     add nothing. By default 0.1 beside `kl`, and 0 beside the others, whose outputs are no
@@ -37,25 +37,25 @@ class Teaching(Settings):
 
     @property
     def labels_weight(self) -> float:
-        """The weight of the labels, by default that which goes with the loss."""
+        """The weight of the labels, with the default that belongs to the loss."""
         if self.hard_weight is None:
             return 0.1 if self.loss == "kl" else 0.0
         return self.hard_weight
 
     def check_loss(self, loss: Loss) -> None:
-        """Refuse to compare classes where the task has none.
+        """Refuse `kl` for a task without classes.
 
         Raises:
-            StageFailed: `kl` would.
+            StageFailed: the task has none.
         """
         if self.loss == "kl":
             need_task_of_classes(self.loss, loss)
 
     def objective(self, teacher: EagerModel, targets: TargetLoss) -> FromTeacher:
-        """Return what a training on a teacher's answers minimizes.
+        """Create the objective of a training with a teacher.
 
         Args:
-            teacher: the model learnt from.
+            teacher: the model whose outputs are imitated.
             targets: the loss on the targets.
         """
         self.check_loss(targets.loss)
@@ -64,10 +64,10 @@ class Teaching(Settings):
 
 @dataclass(frozen=True)
 class FromTeacher:
-    """Nearness of the first output to the teacher's, and to the labels where there are any."""
+    """Distance of the first output to the teacher's, and the loss on labels if there are any."""
 
     teacher: Path = field(repr=False)
-    """Directory of the teacher; each process loads it there."""
+    """Directory of the teacher, from which each process loads it."""
     teacher_digest: str
     teaching: Teaching
     targets: TargetLoss
@@ -84,9 +84,9 @@ class FromTeacher:
 
         def loss(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
             with torch.no_grad():
-                taught = flatten_outputs(teacher(*batch.inputs))[0]
-            need_equal_shapes(outputs[0], taught)
-            total = teaching.soft_weight * _distance(outputs[0], taught, teaching)
+                expected = flatten_outputs(teacher(*batch.inputs))[0]
+            need_equal_shapes(outputs[0], expected)
+            total = teaching.soft_weight * _distance(outputs[0], expected, teaching)
             if batch.target is None or not teaching.labels_weight:
                 return total
             return total + teaching.labels_weight * labels_term(outputs[0], batch.target)
@@ -95,10 +95,10 @@ class FromTeacher:
 
 
 def need_equal_shapes(student: torch.Tensor, teacher: torch.Tensor) -> None:
-    """Refuse a teacher whose output is of another shape than the model's.
+    """Refuse a teacher whose output has another shape than the model's.
 
     Raises:
-        StageFailed: it is.
+        StageFailed: the shapes differ.
     """
     if teacher.shape != student.shape:
         raise StageFailed(
@@ -108,10 +108,10 @@ def need_equal_shapes(student: torch.Tensor, teacher: torch.Tensor) -> None:
 
 
 def need_task_of_classes(term: str, loss: Loss) -> None:
-    """Refuse a comparison of classes in a task whose model predicts numbers, or several yes or no.
+    """Refuse a comparison of class probabilities for regression and for independent labels.
 
     Raises:
-        StageFailed: it does.
+        StageFailed: the task is one of these.
     """
     name = loss.name or {"numbers": "mse", "binary": "binary_cross_entropy"}.get(loss.targets or "")
     if loss.is_regression or name == "binary_cross_entropy":
@@ -122,7 +122,7 @@ def need_task_of_classes(term: str, loss: Loss) -> None:
 
 
 def need_classes(term: str, logits: torch.Tensor) -> None:
-    """Refuse outputs without an axis of classes, whose softmax is always 1.
+    """Refuse outputs without an axis of classes, over which the softmax would always be 1.
 
     Raises:
         StageFailed: there are fewer than two classes on axis 1.
@@ -137,7 +137,7 @@ def need_classes(term: str, logits: torch.Tensor) -> None:
 def soft_cross_entropy(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """Return the Kullback-Leibler divergence of softened distributions, times T squared.
+    """Compute the Kullback-Leibler divergence of softened distributions, times T squared.
 
     After Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network" (2015), section
     2: gradients of softened targets shrink with 1/T squared, and the factor undoes it. Classes lie
@@ -153,14 +153,14 @@ def soft_cross_entropy(
 
 
 def squared_error(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the squared differences."""
+    """Compute the mean squared error."""
     return (student - teacher).square().mean()
 
 
 def cosine_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Return one minus the cosine of vectors, as a mean.
+    """Compute the mean of one minus the cosine between vectors.
 
-    They lie on axis 1 of maps, [N, C, H, W], and on the last axis of everything else.
+    The vectors lie on axis 1 of feature maps [N, C, H, W], and else on the last axis.
     """
     import torch.nn.functional as F
 

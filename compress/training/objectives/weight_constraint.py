@@ -1,4 +1,4 @@
-"""Constraint: what weights must satisfy in every step of a training, such as zeros that stay."""
+"""`Constraint`: what weights must satisfy after every step, such as pruned ones that stay zero."""
 
 from __future__ import annotations
 
@@ -11,40 +11,46 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-Hold: TypeAlias = "Callable[[int], AbstractContextManager[None]]"
-"""The number of a step → what the optimizer's step is taken in."""
+StepContext: TypeAlias = "Callable[[int], AbstractContextManager[None]]"
+"""The number of a step → the context around clipping and ``optimizer.step()``."""
 
 
 class Constraint(Protocol):
-    """A rule before it meets a module: small, immutable, able to travel to another process.
+    """A rule for weights, as immutable data that can be pickled.
 
-    It keeps no state: all that it needs to know follows from the weights and the step, so that a
-    resumed training, and each process of a spread one, does the same. Its ``repr`` must name all
-    that changes what it does. It sees whole weights, which strategies that shard them do not have.
+    It keeps no state: everything follows from the weights and the step, so that a resumed training,
+    and each of several processes, does the same. Its ``repr`` is part of the training's identity
+    and must name all that changes its effect. It needs unsharded weights.
     """
 
     def around(self, module: nn.Module, step: int, steps: int) -> AbstractContextManager[None]:
-        """Clip gradients and take the optimizer's step in a block; mend the weights after it.
+        """Return the context around an optimizer step, which corrects the weights at its end.
 
         Args:
-            module: the module, whose gradients are there.
+            module: the module, with its gradients.
             step: counted from 0 over the whole training.
             steps: steps of the whole training.
         """
         ...
 
     def is_met(self, share: float) -> bool:
-        """Whether weights can be the result after this share of the steps."""
+        """Whether weights after this share of all steps may become the result."""
         ...
 
 
-def free(step: int) -> AbstractContextManager[None]:
-    """Return what a step is taken in where there is no constraint."""
+def unconstrained(step: int) -> AbstractContextManager[None]:
+    """Return an empty context."""
     return nullcontext()
 
 
-def held(constraint: Constraint | None, module: nn.Module, steps: int) -> Hold:
-    """Return what each step of a training of so many steps is taken in."""
+def step_context_for(constraint: Constraint | None, module: nn.Module, steps: int) -> StepContext:
+    """Return a function that gives the context of each step.
+
+    Args:
+        constraint: the constraint, if there is one.
+        module: the module that is trained.
+        steps: steps of the whole training.
+    """
     if constraint is None:
-        return free
+        return unconstrained
     return lambda step: constraint.around(module, step, steps)

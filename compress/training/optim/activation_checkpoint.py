@@ -1,4 +1,7 @@
-"""Activations computed again in the backward pass instead of being kept (Chen et al., 2016)."""
+"""Activation checkpointing: recompute activations in the backward pass to save memory.
+
+After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def checkpoint_activations_(module: nn.Module, training: Training) -> None:
-    """Let blocks forget their activations, in place; names of weights stay.
+    """Wrap the forward of blocks in torch's checkpoint, in place; names of weights stay.
 
-    Before sharding and DDP: their hooks then see one forward of each block, not the second.
+    To be called before sharding and DDP, whose hooks must not see the second forward pass.
 
     Raises:
         StageFailed: the model has no such blocks, or torch no such operators.
@@ -34,21 +37,21 @@ def checkpoint_activations_(module: nn.Module, training: Training) -> None:
     if setting == "none":
         return
     blocks = chosen_blocks(module, training.activation_blocks, "activation_checkpointing")
-    kept: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if setting == "selective":
-        kept["context_fn"] = partial(
-            create_selective_checkpoint_contexts,
-            partial(_policy, operators_named(training.activation_operators)),
+        saved = operators_with_prefix(training.activation_operators)
+        options["context_fn"] = partial(
+            create_selective_checkpoint_contexts, partial(_policy, saved)
         )
     for block in blocks[:: setting if isinstance(setting, int) else 1]:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **kept)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
-def operators_named(beginnings: tuple[str, ...]) -> frozenset[str]:
-    """Return torch's operators whose names begin so; a leading underscore does not count.
+def operators_with_prefix(prefixes: tuple[str, ...]) -> frozenset[str]:
+    """Return torch's ATen operators whose names start with a prefix, ignoring underscores.
 
     Raises:
-        StageFailed: there are none of one beginning.
+        StageFailed: no operator starts with one of the prefixes.
     """
     names = {
         name.partition(".")[0]
@@ -56,19 +59,17 @@ def operators_named(beginnings: tuple[str, ...]) -> frozenset[str]:
         if name.startswith("aten::")
     }
     known = {name.removeprefix("aten::").lstrip("_"): name for name in sorted(names)}
-    for beginning in beginnings:
-        if not any(name.startswith(beginning) for name in known):
-            near = difflib.get_close_matches(beginning, known, n=1)
+    for prefix in prefixes:
+        if not any(name.startswith(prefix) for name in known):
+            near = difflib.get_close_matches(prefix, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise StageFailed(f"activation_operators: torch has no {beginning!r}{hint}")
-    return frozenset(
-        n for n in names if n.removeprefix("aten::").lstrip("_").startswith(beginnings)
-    )
+            raise StageFailed(f"activation_operators: torch has no {prefix!r}{hint}")
+    return frozenset(n for n in names if n.removeprefix("aten::").lstrip("_").startswith(prefixes))
 
 
 def _policy(
-    kept: frozenset[str], context: object, operator: Any, *inputs: object, **named: object
+    saved: frozenset[str], context: object, operator: Any, *inputs: object, **named: object
 ) -> CheckpointPolicy:
-    if operator.name().partition(".")[0] in kept:
+    if operator.name().partition(".")[0] in saved:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

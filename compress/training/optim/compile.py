@@ -1,4 +1,4 @@
-"""Models compiled by torch.compile, in place."""
+"""torch.compile of the model or of its blocks, and what it needs to be installed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def compile_(module: nn.Module, training: Training) -> None:
-    """Compile the model or each of its blocks when it is first called, in place.
+    """Compile the model or each of its blocks in place, at the first call; names of weights stay.
 
-    Names of weights stay. After activation checkpointing, which is compiled too, and before
-    sharding and DDP, whose hooks stay outside.
+    To be called after activation checkpointing, which is compiled too, and before sharding and DDP,
+    whose hooks are not compiled.
 
     Raises:
         StageFailed: the model has no blocks.
@@ -33,8 +33,8 @@ def compile_(module: nn.Module, training: Training) -> None:
             block.compile()
 
 
-def need_compiler(training: Training, device: str) -> None:
-    """Refuse to compile where what torch.compile calls is missing.
+def require_compiler(training: Training, device: str) -> None:
+    """Refuse to compile without the programs that torch.compile needs.
 
     Raises:
         Unavailable: there is no C++ compiler, or no Triton for a CUDA device.

@@ -1,4 +1,4 @@
-"""The parts of a model that are sharded, or computed again, one at a time."""
+"""Find the blocks of a model that are sharded, checkpointed or compiled one at a time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules that are never called."""
+"""Modules without a forward of their own."""
 
 
 def named_blocks(module: nn.Module, classes: Sequence[str], setting: str) -> list[nn.Module]:
-    """Return the submodules of the named classes, the inner ones first.
+    """Find the submodules of the named classes, inner ones first.
 
     Raises:
         StageFailed: no submodule has one of the names.
@@ -30,36 +30,36 @@ def named_blocks(module: nn.Module, classes: Sequence[str], setting: str) -> lis
             near = difflib.get_close_matches(name, sorted(present), n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(present))}"
             raise StageFailed(f"{setting}: the model has no module of class {name!r}; {hint}")
-    found = [part for part in module.modules() if type(part).__name__ in classes]
-    return [part for part in reversed(found) if part is not module]
+    named = [part for part in module.modules() if type(part).__name__ in classes]
+    return [part for part in reversed(named) if part is not module]
 
 
 def large_blocks(module: nn.Module, parameters: int) -> list[nn.Module]:
-    """Return submodules that hold so many weights beyond those of inner ones found, inner first.
+    """Find submodules with at least so many parameters outside of inner blocks; inner ones first.
 
-    Attention modules of torch stay whole, because they use the weights of parts they do not call;
-    so does whatever holds a weight that is used outside of it too.
+    torch's MultiheadAttention is not divided, because it reads weights of submodules that it does
+    not call; nor is a module whose weights are tied to one outside of it.
     """
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
 
     def visit(part: nn.Module) -> int:
-        """Return how many weights of a part are in none of the found ones."""
-        whole = isinstance(part, nn.MultiheadAttention)
-        own = sum(p.numel() for p in part.parameters(recurse=whole))
-        loose = own if whole else own + sum(visit(child) for child in part.children())
-        called = part is not module and not isinstance(part, CONTAINERS)
-        if loose < parameters or not called or _is_tied(part, uses):
-            return loose
-        found.append(part)
+        """Return the number of parameters of a module that are in none of the blocks so far."""
+        is_attention = isinstance(part, nn.MultiheadAttention)
+        own = sum(p.numel() for p in part.parameters(recurse=is_attention))
+        rest = own if is_attention else own + sum(visit(child) for child in part.children())
+        is_called = part is not module and not isinstance(part, CONTAINERS)
+        if rest < parameters or not is_called or _is_tied(part, uses):
+            return rest
+        blocks.append(part)
         return 0
 
     visit(module)
-    return found
+    return blocks
 
 
 def chosen_blocks(module: nn.Module, classes: Sequence[str], setting: str) -> list[nn.Module]:
-    """Return the submodules of the named classes, or the repeated ones, outer and first ones first.
+    """Find the submodules of the named classes, or the repeated ones, in the model's order.
 
     Raises:
         StageFailed: there are none.
@@ -72,30 +72,30 @@ def chosen_blocks(module: nn.Module, classes: Sequence[str], setting: str) -> li
     )
 
 
-def repeated_blocks(module: nn.Module, mend: str) -> list[nn.Module]:
-    """Return the outermost repeated parts: children of one list or sequence, of one class.
+def repeated_blocks(module: nn.Module, message: str) -> list[nn.Module]:
+    """Find the outermost repeated submodules: children of one list or sequence, of one class.
 
     Args:
-        module: the whole.
-        mend: what to say where there are none.
+        module: the whole module.
+        message: the error if there are none.
 
     Raises:
         StageFailed: there are none.
     """
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
 
     def visit(part: nn.Module) -> None:
         alike = set(map(id, alike_entries(part).values()))
         for child in part.children():
             if id(child) in alike:
-                found.append(child)
+                blocks.append(child)
             else:
                 visit(child)
 
     visit(module)
-    if not found:
-        raise StageFailed(mend)
-    return found
+    if not blocks:
+        raise StageFailed(message)
+    return blocks
 
 
 def _is_tied(part: nn.Module, uses: Counter[int]) -> bool:

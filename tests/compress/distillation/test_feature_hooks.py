@@ -112,7 +112,7 @@ def test_an_interrupted_training_with_hints_goes_on_with_its_projections(school,
     whole = school.distil(student, **settings)
     from compress.training.loop import trainer
 
-    close = trainer._close
+    close = trainer._finish_epoch
 
     def stop(job, progress, *given, **more):
         if progress.trained_epochs == 1:
@@ -121,7 +121,7 @@ def test_an_interrupted_training_with_hints_goes_on_with_its_projections(school,
 
     context = school.context()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(trainer, "_close", stop)
+        patch.setattr(trainer, "_finish_epoch", stop)
         school.distil(student, context, **settings)
     assert school.same(school.distil(student, context, **settings), whole)
 

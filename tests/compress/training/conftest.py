@@ -1,4 +1,4 @@
-"""What trainings left behind."""
+"""What tests of training share: one thread, and reading the last checkpoint of a training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +20,15 @@ class Trained:
     kept_weights: dict[str, torch.Tensor]
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Tiny models on many threads crawl where other programs run."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture(scope="session")
 def trained() -> Callable[[Path], Trained]:
-    """Return what reads a training's folder."""
+    """Return a function that reads a training's folder."""
 
     def read(folder: Path) -> Trained:
         last = checkpoints(folder)[-1]

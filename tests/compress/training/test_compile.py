@@ -8,17 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed, Unavailable
-from compress.common.signature import Signature, TensorSpec
-from compress.core.context import Context
+from compress.core.stage import Context
 from compress.data.splits import DataReference
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
-from compress.training.optim.compile import compile_, need_compiler
+from compress.training.optim.compile import compile_, require_compiler
 from tests.compress.forked import launch
+from tests.compress.training.builders import import_net
 
 HERE = Path(__file__).parent
 
@@ -42,23 +40,21 @@ TOGETHER = {
 }  # fmt: skip
 
 
-def sealed(path):
-    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-    recipe = Recipe(factory="nets:blocks", arguments={"depth": 2})
-    return import_checkpoint(path, recipe, signature, checkpoint=None, folder=HERE)
+def import_blocks(path):
+    return import_net(path, "nets:blocks", depth=2)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, trained):
     """Train alone, and on two ranks with DDP and FSDP; return the states by name."""
     root = tmp_path_factory.mktemp("compile")
-    sealed(root / "source")
+    import_blocks(root / "source")
     alone = {name: {**COMMON, **settings} for name, settings in ALONE.items()}
     together = {name: {**COMMON, **settings} for name, settings in TOGETHER.items()}
     # Else each rank starts a process that compiles, and imports torch once more.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        launch(HERE / "ranks_here.py", 2, root, json.dumps(alone), json.dumps(together))
+        launch(HERE / "train_on_ranks.py", 2, root, json.dumps(alone), json.dumps(together))
     return {name: trained(root / name) for name in (*alone, *together)}
 
 
@@ -106,17 +102,17 @@ def test_a_model_without_blocks_is_refused():
         compile_(nn.Linear(2, 2), Training(epochs=1, compile="blocks"))
 
 
-def test_a_missing_compiler_is_told_before_training(tmp_path, monkeypatch):
+def test_a_missing_compiler_is_an_error_before_training(tmp_path, monkeypatch):
     compiled = Training(epochs=1, compile="whole")
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(
         Unavailable, match=r"^compile: whole needs a C\+\+ compiler .* no-such-comp"
     ):
-        need_compiler(compiled, "cpu")
-    need_compiler(Training(epochs=1), "cpu")
+        require_compiler(compiled, "cpu")
+    require_compiler(Training(epochs=1), "cpu")
     with pytest.raises(Unavailable, match=r"^train: compile: whole needs"):
         data = DataReference("nets:uneven", {}, HERE, 16).load()
         where = Context(root=tmp_path / "out", data=data)
-        fit(sealed(tmp_path / "source"), compiled, TargetLoss(), where, "train")
+        fit(import_blocks(tmp_path / "source"), compiled, TargetLoss(), where, "train")
     monkeypatch.setenv("CXX", sys.executable)
-    need_compiler(compiled, "cpu")
+    require_compiler(compiled, "cpu")

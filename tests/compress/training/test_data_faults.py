@@ -6,16 +6,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.common.signature import Signature, TensorSpec
-from compress.core.context import Context
+from compress.core.stage import Context
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference, Splits
 from compress.training.config.training import Training
 from compress.training.fit import Fit, fit
 from compress.training.objectives.objective import TargetLoss
+from tests.compress.training.builders import import_net
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -23,10 +21,7 @@ HERE = Path(__file__).parent
 
 
 def train(root: Path, splits: Splits, processes: int = 1, **settings) -> Fit:
-    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-    source = import_checkpoint(
-        root / "source", Recipe(factory="nets:plain"), signature, checkpoint=None, folder=HERE
-    )
+    source = import_net(root / "source", "nets:plain")
     settings = {"epochs": 2, "batch_size": 16, **settings}
     training = Training(**settings, parallel={"processes": processes})
     where = Context(root=root / "train", data=splits)
@@ -56,17 +51,19 @@ DIES = (
 
 
 @pytest.mark.parametrize(
-    ("processes", "behaviour", "failure", "told"),
+    ("processes", "behaviour", "failure", "message"),
     [
         (1, *RAISES),
         (1, *DIES),
         pytest.param(2, *DIES, marks=[pytest.mark.multiprocess, pytest.mark.slow]),
     ],
 )
-def test_a_failing_worker_is_one_clear_error(tmp_path, capfd, processes, behaviour, failure, told):
+def test_a_failing_worker_is_one_clear_error(
+    tmp_path, capfd, processes, behaviour, failure, message
+):
     before = children()
     splits = data("behaving", Loading(workers=2), behaviour=behaviour)
-    with pytest.raises(failure, match=rf"^train: {told}"):
+    with pytest.raises(failure, match=rf"^train: {message}"):
         train(tmp_path, splits, processes)
     deadline = time.monotonic() + 60
     while children() - before:

@@ -1,52 +1,34 @@
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 
-from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
-from compress.common.signature import Signature, TensorSpec
-from compress.core.context import Context
 from compress.core.metrics import Metric
-from compress.data.splits import DataReference
+from compress.core.stage import Context
 from compress.training.checkpoint.metadata import (
     Epoch,
-    Progress,
-    begin,
+    TrainProgress,
+    checkpoint_name,
     checkpoints,
     commit,
-    name_of,
+    create_partial,
     rotate,
 )
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.loop.early_stopping import is_better
 from compress.training.objectives.objective import TargetLoss
-
-HERE = Path(__file__).parent
-FEATURES = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Tiny models on many threads crawl where other programs run."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+from tests.compress.training.builders import import_net, load_data
 
 
 @pytest.fixture
 def source(tmp_path):
-    return make_source(tmp_path / "source")
-
-
-def make_source(path, **arguments):
-    recipe = Recipe(factory="nets:classifier", arguments=arguments)
-    return import_checkpoint(path, recipe, FEATURES, checkpoint=None, folder=HERE)
+    return import_net(tmp_path / "source")
 
 
 def context(root, factory="blobs", metric="accuracy", **arguments):
-    data = DataReference(f"nets:{factory}", arguments, HERE, 16).load()
-    return Context(root=root, data=data, metric=Metric(metric))
+    return Context(root=root, data=load_data(factory, **arguments), metric=Metric(metric))
 
 
 def run(source, where, epochs=4, objective=None, accept_start=False, **settings):
@@ -61,12 +43,22 @@ def same(a, b):
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
+def run_with_notes(source, where):
+    """Train, and return the result and what was reported: epochs done, all epochs, note."""
+    notes = []
+
+    def progress(task, *reported):
+        notes.append(reported)
+
+    return run(source, replace(where, progress=progress)), notes
+
+
 def stop_after(where, epoch):
     def progress(task, done, total, note=""):
         if done == epoch and "resumed" not in note:
             raise KeyboardInterrupt
 
-    return Context(root=where.root, data=where.data, metric=where.metric, progress=progress)
+    return replace(where, progress=progress)
 
 
 @pytest.mark.parametrize(("optimizer", "rate"), [("sgd", 0.1), ("adamw", 0.02)])
@@ -95,9 +87,7 @@ def test_an_interrupted_training_ends_bit_identical(tmp_path, source):
     for epoch in (1, 3):
         with pytest.raises(KeyboardInterrupt):
             run(source, stop_after(where, epoch))
-    notes = []
-    told = Context(root=where.root, data=where.data, progress=lambda *args: notes.append(args[1:]))
-    resumed = run(source, told)
+    resumed, notes = run_with_notes(source, where)
     assert same(whole, resumed) and whole.history == resumed.history
     assert notes[0] == (3, 4, "resumed after epoch 3")
     assert [done for done, *_ in notes] == [3, 4]
@@ -106,7 +96,7 @@ def test_an_interrupted_training_ends_bit_identical(tmp_path, source):
 @pytest.mark.parametrize(
     "change", [{"learning_rate": 0.01}, {"objective": TargetLoss(label_smoothing=0.2)}]
 )
-def test_the_state_of_another_training_is_not_resumed(tmp_path, source, change):
+def test_a_checkpoint_of_other_settings_is_not_resumed(tmp_path, source, change):
     fresh = run(source, context(tmp_path / "fresh"), **change)
     where = context(tmp_path / "stale")
     with pytest.raises(KeyboardInterrupt):
@@ -120,7 +110,7 @@ def checkpoints_of(where):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "missing", "half-written"])
-def test_a_damaged_checkpoint_is_left_aside_for_the_one_before(tmp_path, source, caplog, damage):
+def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, source, caplog, damage):
     whole = run(source, context(tmp_path / "whole"))
     where = context(tmp_path / "a")
     with pytest.raises(KeyboardInterrupt):
@@ -137,9 +127,7 @@ def test_a_damaged_checkpoint_is_left_aside_for_the_one_before(tmp_path, source,
         file.unlink()
     else:
         last.rename(last.with_name(f"{last.name}.partial"))
-    notes = []
-    told = Context(root=where.root, data=where.data, progress=lambda *args: notes.append(args[1:]))
-    resumed = run(source, told)
+    resumed, notes = run_with_notes(source, where)
     assert same(whole, resumed) and whole.history == resumed.history
     assert notes[0] == (2, 4, "resumed after epoch 2")
     said = [m for m in caplog.messages if "is damaged" in m]
@@ -164,12 +152,12 @@ def test_checkpoints_within_an_epoch_change_nothing_and_cost_fewer_steps(tmp_pat
 
 def test_a_checkpoint_stays_while_another_one_needs_it(tmp_path):
     for step, kept_in in ((1, None), (2, 1), (3, 1), (4, 4)):
-        kept = name_of(kept_in) if kept_in else None
-        commit(begin(tmp_path, step), Progress(kept_in=kept))
+        kept = checkpoint_name(kept_in) if kept_in else None
+        commit(create_partial(tmp_path, step), TrainProgress(kept_in=kept))
     rotate(tmp_path, 2)
-    assert [c.name for c in checkpoints(tmp_path)] == [name_of(step) for step in (1, 3, 4)]
+    assert [c.name for c in checkpoints(tmp_path)] == [checkpoint_name(step) for step in (1, 3, 4)]
     rotate(tmp_path, 1)
-    assert [c.name for c in checkpoints(tmp_path)] == [name_of(4)]
+    assert [c.name for c in checkpoints(tmp_path)] == [checkpoint_name(4)]
 
 
 def test_no_more_checkpoints_are_kept_than_asked_for(tmp_path, source):
@@ -180,7 +168,7 @@ def test_no_more_checkpoints_are_kept_than_asked_for(tmp_path, source):
     assert {c.name for c in checkpoints_of(where)} == kept
 
 
-def test_progress_is_told_while_training_runs(tmp_path, source):
+def test_progress_is_reported_while_training_runs(tmp_path, source):
     notes = []
     where = context(tmp_path / "a")
     run(source, Context(root=where.root, data=where.data, progress=lambda *a: notes.append(a)))
@@ -243,7 +231,7 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, source):
         run(source, context(tmp_path / "b", labelled=False))
     with pytest.raises(StageFailed, match="has 1 samples for 2 processes"):
         run(source, context(tmp_path / "c", train=1), parallel={"processes": 2})
-    frozen = make_source(tmp_path / "frozen", frozen=True)
+    frozen = import_net(tmp_path / "frozen", frozen=True)
     with pytest.raises(StageFailed, match="nothing to train"):
         run(frozen, context(tmp_path / "d"))
     with pytest.raises(PipelineInvalid, match=r"^train: .*ValueError: sample 7 cannot be read$"):
@@ -259,7 +247,7 @@ def test_the_best_needs_a_val_split_and_the_last_does_not(tmp_path, source):
     assert result.kept.epoch == 4 and result.kept.metric is None
 
 
-def test_errors_keep_their_leaf(tmp_path, source):
+def test_errors_keep_their_class(tmp_path, source):
     where = context(tmp_path / "a", metric="no_such_metric:at_all")
     with pytest.raises(PipelineInvalid, match=r"^train: cannot import"):
         run(source, where)

@@ -15,6 +15,7 @@ from compress.data.splits import DataReference
 from compress.training.config.training import Training
 from compress.training.fit import Fit, fit
 from compress.training.objectives.objective import TargetLoss
+from tests.compress.training.builders import import_net, load_data
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -22,12 +23,8 @@ HERE = Path(__file__).parent
 
 
 def train(root: Path, *, processes: int = 1, **loading) -> Fit:
-    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-    source = import_checkpoint(
-        root / "source", Recipe(factory="nets:classifier"), signature, checkpoint=None, folder=HERE
-    )
-    arguments = {"behaviour": "noise"}
-    data = DataReference("nets:behaving", arguments, HERE, 16, Loading(**loading)).load()
+    source = import_net(root / "source")
+    data = load_data("behaving", loading=Loading(**loading), behaviour="noise")
     training = Training(epochs=3, batch_size=16, parallel={"processes": processes})
     where = Context(root=root / "train", data=data)
     return fit(source, training, TargetLoss(), where, "train")

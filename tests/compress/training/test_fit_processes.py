@@ -9,18 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.common.signature import Signature, TensorSpec
-from compress.core.context import Context
 from compress.core.metrics import Metric
-from compress.data.splits import DataReference, Splits
-from compress.training.checkpoint.metadata import newest, read_progress
+from compress.core.stage import Context
+from compress.data.splits import Splits
+from compress.training.checkpoint.metadata import newest_intact, read_progress
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.launch.spawn import start_rank
 from compress.training.objectives.objective import TargetLoss
+from tests.compress.training.builders import import_net, load_data
 
 pytestmark = pytest.mark.multiprocess
 
@@ -29,14 +27,8 @@ ROOT = HERE.parents[2]
 TWO = {"processes": 2}
 
 
-def make_source(path, **arguments):
-    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-    recipe = Recipe(factory="nets:classifier", arguments=arguments)
-    return import_checkpoint(path, recipe, signature, checkpoint=None, folder=HERE)
-
-
 def context(root, factory="blobs", metric="accuracy", progress=None, **arguments):
-    data = DataReference(f"nets:{factory}", arguments, HERE, 16).load()
+    data = load_data(factory, **arguments)
     more = {"progress": progress} if progress else {}
     return Context(root=root, data=data, metric=Metric(metric), **more)
 
@@ -48,7 +40,7 @@ def run(source, where, **settings):
 
 def program(root, behaviour="slow", epochs=5, **more):
     return subprocess.Popen(
-        [sys.executable, HERE / "train_here.py", root, behaviour, str(epochs), "2"],
+        [sys.executable, HERE / "train_stage_script.py", root, behaviour, str(epochs), "2"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -69,32 +61,11 @@ def group_is_gone(process):
     return False
 
 
-def test_two_processes_reach_the_weights_of_one(tmp_path):
-    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-    source = import_checkpoint(
-        tmp_path / "source", Recipe(factory="nets:plain"), signature, checkpoint=None, folder=HERE
-    )
-    settings = {"epochs": 2, "batch_size": 16, "keep": "last"}
-    results = [
-        fit(
-            source,
-            Training(**settings, parallel={"processes": processes}),
-            TargetLoss(0.1),
-            context(tmp_path / str(processes)),
-            "train",
-        )
-        for processes in (1, 2)
-    ]
-    one, two = (result.module.state_dict() for result in results)
-    assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
-    assert results[0].history[-1].loss == pytest.approx(results[1].history[-1].loss, abs=1e-5)
-
-
 def test_two_processes_train_one_model_and_leave_the_parent_as_it_was(tmp_path, capfd):
     notes = []
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     environment = dict(os.environ)
-    source = make_source(tmp_path / "source", spare_head=True)
+    source = import_net(tmp_path / "source", spare_head=True)
     where = context(tmp_path / "a", progress=lambda *args: notes.append(args))
     result = run(source, where, epochs=8)
     assert [note[1] for note in notes] == list(range(9))
@@ -110,10 +81,10 @@ def test_two_processes_train_one_model_and_leave_the_parent_as_it_was(tmp_path, 
 
 @pytest.mark.slow
 def test_a_sharded_model_comes_back_whole_with_any_metric(tmp_path):
-    source = make_source(tmp_path / "source", spare_head=True)
+    source = import_net(tmp_path / "source", spare_head=True)
     f1 = "torchmetrics.classification.MulticlassF1Score"
     metric = Metric(f1, (("num_classes", 3),))
-    data = DataReference("nets:uneven", {"train": 96}, HERE, 16).load()
+    data = load_data("uneven", train=96)
     where = Context(root=tmp_path / "a", data=data, metric=metric)
     parallel = {"strategy": "fsdp", "processes": 2, "wrap": 32}
     training = Training(epochs=3, batch_size=16, parallel=parallel)
@@ -125,8 +96,8 @@ def test_a_sharded_model_comes_back_whole_with_any_metric(tmp_path):
     assert result.history[-1].loss < result.history[0].loss
 
 
-def test_the_first_error_is_told_in_its_own_words(tmp_path, capfd):
-    source = make_source(tmp_path / "source")
+def test_the_first_error_keeps_its_message(tmp_path, capfd):
+    source = import_net(tmp_path / "source")
     where = context(tmp_path / "a", "behaving", behaviour="raise in a rank")
     with pytest.raises(
         StageFailed, match=r"^train: rank [01]: ValueError: sample 7 cannot be read here$"
@@ -137,7 +108,7 @@ def test_the_first_error_is_told_in_its_own_words(tmp_path, capfd):
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_again_and_again_ends_the_training(tmp_path, caplog):
-    source = make_source(tmp_path / "source")
+    source = import_net(tmp_path / "source")
     where = context(tmp_path / "a", "behaving", behaviour="die in a rank")
     with pytest.raises(
         StageFailed, match=r"^train: rank [01] was ended by SIGKILL; perhaps memory"
@@ -150,7 +121,7 @@ def test_a_rank_that_is_killed_again_and_again_ends_the_training(tmp_path, caplo
 def test_after_a_rank_was_killed_the_weights_are_those_of_an_uninterrupted_training(
     tmp_path, caplog
 ):
-    source = make_source(tmp_path / "source")
+    source = import_net(tmp_path / "source")
     trace = tmp_path / "died"
     settings = {
         "epochs": 4,
@@ -169,7 +140,7 @@ def test_after_a_rank_was_killed_the_weights_are_those_of_an_uninterrupted_train
 
 @pytest.mark.slow
 def test_a_rank_that_exits_is_an_error(tmp_path):
-    source = make_source(tmp_path / "source")
+    source = import_net(tmp_path / "source")
     where = context(tmp_path / "a", "behaving", behaviour="exit in a rank")
     with pytest.raises(StageFailed, match=r"^train: user code called sys\.exit\(0\) in nets\.py"):
         run(source, where, epochs=2)
@@ -192,8 +163,8 @@ Train(epochs=1, parallel={"processes": 2})(
 
 
 @pytest.mark.slow
-def test_a_script_without_a_guard_is_told_what_it_lacks(tmp_path):
-    make_source(tmp_path / "source")
+def test_a_script_without_a_main_guard_gets_a_clear_error(tmp_path):
+    import_net(tmp_path / "source")
     (tmp_path / "script.py").write_text(NO_GUARD)
     done = subprocess.run(
         [sys.executable, "script.py", tmp_path], cwd=tmp_path, capture_output=True, text=True,
@@ -208,24 +179,24 @@ def whole(tmp_path_factory):
     """Return a training of five epochs that nothing disturbed."""
     root = tmp_path_factory.mktemp("whole")
     where = context(root / "whole", "behaving", behaviour="")
-    return run(make_source(root / "source"), where, epochs=5)
+    return run(import_net(root / "source"), where, epochs=5)
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(tmp_path, whole):
-    source = make_source(tmp_path / "source")
+def test_a_full_disk_is_an_error_and_earlier_checkpoints_stay(tmp_path, whole):
+    source = import_net(tmp_path / "source")
     where = context(tmp_path / "a", "behaving", behaviour="no more room from the third epoch")
     with pytest.raises(StageFailed, match=r"cannot be written .*(File too large|No space)"):
         run(source, where, epochs=5)
     (folder,) = where.work.glob("fit-*")
-    progress = read_progress(newest(folder))
+    progress = read_progress(newest_intact(folder))
     assert progress.trained_epochs in (1, 2)
     assert whole.history[: progress.trained_epochs] == progress.history
 
 
 @pytest.mark.slow
-def test_an_error_of_rank_0_alone_keeps_its_leaf(tmp_path):
-    source = make_source(tmp_path / "source")
+def test_an_error_of_rank_0_alone_keeps_its_class(tmp_path):
+    source = import_net(tmp_path / "source")
     with pytest.raises(PipelineInvalid, match=r"^train: cannot import 'no_such_metric'"):
         run(source, context(tmp_path / "a", metric="no_such_metric:at_all"), epochs=2)
 
@@ -236,7 +207,7 @@ def test_data_that_cannot_travel_are_refused(tmp_path):
 
     x, y = torch.randn(32, 4), torch.zeros(32, dtype=torch.int64)
     data = Splits({"train": Local(x, y), "val": Local(x, y)})
-    source = make_source(tmp_path / "source")
+    source = import_net(tmp_path / "source")
     with pytest.raises(StageFailed, match=r"cannot be sent to 2 processes .* data factory"):
         run(source, Context(root=tmp_path / "a", data=data), epochs=1)
 
@@ -251,7 +222,7 @@ def test_a_rank_whose_runner_was_killed_before_it_started_does_nothing(tmp_path)
 
 @pytest.mark.slow
 def test_after_ctrl_c_nothing_runs_on_and_the_next_call_ends_bit_identical(tmp_path, whole):
-    source = make_source(tmp_path / "source")
+    source = import_net(tmp_path / "source")
     process = program(tmp_path)
     for line in process.stdout:
         if line.startswith("train 2 "):
@@ -278,7 +249,7 @@ def test_after_ctrl_c_nothing_runs_on_and_the_next_call_ends_bit_identical(tmp_p
     [(signal.SIGTERM, True), (signal.SIGKILL, False)],
 )
 def test_a_signal_ends_every_process(tmp_path, number, to_the_group):
-    make_source(tmp_path / "source")
+    import_net(tmp_path / "source")
     process = program(tmp_path, epochs=50)
     for line in process.stdout:
         if line.startswith("train 1 "):

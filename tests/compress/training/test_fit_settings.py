@@ -6,37 +6,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
-from compress.common.signature import Signature, TensorSpec
-from compress.core.context import Context
 from compress.core.metrics import Metric
-from compress.data.splits import DataReference, Splits
+from compress.core.stage import Context
+from compress.data.splits import Splits
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
+from tests.compress.training.builders import import_net, load_data
 
 HERE = Path(__file__).parent
-FEATURES = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Tiny models on many threads crawl where other programs run."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
 def source(tmp_path):
-    recipe = Recipe(factory="nets:blocks")
-    return import_checkpoint(tmp_path / "source", recipe, FEATURES, checkpoint=None, folder=HERE)
+    return import_net(tmp_path / "source", "nets:blocks")
 
 
 def context(root, progress=None):
-    data = DataReference("nets:uneven", {}, HERE, 16).load()
     more = {"progress": progress} if progress else {}
-    return Context(root=root, data=data, metric=Metric("accuracy"), **more)
+    return Context(root=root, data=load_data("uneven"), metric=Metric("accuracy"), **more)
 
 
 def run(source, where, epochs=4, **settings):
@@ -146,8 +135,7 @@ def test_a_step_whose_loss_is_not_finite_is_left_out_or_stops(tmp_path, source):
 
 
 def test_a_skipped_step_leaves_running_statistics_alone(tmp_path):
-    recipe = Recipe(factory="nets:classifier")
-    net = import_checkpoint(tmp_path / "net", recipe, FEATURES, checkpoint=None, folder=HERE)
+    net = import_net(tmp_path / "net")
     result = run(net, poisoned(tmp_path / "a"), on_nan="skip")
     assert torch.isfinite(result.module.norm.running_mean).all()
 
@@ -157,7 +145,7 @@ def test_class_weights_must_be_one_for_each_class(tmp_path, source):
         run(source, context(tmp_path / "a"), class_weights=(1, 2))
 
 
-def test_what_cannot_be_is_refused_in_one_line(tmp_path, source):
+def test_impossible_settings_are_refused_in_one_line(tmp_path, source):
     with pytest.raises(StageFailed, match="fp16 needs a CUDA device and this is cpu; use bf16"):
         run(source, context(tmp_path / "a"), precision="fp16")
     where = context(tmp_path / "b")

@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
-from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.metrics import Metric
 from compress.data.splits import DataReference
@@ -16,6 +13,7 @@ from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
 from compress.training.objectives.teacher_objective import Teaching
+from tests.compress.training.builders import import_transformer
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -24,9 +22,7 @@ HERE = Path(__file__).parent
 
 def make_source(path, seed=0, **arguments):
     torch.manual_seed(seed)
-    signature = Signature(inputs=(TensorSpec(name="tokens", shape=("batch", 6), dtype="int64"),))
-    recipe = Recipe(factory="transformers_here:transformer", arguments=arguments)
-    return import_checkpoint(path, recipe, signature, checkpoint=None, folder=HERE)
+    return import_transformer(path, **arguments)
 
 
 def run(root, source, objective, **parallel):
@@ -36,7 +32,7 @@ def run(root, source, objective, **parallel):
 
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": {}}], ids=["tensor", "pipeline"])
-def test_a_teacher_teaches_a_spread_model_whose_frozen_weights_stay(tmp_path, parallel):
+def test_distillation_into_a_divided_model_keeps_frozen_weights(tmp_path, parallel):
     student = make_source(tmp_path / "student", frozen_layers=1)
     teacher = make_source(tmp_path / "teacher", 1)
     training = Training(epochs=1, label_smoothing=0.0)
@@ -54,9 +50,9 @@ def test_a_teacher_teaches_a_spread_model_whose_frozen_weights_stay(tmp_path, pa
     assert exact == spread.kept.metric
 
 
-def test_a_model_that_cannot_be_spread_is_one_clear_error(tmp_path, capfd):
+def test_a_model_that_cannot_be_divided_is_one_clear_error(tmp_path, capfd):
     source = make_source(tmp_path / "source", frozen_layers=2)
-    told = r"^train: parallel\.pipeline: stage 0 has no weights that require"
-    with pytest.raises(StageFailed, match=told):
+    message = r"^train: parallel\.pipeline: stage 0 has no weights that require"
+    with pytest.raises(StageFailed, match=message):
         run(tmp_path / "run", source, TargetLoss(), processes=2, pipeline={})
     assert capfd.readouterr() == ("", "")

@@ -8,9 +8,9 @@ from torch import nn
 from compress.common.errors import StageFailed
 from compress.training.config.parallel import Parallel
 from compress.training.config.training import Training
-from compress.training.model_parallel.pipeline_split import partition_of, strip_
+from compress.training.model_parallel.pipeline_split import split_into_parts, strip_
 from compress.training.model_parallel.tensor_parallel import (
-    refuse_what_does_not_divide,
+    require_divisible,
     tensor_parallel_plan,
 )
 
@@ -113,18 +113,18 @@ def test_what_does_not_divide_is_refused():
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     odd = nn.ModuleDict({"attn": Layers(*names, width=9)})
     with pytest.raises(StageFailed, match=r"'attn.q_proj' has 9 outputs, .* not divide over 2"):
-        refuse_what_does_not_divide(odd, tensor_parallel_plan(odd, tensor()), 2)
+        require_divisible(odd, tensor_parallel_plan(odd, tensor()), 2)
     heads = nn.ModuleDict({"attn": Layers(*names, width=12, num_heads=6, n_kv_heads=3, head_dim=2)})
     plan = tensor_parallel_plan(heads, tensor())
-    refuse_what_does_not_divide(heads, plan, 3)
+    require_divisible(heads, plan, 3)
     with pytest.raises(StageFailed, match=r"'attn' has 3 heads \(n_kv_heads\), .* over 2 proc"):
-        refuse_what_does_not_divide(heads, plan, 2)
+        require_divisible(heads, plan, 2)
 
 
-def test_blocks_are_spread_evenly_and_weights_follow_their_use():
+def test_blocks_are_divided_evenly_and_weights_follow_their_use():
     model = Chain()
-    found = partition_of(model, pipeline(), (torch.randn(3, 4),))
-    assert found.beginnings == ["blocks.2"]
+    found = split_into_parts(model, pipeline(), (torch.randn(3, 4),))
+    assert found.split_points == ["blocks.2"]
     first = ("stem", "norm", "blocks.0.0", "blocks.1.0")
     expected = {f"{module}.{name}" for module in first for name in ("weight", "bias")}
     assert {name for name, parts in found.weights.items() if parts == {0}} == expected
@@ -133,38 +133,38 @@ def test_blocks_are_spread_evenly_and_weights_follow_their_use():
     assert set(found.blocks) == {f"blocks.{i}" for i in range(5)}
 
 
-def test_what_other_parts_hold_takes_no_memory():
+def test_weights_of_other_parts_take_no_memory():
     model = Chain()
     names = set(model.state_dict())
-    found = partition_of(model, pipeline(), (torch.randn(3, 4),))
+    found = split_into_parts(model, pipeline(), (torch.randn(3, 4),))
     strip_(model, found, {1})
     assert set(model.state_dict()) < names and "norm.running_mean" not in model.state_dict()
     assert model.stem.weight.shape == (8, 4)
     assert model.stem.weight.untyped_storage().nbytes() == 4
 
 
-def test_a_split_is_by_name():
+def test_split_points_are_named_modules():
     model = Chain()
-    found = partition_of(model, pipeline(split=["last"]), (torch.randn(3, 4),))
+    found = split_into_parts(model, pipeline(split=["last"]), (torch.randn(3, 4),))
     assert found.weights["blocks.4.0.weight"] == {0} and found.weights["head.weight"] == {1}
     with pytest.raises(StageFailed, match=r"no module 'blocks\.9'; did you mean 'blocks\.\d'"):
-        partition_of(model, pipeline(split=["blocks.9"]), (torch.randn(3, 4),))
+        split_into_parts(model, pipeline(split=["blocks.9"]), (torch.randn(3, 4),))
     with pytest.raises(StageFailed, match=r"'spare' is never called"):
-        partition_of(model, pipeline(split=["spare"]), (torch.randn(3, 4),))
+        split_into_parts(model, pipeline(split=["spare"]), (torch.randn(3, 4),))
 
 
 def test_a_model_that_is_no_chain_of_blocks_is_refused():
     x = (torch.randn(3, 4),)
     with pytest.raises(StageFailed, match=r"'blocks\.2' is called twice"):
-        partition_of(Chain(twice=True), pipeline(), x)
+        split_into_parts(Chain(twice=True), pipeline(), x)
     with pytest.raises(StageFailed, match=r"3 repeated blocks do not fill 4 parts"):
-        partition_of(Chain(3), pipeline(stages=4), x)
+        split_into_parts(Chain(3), pipeline(stages=4), x)
     with pytest.raises(StageFailed, match=r"no repeated blocks; .* pipeline\.split"):
-        partition_of(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), pipeline(), x)
+        split_into_parts(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), pipeline(), x)
 
 
 @pytest.mark.parametrize(
-    ("parallel", "told"),
+    ("parallel", "expected"),
     [
         ({"tensor": 2, "processes": 3}, "3 processes do not divide into groups of 2"),
         ({"tensor": 2}, "1 processes do not divide into groups of 2"),
@@ -184,24 +184,24 @@ def test_a_model_that_is_no_chain_of_blocks_is_refused():
         ({"pipeline": {"split": ["a", "b"]}, "processes": 2}, "has 2 names and 2 parts have 1"),
     ],
 )
-def test_settings_that_do_not_go_together(parallel, told):
+def test_settings_that_do_not_go_together(parallel, expected):
     with pytest.raises(ValidationError) as raised:
         Parallel(**parallel)
-    assert told in message(raised)
+    assert expected in message(raised)
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected"),
     [
         ({"accumulate": 2}, "accumulate does not go with pipeline"),
         ({"precision": "fp16"}, "fp16 does not go with tensor or pipeline; use bf16"),
         ({"batch_size": 6}, "batch_size 6 does not divide into 4 micro-batches for each of 1"),
     ],
 )
-def test_training_that_does_not_go_with_a_pipeline(settings, told):
+def test_training_that_does_not_go_with_a_pipeline(settings, expected):
     with pytest.raises(ValidationError) as raised:
         Training(epochs=1, parallel={"pipeline": {}, "processes": 2}, **settings)
-    assert told in message(raised)
+    assert expected in message(raised)
 
 
 def test_only_the_remaining_factor_shares_the_batch():

@@ -8,11 +8,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
-from compress.common.signature import Signature, TensorSpec
 from compress.training.distributed.fsdp import prefetch_
 from tests.compress.forked import launch
+from tests.compress.training.builders import import_net
 
 pytestmark = pytest.mark.multiprocess
 
@@ -96,11 +94,9 @@ def results_of(tmp_path_factory, trained):
     @cache
     def results(ranks):
         root = tmp_path_factory.mktemp(f"{ranks}-ranks")
-        signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-        recipe = Recipe(factory="nets:blocks")
-        import_checkpoint(root / "source", recipe, signature, checkpoint=None, folder=HERE)
+        import_net(root / "source", "nets:blocks")
         together = dict(trainings(ranks))
-        launch(HERE / "ranks_here.py", ranks, root, json.dumps(ALONE), json.dumps(together))
+        launch(HERE / "train_on_ranks.py", ranks, root, json.dumps(ALONE), json.dumps(together))
         return {name: trained(root / name) for name in (*ALONE, *together)}
 
     return results
@@ -161,7 +157,7 @@ def test_fewer_bytes_are_sent(two, communication):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", OTHER)
-def test_what_one_strategy_saved_another_takes_up(two, strategy):
+def test_a_checkpoint_of_one_strategy_is_resumed_by_another(two, strategy):
     whole, other = two[f"adamw-{strategy}"], two[f"adamw-{strategy}-other"]
     assert largest_difference(whole.weights, other.weights) < TOLERANCE["adamw"]
     assert largest_difference(whole.kept_weights, other.kept_weights) < TOLERANCE["adamw"]
@@ -169,7 +165,7 @@ def test_what_one_strategy_saved_another_takes_up(two, strategy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ALSO_ALONE)
-def test_what_several_processes_saved_one_takes_up(two, strategy):
+def test_a_checkpoint_of_several_processes_is_resumed_by_one(two, strategy):
     whole, other = two[f"adamw-{strategy}"], two[f"adamw-{strategy}-alone"]
     assert largest_difference(whole.weights, other.weights) < TOLERANCE["adamw"]
     assert largest_difference(whole.kept_weights, other.kept_weights) < TOLERANCE["adamw"]
@@ -206,7 +202,7 @@ def test_bf16_shards_keep_fp32_weights(two):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_sizes_that_do_not_divide_stop_nothing(results_of, ranks):
+def test_sizes_that_do_not_divide_work(results_of, ranks):
     """21 samples make one step of 16; a single one in `val` leaves the other ranks without."""
     alone, together = results_of(ranks)["odd"], results_of(ranks)["odd-together"]
     assert largest_difference(alone.weights, together.weights) < TOLERANCE["sgd"]

@@ -6,33 +6,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
-from compress.common.signature import Signature, TensorSpec
-from compress.core.context import Context
 from compress.core.loss import Loss
 from compress.core.metrics import Metric
-from compress.data.splits import DataReference, Splits
+from compress.core.stage import Context
+from compress.data.splits import Splits
 from compress.pruning.channels_stage import PruneChannels
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
 from compress.training.stage import Train
+from tests.compress.training.builders import import_net, load_data
 
 HERE = Path(__file__).parent
-FEATURES = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
 
 
 @pytest.fixture
 def source(tmp_path):
-    recipe = Recipe(factory="nets:plain")
-    return import_checkpoint(tmp_path / "source", recipe, FEATURES, checkpoint=None, folder=HERE)
+    return import_net(tmp_path / "source", "nets:plain")
 
 
 def context(root, loss=None, metric="loss"):
-    data = DataReference("nets:numbers", {}, HERE, 16).load()
-    return Context(root=root, data=data, loss=Loss(loss), metric=Metric(metric))
+    return Context(root=root, data=load_data("numbers"), loss=Loss(loss), metric=Metric(metric))
 
 
 def run(source, where, **settings):

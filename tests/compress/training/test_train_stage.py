@@ -13,26 +13,19 @@ from compress.core.context import Context
 from compress.core.gates import MinMetric
 from compress.data.splits import DataReference
 from compress.training.stage import Train
+from tests.compress.training.builders import import_net, load_data
 
 HERE = Path(__file__).parent
 DIGITS = HERE.parents[2] / "examples" / "digits"
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Tiny models on many threads crawl where other programs run."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.fixture
 def source(tmp_path):
-    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-    recipe = Recipe(factory="nets:classifier")
-    return import_checkpoint(tmp_path / "source", recipe, signature, checkpoint=None, folder=HERE)
+    return import_net(tmp_path / "source")
 
 
 def context(root):
-    return Context(root=root, data=DataReference("nets:blobs", {}, HERE, 128).load())
+    return Context(root=root, data=load_data(batch_size=128))
 
 
 def test_training_twice_seals_the_same_artifact_which_opens_in_a_fresh_process(tmp_path, source):

@@ -14,7 +14,7 @@ def test_epochs_alone_is_enough():
     assert (training.optimizer, training.schedule, training.keep) == ("sgd", "onecycle", "best")
     assert training.peak_learning_rate == 0.1
     assert Training(epochs=3, optimizer="adamw").peak_learning_rate == 2e-3
-    assert Training(epochs=3, weight_decay=0).decay == 0
+    assert Training(epochs=3, weight_decay=0).weight_decay_or_default == 0
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_sizes_that_do():
@@ -132,7 +132,7 @@ def test_what_would_be_ignored_or_fail_later_is_refused(settings, message):
         Training(epochs=1, **settings)
 
 
-def test_a_layout_tells_what_changes_a_result():
+def test_a_layout_names_what_changes_a_result():
     ways = [
         {},
         {"strategy": "fsdp"},

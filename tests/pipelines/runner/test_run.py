@@ -274,7 +274,7 @@ def test_outputs_survive_where_hard_links_do_not(project, monkeypatch) -> None:
 def test_a_training_goes_on_where_another_strategy_left_it(project, monkeypatch) -> None:
     from compress.training.loop import trainer
 
-    whole, epochs = trainer._epoch, []
+    whole, epochs = trainer._train_epoch, []
 
     def interrupted(*given):
         epochs.append(given)
@@ -283,7 +283,7 @@ def test_a_training_goes_on_where_another_strategy_left_it(project, monkeypatch)
         return whole(*given)
 
     shutil.rmtree(project.out)
-    monkeypatch.setattr(trainer, "_epoch", interrupted)
+    monkeypatch.setattr(trainer, "_train_epoch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         project.run()
     project.edit("batch_size: 24", "batch_size: 24, parallel: {strategy: dp}")

@@ -21,7 +21,7 @@ from compress.pruning.unstructured.masks import (
 from compress.pruning.unstructured.obs_masks import set_calibrated_zeros_
 from compress.pruning.unstructured.sparsity_schedule import AddZeros, KeepZeros
 from compress.pruning.unstructured.weight_layout import in_groups, places
-from compress.training.objectives.weight_constraint import held
+from compress.training.objectives.weight_constraint import step_context_for
 from tests.compress.pruning.pruning_weight_nets import Many, Text, Transposed, Wide
 
 
@@ -227,7 +227,7 @@ def test_weights_of_a_block_are_treated_together() -> None:
 def steps(constraint, net, count):
     """Train, and yield the share of zeros after each step."""
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-    hold = held(constraint, net, count)
+    hold = step_context_for(constraint, net, count)
     for step in range(count):
         optimizer.zero_grad()
         net(torch.randn(8, 4)).square().sum().backward()

@@ -13,13 +13,13 @@ from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
-from compress.core.context import Context
-from compress.data.splits import DataReference
-from compress.training.checkpoint.sharded_loading import Unfilled
+from compress.core.stage import Context
+from compress.training.checkpoint.sharded_loading import DeferredWeights
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
 from tests.compress.forked import launch
+from tests.compress.training.builders import import_net, load_data
 
 pytestmark = pytest.mark.multiprocess
 
@@ -39,7 +39,7 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fill")
     source = sealed(folder / "source", "tied", 3, width=5)  # no rank has as much as another
     sealed(folder / "scaled", "scaled", 4)
-    launch(HERE / "fill_here.py", 2, folder)
+    launch(HERE / "sharded_loading_ranks.py", 2, folder)
     return source, [torch.load(folder / f"rank-{r}.pt", weights_only=True) for r in (0, 1)]
 
 
@@ -82,7 +82,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
     manifest.unlink()
     manifest.write_text(json.dumps(content, sort_keys=True, indent=1))
     with pytest.raises(ArtifactInvalid, match=r"weights\.safetensors: missing second\.weight$"):
-        Unfilled.of(EagerModel.from_directory(tmp_path / "source"), "cpu")
+        DeferredWeights.from_model(EagerModel.from_directory(tmp_path / "source"), "cpu")
 
 
 @pytest.mark.gpu
@@ -91,10 +91,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
     "settings", [{}, {"cpu_offload": True}, {"wrap": ["Block"], "prefetch": 1}]
 )
 def test_parts_are_read_onto_the_device(tmp_path, settings):
-    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-    recipe = Recipe(factory="nets:blocks")
-    source = import_checkpoint(tmp_path / "source", recipe, signature, checkpoint=None, folder=HERE)
-    data = DataReference("nets:uneven", {}, HERE, 16).load()
+    source, data = import_net(tmp_path / "source", "nets:blocks"), load_data("uneven")
     parallel = {"strategy": "fsdp", **settings}
     states = []
     for device, more in (("cpu", {}), ("cuda:0", {"parallel": parallel})):

@@ -28,7 +28,7 @@ ELEMENTS = 24 * 40 + 40 + 40 * 10 + 10
 def records(tmp_path_factory) -> list[dict]:
     """Return what two real processes saw, by setting and step."""
     folder = tmp_path_factory.mktemp("average")
-    launch(HERE / "average_here.py", 2, folder)
+    launch(HERE / "comm_hook_ranks.py", 2, folder)
     return [torch.load(folder / f"rank-{r}.pt", weights_only=True) for r in (0, 1)]
 
 
@@ -83,7 +83,7 @@ def test_powersgd_sends_two_thin_matrices_and_vectors_whole(records) -> None:
 
 
 @pytest.mark.parametrize("setting", WITH_FEEDBACK)
-def test_what_was_lost_is_added_to_the_next_gradient(records, setting) -> None:
+def test_the_residual_is_added_to_the_next_gradient(records, setting) -> None:
     lost_before = torch.zeros(ELEMENTS)
     for step in range(3):
         wanted = sum(seen(records, setting, "own", step)) / 2 + lost_before
@@ -94,7 +94,7 @@ def test_what_was_lost_is_added_to_the_next_gradient(records, setting) -> None:
 
 
 @pytest.mark.parametrize("setting", WITH_FEEDBACK)
-def test_the_memory_is_saved_and_loaded_by_each_process(records, setting) -> None:
+def test_residuals_are_saved_and_loaded_by_each_process(records, setting) -> None:
     assert all(record[setting][-1]["loaded"] for record in records)
     ours, theirs = seen(records, setting, "lost", 2)
     assert not torch.equal(ours, theirs)

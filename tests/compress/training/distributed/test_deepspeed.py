@@ -7,18 +7,15 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import Unavailable
-from compress.common.signature import Signature, TensorSpec
-from compress.core.context import Context
-from compress.data.splits import DataReference
+from compress.core.stage import Context
 from compress.training.config.parallel import DEEPSPEED, Parallel
 from compress.training.config.training import Training
 from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
 from compress.training.stage import Train
 from tests.compress.forked import launch
+from tests.compress.training.builders import import_net, load_data
 
 HERE = Path(__file__).parents[1]
 here = pytest.mark.skipif(
@@ -61,11 +58,9 @@ def trainings():
 def results(tmp_path_factory, trained):
     """Train by engines of two ranks, and alone with the same settings."""
     root = tmp_path_factory.mktemp("engines")
-    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-    recipe = Recipe(factory="nets:blocks")
-    import_checkpoint(root / "source", recipe, signature, checkpoint=None, folder=HERE)
+    import_net(root / "source", "nets:blocks")
     alone = {"sgd": SGD, "adamw": ADAMW}
-    launch(HERE / "ranks_here.py", 2, root, json.dumps(alone), json.dumps(dict(trainings())))
+    launch(HERE / "train_on_ranks.py", 2, root, json.dumps(alone), json.dumps(dict(trainings())))
     return {n: trained(root / n) for n in ("sgd", "adamw", *dict(trainings()))}
 
 
@@ -127,16 +122,13 @@ def test_stages_are_for_the_engine_and_offload_for_those_that_shard():
         Parallel(strategy="deepspeed", zero_stage=0, cpu_offload=True)
 
 
-def test_without_deepspeed_nothing_begins(tmp_path, monkeypatch):
+def test_without_deepspeed_training_is_refused_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(type(DEEPSPEED), "missing", lambda self: self.what == "deepspeed")
     stage = Train(epochs=1, parallel={"strategy": "deepspeed"})
     assert DEEPSPEED in stage.all_requirements()
     assert DEEPSPEED not in Train(epochs=1).all_requirements()
-    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-    recipe = Recipe(factory="nets:blocks")
-    source = import_checkpoint(tmp_path / "source", recipe, signature, checkpoint=None, folder=HERE)
-    data = DataReference("nets:blobs", {}, HERE, 16).load()
-    context = Context(root=tmp_path / "a", data=data)
+    source = import_net(tmp_path / "source", "nets:blocks")
+    context = Context(root=tmp_path / "a", data=load_data())
     words = r"^train: needs deepspeed; pip install 'compress-pipeline\[deepspeed\]'"
     with pytest.raises(Unavailable, match=words):
         fit(source, stage.hyper_parameters(), TargetLoss(0.1), context, "train")

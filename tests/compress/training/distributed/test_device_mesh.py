@@ -14,12 +14,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
-from compress.common.signature import Signature, TensorSpec
 from compress.training.config.training import Training
 from compress.training.optim.optimizer import build_optimizer
 from tests.compress.forked import launch
+from tests.compress.training.builders import import_transformer
 
 pytestmark = pytest.mark.multiprocess
 
@@ -120,13 +118,10 @@ SIZES = {"quick": (2, QUICK), "two": (2, TWO), "four": (4, FOUR)}
 
 
 def make_sources(root):
-    signature = Signature(inputs=(TensorSpec(name="tokens", shape=("batch", 6), dtype="int64"),))
     for name, arguments in SOURCES.items():
         torch.manual_seed(0)
-        recipe = Recipe(factory="transformers_here:transformer", arguments=arguments)
-        import_checkpoint(root / name, recipe, signature, checkpoint=None, folder=HERE)
-    recipe = Recipe(factory="transformers_here:skipping")
-    import_checkpoint(root / "skipping", recipe, signature, checkpoint=None, folder=HERE)
+        import_transformer(root / name, **arguments)
+    import_transformer(root / "skipping", "skipping")
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +136,9 @@ def results(tmp_path_factory, trained):
         if size not in done:
             first = sorted({n.split()[0] for n in trainings} & ALONE.keys())
             single = {f"alone {n}": ALONE[n] for n in first if not (root / f"alone {n}").exists()}
-            launch(HERE / "ranks_here.py", ranks, root, json.dumps(single), json.dumps(trainings))
+            launch(
+                HERE / "train_on_ranks.py", ranks, root, json.dumps(single), json.dumps(trainings)
+            )
             done.add(size)
         return trained(root / name)
 
@@ -210,53 +207,53 @@ def test_bf16_keeps_fp32_weights(results, name):
 
 
 @pytest.fixture(scope="module")
-def held(tmp_path_factory):
+def records(tmp_path_factory):
     root = tmp_path_factory.mktemp("state")
     make_sources(root)
-    launch(HERE / "mesh_here.py", 2, root, json.dumps({**HELD[2], **REFUSED}))
-    launch(HERE / "mesh_here.py", 4, root, json.dumps(HELD[4]))
+    launch(HERE / "train_on_mesh.py", 2, root, json.dumps({**HELD[2], **REFUSED}))
+    launch(HERE / "train_on_mesh.py", 4, root, json.dumps(HELD[4]))
     return root
 
 
-def facts(held, name, rank):
-    return torch.load(held / f"{name}.{rank}.pt", weights_only=True)
+def facts(records, name, rank):
+    return torch.load(records / f"{name}.{rank}.pt", weights_only=True)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(("ranks", "name"), ALL)
-def test_a_sharded_checkpoint_loads_into_the_whole_model(held, ranks, name):
+def test_a_sharded_checkpoint_loads_into_the_whole_model(records, ranks, name):
     source = {**HELD[2], **HELD[4]}[name][0]
-    module = EagerModel.from_directory(held / source).load()
+    module = EagerModel.from_directory(records / source).load()
     optimizer = build_optimizer(module, Training(epochs=1, optimizer="adamw"))
     state = {
         "model": get_model_state_dict(module),
         "optimizer": get_optimizer_state_dict(module, optimizer, options=FLAT),
     }
-    dcp.load(state, checkpoint_id=held / f"{name}-dcp")
-    told = facts(held, name, 0)
-    assert state["model"].keys() == module.state_dict().keys() == told["weights"].keys()
-    assert all(torch.equal(state["model"][n], told["weights"][n]) for n in told["weights"])
-    for weight, entry in told["optimizer"].items():
+    dcp.load(state, checkpoint_id=records / f"{name}-dcp")
+    saved = facts(records, name, 0)
+    assert state["model"].keys() == module.state_dict().keys() == saved["weights"].keys()
+    assert all(torch.equal(state["model"][n], saved["weights"][n]) for n in saved["weights"])
+    for weight, entry in saved["optimizer"].items():
         for key, value in entry.items():
             assert torch.equal(state["optimizer"][f"state.{weight}.{key}"], value)
-    assert len(told["optimizer"]) == len(list(module.parameters()))
+    assert len(saved["optimizer"]) == len(list(module.parameters()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "name"), ALL)
-def test_each_process_holds_its_share_and_copies_stay_copies(held, ranks, name):
+def test_each_process_holds_its_share_and_copies_stay_copies(records, ranks, name):
     source = {**HELD[2], **HELD[4]}[name][0]
-    every = sum(w.numel() for w in EagerModel.from_directory(held / source).load().parameters())
-    shares = [facts(held, name, rank) for rank in range(ranks)]
+    every = sum(w.numel() for w in EagerModel.from_directory(records / source).load().parameters())
+    shares = [facts(records, name, rank) for rank in range(ranks)]
     assert all(share["copies_agree"] for share in shares)  # with dropout: the same masks
     assert all(share["held"] < 0.75 * every for share in shares)
 
 
 @pytest.mark.slow
-def test_sequences_of_several_lengths_go_through_one_pipeline(held):
-    told = facts(held, "tied", 0)
-    assert largest_difference(told["alone"], told["weights"]) < TOLERANCE
+def test_sequences_of_several_lengths_go_through_one_pipeline(records):
+    saved = facts(records, "tied", 0)
+    assert largest_difference(saved["alone"], saved["weights"]) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -264,13 +261,13 @@ def test_sequences_of_several_lengths_go_through_one_pipeline(held):
     ("name", "message"),
     [
         ("heads", r"parallel.tensor: 'layers\.0\.attn' has 1 heads"),
-        ("by hand", r"parallel.tensor: cut over 2 processes the model does not answer as the "
-         r"whole one: output 0 differs by .*; write parallel.tensor_plan"),
-        ("row alone", r"parallel.tensor: cut over 2 processes the model does not answer as"),
-        ("skipping", r"parallel.pipeline: cut into parts the model does not answer as the whole "
-         r"one: output 0 differs by .*; name modules in pipeline.split"),
+        ("by hand", r"parallel.tensor: split over 2 processes the model does not compute what "
+         r"the whole one does: output 0 differs by .*; write parallel.tensor_plan"),
+        ("row alone", r"parallel.tensor: split over 2 processes the model does not compute"),
+        ("skipping", r"parallel.pipeline: divided into stages the model does not compute what the "
+         r"whole one does: output 0 differs by .*; name modules in pipeline.split"),
     ],
 )  # fmt: skip
-def test_what_would_train_another_model_is_refused(held, name, message):
+def test_a_division_that_computes_something_else_is_refused(records, name, message):
     for rank in range(2):
-        assert re.match(message, (held / f"{name}.{rank}.refused").read_text())
+        assert re.match(message, (records / f"{name}.{rank}.refused").read_text())

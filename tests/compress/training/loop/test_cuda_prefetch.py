@@ -58,7 +58,7 @@ def test_an_error_of_reading_is_raised_as_it_is():
         list(one_ahead(reading(), lambda batch: lambda: batch))
 
 
-def test_who_stops_early_leaves_nothing_open():
+def test_stopping_early_leaves_nothing_open():
     closed = []
 
     def reading() -> Iterator[Batch]:

@@ -3,7 +3,7 @@ import pytest
 from compress.core.metrics import Metric
 from compress.training.checkpoint.metadata import Epoch
 from compress.training.config.training import Training
-from compress.training.loop.early_stopping import epochs_without_gain, is_over, plateaus
+from compress.training.loop.early_stopping import count_plateaus, epochs_without_gain, is_finished
 
 ACCURACY = Metric("accuracy")
 
@@ -22,14 +22,14 @@ def test_epochs_are_counted_since_the_best():
 
 @pytest.mark.parametrize(("values", "expected"), [((0.5, 0.4, 0.4), 1), ((0.5, 0.4, 0.6), 0)])
 def test_a_plateau_is_a_number_of_epochs_without_gain(values, expected):
-    assert plateaus(epochs(*values), ACCURACY, patience=2) == expected
-    assert plateaus(epochs(0.5, 0.4, 0.4, 0.4, 0.4), ACCURACY, patience=2) == 2
+    assert count_plateaus(epochs(*values), ACCURACY, patience=2) == expected
+    assert count_plateaus(epochs(0.5, 0.4, 0.4, 0.4, 0.4), ACCURACY, patience=2) == 2
 
 
 def test_a_training_is_over_after_its_epochs_or_its_patience():
     patient, whole = Training(epochs=5, early_stopping=2), Training(epochs=5)
-    assert not is_over(patient, [], ACCURACY)
-    assert not is_over(patient, epochs(0.5, 0.4), ACCURACY)
-    assert is_over(patient, epochs(0.5, 0.4, 0.4), ACCURACY)
-    assert not is_over(whole, epochs(0.5, 0.4, 0.4), ACCURACY)
-    assert is_over(whole, epochs(*[0.5] * 5), ACCURACY)
+    assert not is_finished(patient, [], ACCURACY)
+    assert not is_finished(patient, epochs(0.5, 0.4), ACCURACY)
+    assert is_finished(patient, epochs(0.5, 0.4, 0.4), ACCURACY)
+    assert not is_finished(whole, epochs(0.5, 0.4, 0.4), ACCURACY)
+    assert is_finished(whole, epochs(*[0.5] * 5), ACCURACY)

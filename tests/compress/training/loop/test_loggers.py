@@ -6,36 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import Unavailable
-from compress.common.signature import Signature, TensorSpec
-from compress.core.context import Context
-from compress.data.splits import DataReference
+from compress.core.stage import Context
 from compress.training.config.profiling import Profile
 from compress.training.config.training import Training
 from compress.training.fit import fit
-from compress.training.loop.loggers import TensorBoard, tracking
+from compress.training.loop.loggers import TensorBoardLogger, log_epochs
 from compress.training.loop.step_metrics import EpochMetrics
 from compress.training.objectives.objective import TargetLoss
 from pipelines.config.pipeline import Pipeline
 from pipelines.planning.plan import build_plan
+from tests.compress.training.builders import import_net, load_data
 
 HERE = Path(__file__).parents[1]
-ABOUT = {"title": "train", "identity": "0123456789", "done": 0, "metric": "accuracy"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Tiny models on many threads crawl where other programs run."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+ABOUT = {"title": "train", "identity": "0123456789", "trained_epochs": 0, "metric": "accuracy"}
 
 
 @pytest.fixture
 def source(tmp_path):
-    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-    recipe = Recipe(factory="nets:plain")
-    return import_checkpoint(tmp_path / "source", recipe, signature, checkpoint=None, folder=HERE)
+    return import_net(tmp_path / "source", "nets:plain")
 
 
 def context(root, stop_after=None):
@@ -43,8 +32,7 @@ def context(root, stop_after=None):
         if done == stop_after:
             raise KeyboardInterrupt
 
-    data = DataReference("nets:blobs", {}, HERE, 16).load()
-    return Context(root=root, data=data, progress=progress)
+    return Context(root=root, data=load_data(), progress=progress)
 
 
 def run(source, where, **settings):
@@ -86,27 +74,27 @@ def test_tensorboard_shows_each_epoch_once_though_the_training_was_interrupted(t
     assert "tokens_per_second" not in found
 
 
-def test_what_was_written_of_epochs_that_are_trained_again_is_void(tmp_path):
+def test_values_of_epochs_that_are_trained_again_are_replaced(tmp_path):
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     for done, epochs in ((0, (1, 2, 3)), (1, (2,))):
-        board = TensorBoard(tmp_path / "run", done)
+        logger = TensorBoardLogger(tmp_path / "run", first_step=done + 1)
         for number in epochs:
-            board.write(number, {"loss": 10.0 * done + number})
-        board.close()
+            logger.write(number, {"loss": 10.0 * done + number})
+        logger.close()
     assert scalars(tmp_path) == {"loss": {1: 1.0, 2: 12.0}}
 
 
-def test_an_epoch_told_twice_is_written_once(tmp_path):
+def test_an_epoch_logged_twice_is_written_once(tmp_path):
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     profile = Profile(tracker="tensorboard", tracking_uri=str(tmp_path / "boards"))
-    with tracking(profile, tmp_path / "unused", **ABOUT) as write:
+    with log_epochs(profile, tmp_path / "unused", **ABOUT) as write:
         for number in (1, 2, 2, 1, 3):
             write(epoch(number))
     assert scalars(tmp_path / "boards")["loss"] == {1: 1.0, 2: 2.0, 3: 3.0}
     assert not (tmp_path / "unused").exists()
 
 
-def test_a_tracker_that_fails_is_told_and_the_training_goes_on(tmp_path, source, caplog):
+def test_a_tracker_that_fails_gives_a_warning_and_training_continues(tmp_path, source, caplog):
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING):

@@ -8,15 +8,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
-from compress.common.signature import Signature, TensorSpec
-from compress.core.context import Context
-from compress.data.splits import Batch, DataReference
+from compress.core.stage import Context
+from compress.data.splits import Batch
 from compress.pruning.channels_stage import PruneChannels
 from compress.training.checkpoint.metadata import Epoch
-from compress.training.distributed.ddp import SingleProcess
+from compress.training.distributed.base import SingleProcess
 from compress.training.loop.step_metrics import (
     EpochMetrics,
     StepMetrics,
@@ -24,22 +21,14 @@ from compress.training.loop.step_metrics import (
     tokens_in,
 )
 from compress.training.stage import Train
+from tests.compress.training.builders import import_net, load_data
 
-HERE = Path(__file__).parents[1]
 MEASURING = {"profile": {"trace": 2, "tracker": "tensorboard", "tracking_uri": "elsewhere"}}
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Tiny models on many threads crawl where other programs run."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
 def source(tmp_path):
-    signature = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
-    recipe = Recipe(factory="nets:classifier")
-    return import_checkpoint(tmp_path / "source", recipe, signature, checkpoint=None, folder=HERE)
+    return import_net(tmp_path / "source")
 
 
 def context(root, notes=None):
@@ -47,8 +36,7 @@ def context(root, notes=None):
         if notes is not None:
             notes.append(note)
 
-    data = DataReference("nets:blobs", {}, HERE, 128).load()
-    return Context(root=root, data=data, progress=progress)
+    return Context(root=root, data=load_data(batch_size=128), progress=progress)
 
 
 def steps_in(trace: Path) -> int:
@@ -56,7 +44,7 @@ def steps_in(trace: Path) -> int:
     return len({e["name"] for e in events if e["name"].startswith("ProfilerStep#")})
 
 
-def test_what_is_measured_is_part_of_no_key():
+def test_profiling_settings_are_part_of_no_cache_key():
     settings = {"epochs": 3, "batch_size": 32}
     assert Train(**settings, **MEASURING).own_settings() == Train(**settings).own_settings()
     assert (
@@ -98,7 +86,7 @@ def test_every_rank_is_traced_and_measured(tmp_path, source, caplog):
     assert all(len(cost.split()) == 2 and min(map(float, cost.split())) > 0 for cost in costs)
 
 
-def test_too_few_steps_to_trace_are_told(tmp_path, source, caplog):
+def test_too_few_steps_to_trace_give_a_warning(tmp_path, source, caplog):
     Train(epochs=1, batch_size=96, profile={"trace": 2})(source, context(tmp_path / "train"))
     assert "too few steps to record" in caplog.text
     assert not (tmp_path / "profiles").exists()
@@ -114,7 +102,7 @@ def batch(inputs: torch.Tensor) -> Batch:
     return Batch((inputs,), None)
 
 
-def test_tokens_are_counted_where_inputs_are_tables_of_whole_numbers():
+def test_tokens_are_counted_for_integer_inputs_by_batch_and_length():
     assert tokens_in(batch(torch.zeros(3, 5, dtype=torch.int64))) == 15
     assert tokens_in(batch(torch.zeros(3, 5))) == 0
     assert tokens_in(batch(torch.zeros(3, dtype=torch.int64))) == 0
@@ -128,7 +116,7 @@ class Pair(SingleProcess):
     def __init__(self, ranks):
         self.ranks = ranks
 
-    def total(self, values):
+    def sum_over_ranks(self, values):
         return [value + 2 * value * (self.ranks - 1) for value in values]
 
     def gather_all(self, value):
@@ -144,15 +132,17 @@ def test_speed_and_memory_are_those_of_all_processes(monkeypatch, shares):
 
     clock = iter((10.0, 12.0))
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    watch = StepMetrics(Here, Pair(shares))
+    metrics = StepMetrics(Here, Pair(shares))
     steps = [[batch(torch.zeros(4, 10, dtype=torch.int64))] * 2] * 3
-    assert list(watch.steps(steps)) == steps
-    held = torch.ones(2**24)  # 64 MiB
-    told = watch.measured(Epoch(epoch=1, loss=1.0, metric=0.5, learning_rate=0.1))
-    assert told.samples_per_second == shares * 24 / 2
-    assert told.tokens_per_second == (240 + 480 * (shares - 1)) / 2
-    assert told.peak_mebibytes[0] >= held.nbytes / 2**20 * 0.9 and told.peak_mebibytes[1] == 7
-    assert EpochMetrics.model_validate_json(told.model_dump_json()) == told
+    assert list(metrics.timed(steps)) == steps
+    allocated = torch.ones(2**24)  # 64 MiB
+    epoch = metrics.of_epoch(Epoch(epoch=1, loss=1.0, metric=0.5, learning_rate=0.1))
+    assert epoch.samples_per_second == shares * 24 / 2
+    assert epoch.tokens_per_second == (240 + 480 * (shares - 1)) / 2
+    assert (
+        epoch.peak_mebibytes[0] >= allocated.nbytes / 2**20 * 0.9 and epoch.peak_mebibytes[1] == 7
+    )
+    assert EpochMetrics.model_validate_json(epoch.model_dump_json()) == epoch
 
 
 @pytest.mark.gpu

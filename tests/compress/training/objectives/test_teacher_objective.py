@@ -1,14 +1,10 @@
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
-from compress.common.signature import Signature, TensorSpec
 from compress.data.batch import Batch
 from compress.distillation.stage import Distill
 from compress.training.objectives.objective import TargetLoss
@@ -18,9 +14,7 @@ from compress.training.objectives.teacher_objective import (
     soft_cross_entropy,
     squared_error,
 )
-
-NETS = Path(__file__).parents[1]
-FEATURES = Signature(inputs=(TensorSpec(name="features", shape=("batch", 4)),))
+from tests.compress.training.builders import import_net
 
 
 def labels_term(logits, target, weights=None):
@@ -78,8 +72,7 @@ def test_unlabelled_samples_add_nothing_however_a_batch_is_shared_out(logits):
 
 
 def test_an_objective_weighs_the_teacher_and_the_labels(tmp_path):
-    recipe = Recipe(factory="nets:classifier", arguments={"dropout": 0.0})
-    teacher = import_checkpoint(tmp_path / "t", recipe, FEATURES, checkpoint=None, folder=NETS)
+    teacher = import_net(tmp_path / "t", dropout=0.0)
     inputs, target = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, -100, 1])
     answers = torch.randn(6, 3, requires_grad=True)
     taught = teacher.load()(inputs)

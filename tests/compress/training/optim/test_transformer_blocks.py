@@ -9,8 +9,11 @@ from torch.utils._pytree import tree_leaves
 
 from compress.common.errors import StageFailed
 from compress.training.config.training import Training
-from compress.training.optim.activation_checkpoint import checkpoint_activations_, operators_named
-from compress.training.optim.clip_grad import clip_norm_
+from compress.training.optim.activation_checkpoint import (
+    checkpoint_activations_,
+    operators_with_prefix,
+)
+from compress.training.optim.optimizer import clip_norm_
 from compress.training.optim.transformer_blocks import (
     chosen_blocks,
     large_blocks,
@@ -112,8 +115,10 @@ def test_expensive_operators_are_not_computed_again():
 
 def test_an_operator_that_is_none_is_refused():
     with pytest.raises(StageFailed, match=r"torch has no 'convolutoin'; did you mean 'conv"):
-        operators_named(("mm", "convolutoin"))
-    assert "aten::_scaled_dot_product_flash_attention" in operators_named(("scaled_dot_product",))
+        operators_with_prefix(("mm", "convolutoin"))
+    assert "aten::_scaled_dot_product_flash_attention" in operators_with_prefix(
+        ("scaled_dot_product",)
+    )
 
 
 def test_blocks_are_found_named_or_refused():
@@ -136,7 +141,7 @@ def test_large_blocks_leave_attention_whole_and_tied_weights_outside():
     assert head not in large_blocks(nn.Sequential(embedding, Block(), head), 50)
 
 
-def test_what_inner_blocks_hold_is_not_counted_again():
+def test_weights_of_inner_blocks_are_not_counted_again():
     module = net(1)
     block = module[1][0]  # 288 + 264 weights
     assert large_blocks(module, 500) == [block]

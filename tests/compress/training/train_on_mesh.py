@@ -21,9 +21,9 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
 from compress.data.splits import Batch
 from compress.training.config.training import Training
-from compress.training.distributed.base import process_group, strategy_of
-from compress.training.distributed.ddp import SingleProcess
+from compress.training.distributed.base import SingleProcess, process_group
 from compress.training.distributed.device_mesh import local
+from compress.training.distributed.factory import create_strategy
 from compress.training.loop.train_state import TrainState
 from compress.training.objectives.objective import TargetLoss
 
@@ -36,21 +36,21 @@ def train_for_some_steps(root: Path, source: str, parallel: dict) -> TrainState:
         parallel = {**parallel, "processes": dist.get_world_size()}
     training = Training(epochs=1, batch_size=16, optimizer="adamw", parallel=parallel)
     module = EagerModel.from_directory(root / source).load()
-    learner = TrainState.create(
+    state = TrainState.create(
         module,
         TargetLoss().prepare("cpu"),
         training,
-        strategy_of(training.parallel) if parallel else SingleProcess(),
+        create_strategy(training.parallel) if parallel else SingleProcess(),
         "cpu",
         lambda: Batch((batch(4, seed=2)[0],), None),
     )
-    learner.wrapped.train()
-    torch.manual_seed(learner.strategy.rng_stream)
+    state.wrapped.train()
+    torch.manual_seed(state.strategy.rng_stream)
     for step in range(5):
-        tokens, words = batch(16 // learner.strategy.ranks, 10 * step + learner.strategy.rank)
+        tokens, words = batch(16 // state.strategy.ranks, 10 * step + state.strategy.rank)
         # Sequences of several lengths: what stages hand on has several shapes.
-        learner.step([Batch((tokens[:, : 6 - step % 3],), words)], 1e-3, step)
-    return learner
+        state.train_step([Batch((tokens[:, : 6 - step % 3],), words)], 1e-3, step)
+    return state
 
 
 def together(part: dict) -> dict:
@@ -60,14 +60,14 @@ def together(part: dict) -> dict:
     return {name: value for one in parts for name, value in one.items()}
 
 
-def copies_agree(learner: TrainState) -> bool:
+def copies_agree(state: TrainState) -> bool:
     """Whether weights that every process of a group over matrices holds whole are the same."""
     own = torch.cat([
         local(weight.detach()).flatten()
-        for weight in learner.module.parameters()
+        for weight in state.module.parameters()
         if not isinstance(weight, DTensor) or "tensor" not in weight.device_mesh.mesh_dim_names
     ])  # fmt: skip
-    group = learner.strategy.mesh["tensor"].get_group()
+    group = state.strategy.mesh["tensor"].get_group()
     others = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(others, own, group=group)
     return all(torch.equal(own, other) for other in others)
@@ -77,26 +77,26 @@ def main(root: Path, cases: dict[str, tuple[str, dict]]) -> None:
     with process_group("cpu"):
         for name, (source, parallel) in cases.items():
             try:
-                learner = train_for_some_steps(root, source, parallel)
+                state = train_for_some_steps(root, source, parallel)
             except StageFailed as error:
                 (root / f"{name}.{dist.get_rank()}.refused").write_text(str(error))
                 continue
-            module, optimizer = learner.module, learner.optimizer
+            module, optimizer = state.module, state.optimizer
             facts = {
                 "weights": together(get_model_state_dict(module, options=WHOLE)),
                 "optimizer": together(
                     get_optimizer_state_dict(module, optimizer, options=WHOLE)["state"]
                 ),
-                "copies_agree": copies_agree(learner),
+                "copies_agree": copies_agree(state),
                 "alone": train_for_some_steps(root, source, {}).module.state_dict(),
                 "held": sum(local(weight).numel() for weight in module.parameters()),
             }
             torch.save(facts, root / f"{name}.{dist.get_rank()}.pt")
-            state = {
+            tensors = {
                 "model": get_model_state_dict(module),
                 "optimizer": get_optimizer_state_dict(module, optimizer, options=FLAT),
             }
-            dcp.save(state, checkpoint_id=root / f"{name}-dcp")
+            dcp.save(tensors, checkpoint_id=root / f"{name}-dcp")
 
 
 if __name__ == "__main__":

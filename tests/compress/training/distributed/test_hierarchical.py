@@ -15,7 +15,7 @@ ELEMENTS = 24 * 41 + 41 + 41 * 10 + 10
 def ranks(tmp_path_factory) -> list[dict]:
     """Return what four real processes in two groups came to, and with DDP's own average."""
     folder = tmp_path_factory.mktemp("hierarchy")
-    launch(HERE / "hierarchy_here.py", 4, folder)
+    launch(HERE / "hierarchical_ranks.py", 4, folder)
     return [torch.load(folder / f"rank-{r}.pt", weights_only=True) for r in range(4)]
 
 

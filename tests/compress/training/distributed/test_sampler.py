@@ -3,7 +3,8 @@ import random
 import numpy as np
 import torch
 
-from compress.training.distributed.seeding import bucketed, seeded, share_of_epoch, steps_per_epoch
+from compress.common.seeding import seeded
+from compress.training.distributed.sampler import bucket_by_length, share_of_epoch, steps_per_epoch
 
 
 def shares(samples, batch, ranks, epoch=1):
@@ -77,7 +78,7 @@ def test_ranks_share_batches_of_similar_length():
 
 
 def test_an_incomplete_batch_stays_last():
-    order = bucketed(range(7), [9, 1, 8, 2, 7, 3, 6], 3, torch.Generator().manual_seed(0))
+    order = bucket_by_length(range(7), [9, 1, 8, 2, 7, 3, 6], 3, torch.Generator().manual_seed(0))
     assert sorted(order) == list(range(7)) and order[-1] == 6
     batches = {frozenset(order[:3]), frozenset(order[3:6])}
     assert batches == {frozenset({1, 3, 5}), frozenset({0, 2, 4})}

@@ -12,9 +12,10 @@ from compress.core.metrics import Metric
 from compress.data.splits import DataReference
 from compress.training.checkpoint.metadata import Epoch
 from compress.training.config.training import Training
-from compress.training.distributed.base import process_group, strategy_of
-from compress.training.distributed.ddp import SingleProcess
-from compress.training.loop.trainer import Job, train
+from compress.training.distributed.base import SingleProcess, process_group
+from compress.training.distributed.factory import create_strategy
+from compress.training.loop.job import Job
+from compress.training.loop.trainer import train
 from compress.training.objectives.objective import TargetLoss
 
 HERE = Path(__file__).parent
@@ -60,12 +61,12 @@ def main(root: Path, alone: dict[str, dict], trainings: dict[str, dict]) -> None
             short = job(
                 root, name, ranks, {**settings, "epochs": 1} if then is not None else settings
             )
-            train(short, strategy_of(short.training.parallel), silent)
+            train(short, create_strategy(short.training.parallel), silent)
             if then == "alone":
                 left_to_one.append((name, {**settings, "parallel": {}}))
             elif then is not None:
                 whole = job(root, name, ranks, {**settings, "parallel": then})
-                train(whole, strategy_of(whole.training.parallel), silent)
+                train(whole, create_strategy(whole.training.parallel), silent)
     for name, settings in left_to_one if first else []:
         train(job(root, name, 1, settings), SingleProcess(), silent)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compress.training.config.parallel import Parallel
-from compress.training.distributed.comm_hooks import Gradients, WithFeedback
+from compress.training.distributed.comm_hooks import ErrorFeedback, GradientCommunication
 
 SETTINGS = {
     "none": {},
@@ -37,7 +37,7 @@ def steps(communication: str, rank: int, folder: Path) -> list[dict]:
     parallel = Parallel(processes=2, communication=communication, **SETTINGS[communication])
     # Buckets of a few kilobytes, so that a model has several.
     wrapped = DistributedDataParallel(shared, find_unused_parameters=True, bucket_cap_mb=0.003)
-    averaging, generator, record = Gradients(wrapped, parallel), torch.Generator(), []
+    averaging, generator, record = GradientCommunication(wrapped, parallel), torch.Generator(), []
     generator.manual_seed(rank)
     for _ in range(STEPS):
         x = torch.randn(8, 24, generator=generator)
@@ -46,15 +46,17 @@ def steps(communication: str, rank: int, folder: Path) -> list[dict]:
             module.zero_grad()
             F.cross_entropy(module(x), y).backward()
         seen = {"own": gradients(own), "average": gradients(shared)}
-        seen["lost"] = dict(getattr(averaging.exchange, "lost", {}))
+        seen["lost"] = dict(getattr(averaging.hook, "residuals", {}))
         seen["bytes"] = averaging.sent_bytes(1)
         averaging.save(folder / communication)
         record.append(seen)
-    if isinstance(averaging.exchange, WithFeedback):
-        fresh = Gradients(DistributedDataParallel(net()), parallel)
+    if isinstance(averaging.hook, ErrorFeedback):
+        fresh = GradientCommunication(DistributedDataParallel(net()), parallel)
         fresh.load(folder / communication)
-        same = [torch.equal(fresh.exchange.lost[n], t) for n, t in averaging.exchange.lost.items()]
-        record[-1]["loaded"] = all(same) and len(same) == len(fresh.exchange.lost) == 4
+        same = [
+            torch.equal(fresh.hook.residuals[n], t) for n, t in averaging.hook.residuals.items()
+        ]
+        record[-1]["loaded"] = all(same) and len(same) == len(fresh.hook.residuals) == 4
     return record
 
 

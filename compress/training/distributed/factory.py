@@ -1,0 +1,35 @@
+"""The strategy that the settings name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from compress.training.config.parallel import Parallel
+    from compress.training.distributed.base import Strategy
+
+
+def create_strategy(parallel: Parallel) -> Strategy:
+    """Create the strategy that the settings name; the process group must have been joined.
+
+    Each module is imported only when it is used: FSDP's and the mesh's load large parts of torch.
+    """
+    if parallel.is_mesh:
+        from compress.training.distributed.device_mesh import DeviceMeshStrategy
+
+        return DeviceMeshStrategy(parallel)
+    if parallel.sharding_mode is not None:
+        from compress.training.distributed.fsdp import FSDPStrategy
+
+        return FSDPStrategy(parallel)
+    if parallel.strategy == "deepspeed":
+        from compress.training.distributed.deepspeed import DeepSpeedStrategy
+
+        return DeepSpeedStrategy(parallel)
+    if parallel.strategy == "zero1":
+        from compress.training.distributed.zero1 import Zero1Strategy
+
+        return Zero1Strategy(parallel)
+    from compress.training.distributed.ddp import DDPStrategy
+
+    return DDPStrategy(parallel)

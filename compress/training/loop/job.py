@@ -1,0 +1,67 @@
+"""`Job`: everything that the processes of a training need to know, as one value that pickles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from compress.training.distributed.sampler import steps_per_epoch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from compress.core.metrics import Metric
+    from compress.data.splits import Batch, Splits
+    from compress.training.config.training import Training
+    from compress.training.objectives.objective import Objective
+    from compress.training.objectives.weight_constraint import Constraint
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run. Models are named by their directories, so that it pickles in a few bytes."""
+
+    start: Path
+    """Directory of the eager model whose weights are trained."""
+    training: Training
+    objective: Objective
+    data: Splits
+    metric: Metric
+    reference: Path | None
+    """Directory of the model that the metric `fidelity` compares with."""
+    device: str
+    threads: int
+    """CPU threads of each process."""
+    seed: int
+    folder: Path
+    """Directory of the checkpoints, one after every epoch."""
+    accept_start: bool
+    """Whether the untrained input model counts as epoch 0 and is kept if no epoch beats it."""
+    constraint: Constraint | None = None
+    """What the weights must satisfy after every step, such as a sparsity mask."""
+    profiles: Path | None = None
+    """Directory for traces and memory snapshots."""
+    trusted: str | None = None
+    """Name of the checkpoint whose hashes the parent process has just verified."""
+
+    @property
+    def train_samples(self) -> int:
+        """Number of samples in the split `train`."""
+        return len(self.data.split("train"))  # type: ignore[arg-type]  # Splits admits sized datasets only
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in one epoch."""
+        return steps_per_epoch(self.train_samples, self.training.batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps in all epochs."""
+        return self.training.epochs * self.steps_per_epoch
+
+    def example_batch(self) -> Batch:
+        """Read a few training samples, the same ones in every process."""
+        pipeline = self.training.parallel.pipeline
+        samples = min(self.train_samples, pipeline.microbatches if pipeline else 2)
+        batch = next(iter(self.data.read("train", range(samples), samples, self.seed)))
+        return batch.to(self.device)
