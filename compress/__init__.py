@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from compress.common.lazy_imports import imported_on_use
 
 if TYPE_CHECKING:
-    from compress.artifacts.artifact import Artifact, Predictor
+    from compress.artifacts.artifact import Artifact
     from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
     from compress.checkpoint.loading import consolidate
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         StageFailed,
         Unavailable,
     )
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature, TensorSpec
     from compress.core.gate import Verdict
     from compress.core.gates import (
@@ -101,7 +102,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "compress.artifacts.artifact": ("Artifact", "Predictor"),
+    "compress.artifacts.artifact": ("Artifact",),
     "compress.checkpoint.loading": ("consolidate",),
     "compress.data.splits": ("Splits",),
     "compress.artifacts.eager_model": ("EagerModel",),
@@ -128,6 +129,7 @@ _HOMES = {
     "compress.artifacts.graph_model": ("GraphModel",),
     "compress.core.loss": ("Loss",),
     "compress.core.metrics": ("Metric",),
+    "compress.common.forward": ("Predictor",),
     "compress.common.signature": ("Signature", "TensorSpec"),
     "compress.core.stage": ("Context", "Stage"),
     "compress.distillation.stage": ("Distill",),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Literal
 
-from compress.artifacts.eager_model import EagerModel, predicting
+from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.forward import torch_predictor
 from compress.core.stage import Context, Stage
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class ExportProgram(Stage[EagerModel, GraphModel]):
             file = partial / GraphModel.payload
             save_program(program, file)
             module = self._read_back(file).module()
-            with predicting(module, "cpu", context.threads) as graph:
+            with torch_predictor(module, "cpu", context.threads) as graph:
                 prove_equal(model, graph, context)
         operators = sum(node.op == "call_function" for node in program.graph.nodes)
         logger.info("%s: %d operators", self.title, operators)

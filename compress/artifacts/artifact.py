@@ -12,7 +12,7 @@ import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, field_validator
 
@@ -28,26 +28,19 @@ from compress.common.atomic_files import (
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.signature import Signature
+from compress.common.strict_json import reject_duplicate_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
 
-    import torch
+    from compress.common.forward import Predictor
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 2**26
 """More than any manifest of ours holds."""
 _known: dict[tuple[str | int, ...], str] = {}
 """SHA-256 of files that this process hashed: by path, inode, size, and times of change."""
-
-
-class Predictor(Protocol):
-    """A model that answers, whatever format it is in."""
-
-    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the flattened outputs for inputs in the signature's order."""
-        ...
 
 
 class FileDigest(Settings):
@@ -156,7 +149,7 @@ class Artifact:
         if len(raw) > MANIFEST_BYTES:
             raise ArtifactInvalid(f"{path / MANIFEST}: has more than {MANIFEST_BYTES} bytes")
         try:
-            refuse_double_keys(raw)
+            json.loads(raw, object_pairs_hook=reject_duplicate_keys)
             manifest = Manifest.model_validate_json(raw)
         except ValidationError as error:
             first = error.errors()[0]
@@ -349,11 +342,6 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
-def canonical_json(value: Any) -> str:
-    """Return JSON that is the same for equal values: sorted keys, no spaces."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
 def files_below(folder: Path) -> dict[str, os.stat_result]:
     """Return what is known of each file below a folder, by its name relative to it, sorted.
 
@@ -374,30 +362,6 @@ def files_below(folder: Path) -> dict[str, os.stat_result]:
                 refuse_irregular(path, about.st_mode)
                 found[path.relative_to(folder).as_posix()] = about
     return dict(sorted(found.items()))
-
-
-def refuse_double_keys(text: bytes) -> None:
-    """Refuse JSON in which an object has a key twice, of which readers take either.
-
-    Raises:
-        ValueError: a key stands twice, or it is not JSON.
-        RecursionError: it is nested too deeply.
-    """
-    json.loads(text, object_pairs_hook=without_double_keys)
-
-
-def without_double_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object made of its keys and values, for ``json.loads``.
-
-    Raises:
-        ValueError: a key stands twice.
-    """
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"key {key[:80]!r} stands twice")
-        found[key] = value
-    return found
 
 
 def _digest(file: Path) -> FileDigest:

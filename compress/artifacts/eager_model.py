@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.artifacts.artifact import Artifact, Predictor, Step
+from compress.artifacts.artifact import Artifact, Step
 from compress.checkpoint.state_dict import load_state_
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.factories import local_sources
+from compress.common.forward import Predictor, torch_predictor
 from compress.common.signature import Signature
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class EagerModel(Artifact):
             PipelineInvalid: neither inputs nor signature given, or the factory cannot be imported.
             ArtifactInvalid: the factory builds another architecture, or one that answers otherwise.
         """
-        from compress.artifacts.recipe_inference import fitted_recipe, recipe_of
+        from compress.artifacts.recipe_inference import check_rebuild, recipe_from_module
 
         if signature is None:
             if example_inputs is None:
@@ -102,8 +103,8 @@ class EagerModel(Artifact):
         if isinstance(example_inputs, Mapping):
             example_inputs = [example_inputs[spec.name] for spec in signature.inputs]
         inputs = tuple(example_inputs or signature.example())
-        recipe = recipe_of(module, factory, arguments)
-        recipe, signature = fitted_recipe(module, recipe, signature, inputs)
+        recipe = recipe_from_module(module, factory, arguments)
+        recipe, signature = check_rebuild(module, recipe, signature, inputs)
         path = root or _temporary_folder() / "source"
         return cls.create(path, recipe, module.state_dict(), signature)
 
@@ -180,7 +181,7 @@ class EagerModel(Artifact):
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Give the eager module as a predictor."""
-        with predicting(self.load(device), device, threads) as predict:
+        with torch_predictor(self.load(device), device, threads) as predict:
             yield predict
 
     def parameters(self) -> int:
@@ -214,90 +215,6 @@ def write_sources(folder: Path, sources: Mapping[str, Path]) -> None:
         copy = folder / CODE / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(source.read_bytes())
-
-
-@contextmanager
-def predicting(module: Any, device: str, threads: int) -> Iterator[Predictor]:
-    """Give a torch callable as a predictor that runs on a number of threads.
-
-    A call returns when its outputs are there, on a CUDA device too.
-    """
-    import torch
-
-    previous = torch.get_num_threads()
-    torch.set_num_threads(threads)
-
-    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with torch.inference_mode():
-            outputs = flatten_outputs(module(*(x.to(device) for x in inputs)))
-        if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
-        return outputs
-
-    try:
-        yield predict
-    finally:
-        torch.set_num_threads(previous)
-
-
-def flatten_outputs(output: Any) -> tuple[torch.Tensor, ...]:
-    """Return a model's output as a tuple of tensors.
-
-    A tensor, a (nested) sequence or mapping of them, or an object with ``.logits``.
-
-    Raises:
-        ArtifactInvalid: there is no tensor in it.
-    """
-    import torch
-
-    if isinstance(output, torch.Tensor):
-        return (output,)
-    if hasattr(output, "logits"):
-        return (output.logits,)
-    values = output.values() if isinstance(output, dict) else output
-    if isinstance(output, dict | list | tuple):
-        found = tuple(t for v in values if v is not None for t in flatten_outputs(v))
-        if found:
-            return found
-    raise ArtifactInvalid(f"the model returned {type(output).__name__}, expected tensors")
-
-
-def run_in_eval(
-    module: torch.nn.Module, inputs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Run a module in eval mode without gradients, and put each part back into its own mode."""
-    import torch
-
-    with kept_modes(module), torch.inference_mode():
-        return flatten_outputs(module.eval()(*inputs))
-
-
-@contextmanager
-def kept_modes(module: torch.nn.Module) -> Iterator[None]:
-    """Put each part of a module back into its own mode, training or eval, after a block."""
-    modes = {part: part.training for part in module.modules()}
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
-
-
-def name_outputs(signature: Signature, count: int) -> Signature:
-    """Return the signature with as many output names as the model has outputs.
-
-    Raises:
-        PipelineInvalid: names were given, and there are more or fewer outputs.
-    """
-    from compress.common.signature import OutputSpec
-
-    if len(signature.outputs) == count:
-        return signature
-    if "outputs" in signature.model_fields_set:
-        names = [o.name for o in signature.outputs]
-        raise PipelineInvalid(f"model.outputs names {names}, and the model returns {count} tensors")
-    outputs = tuple(OutputSpec(name=f"output_{i}") for i in range(count))
-    return signature.model_copy(update={"outputs": outputs})
 
 
 def _temporary_folder() -> Path:

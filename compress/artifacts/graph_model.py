@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.artifacts.artifact import Artifact, Predictor, Step
-from compress.artifacts.eager_model import EagerModel, flatten_outputs, predicting, run_in_eval
+from compress.artifacts.artifact import Artifact, Step
+from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
+from compress.common.forward import Predictor, flatten_outputs, run_in_eval, torch_predictor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,7 +88,7 @@ class GraphModel(Artifact):
         """Give the graph, run by PyTorch, as a predictor."""
         module = self.program().module()
         find_ranges_of_nothing_(module)
-        with predicting(module.to(device), device, threads) as predict:
+        with torch_predictor(module.to(device), device, threads) as predict:
             yield predict
 
     def parameters(self) -> int:

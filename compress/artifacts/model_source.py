@@ -70,8 +70,8 @@ class Origin(Settings):
         Raises:
             ArtifactInvalid: the checkpoint is another model's, or the model takes other inputs.
         """
+        from compress.artifacts.importing import import_checkpoint
         from compress.artifacts.recipe import Recipe
-        from compress.checkpoint.loading import import_checkpoint
 
         return import_checkpoint(
             path,

@@ -6,121 +6,20 @@ import hashlib
 import re
 from typing import TYPE_CHECKING, Any
 
-from compress.artifacts.eager_model import EagerModel, run_in_eval
-from compress.checkpoint.state_dict import load_state_
 from compress.common.atomic_files import refuse_irregular, sha256_of
-from compress.common.errors import ArtifactInvalid, CompressError, first_line
+from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Container
     from pathlib import Path
 
-    import torch
-
-    from compress.artifacts.recipe import Recipe
     from compress.checkpoint.state_dict import Weights
-    from compress.common.signature import Signature
 
 INDEX = ".safetensors.index.json"
 NESTED_UNDER = ("app", "state_dict", "model", "model_state_dict")
 NAMES_CODE = re.compile(r"unsupported (global|class)|allowlist", re.IGNORECASE)
 """What torch (2.13) says of a pickle that names anything but tensors and plain containers."""
 PREFIXES = ("module.", "_orig_mod.")
-
-
-def import_checkpoint(
-    path: Path,
-    recipe: Recipe,
-    signature: Signature,
-    *,
-    checkpoint: Path | None,
-    folder: Path | None,
-    seed: int = 0,
-) -> EagerModel:
-    """Seal a user's model as it came in.
-
-    Args:
-        path: directory of the artifact.
-        recipe: the factory and its arguments.
-        signature: the interface; it is checked by one forward pass.
-        checkpoint: weights, a file or a directory; None keeps the factory's own, seeded.
-        folder: where the factory's source lies.
-        seed: seed for the factory's initial weights.
-
-    Raises:
-        ArtifactInvalid: the checkpoint cannot be read, is of another model, or the model does not
-            take the declared inputs.
-    """
-    import torch
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        module = recipe.build(folder)
-    if checkpoint is not None:
-        state = without_wrappers(read_state_dict(checkpoint), module.state_dict())
-        load_state_(module, state, f"checkpoint {checkpoint}")
-    return import_module(path, recipe, module, signature, folder=folder)
-
-
-def import_module(
-    path: Path,
-    recipe: Recipe,
-    module: torch.nn.Module,
-    signature: Signature,
-    *,
-    folder: Path | None = None,
-) -> EagerModel:
-    """Seal a module that its recipe built and that has its weights.
-
-    Args:
-        path: directory of the artifact.
-        recipe: how the module was built.
-        module: the module; it may be changed so that it takes its inputs by name.
-        signature: the interface; it is checked by one forward pass.
-        folder: where the factory's source lies.
-
-    Raises:
-        PipelineInvalid: the names of inputs or outputs contradict the model.
-        ArtifactInvalid: the model does not take the declared inputs, or answers otherwise when it
-            is loaded again.
-    """
-    from compress.artifacts.edits.call_adapter import fit_call
-
-    inputs = signature.example()
-    try:
-        edit, signature = fit_call(module, signature, inputs)
-    except CompressError:
-        raise
-    except Exception as error:
-        shapes = ", ".join(
-            f"{s.name} {list(x.shape)} {s.dtype}"
-            for s, x in zip(signature.inputs, inputs, strict=True)
-        )
-        raise ArtifactInvalid(
-            f"model.inputs: {recipe.factory!r} does not take {shapes}: "
-            f"{type(error).__name__}: {first_line(error)}"
-        ) from error
-    if edit is not None:
-        edit.apply_(module)
-        recipe = recipe.model_copy(update={"edits": (*recipe.edits, edit)})
-    outputs = run_in_eval(module, inputs)
-    model = EagerModel.create(path, recipe, module.state_dict(), signature, folder=folder)
-    _check_that_it_loads_again(model, inputs, outputs)
-    return model
-
-
-def _check_that_it_loads_again(
-    model: EagerModel, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]
-) -> None:
-    """Refuse a model whose answers depend on more than its code and its state dict."""
-    from compress.common.tensor_difference import identical
-
-    again = run_in_eval(model.load(), inputs)
-    if not all(identical(a, b) for a, b in zip(outputs, again, strict=True)):
-        raise ArtifactInvalid(
-            f"factory {model.recipe.factory!r}: loaded again with the same weights, the model "
-            "answers differently; it draws random numbers, or keeps state outside its state_dict"
-        )
 
 
 def read_state_dict(checkpoint: Path) -> Weights:

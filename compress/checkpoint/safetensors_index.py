@@ -6,10 +6,10 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from compress.artifacts.artifact import without_double_keys
 from compress.checkpoint.state_dict import StoredTensor, refuse_elsewhere
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid
+from compress.common.strict_json import reject_duplicate_keys
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +63,7 @@ def weight_map(index: Path) -> dict[str, str]:
     try:
         with open_regular(index) as stream:
             text = stream.read()
-        found = json.loads(text, object_pairs_hook=without_double_keys)["weight_map"]
+        found = json.loads(text, object_pairs_hook=reject_duplicate_keys)["weight_map"]
     except ArtifactInvalid as error:
         raise ArtifactInvalid(f"checkpoint {error}") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

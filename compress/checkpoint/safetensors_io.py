@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from pydantic import Field, ValidationError
 
-from compress.artifacts.artifact import without_double_keys
 from compress.checkpoint.state_dict import StoredTensor, in_memory, place_of
 from compress.checkpoint.storage_reader import bytes_of
 from compress.common.atomic_files import partial_of, sync
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
+from compress.common.strict_json import reject_duplicate_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -131,7 +131,7 @@ def read_header(stream: FileIO | BufferedReader) -> tuple[int, dict[str, Entry]]
         text = stream.read(length)
         if len(text) < length:
             raise ValueError(f"the header has {len(text)} of {length} bytes")
-        header = json.loads(text, object_pairs_hook=without_double_keys)
+        header = json.loads(text, object_pairs_hook=reject_duplicate_keys)
         header.pop("__metadata__", None)
         entries = {name: Entry.model_validate(entry) for name, entry in header.items()}
         size = os.fstat(stream.fileno()).st_size - 8 - length

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compress.artifacts.artifact import Predictor
+    from compress.common.forward import Predictor
     from compress.core.gate import Gate
     from compress.core.stage import Context
 
@@ -131,11 +131,11 @@ def _compiled(model: Artifact, device: str, threads: int) -> Iterator[Predictor]
     """
     import torch
 
-    from compress.artifacts.eager_model import predicting
+    from compress.common.forward import torch_predictor
 
     torch.compiler.reset()  # else what was compiled before counts against torch's limit
     compiled = torch.compile(_module(model, device))
-    with predicting(compiled, device, threads) as predict:
+    with torch_predictor(compiled, device, threads) as predict:
         yield predict
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from pydantic import JsonValue
 
-    from compress.artifacts.artifact import Predictor
+    from compress.common.forward import Predictor
     from compress.core.stage import Progress
     from compress.data.splits import Batch, Splits
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compress.artifacts.artifact import Predictor
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.run_history import History
     from compress.data.splits import Splits
@@ -171,10 +171,10 @@ class Context:
     @contextmanager
     def predictor(self, artifact: Artifact) -> Iterator[Predictor]:
         """Give an artifact as a predictor that takes any number of samples."""
-        from compress.data.fixed_batch import any_batch
+        from compress.common.forward import accept_any_batch
 
         with artifact.open(self.device, self.threads) as predict:
-            yield any_batch(predict, artifact.signature)
+            yield accept_any_batch(predict, artifact.signature)
 
     def compare_latency(self, before: Artifact, after: Artifact, batch: int) -> Comparison:
         """Measure two artifacts' latencies in turn, with equal threads, on samples of `val`."""

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from compress.common.dependency_recorder import unrecorded
 from compress.common.errors import CompressError, StageFailed, exits_refused
-from compress.common.seeding import derive_seed, seeded
+from compress.common.process import derive_seed, seeded
 from compress.data.batch import collate
 
 if TYPE_CHECKING:

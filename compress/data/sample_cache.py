@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset
 
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.common.seeding import seeded
+from compress.common.process import seeded
 from compress.data.batch import LABELS, adapt
 from compress.data.record_log import Segments
 

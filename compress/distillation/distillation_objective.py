@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import StageFailed
-from compress.common.seeding import derive_seed, seeded
+from compress.common.forward import flatten_outputs
+from compress.common.process import derive_seed, seeded
 from compress.distillation.feature_hooks import Pairs, Recorder, channel_axis, projected
 from compress.distillation.feature_losses import FeatureTerm
 from compress.distillation.loss_terms import AnyTerm  # noqa: TC001 - a dataclass field

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import StageFailed
+from compress.common.forward import flatten_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from compress.artifacts.artifact import Artifact  # noqa: TC001 - a dataclass field
-from compress.artifacts.eager_model import EagerModel, flatten_outputs
+from compress.artifacts.eager_model import EagerModel
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, first_line
-from compress.data.fixed_batch import any_batch
+from compress.common.forward import accept_any_batch, flatten_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
 
-    from compress.artifacts.artifact import Predictor
+    from compress.common.forward import Predictor
 
 INSTALL = "pip install onnxruntime"
 
@@ -127,7 +127,7 @@ class Teacher:
             return
         artifact = self.kind.from_directory(self.path)
         with artifact.open(device, torch.get_num_threads()) as predict:
-            yield any_batch(predict, artifact.signature)
+            yield accept_any_batch(predict, artifact.signature)
 
 
 def _session(file: Path) -> Predictor:

@@ -20,10 +20,10 @@ import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and
 from torch import nn
 from torch.export.pt2_archive import PT2ArchiveReader
 
-from compress.artifacts.eager_model import flatten_outputs
 from compress.checkpoint.pt2_safety import GRAPH, SAMPLE_INPUTS, code_in
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.forward import flatten_outputs
 from compress.graph.axis_bounds import trace
 from compress.graph.library_cache import types_read_once
 from compress.graph.shape_specialization import described, noting_places

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.artifacts.artifact import Artifact, Predictor
+from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.core.stage import Context, Stage
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from torch.export import ExportedProgram
 
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from export.onnx.translate import Translation
 

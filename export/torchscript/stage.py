@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import model_validator
 
-from compress.artifacts.artifact import Artifact, Predictor
-from compress.artifacts.eager_model import EagerModel, predicting
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
+from compress.common.forward import Predictor, torch_predictor
 from compress.core.stage import Context, Stage
 from export.common.targets import no_such_integers
 
@@ -50,7 +51,7 @@ class TorchScriptModel(Artifact):
         facts = self.manifest.facts
         optimized = bool(facts.get("optimize_for_inference"))
         module = load(self.payload_path, device, optimized=optimized)
-        with predicting(module, device, threads) as predict:
+        with torch_predictor(module, device, threads) as predict:
             yield predict
 
     def parameters(self) -> int:
@@ -122,7 +123,7 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
             file = partial / TorchScriptModel.payload
             save(scripted, file)
             module = load(file, optimized=self.optimize_for_inference)
-            with predicting(module, "cpu", context.threads) as got:
+            with torch_predictor(module, "cpu", context.threads) as got:
                 again = functools.partial(_export_again, isinstance(model, GraphModel))
                 account = ParityContext(
                     self.title, model, got, file, None, again, TORCHSCRIPT, context
@@ -185,5 +186,5 @@ def _export_again(
         part = prefix(graph, graph.graph.output_node().all_input_nodes)
         scripted, _ = to_torchscript(part, signature, Method("trace"), inputs)
     save(scripted, file)
-    with predicting(load(file), "cpu", 1) as got:
+    with torch_predictor(load(file), "cpu", 1) as got:
         return got(*inputs)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import MANIFEST, Artifact
-from compress.checkpoint.sealed_json import refuse_changed_run
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid
+from compress.common.strict_json import refuse_changed_run
 from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
 from serve.attestation import read_attestation
 from serve.torchserve.artifact import TorchServeArchive

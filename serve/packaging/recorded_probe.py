@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compress.artifacts.artifact import Artifact, Predictor
+    from compress.artifacts.artifact import Artifact
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.stage import Context
     from serve.worker.tensors import Array

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from compress.artifacts.artifact import Artifact, Predictor
+from compress.artifacts.artifact import Artifact
 from compress.common.config import Count
 from compress.common.errors import ArtifactInvalid
 from compress.core.gates import AnyGate, LabelAgreement, Parity
@@ -18,6 +18,8 @@ from serve.repository.triton import TritonRepository, predicting_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from compress.common.forward import Predictor
 
 logger = logging.getLogger(__name__)
 

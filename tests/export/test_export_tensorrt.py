@@ -11,11 +11,11 @@ import torch
 from onnx import numpy_helper
 from pydantic import ValidationError
 
-from compress.artifacts.artifact import Predictor
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed, Unavailable
+from compress.common.forward import Predictor
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import Parity
 from compress.core.stage import Context
@@ -317,7 +317,8 @@ def test_an_engine_answers_like_the_model(
     with engine.open() as predict:
         assert predict(torch.zeros(70, 1, 8, 8))[0].shape[0] == 70
     code = (
-        f"from export import TensorRTEngine; e = TensorRTEngine.at({str(engine.path)!r})\n"
+        "from export import TensorRTEngine\n"
+        f"e = TensorRTEngine.from_directory({str(engine.path)!r})\n"
         "with e.open() as p: print(len(p(*e.signature.example(3))[0]))"
     )
     assert fresh_process(code) == "3"

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint, read_state_dict
+from compress.checkpoint.loading import read_state_dict
 from compress.checkpoint.safetensors_io import write_safetensors
 from compress.checkpoint.state_dict import in_memory
 from compress.common.errors import ArtifactInvalid, CompressError, cause_lines
@@ -108,7 +109,7 @@ def test_a_changed_file_of_an_artifact_is_refused_before_it_is_read(
     folder = rewritten(artifact, place, {name: changed})
     load = type(artifact).load if artifact is eager else type(artifact).program
     refused(lambda: verify(folder))
-    refused(lambda: load(type(artifact).at(folder)))
+    refused(lambda: load(type(artifact).from_directory(folder)))
 
 
 @pytest.mark.timeout(600)
@@ -141,7 +142,7 @@ def test_weights_and_graphs_under_a_forged_manifest_are_read_or_refused(
     manifest = json.loads((artifact.path / MANIFEST).read_text())
     manifest["files"][name] = digest_of(changed).model_dump()
     folder = rewritten(artifact, place, {name: changed, MANIFEST: json.dumps(manifest).encode()})
-    opened = type(artifact).at(folder)
+    opened = type(artifact).from_directory(folder)
     try:
         opened.load() if artifact is eager else opened.program()
     except CompressError as error:

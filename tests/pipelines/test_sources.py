@@ -356,7 +356,7 @@ def test_a_hugging_face_folder_goes_the_whole_road(tmp_path, fresh_process) -> N
     answered = fresh_process(
         "import torch\nfrom compress import EagerModel\n"
         "ids = torch.arange(12).reshape(2, 6)\n"
-        f"with EagerModel.at({str(slim.path)!r}).open() as predict:\n"
+        f"with EagerModel.from_directory({str(slim.path)!r}).open() as predict:\n"
         "    print(predict((ids % 4 != 0).long(), ids)[0].tolist())"
     )
     assert answered == str(expected.tolist())

@@ -15,8 +15,8 @@ from torch.export.pt2_archive import PT2ArchiveReader
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context

@@ -13,8 +13,8 @@ import torch
 import yaml
 
 from compress.artifacts.artifact import Artifact
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import ArtifactInvalid, GateRefused, StageFailed, Unavailable
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import MaxSize
@@ -190,7 +190,8 @@ def test_it_reads_back_in_a_fresh_process_without_torch(
     code = (
         "import sys; from serve.torchserve.stage import PackageTorchServe; "
         "from compress.artifacts.artifact import Artifact; "
-        f"print(Artifact.at({str(archive.path)!r}).digest, PackageTorchServe().gates[1].atol); "
+        f"archive = Artifact.from_directory({str(archive.path)!r}); "
+        "print(archive.digest, PackageTorchServe().gates[1].atol); "
         "print({'torch', 'onnx', 'onnxruntime', 'ts'} & set(sys.modules))"
     )
     assert fresh_process(code) == f"{archive.digest} 0.0001\nset()"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import CompressError
+from compress.common.forward import flatten_outputs
 from compress.core.loss import INFERRED, refuse_straight
 from compress.core.targets import with_target
 from compress.data.batch import Batch

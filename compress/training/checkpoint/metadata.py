@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from compress.checkpoint.sealed_json import sealed, unsealed
 from compress.common.atomic_files import sha256_of, sync, write_atomically
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.strict_json import dump_sealed, load_sealed
 from compress.training.loop.loss_meter import Losses
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def commit(partial: Path, progress: Progress) -> Path:
     }
     training = partial.parent.parent.name
     content = {"training": training, "checkpoint": partial.stem, "files": files}
-    write_atomically(partial / FILES, sealed(content))
+    write_atomically(partial / FILES, dump_sealed(content))
     whole = partial.with_suffix("")
     shutil.rmtree(whole, ignore_errors=True)
     partial.replace(whole)
@@ -174,7 +174,7 @@ def _remove(found: Iterable[Path]) -> None:
 def _damage(checkpoint: Path) -> str | None:
     """Return what is wrong with a checkpoint."""
     try:
-        content = unsealed((checkpoint / FILES).read_bytes())
+        content = load_sealed((checkpoint / FILES).read_bytes())
         training = checkpoint.parent.parent.name
         if (content["training"], content["checkpoint"]) != (training, checkpoint.name):
             return "it is of another training or step"

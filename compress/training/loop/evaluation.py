@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.artifacts.artifact import Artifact
-from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import StageFailed
+from compress.common.forward import flatten_outputs
 from compress.core.metrics import decisions_of, predict_batches
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.artifacts.eager_model import flatten_outputs
+from compress.common.forward import flatten_outputs
 from compress.training.checkpoint.state_dict import read_
 from compress.training.loop.ema import Average
 from compress.training.objectives.weight_constraint import free

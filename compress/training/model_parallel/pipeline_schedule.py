@@ -19,8 +19,8 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import StageFailed
+from compress.common.forward import flatten_outputs
 from compress.data.splits import Batch
 from compress.training.model_parallel.equivalence_check import (
     Proof,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from compress.artifacts.eager_model import flatten_outputs
+from compress.common.forward import flatten_outputs
 from compress.training.model_parallel.pipeline_split import Partition, find_tensor, strip_
 
 if TYPE_CHECKING:

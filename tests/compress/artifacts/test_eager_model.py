@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from compress.artifacts.eager_model import EagerModel, flatten_outputs, run_in_eval
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import KeepIndices, Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.forward import flatten_outputs, run_in_eval
 from compress.common.signature import Signature, TensorSpec
 
 ANSWER = """
 import torch
 from compress import EagerModel
-with EagerModel.at({path!r}).open() as predict:
+with EagerModel.from_directory({path!r}).open() as predict:
     print(predict(torch.linspace(-1, 1, 8).view(2, 4))[0].flatten().tolist())
 """
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import KeepBlocks, KeepIndices, Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import GateRefused, StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.gates import MinMetric
@@ -68,14 +68,14 @@ def test_a_student_learns_without_a_single_label_and_opens_in_a_fresh_process(
     learnt = stage(student, where)
     assert where.score(learnt) > where.score(student) + 0.2
     step = learnt.manifest.lineage[-1]
-    assert step.inputs == {"input": student.digest, "teacher": where.named("train").digest}
+    assert step.inputs == {"input": student.digest, "teacher": where.artifact("train").digest}
     assert [e["epoch"] for e in learnt.manifest.facts["history"]] == [0, 1, 2, 3, 4]
     x = FEATURES.example(batch=4)
     torch.save([x, learnt.load()(*x).detach()], tmp_path / "expected.pt")
     code = (
         "import torch; from compress.artifacts.eager_model import EagerModel; "
         f"x, y = torch.load({str(tmp_path / 'expected.pt')!r}, weights_only=True); "
-        f"assert torch.equal(EagerModel.at({str(learnt.path)!r}).load()(*x), y)"
+        f"assert torch.equal(EagerModel.from_directory({str(learnt.path)!r}).load()(*x), y)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
@@ -97,7 +97,7 @@ def test_labels_count_only_by_their_weight(tmp_path, data, taught):
 
 def test_a_harmful_distillation_leaves_the_input_as_it_was(tmp_path, data, taught):
     _, where = taught
-    teacher = where.named("train")
+    teacher = where.artifact("train")
     earlier = {"source": make(tmp_path / "ignorant")}
     where = replace(where, root=tmp_path / "a", artifacts=earlier)
     kept = Distill(teacher="source", epochs=1, hard_weight=0)(teacher, where)

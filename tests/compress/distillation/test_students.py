@@ -23,7 +23,7 @@ def test_named_layers_of_the_input_learn_and_load_again_elsewhere(school):
     code = (
         "import torch; from compress.artifacts.eager_model import EagerModel; "
         f"x, y = torch.load({str(school.root / 'expected.pt')!r}, weights_only=True); "
-        f"assert torch.equal(EagerModel.at({str(learnt.path)!r}).load()(x), y)"
+        f"assert torch.equal(EagerModel.from_directory({str(learnt.path)!r}).load()(x), y)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

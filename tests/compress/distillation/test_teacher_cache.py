@@ -38,7 +38,7 @@ def test_training_is_the_same_to_the_last_bit_with_and_without(school, traced):
     student, settings = school.make(), {"teacher": "traced", "epochs": 4, "keep": "last"}
     kept = school.distil(student, context, **settings)
     count = asked(trace)
-    again = school.context(traced=context.named("traced"))
+    again = school.context(traced=context.artifact("traced"))
     fresh = school.distil(student, again, **settings, cache_teacher=False)
     # Four epochs, and nothing is asked in evaluation.
     assert asked(trace) - count == 4 * 96
@@ -58,7 +58,7 @@ def test_features_are_kept_where_that_is_asked_for(school, traced):
     }
     kept = school.distil(school.make(), context, **settings, cache_teacher=True)
     assert asked(trace) == 96
-    again = school.context(traced=context.named("traced"))
+    again = school.context(traced=context.artifact("traced"))
     assert school.same(kept, school.distil(school.make(), again, **settings))
     # Two samples are asked about where projections are made.
     assert asked(trace) == 96 + 3 * 96 + 2
@@ -80,7 +80,7 @@ def test_an_interrupted_run_goes_on_with_the_answers_there_are(school, traced, m
     resumed = school.distil(student, context, teacher="traced", keep="last")
     # Of 96 answers 40 were kept; the rest makes three and a half batches, filled up to four.
     assert asked(trace) - before == 64
-    again = school.context(traced=context.named("traced"))
+    again = school.context(traced=context.artifact("traced"))
     assert school.same(resumed, school.distil(student, again, teacher="traced", keep="last"))
 
 
@@ -92,7 +92,7 @@ def test_two_processes_read_what_one_has_asked(school, traced):
     parallel = {"processes": 2}
     kept = school.distil(student, context, **settings, parallel=parallel)
     assert asked(trace) == 96
-    again = school.context(traced=context.named("traced"))
+    again = school.context(traced=context.artifact("traced"))
     fresh = school.distil(student, again, **settings, parallel=parallel, cache_teacher=False)
     assert asked(trace) == 96 + 2 * 96
     assert school.same(kept, fresh)

@@ -319,7 +319,8 @@ def test_nothing_outlives_a_process_that_is_killed(make: Make, tmp_path: Path) -
     model = make("Sleeping", file=str(pids))
     ask = (
         "from pathlib import Path; from compress import Context, EagerModel; "
-        f"Context(root=Path('none')).peak_memory(EagerModel.at({str(model.path)!r}), batch=1)"
+        f"model = EagerModel.from_directory({str(model.path)!r})\n"
+        "Context(root=Path('none')).peak_memory(model, batch=1)"
     )
     asking = subprocess.Popen([sys.executable, "-c", ask], cwd=tmp_path)
     _wait(lambda: pids.exists() and pids.read_text().endswith(" "))

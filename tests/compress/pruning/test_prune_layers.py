@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
+from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.gates import MaxParameters
 from compress.core.stage import Context
@@ -65,8 +66,9 @@ def test_a_fresh_process_answers_bit_identically(
     slim = PruneLayers(ratio=0.5)(deep, Context(root=tmp_path / "slim"))
     found = fresh_process(
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
-        f"model = EagerModel.at({str(slim.path)!r})\n"
+        "from compress.artifacts.eager_model import EagerModel\n"
+        "from compress.common.forward import run_in_eval\n"
+        f"model = EagerModel.from_directory({str(slim.path)!r})\n"
         "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
     )
     expected = run_in_eval(slim.load(), slim.signature.example(seed=7))[0]

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
+from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.gates import MaxParameters
 from compress.core.stage import Context
@@ -62,8 +63,9 @@ def test_a_fresh_process_answers_bit_identically(
     found = fresh_process(
         "import torch; torch.set_num_threads(1)\n"
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
-        f"model = EagerModel.at({str(pruned.path)!r})\n"
+        "from compress.artifacts.eager_model import EagerModel\n"
+        "from compress.common.forward import run_in_eval\n"
+        f"model = EagerModel.from_directory({str(pruned.path)!r})\n"
         "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
     )
     expected = run_in_eval(pruned.load(), pruned.signature.example(seed=7))[0]

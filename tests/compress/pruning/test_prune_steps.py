@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
+from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.data.splits import Splits
@@ -37,8 +38,9 @@ def answers_of(model: EagerModel, fresh_process: Callable[[str], str]) -> object
         fresh_process(
             "import torch; torch.set_num_threads(1)\n"
             f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-            "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
-            f"model = EagerModel.at({str(model.path)!r})\n"
+            "from compress.artifacts.eager_model import EagerModel\n"
+            "from compress.common.forward import run_in_eval\n"
+            f"model = EagerModel.from_directory({str(model.path)!r})\n"
             "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
         )
     )

@@ -92,7 +92,7 @@ def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_torch: Callable[[st
 import torch
 from compress.artifacts.graph_model import GraphModel
 tokens = torch.randint(0, 50, (5, 12), generator=torch.Generator().manual_seed(0))
-with GraphModel.at({str(small.path)!r}).open() as predict:
+with GraphModel.from_directory({str(small.path)!r}).open() as predict:
     print(torch.equal(predict(tokens)[0], torch.load({str(tmp_path / "answer.pt")!r})))
 """)
         == "True"

@@ -143,7 +143,7 @@ def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_torch: Callable[[st
 import torch
 from compress.artifacts.graph_model import GraphModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})
-with GraphModel.at({str(quantized.path)!r}).open() as predict:
+with GraphModel.from_directory({str(quantized.path)!r}).open() as predict:
     print(torch.equal(predict(saved["tokens"])[0], saved["expected"]))
 """)
         == "True"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context

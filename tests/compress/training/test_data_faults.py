@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.metrics import Metric
@@ -186,7 +186,7 @@ root = Path(sys.argv[1])
 x, y = torch.randn(9000, 4), torch.zeros(9000, dtype=torch.int64)  # more than a pipe holds
 data = Splits({name: torch.utils.data.TensorDataset(x, y) for name in ("train", "val")})
 Train(epochs=1, parallel={"processes": 2})(
-    EagerModel.at(root / "source"), Context(root=root / "train", data=data)
+    EagerModel.from_directory(root / "source"), Context(root=root / "train", data=data)
 )
 """
 

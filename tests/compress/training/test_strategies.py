@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.signature import Signature, TensorSpec
 from compress.training.distributed.fsdp import prefetch_
 from tests.compress.forked import launch

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.loss import Loss

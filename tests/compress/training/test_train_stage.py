@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import GateRefused
 from compress.common.signature import Signature, TensorSpec
 from compress.core.gates import MinMetric
@@ -47,7 +47,7 @@ def test_training_twice_seals_the_same_artifact_which_opens_in_a_fresh_process(t
     code = (
         "import torch; from compress.artifacts.eager_model import EagerModel; "
         f"x, y = torch.load({str(tmp_path / 'expected.pt')!r}, weights_only=True); "
-        f"assert torch.equal(EagerModel.at({str(first.path)!r}).load()(*x), y)"
+        f"assert torch.equal(EagerModel.from_directory({str(first.path)!r}).load()(*x), y)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=HERE.parents[2])
 

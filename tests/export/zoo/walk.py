@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.artifacts.eager_model import EagerModel, name_outputs, run_in_eval
+from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import CompressError
+from compress.common.forward import name_outputs, run_in_eval
 from compress.core.stage import Context
 from export.aotinductor.stage import ExportAot
 from export.exported_program import ExportProgram
@@ -46,7 +47,7 @@ import export.exported_program, export.torchscript.stage
 from tests.export.zoo.walk import answers, digest
 from compress.artifacts.artifact import Artifact
 for path in {paths!r}:
-    print(digest(answers(Artifact.at(path))), flush=True)
+    print(digest(answers(Artifact.from_directory(path))), flush=True)
 """
 """What a fresh process runs; a line for each artifact."""
 

@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.edits.block_removal import alike_entries, blocks_of, keep_blocks_
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import KeepBlocks, KeepIndices, Recipe
-from compress.checkpoint.loading import import_checkpoint
+from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 
 NET = """
@@ -73,8 +74,9 @@ def test_a_fresh_process_answers_bit_identically(source, tmp_path, fresh_process
     assert EagerModel.from_directory(cut.path).recipe.edits == edits
     found = fresh_process(
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
-        f"model = EagerModel.at({str(cut.path)!r})\n"
+        "from compress.artifacts.eager_model import EagerModel\n"
+        "from compress.common.forward import run_in_eval\n"
+        f"model = EagerModel.from_directory({str(cut.path)!r})\n"
         "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
     )
     expected = run_in_eval(module, cut.signature.example(seed=7))[0]

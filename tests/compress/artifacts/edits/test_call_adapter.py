@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from compress import Context, EagerModel, GraphModel
-from compress.artifacts.edits.call_adapter import fit_call
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import CallByName, Recipe
-from compress.checkpoint.loading import import_checkpoint
+from compress.artifacts.recipe_inference import fit_call
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 
@@ -62,7 +62,7 @@ def test_inputs_reach_the_parameters_of_their_names(tmp_path, fresh_process) -> 
     assert torch.equal(found[2], expected["both"][1])
     answered = fresh_process(
         "import torch\nfrom compress import EagerModel\n"
-        f"model = EagerModel.at({str(tmp_path / 'm')!r})\n"
+        f"model = EagerModel.from_directory({str(tmp_path / 'm')!r})\n"
         "x, ids = torch.arange(8.0).reshape(2, 4), torch.tensor([[1, 2], [3, 4]])\n"
         "with model.open() as predict: print(predict(torch.ones(2, 1), ids, x)[0].tolist())"
     )

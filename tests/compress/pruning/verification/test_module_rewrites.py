@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.edits.split_attention import SplitMultiheadAttention
 from compress.artifacts.recipe import KeepIndices, SplitAttention
+from compress.common.forward import run_in_eval
 from compress.core.stage import Context
 from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.verification.module_rewrites import rewrite_
@@ -48,8 +49,9 @@ def test_a_fresh_process_answers_bit_identically(
     found = fresh_process(
         "import torch; torch.set_num_threads(1)\n"
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
-        f"model = EagerModel.at({str(pruned.path)!r})\n"
+        "from compress.artifacts.eager_model import EagerModel\n"
+        "from compress.common.forward import run_in_eval\n"
+        f"model = EagerModel.from_directory({str(pruned.path)!r})\n"
         "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
     )
     before = torch.get_num_threads()

@@ -251,7 +251,7 @@ def test_both_runtimes_and_a_fresh_process_answer_alike(
 import torch
 from compress.artifacts.graph_model import GraphModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})
-with GraphModel.at({str(small.path)!r}).open() as predict:
+with GraphModel.from_directory({str(small.path)!r}).open() as predict:
     print(torch.equal(predict(saved["tokens"])[0], saved["expected"]))
 """)
         == "True"

@@ -253,7 +253,7 @@ def test_a_corrected_model_is_told_and_loads_again(
 import torch
 from compress.artifacts.graph_model import GraphModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})
-with GraphModel.at({str(small.path)!r}).open() as predict:
+with GraphModel.from_directory({str(small.path)!r}).open() as predict:
     print(torch.equal(predict(saved["image"])[0], saved["expected"]))
 """)
         == "True"

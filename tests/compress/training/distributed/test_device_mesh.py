@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.signature import Signature, TensorSpec
 from compress.training.config.training import Training
 from compress.training.optim.optimizer import build_optimizer

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.data.batch import Batch
