@@ -19,7 +19,7 @@ from pydantic import Field, JsonValue, ValidationError, field_validator
 from compress.artifacts.recipe import Recipe
 from compress.common.atomic_files import (
     open_regular,
-    partial_of,
+    partial_path,
     refuse_irregular,
     replace,
     stays_inside,
@@ -118,12 +118,12 @@ class Artifact:
             ArtifactInvalid: no manifest, an unreadable one, one of another kind, or files that are
                 not those of the manifest.
         """
-        artifact = cls.described_at(path)
+        artifact = cls.read_manifest(path)
         artifact.check_files()
         return artifact
 
     @classmethod
-    def described_at(cls, path: Path | str) -> Self:
+    def read_manifest(cls, path: Path | str) -> Self:
         """Return the artifact that the manifest in a directory describes, whatever its files are.
 
         Raises:
@@ -188,7 +188,7 @@ class Artifact:
         facts = {} if facts is None else facts
         _refuse_foreign(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = partial_of(path)
+        partial = partial_path(path)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
@@ -238,7 +238,7 @@ class Artifact:
         """
         self.check_files(hashed=self.manifest.files)
 
-    def refuse_altered(self) -> None:
+    def verify_cached(self) -> None:
         """Do what :meth:`verify` does, before the files are loaded.
 
         What this process has hashed, and nobody has written since by what the file system says, is

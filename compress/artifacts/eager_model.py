@@ -99,7 +99,7 @@ class EagerModel(Artifact):
         if signature is None:
             if example_inputs is None:
                 raise PipelineInvalid("from_module needs example_inputs or a signature")
-            signature = Signature.of(example_inputs)
+            signature = Signature.from_examples(example_inputs)
         if isinstance(example_inputs, Mapping):
             example_inputs = [example_inputs[spec.name] for spec in signature.inputs]
         inputs = tuple(example_inputs or signature.example())
@@ -128,7 +128,7 @@ class EagerModel(Artifact):
         """
         from compress.checkpoint.safetensors_io import tensors_in
 
-        self.refuse_altered()
+        self.verify_cached()
         module = self.recipe.build(self.code)
         with self.payload_path.open("rb", buffering=0) as stream:
             load_state_(module, tensors_in(stream), str(self.payload_path))

@@ -52,7 +52,7 @@ class GraphModel(Artifact):
         return cls.from_directory(path)
 
     @classmethod
-    def of(cls, model: EagerModel, path: Path) -> GraphModel:
+    def from_eager(cls, model: EagerModel, path: Path) -> GraphModel:
         """Seal an eager model's graph: one `.pt2` file for those who do not have its class.
 
         Pruned, cut and distilled models are written as they are. The file is compared with the
@@ -80,7 +80,7 @@ class GraphModel(Artifact):
         """
         from compress.graph.torch_export import load_program
 
-        self.refuse_altered()
+        self.verify_cached()
         return load_program(self.payload_path)
 
     @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compress.checkpoint.state_dict import StoredTensor, differences, in_memory, place_of
+from compress.checkpoint.state_dict import StoredTensor, in_memory, mismatches, storage_key
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def fitted(weights: Weights, recipe: Recipe, folder: Path | None, source: str) -
     module = build_skeleton(recipe, folder)
     module = recipe.build(folder) if module is None else module
     own = module.state_dict(keep_vars=True)
-    problems = differences(own, weights)
+    problems = mismatches(own, weights)
     if problems:
         raise ArtifactInvalid(
             f"{source} does not hold the weights of {recipe.factory!r}: {'; '.join(problems)}"
@@ -83,8 +83,8 @@ def fitted(weights: Weights, recipe: Recipe, folder: Path | None, source: str) -
     givers: dict[tuple[object, ...], torch.Tensor | StoredTensor] = {}
     for name, tensor in own.items():
         if name in weights:
-            givers.setdefault(place_of(tensor), _as_dtype(weights[name], tensor.dtype))
-    return {name: givers[place_of(tensor)] for name, tensor in own.items()}
+            givers.setdefault(storage_key(tensor), _as_dtype(weights[name], tensor.dtype))
+    return {name: givers[storage_key(tensor)] for name, tensor in own.items()}
 
 
 def _as_dtype(tensor: torch.Tensor | StoredTensor, dtype: torch.dtype) -> Any:

@@ -37,7 +37,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    partial = partial_of(path)
+    partial = partial_path(path)
     try:
         partial.write_bytes(content)
         sync(partial)
@@ -47,7 +47,7 @@ def _write(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def partial_of(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """Return the name under which this process makes what then gets a name of its own."""
     return path.with_name(f".{path.name}{PARTIAL}{os.getpid()}")
 
@@ -90,7 +90,7 @@ def _exchange(one: Path, other: Path) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(other))
 
 
-def sweep(folder: Path, names: str = "*") -> None:
+def remove_leftovers(folder: Path, names: str = "*") -> None:
     """Remove what a crash left half made or half removed directly in a directory.
 
     What of a folder cannot be removed stays. Nobody else may write such names there meanwhile.

@@ -170,7 +170,7 @@ def recording() -> Iterator[Recording]:
 
 
 @contextmanager
-def unrecorded() -> Iterator[None]:
+def recording_paused() -> Iterator[None]:
     """Leave out what this thread reads during a block, for which something else accounts."""
     before = getattr(_thread, "paused", False)
     _thread.paused = True
@@ -180,14 +180,14 @@ def unrecorded() -> Iterator[None]:
         _thread.paused = before
 
 
-def note(found: Recording) -> None:
+def add_to_recordings(found: Recording) -> None:
     """Let all recordings under way take in what was recorded elsewhere or before."""
     for active in _recordings:
         if active is not found:
             active.add(found)
 
 
-def drained() -> Recording:
+def take_recorded() -> Recording:
     """Return what this process has recorded so far, and forget it; for worker processes."""
     found = Recording()
     for active in _recordings:

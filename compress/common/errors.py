@@ -77,10 +77,10 @@ def exits_refused() -> Iterator[None]:
     except (Exception, KeyboardInterrupt, SignalExit):
         raise
     except BaseException as error:
-        raise StageFailed(f"user code {told_of_exit(error)}") from error
+        raise StageFailed(f"user code {describe_exit(error)}") from error
 
 
-def told_of_exit(error: BaseException) -> str:
+def describe_exit(error: BaseException) -> str:
     """Return in words how code tried to end the process."""
     where, frame = "", error.__traceback__
     while frame is not None:
@@ -97,7 +97,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def ending_of(code: int) -> str:
+def describe_exit_code(code: int) -> str:
     """Return how a process ended, in words, by its exit code; negative for a signal."""
     if code >= 0:
         return f"ended with exit code {code}"

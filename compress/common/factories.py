@@ -29,13 +29,13 @@ from compress.common.dependency_recorder import (
     OWN_PACKAGES,
     Dependencies,
     Recording,
+    add_to_recordings,
     changed_sources,
-    note,
     origin_of,
     recording,
 )
 from compress.common.errors import PipelineInvalid
-from compress.common.process import uncollected
+from compress.common.process import gc_disabled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence, Set
@@ -193,7 +193,7 @@ def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> 
     loaded, before = sys.modules.get(module_name), _imports.get(module_name)
     is_current = _loaded.get(module_name, digest if not folder else "") == digest
     if loaded is not None and is_current and not (before and before.is_stale()):
-        note(before.recorded if before else _read_by_import(module_name, Recording()))
+        add_to_recordings(before.recorded if before else _read_by_import(module_name, Recording()))
         return loaded
     # A module of the same name from another folder (each artifact carries its own copy), or from
     # before an edit, gives way; objects made from it live on.
@@ -204,12 +204,12 @@ def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> 
     for name in _modules_of(before.recorded.files) if before else ():
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
-    with uncollected(), recording() as recorded:
+    with gc_disabled(), recording() as recorded:
         module = importlib.import_module(module_name)
     found = _read_by_import(module_name, recorded)
     _loaded[module_name] = digest
     _imports[module_name] = _Import(found, found.dependencies(_ANYWHERE))
-    note(found)
+    add_to_recordings(found)
     return module
 
 

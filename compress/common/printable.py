@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-OBEYED = re.compile(
+CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 """What a terminal obeys or cannot show: control characters (line breaks and tabs apart), marks that
@@ -21,9 +21,9 @@ def printable(text: str) -> str:
 
 def escaped(text: str) -> str:
     r"""Return a text with ESC as ``\x1b``, U+202E as ``\u202e`` and so on; lines stay lines."""
-    return OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+    return CONTROL_CHARACTERS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def escaped_json(text: str) -> str:
     """Return JSON with the same characters as JSON's own escapes; it means the same."""
-    return OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return CONTROL_CHARACTERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

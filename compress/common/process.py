@@ -59,7 +59,7 @@ def reseed(seed: int, device: str) -> None:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disable the garbage collector for a block, such as an import that makes many objects."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -71,7 +71,7 @@ def uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def only_new() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Exempt the objects that exist already from garbage collection for a block.
 
     One collection over all objects of torch and its exporters takes a third of a second, and an

@@ -172,7 +172,7 @@ class Signature(Settings):
                 f"{memory / 2**30:.3g} GiB; declare smaller sizes"
             )
 
-    def announced(self) -> list[dict[str, Any]]:
+    def input_descriptions(self) -> list[dict[str, Any]]:
         """Return the inputs for servers, which hold requests against them, bounds included."""
         told = []
         for spec in self.inputs:
@@ -225,7 +225,7 @@ class Signature(Settings):
         return tuple(tensors)
 
     @classmethod
-    def of(
+    def from_examples(
         cls,
         inputs: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
         batch_axis: str | None = "batch",

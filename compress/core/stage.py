@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVa
 from compress.artifacts.artifact import Artifact, Step
 from compress.common.atomic_files import remove
 from compress.common.config import Settings, StageName
-from compress.common.dependency_recorder import Recording, note, recording
+from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import GateRefused, StageFailed, exits_refused
-from compress.common.process import only_new
+from compress.common.process import gc_frozen
 from compress.common.requirements import Requirement, requirements_of
 from compress.core.baselines import baseline_for
 from compress.core.gate import Verdict, explain
@@ -133,7 +133,7 @@ class Context:
             with recording() as recorded:
                 self.scores[known] = self._evaluate(artifact, split, batch), recorded
         value, recorded = self.scores[known]
-        note(recorded)
+        add_to_recordings(recorded)
         return value
 
     def batch_dependence(self, artifact: Artifact) -> BatchDependence:
@@ -255,7 +255,7 @@ class Stage(Settings, Generic[Reads, Writes]):
             GateRefused: a gate refused; the artifact is kept and named.
             StageFailed: the stage could not do its work.
         """
-        with only_new(), exits_refused():
+        with gc_frozen(), exits_refused():
             artifact = self.run(model, context)
         context.clear_work()
         refused = [v for v in self.judge(model, artifact, context) if not v.passed]

@@ -50,7 +50,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class TaughtSample:
+class SampleWithTeacher:
     """A sample, and what a teacher answered to it."""
 
     sample: Any
@@ -75,7 +75,7 @@ def collate(
     Raises:
         PipelineInvalid: a sample has none of the accepted forms, or shapes differ.
     """
-    if isinstance(samples[0], TaughtSample):
+    if isinstance(samples[0], SampleWithTeacher):
         batch = collate([taught.sample for taught in samples], pad_values, input_names)
         answers = zip(*(taught.answers for taught in samples), strict=True)
         return replace(batch, taught=tuple(torch.stack(list(column)) for column in answers))
@@ -101,7 +101,7 @@ def adapt(
         PipelineInvalid: it has none of the accepted forms, or other entries.
     """
     target = None
-    if isinstance(sample, TaughtSample):
+    if isinstance(sample, SampleWithTeacher):
         return adapt(sample.sample, input_names)
     if isinstance(sample, Mapping):
         target = sample.get(LABELS)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from compress.common.dependency_recorder import unrecorded
+from compress.common.dependency_recorder import recording_paused
 from compress.common.errors import CompressError, StageFailed, exits_refused
 from compress.common.process import derive_seed, seeded
 from compress.data.batch import collate
@@ -99,7 +99,7 @@ class Reader:
             # The error's traceback would keep the workers alive, and torch has no public way.
             getattr(batches, "_shutdown_workers", lambda: None)()
             self.loader._iterator = None
-            raise in_its_own_words(error) from error
+            raise original_error(error) from error
 
 
 class _Plan:
@@ -124,7 +124,7 @@ class _Seeded(Dataset[Any]):
     def __getitems__(self, batch: tuple[int, Sequence[int]]) -> list[Any]:
         seed, indices = batch
         try:
-            recorder = nullcontext() if self.records else unrecorded()
+            recorder = nullcontext() if self.records else recording_paused()
             with exits_refused(), seeded(seed, "cpu"), recorder:
                 if hasattr(self.dataset, "__getitems__"):
                     return list(self.dataset.__getitems__(list(indices)))
@@ -140,7 +140,7 @@ def _one_line(error: Exception) -> str:
     return words if isinstance(error, CompressError) else f"{type(error).__name__}: {words}"
 
 
-def in_its_own_words(error: Exception) -> Exception:
+def original_error(error: Exception) -> Exception:
     """Return a worker's error without the traceback that torch makes its message."""
     died = DIED.search(f"{error} {error.__cause__ or error.__context__ or ''}")
     if died and not isinstance(error, CompressError):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from compress.common.dependency_recorder import Recording, drained
+from compress.common.dependency_recorder import Recording, take_recorded
 from compress.data.batch import adapt
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def hash_samples(samples: list[Any]) -> tuple[bytes, Recording]:
         The hashes, and where this is a worker process what user code has read there.
     """
     hashes = b"".join(_hash(_tensors(sample)) for sample in samples)
-    return hashes, drained() if get_worker_info() else Recording()
+    return hashes, take_recorded() if get_worker_info() else Recording()
 
 
 def as_hashes(hashes: Iterable[bytes]) -> NDArray[np.uint64]:

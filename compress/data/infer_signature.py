@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from compress.common.errors import CompressError, PipelineInvalid, first_line
 from compress.common.signature import TensorSpec
-from compress.data.batch import LABELS, TaughtSample, adapt
+from compress.data.batch import LABELS, SampleWithTeacher, adapt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +69,7 @@ def _samples(splits: Splits) -> Iterator[tuple[str, Any]]:
                 raise PipelineInvalid(
                     f"{place} cannot be read: {type(error).__name__}: {first_line(error)}"
                 ) from error
-            yield place, sample.sample if isinstance(sample, TaughtSample) else sample
+            yield place, sample.sample if isinstance(sample, SampleWithTeacher) else sample
 
 
 def _names(sample: Any, count: int, parameters: Callable[[], Sequence[str]]) -> list[str]:

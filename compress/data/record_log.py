@@ -46,7 +46,7 @@ class Segment:
         os.close(self.descriptor)
 
 
-class Segments:
+class RecordLog:
     """What is in a folder, as far as this process has looked."""
 
     def __init__(self, folder: Path, count: int) -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.process import seeded
 from compress.data.batch import LABELS, adapt
-from compress.data.record_log import Segments
+from compress.data.record_log import RecordLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -75,7 +75,7 @@ class CachedDataset(Dataset[Any]):
 
     def __init__(self, dataset: Dataset[Any], folder: Path) -> None:
         self.dataset = dataset
-        self.segments = Segments(folder, len(dataset))  # type: ignore[arg-type]  # Splits admits sized datasets only
+        self.segments = RecordLog(folder, len(dataset))  # type: ignore[arg-type]  # Splits admits sized datasets only
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def probe(dataset: Dataset[Any]) -> list[Probe]:
     return [Probe(*found) for found in zip(indices, first, again, strict=True)]
 
 
-def place_of(cache: Path, split: str, origin: str, probes: Sequence[Probe]) -> Path:
+def cache_folder(cache: Path, split: str, origin: str, probes: Sequence[Probe]) -> Path:
     """Return the folder of a split's samples, which exists; other data have another one.
 
     Args:

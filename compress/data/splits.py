@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
-from compress.common.dependency_recorder import Recording, note, recording
+from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import (
     CompressError,
     PipelineInvalid,
@@ -32,7 +32,7 @@ from compress.data.fingerprint import (
     indices_to_hash,
 )
 from compress.data.loader_config import Loading
-from compress.data.sample_cache import CachedDataset, place_of, probe
+from compress.data.sample_cache import CachedDataset, cache_folder, probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -99,7 +99,7 @@ class Splits:
     _opened: Recording = field(default_factory=Recording, compare=False, repr=False)
     """What datasets have read whose samples were not all hashed."""
     _kept: list[dict[str, Reader]] = field(default_factory=list, compare=False, repr=False)
-    """Readers by split whose workers are kept, for each :meth:`keeping_workers` that is open."""
+    """Readers by split whose workers are kept, for each :meth:`keep_workers` that is open."""
     _lengths: dict[str, list[int]] = field(default_factory=dict, compare=False, repr=False)
     """Lengths by split, once they are known."""
     _caches: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)
@@ -182,7 +182,7 @@ class Splits:
             opened = read.dependencies(Path()).model_dump()
             origin = f"{len(dataset)} {self._origin()} {opened}"  # type: ignore[arg-type]
             cache = Path(self.loading.cache).absolute()
-            self._caches[name] = place_of(cache, name, origin, probes)
+            self._caches[name] = cache_folder(cache, name, origin, probes)
         self._cached[name] = CachedDataset(dataset, self._caches[name])
         return self._cached[name]
 
@@ -215,7 +215,7 @@ class Splits:
         yield from self._reader(name).read(order, batch_size, seed, first)
 
     @contextmanager
-    def keeping_workers(self) -> Iterator[None]:
+    def keep_workers(self) -> Iterator[None]:
         """Let the workers that read live on until the end of a block."""
         self._kept.append({})
         try:
@@ -291,7 +291,7 @@ class Splits:
             return None
         return digest_of_hashes(self._hashes_of(name, self._calibration_order(samples, seed)))
 
-    def read_by_user_code(self) -> Recording:
+    def recorded_reads(self) -> Recording:
         """Return what the factory read, and datasets whose samples were not all hashed."""
         found = Recording()
         found.add(self.recorded)
@@ -340,7 +340,7 @@ class Splits:
             with self._sample_errors(name), recording() as recorded:
                 for hashes, read_there in reader.read(indices, self.batch_size, seed=0):
                     found.append(hashes)
-                    note(read_there)
+                    add_to_recordings(read_there)
             self._opened.add(recorded)
             self._hashes[key] = as_hashes(found)
         return self._hashes[key]

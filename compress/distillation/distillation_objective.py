@@ -154,7 +154,7 @@ class Lesson:
 
     def _taught(self, batch: Batch) -> Heard:
         """Return what the teacher said: kept answers, or those of the teacher itself."""
-        answers = batch.taught
+        answers = batch.teacher_outputs
         if not answers:
             if self.teacher is None:
                 self.teacher = self.lessons.teacher.answering(self.device, self.lessons.asked)

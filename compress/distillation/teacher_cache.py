@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 from compress.common.errors import StageFailed
 from compress.common.process import threads_to_use
-from compress.data.batch import TaughtSample, adapt
-from compress.data.record_log import Segments
+from compress.data.batch import SampleWithTeacher, adapt
+from compress.data.record_log import RecordLog
 from compress.data.sample_cache import probe, read_samples
 from compress.training.loop.train_state import AUTOCAST
 from compress.training.loop.trainer import cpu_threads
@@ -56,19 +56,19 @@ class TaughtDataset(Dataset[Any]):
 
     def __init__(self, dataset: Dataset[Any], folder: Path) -> None:
         self.dataset = dataset
-        self.segments = Segments(folder, len(dataset))  # type: ignore[arg-type]  # Splits admits sized datasets only
+        self.segments = RecordLog(folder, len(dataset))  # type: ignore[arg-type]  # Splits admits sized datasets only
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def __getitem__(self, index: int) -> TaughtSample:
+    def __getitem__(self, index: int) -> SampleWithTeacher:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[TaughtSample]:
+    def __getitems__(self, indices: Sequence[int]) -> list[SampleWithTeacher]:
         wanted = [range(len(self))[index] for index in indices]
         samples = read_samples(self.dataset, wanted)
         return [
-            TaughtSample(sample, self._answers(index))
+            SampleWithTeacher(sample, self._answers(index))
             for index, sample in zip(wanted, samples, strict=True)
         ]
 
@@ -97,7 +97,7 @@ def with_answers(lessons: Lessons, training: Training, context: Context, task: s
     digest = hashlib.sha256(decisive.encode()).hexdigest()
     folder = context.work / f"answers-{digest[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
-    segments = Segments(folder, len(data.split("train")))  # type: ignore[arg-type]
+    segments = RecordLog(folder, len(data.split("train")))  # type: ignore[arg-type]
     missing = [i for i in range(len(segments.segment_of)) if segments.read(i) is None]
     if missing:
         threads = max(1, threads_to_use() // training.parallel.ranks_per_node)
@@ -126,7 +126,7 @@ def _refuse_changing(data: Splits) -> None:
 
 
 def _fill(
-    segments: Segments,
+    segments: RecordLog,
     missing: Sequence[int],
     lessons: Lessons,
     training: Training,
@@ -174,7 +174,7 @@ def _refuse_other_than_rows(answers: tuple[torch.Tensor, ...], samples: int) -> 
 
 
 def _refuse_too_large(
-    segments: Segments, answers: tuple[torch.Tensor, ...], rows: int, samples: int
+    segments: RecordLog, answers: tuple[torch.Tensor, ...], rows: int, samples: int
 ) -> None:
     needed = sum(a.nbytes for a in answers) / rows * samples
     free = shutil.disk_usage(segments.folder).free * LARGEST_SHARE
@@ -185,7 +185,7 @@ def _refuse_too_large(
         )
 
 
-def _keep(segments: Segments, index: int, answers: tuple[torch.Tensor, ...]) -> None:
+def _keep(segments: RecordLog, index: int, answers: tuple[torch.Tensor, ...]) -> None:
     try:
         segments.append(index, _to_bytes(answers))
     except OSError as error:

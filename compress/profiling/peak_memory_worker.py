@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.common.errors import CompressError, ending_of, first_line
+from compress.common.errors import CompressError, describe_exit_code, first_line
 from compress.common.factories import is_library
-from compress.common.process import uncollected
+from compress.common.process import gc_disabled
 from compress.profiling.peak_memory import Question
 from compress.profiling.rss import PROCESS, forget_peak, give_back, kibibytes, library_kibibytes
 
@@ -73,7 +73,7 @@ def _surround_as(question: Question) -> None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    with uncollected():
+    with gc_disabled():
         for name in modules:
             with suppress(Exception, SystemExit):
                 importlib.import_module(name)
@@ -106,7 +106,7 @@ def _of_a_fork(question: Question, asked_by: Connection) -> dict[str, Any]:
     finally:
         ours.close()
         code = _ended(child)
-    return found or {"error": f"the process that opened it {ending_of(code)}"}
+    return found or {"error": f"the process that opened it {describe_exit_code(code)}"}
 
 
 def _ended(child: int) -> int:

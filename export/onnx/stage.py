@@ -47,7 +47,7 @@ class OnnxModel(Artifact):
         """Give an onnxruntime session as a predictor; it runs on the CPU whatever the device."""
         from export.onnx.session import session_predictor
 
-        self.refuse_altered()
+        self.verify_cached()
         yield session_predictor(self.payload_path, threads)
 
     @property

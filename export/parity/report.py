@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.artifacts.graph_model import GraphModel, program_of
-from compress.common.atomic_files import partial_of, sweep
+from compress.common.atomic_files import partial_path, remove_leftovers
 from compress.common.errors import CompressError, StageFailed, first_line
 from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import largest, largest_difference, relative_error
@@ -76,7 +76,7 @@ def report_on_mismatch(account: ParityContext) -> Iterator[None]:
         StageFailed: the body raised it; the layer and the folder are added to the message.
     """
     shutil.rmtree(account.folder, ignore_errors=True)
-    sweep(account.folder.parent, account.folder.name)
+    remove_leftovers(account.folder.parent, account.folder.name)
     try:
         yield
     except StageFailed as error:
@@ -98,7 +98,7 @@ def _write_report(account: ParityContext, error: StageFailed) -> str:
         with torch.no_grad():
             limit = min(limit, _error(expected, account.got, inputs) / 2)
     folder = account.folder
-    partial = partial_of(folder)
+    partial = partial_path(folder)
     partial.mkdir(parents=True)
     with TemporaryDirectory() as scratch:
         file = Path(scratch) / account.runtime.file

@@ -47,7 +47,7 @@ class TorchScriptModel(Artifact):
         """Give the module as a predictor."""
         from export.torchscript.file_io import load
 
-        self.refuse_altered()
+        self.verify_cached()
         facts = self.manifest.facts
         optimized = bool(facts.get("optimize_for_inference"))
         module = load(self.payload_path, device, optimized=optimized)

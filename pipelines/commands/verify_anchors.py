@@ -231,7 +231,7 @@ def _anchor_chain(anchors: Anchors, artifact: Artifact, run: Run) -> None:
 def _described(folder: Path) -> Iterator[tuple[str, Artifact]]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         try:
-            yield path.name, Artifact.described_at(path)
+            yield path.name, Artifact.read_manifest(path)
         except ArtifactInvalid:
             continue  # no artifact; what was to be one counts as missing
 

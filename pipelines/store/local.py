@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact
-from compress.common.atomic_files import partial_of, remove, sweep, write_atomically
+from compress.common.atomic_files import partial_path, remove, remove_leftovers, write_atomically
 from compress.common.dependency_recorder import Dependencies
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.strict_json import dump_sealed, load_sealed
@@ -179,12 +179,12 @@ class Store:
         """Remove what killed runs left half made, and work that has come to its end."""
         work, out = self.root / WORK, self.root.parent
         for names in ("*.json", "*.html"):  # a folder there is none of a run's
-            sweep(out, names)
+            remove_leftovers(out, names)
         for folder in (out / "artifacts", self.root, work):
-            sweep(folder)
+            remove_leftovers(folder)
         for entry in self.root.iterdir():
             if entry.is_dir():
-                sweep(entry)
+                remove_leftovers(entry)
         for done in work.glob(f"*/{DONE}"):
             if (self.root / done.read_text(encoding="utf-8") / RECORD).exists():
                 remove(done.parent)
@@ -236,7 +236,7 @@ def format_in(content: bytes) -> str | int:
 
 def publish(artifact: Artifact, path: Path) -> None:
     """Show an artifact under a readable path, by hard links where the file system has them."""
-    partial = partial_of(path)
+    partial = partial_path(path)
     shutil.rmtree(partial, ignore_errors=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(artifact.path, partial, copy_function=_link)

@@ -60,7 +60,7 @@ class TritonRepository(Artifact):
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Give the packaged file as a predictor; Triton is not started."""
-        self.refuse_altered()
+        self.verify_cached()
         with predicting_file(self.payload_path, device, threads) as predict:
             yield predict
 

@@ -77,7 +77,7 @@ def model_config(served: Artifact, settings: PackageTorchServe, probe: Probe) ->
         StageFailed: a setting does not fit the model.
     """
     signature = served.signature
-    inputs = signature.announced()
+    inputs = signature.input_descriptions()
     for spec in inputs:
         if probe.holds_infinity(spec["name"]):
             spec["infinities"] = True

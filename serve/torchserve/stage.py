@@ -166,4 +166,4 @@ def servable(model: Servable) -> Iterator[Artifact]:
         yield model
         return
     with TemporaryDirectory(prefix="compress-graph-") as folder:
-        yield GraphModel.of(model, Path(folder) / "graph")
+        yield GraphModel.from_eager(model, Path(folder) / "graph")

@@ -89,7 +89,7 @@ def train(job: Job, strategy: Strategy, tell: Callable[[EpochMetrics], None]) ->
     training = job.training
     with (
         cpu_threads(job.threads),
-        job.data.keeping_workers(),
+        job.data.keep_workers(),
         seeded(job.seed, job.device),
         watching(job, strategy) as watch,
     ):

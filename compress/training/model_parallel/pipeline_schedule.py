@@ -212,7 +212,7 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
         )
     inputs = zip(*(x.chunk(parts) for x in batch.inputs), strict=True)
     targets = (None,) * parts if batch.target is None else batch.target.chunk(parts)
-    answers = [x.chunk(parts) for x in batch.taught]
+    answers = [x.chunk(parts) for x in batch.teacher_outputs]
     taught = [tuple(column[part] for column in answers) for part in range(parts)]
     return [Batch(*own) for own in zip(inputs, targets, taught, strict=True)]
 

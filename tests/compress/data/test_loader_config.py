@@ -70,7 +70,7 @@ def test_what_is_drawn_follows_the_seed_and_leaves_the_callers_generators() -> N
 def test_workers_live_as_long_as_they_are_kept(persistent) -> None:
     loading = Loading(workers=2, persistent_workers=persistent)
     splits = Splits({"train": Augmented()}, loading=loading)
-    with splits.keeping_workers():
+    with splits.keep_workers():
         first, second = read(splits, 1), read(splits, 2)
         assert (readers(first) == readers(second)) == persistent
         assert not torch.equal(inputs(first), inputs(second))

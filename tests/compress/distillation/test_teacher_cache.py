@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from compress.common.errors import StageFailed
-from compress.data.batch import TaughtSample, collate
-from compress.data.record_log import Segments
+from compress.data.batch import SampleWithTeacher, collate
+from compress.data.record_log import RecordLog
 from compress.distillation import teacher_cache
 
 
@@ -118,13 +118,13 @@ def test_a_full_disk_is_told_before_it_is_full(school, monkeypatch, caplog):
 
 def test_a_damaged_answer_is_told_and_asked_again(school, tmp_path):
     dataset = school.data().datasets["train"]
-    segments = Segments(tmp_path, len(dataset))
+    segments = RecordLog(tmp_path, len(dataset))
     segments.append(3, teacher_cache._to_bytes((torch.ones(2), torch.zeros(1, 4))))
     taught = teacher_cache.TaughtDataset(dataset, tmp_path)
-    batch = collate([taught[3], TaughtSample(dataset[4], (torch.zeros(2), torch.ones(1, 4)))])
+    batch = collate([taught[3], SampleWithTeacher(dataset[4], (torch.zeros(2), torch.ones(1, 4)))])
     assert torch.equal(batch.inputs[0], dataset.tensors[0][3:5])
-    assert torch.equal(batch.taught[0], torch.tensor([[1.0, 1], [0, 0]]))
-    assert batch.taught[1].shape == (2, 1, 4)
+    assert torch.equal(batch.teacher_outputs[0], torch.tensor([[1.0, 1], [0, 0]]))
+    assert batch.teacher_outputs[1].shape == (2, 1, 4)
     assert len(batch.to("cpu").tensors()) == 4
     (file,) = tmp_path.iterdir()
     content = bytearray(file.read_bytes())
@@ -132,7 +132,7 @@ def test_a_damaged_answer_is_told_and_asked_again(school, tmp_path):
     file.write_bytes(content)
     with pytest.raises(StageFailed, match=r"the answer to sample 3 in .* is gone or damaged; run"):
         taught[3]
-    assert Segments(tmp_path, len(dataset)).read(3) is None
+    assert RecordLog(tmp_path, len(dataset)).read(3) is None
 
 
 def test_each_sample_gets_its_own_answer_whatever_the_order(school):
@@ -151,7 +151,7 @@ def test_each_sample_gets_its_own_answer_whatever_the_order(school):
     expected = school.teacher.load()(stage_data.datasets["train"].tensors[0]).detach()
     order = torch.randperm(50).tolist()
     batches = list(data.read("train", order, 10))
-    found = torch.cat([batch.taught[0] for batch in batches])
+    found = torch.cat([batch.teacher_outputs[0] for batch in batches])
     assert torch.allclose(found, expected[order], atol=1e-6)
     targets = torch.cat([batch.target for batch in batches])
     assert Counter(targets.tolist()) == Counter(stage_data.datasets["train"].tensors[1].tolist())

@@ -114,7 +114,7 @@ def test_it_teaches_as_the_same_model_of_a_stage_does(school, tmp_path, monkeypa
 def test_exported_models_teach(school, tmp_path, cache):
     onnx = ExportOnnx()(school.teacher, school.context())
     script = ExportTorchScript()(school.teacher, school.context())
-    graph = GraphModel.of(school.teacher, tmp_path / "graph")
+    graph = GraphModel.from_eager(school.teacher, tmp_path / "graph")
     losses = [{"loss": "kl"}, {"loss": "cosine"}]
     settings = {"keep": "last", "cache_teacher": cache, "losses": losses}
     student = school.make()

@@ -75,7 +75,7 @@ def test_a_graph_and_an_onnx_file_bear_the_names(tmp_path) -> None:
     from export import ExportOnnx
 
     model = imported(tmp_path / "m", "Keywords", "ids", "x")
-    graph = GraphModel.of(model, tmp_path / "graph")
+    graph = GraphModel.from_eager(model, tmp_path / "graph")
     with model.open() as predict, graph.open() as traced:
         assert torch.allclose(predict(IDS, X)[0], traced(IDS, X)[0])
     exported = onnx.load(ExportOnnx()(model, Context(root=tmp_path / "onnx")).payload_path).graph
