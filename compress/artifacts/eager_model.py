@@ -1,4 +1,4 @@
-"""EagerModel: a PyTorch module as recipe plus weights, loadable anywhere, no code unpickled."""
+"""EagerModel: a PyTorch module as a recipe plus weights; loading it unpickles no code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EagerModel(Artifact):
         lineage: tuple[Step, ...] = (),
         facts: dict[str, Any] | None = None,
     ) -> EagerModel:
-        """Seal a model given its recipe and state dict.
+        """Write an artifact from a recipe and a state dict.
 
         Args:
             path: directory of the artifact.
@@ -55,7 +55,7 @@ class EagerModel(Artifact):
             signature: the model's interface.
             folder: where the factory's source lies.
             lineage: the stages so far.
-            facts: what the producing stage found out.
+            facts: results of the producing stage, for the manifest.
         """
         from compress.checkpoint.safetensors_io import write_safetensors
 
@@ -64,7 +64,10 @@ class EagerModel(Artifact):
             path, signature, recipe=recipe, lineage=lineage, facts=facts
         ) as partial:
             write_safetensors(partial / cls.payload, state)
-            write_sources(partial, sources)
+            for name, source in sources.items():
+                copy = partial / CODE / name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(source.read_bytes())
         return cls.from_directory(path)
 
     @classmethod
@@ -78,7 +81,7 @@ class EagerModel(Artifact):
         arguments: dict[str, Any] | None = None,
         root: Path | None = None,
     ) -> EagerModel:
-        """Seal a module that is in memory, and prove that its factory rebuilds it.
+        """Write an artifact of a module in memory, and check that its factory rebuilds it.
 
         Args:
             module: a trained module; it is not changed.
@@ -92,7 +95,7 @@ class EagerModel(Artifact):
 
         Raises:
             PipelineInvalid: neither inputs nor signature given, or the factory cannot be imported.
-            ArtifactInvalid: the factory builds another architecture, or one that answers otherwise.
+            ArtifactInvalid: the factory builds another architecture, or one with other outputs.
         """
         from compress.artifacts.recipe_inference import check_rebuild, recipe_from_module
 
@@ -105,8 +108,11 @@ class EagerModel(Artifact):
         inputs = tuple(example_inputs or signature.example())
         recipe = recipe_from_module(module, factory, arguments)
         recipe, signature = check_rebuild(module, recipe, signature, inputs)
-        path = root or _temporary_folder() / "source"
-        return cls.create(path, recipe, module.state_dict(), signature)
+        if root is None:
+            temporary = tempfile.mkdtemp(prefix="compress-")
+            atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+            root = Path(temporary) / "source"
+        return cls.create(root, recipe, module.state_dict(), signature)
 
     @property
     def recipe(self) -> Recipe:
@@ -117,11 +123,20 @@ class EagerModel(Artifact):
 
     @property
     def code(self) -> Path | None:
-        """The folder with the user's source, or None when the factory is an installed package."""
-        return sealed_code(self)
+        """The folder with the user's source; None if the factory is an installed package.
+
+        The files are hashed at each access, because the caller is about to run them.
+
+        Raises:
+            ArtifactInvalid: a file of the artifact is missing or a link, one was added, or a source
+                was altered.
+        """
+        sources = [name for name in self.manifest.files if name.startswith(f"{CODE}/")]
+        self.check_files(hashed=sources)
+        return self.path / CODE if sources else None
 
     def load(self, device: str = "cpu") -> torch.nn.Module:
-        """Return a fresh module in eval mode that the caller owns.
+        """Return a new module in eval mode.
 
         Raises:
             ArtifactInvalid: the weights do not fit the recipe.
@@ -135,9 +150,9 @@ class EagerModel(Artifact):
         return module.eval().to(device)
 
     def skeleton(self) -> torch.nn.Module | None:
-        """Return the module in eval mode without weights: its parameters are on the meta device.
+        """Return the module in eval mode with its parameters on the meta device.
 
-        None where the factory needs its parameters' values.
+        None if the factory needs its parameters' values.
         """
         from compress.artifacts.meta_init import build_skeleton
 
@@ -153,19 +168,19 @@ class EagerModel(Artifact):
         lineage: tuple[Step, ...] = (),
         facts: dict[str, Any] | None = None,
     ) -> EagerModel:
-        """Seal a changed version of this model: new weights, and the edits that led to them.
+        """Write a changed version of this model: new weights, and edits of its architecture.
 
-        Weights on disk (:func:`~compress.checkpoint.loading.read_state_dict`) go there tensor by
-        tensor, and give the same digest as the module with those weights.
+        Weights on disk (:func:`~compress.checkpoint.loading.read_state_dict`) are copied tensor by
+        tensor, and give the same digest as a module with those weights.
 
         Raises:
             ArtifactInvalid: the weights do not fit the recipe.
         """
-        from compress.artifacts.meta_init import fitted
+        from compress.artifacts.meta_init import match_state_dict
 
         recipe = self.recipe.model_copy(update={"edits": (*self.recipe.edits, *edits)})
         if isinstance(weights, Mapping):
-            state = fitted(weights, recipe, self.code, str(path))
+            state = match_state_dict(weights, recipe, self.code, str(path))
         else:
             state = weights.state_dict()
         return self.create(
@@ -180,7 +195,7 @@ class EagerModel(Artifact):
 
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Give the eager module as a predictor."""
+        """Load the module as a predictor for a ``with`` block."""
         with torch_predictor(self.load(device), device, threads) as predict:
             yield predict
 
@@ -193,32 +208,3 @@ class EagerModel(Artifact):
         from compress.graph.flops import count_macs
 
         return count_macs(self.load(), self.signature.example(batch=1))
-
-
-def sealed_code(artifact: Artifact) -> Path | None:
-    """Return the folder with an artifact's Python sources, which were hashed just now.
-
-    Whoever asks for it runs them. None where the artifact has no sources.
-
-    Raises:
-        ArtifactInvalid: a file of the artifact is missing or a link, one was added, or a source is
-            not the one that was sealed.
-    """
-    sources = [name for name in artifact.manifest.files if name.startswith(f"{CODE}/")]
-    artifact.check_files(hashed=sources)
-    return artifact.path / CODE if sources else None
-
-
-def write_sources(folder: Path, sources: Mapping[str, Path]) -> None:
-    """Copy the user's source files, by their names, into an artifact that is being written."""
-    for name, source in sources.items():
-        copy = folder / CODE / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(source.read_bytes())
-
-
-def _temporary_folder() -> Path:
-    """Return a folder that goes when this process ends."""
-    folder = tempfile.mkdtemp(prefix="compress-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)

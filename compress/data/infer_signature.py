@@ -1,4 +1,4 @@
-"""A model's inputs as the samples of its data show them."""
+"""Infers a model's inputs from samples of its data."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from compress.data.splits import Splits
 
 SAMPLES = 32
-"""Samples looked at in each split, evenly spaced."""
+"""Samples read from each split, evenly spaced."""
 BATCH, LENGTH = "batch", "length"
 
 
 def inputs_of(splits: Splits, parameters: Callable[[], Sequence[str]]) -> tuple[TensorSpec, ...]:
-    """Return the inputs that samples have: the batch named, an axis that varies too, others fixed.
+    """Return the inputs of the samples: the batch and axes of varying size named, others fixed.
 
-    Axes that vary alike share a name. Mappings name their inputs; others have the names of
-    forward's parameters.
+    Axes whose sizes vary together share a name. Mappings name their inputs; other samples take the
+    names of forward's parameters.
 
     Args:
         splits: the data.
-        parameters: gives the names of forward's positional parameters; called where need be.
+        parameters: returns the names of forward's positional parameters; called if needed.
 
     Raises:
         PipelineInvalid: a sample cannot be read, or samples differ in more than sizes.
@@ -104,7 +104,7 @@ def _specs(names: list[str], columns: list[tuple[torch.Tensor, ...]]) -> Iterato
 
 
 def described(inputs: Sequence[TensorSpec]) -> str:
-    """Return inputs in words: name, shape and element type of each."""
+    """Describe inputs by name, shape and element type."""
     return ", ".join(
         f"{spec.name} [{', '.join(map(str, spec.shape))}] {spec.dtype}" for spec in inputs
     )

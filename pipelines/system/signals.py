@@ -7,7 +7,7 @@ import signal
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from compress.common.errors import StageFailed, exits_refused, describe_exit
+from compress.common.errors import StageFailed, describe_exit, exits_refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

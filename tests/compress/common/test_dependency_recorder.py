@@ -153,7 +153,7 @@ def test_val_is_hashed_whole_and_what_a_sampled_split_opens_is_followed(labels, 
     assert data.recorded_reads().files == {str(labels)}
     relabel(labels, 1)
     now = splits().contents().parts["splits"]
-    changed = [name for name, told in now.items() if told != before.parts["splits"][name]]
+    changed = [name for name, part in now.items() if part != before.parts["splits"][name]]
     assert changed == ["test", "val"]
     assert data.contents().fingerprint == before.fingerprint, "read once a run"
 

@@ -61,15 +61,15 @@ def test_a_student_of_another_factory_is_sealed_with_its_own_recipe(school, monk
 
 
 @pytest.mark.parametrize(
-    ("student", "told"),
+    ("student", "message"),
     [
         ({"layers": [0, 9]}, r"student.layers: 'layers' has 4 blocks, found \(0, 9\)"),
         ({"layers": 5}, "'layers' has 4 blocks, found 5"),
         ({"layers": [1], "blocks": "layer"}, "no list of blocks named 'layer'; those.*'layers'"),
     ],
 )
-def test_blocks_that_are_not_there_are_refused(school, student, told):
-    with pytest.raises(StageFailed, match=told):
+def test_blocks_that_are_not_there_are_refused(school, student, message):
+    with pytest.raises(StageFailed, match=message):
         school.distil(school.teacher, student=student)
 
 
