@@ -235,7 +235,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         except CannotCache as error:
             if self.cache_teacher is True:
                 raise StageFailed(f"cache_teacher: {error}; set cache_teacher: false") from error
-            log.warning("%s: the teacher is asked anew in each epoch: %s", self.title, error)
+            log.warning("%s: the teacher has to run in each epoch: %s", self.title, error)
             return data
 
 

@@ -168,7 +168,7 @@ def _fill(
                 ) from error
         done = min(done + size, len(missing))
         context.progress(f"{task}: teacher", done, len(missing))
-    log.info("%s: the teacher's answers to %d samples are kept", task, len(missing))
+    log.info("%s: the teacher's outputs for %d samples are cached", task, len(missing))
 
 
 def _refuse_other_than_rows(outputs: tuple[torch.Tensor, ...], samples: int) -> None:

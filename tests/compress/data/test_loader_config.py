@@ -80,7 +80,7 @@ def test_workers_live_as_long_as_they_are_kept(persistent) -> None:
     assert not (readers(first) | readers(second)) & set(map(int, children.stdout.split()))
 
 
-def test_a_workers_error_is_told_in_its_own_words() -> None:
+def test_a_workers_error_is_raised_with_its_own_message() -> None:
     splits = Splits({"train": Failing()}, loading=Loading(workers=2))
     with pytest.raises(StageFailed, match=r"^KeyError: 'no sample 23.*'$"):
         read(splits)

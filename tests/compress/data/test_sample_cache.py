@@ -146,7 +146,7 @@ def _flip_header(content: bytes) -> bytes:
     ("damage", "again"), [(_truncate, 1), (_flip_content, 1), (_flip_header, SAMPLES)]
 )
 @pytest.mark.parametrize("opened", ["before", "after"])
-def test_damaged_samples_are_read_again_replaced_and_told(folder, damage, again, opened, caplog):
+def test_damaged_samples_are_read_again_replaced_and_logged(folder, damage, again, opened, caplog):
     data = splits(folder)
     expected = list(data.batches("train"))
     (file,) = (folder / "cache").rglob("*.samples")
