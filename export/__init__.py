@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from compress.common.lazy_imports import imported_on_use
 from compress.core.baselines import BASELINES, Runtime
 from export.onnx.float_baseline import in_onnxruntime
 
@@ -27,7 +27,7 @@ __all__ = [
     "TorchScriptModel",
 ]
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "export.aotinductor.stage": ("AotModel", "ExportAot"),
     "export.onnx.stage": ("ExportOnnx", "OnnxModel"),
     "export.exported_program": ("ExportProgram",),
@@ -37,4 +37,11 @@ _HOMES = {
 
 BASELINES["onnxruntime"] = Runtime(in_onnxruntime, frozenset({"eager", "graph", "onnx"}))
 
-__getattr__ = imported_on_use(__name__, _HOMES)
+_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562): `compress --help` must not load every stage."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from compress.common.lazy_imports import imported_on_use
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from serve.client.client import Client
@@ -25,7 +24,7 @@ __all__ = [
     "TritonRepository",
 ]
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "serve.torchserve.artifact": ("TorchServeArchive",),
     "serve.client.client": ("Client",),
     "serve.repository.kserve": ("KServeService", "PackageKServe"),
@@ -34,4 +33,11 @@ _HOMES = {
     "serve.repository.triton": ("PackageTriton", "TritonRepository"),
 }
 
-__getattr__ = imported_on_use(__name__, _HOMES)
+_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562): `compress --help` must not load every stage."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

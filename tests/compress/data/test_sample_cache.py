@@ -4,8 +4,6 @@ import errno
 import logging
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -85,15 +83,14 @@ def test_each_sample_is_read_once_and_batches_stay_the_same(folder, workers) -> 
     assert data.fingerprint() == splits(folder, cache=None).fingerprint()
 
 
-def test_another_process_and_a_later_run_read_from_the_disk(folder) -> None:
+def test_another_process_and_a_later_run_read_from_the_disk(folder, fresh_torch) -> None:
     data = splits(folder)
     expected = list(data.batches("train"))
     readings(folder)
     (folder / "splits.pickle").write_bytes(pickle.dumps(data))
-    code = "import pickle; d = pickle.load(open('splits.pickle', 'rb')); list(d.batches('train'))"
-    surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=surroundings, check=True, timeout=150
+    fresh_torch(
+        f"import os, pickle; os.chdir({str(folder)!r})\n"
+        "d = pickle.load(open('splits.pickle', 'rb')); list(d.batches('train'))"
     )
     assert readings(folder) == 0
     assert equal(list(splits(folder).batches("train")), expected)

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,7 +57,7 @@ def unlabelled(data):
 
 
 def test_a_student_learns_without_a_single_label_and_opens_in_a_fresh_process(
-    tmp_path, data, taught
+    tmp_path, data, taught, fresh_torch
 ):
     student, where = taught
     where = replace(where, root=tmp_path / "distilled", data=unlabelled(data))
@@ -77,7 +75,7 @@ def test_a_student_learns_without_a_single_label_and_opens_in_a_fresh_process(
         f"x, y = torch.load({str(tmp_path / 'expected.pt')!r}, weights_only=True); "
         f"assert torch.equal(EagerModel.from_directory({str(learnt.path)!r}).load()(*x), y)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    fresh_torch(code)
 
 
 def test_labels_count_only_by_their_weight(tmp_path, data, taught):

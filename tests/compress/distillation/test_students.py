@@ -1,8 +1,5 @@
 """Students cut from the input, and how their blocks are chosen."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from pydantic import ValidationError
@@ -13,7 +10,7 @@ from compress.common.errors import StageFailed
 from compress.distillation.student import SomeBlocks
 
 
-def test_named_layers_of_the_input_learn_and_load_again_elsewhere(school):
+def test_named_layers_of_the_input_learn_and_load_again_elsewhere(school, fresh_torch):
     learnt = school.distil(school.teacher, student={"layers": [0, 3]}, epochs=3)
     assert learnt.recipe.edits == (KeepBlocks(kept={"layers": (0, 3)}),)
     assert learnt.parameters() < school.teacher.parameters()
@@ -25,7 +22,7 @@ def test_named_layers_of_the_input_learn_and_load_again_elsewhere(school):
         f"x, y = torch.load({str(school.root / 'expected.pt')!r}, weights_only=True); "
         f"assert torch.equal(EagerModel.from_directory({str(learnt.path)!r}).load()(x), y)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh_torch(code)
 
 
 def spoilt(school, harmless: set[int]) -> EagerModel:
