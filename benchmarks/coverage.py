@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import torch_pruning_as_is as peer  # noqa: E402
 from benchmarks.apart import within  # noqa: E402
 from benchmarks.page import write_part  # noqa: E402
-from compress.artifacts.eager_model import run_in_eval  # noqa: E402
 from compress.artifacts.edits.slicing import keep_indices_  # noqa: E402
+from compress.common.forward import run_in_eval  # noqa: E402
 from compress.common.tensor_difference import (  # noqa: E402
     largest,
     largest_difference,

@@ -79,7 +79,8 @@ def _run(code: str, *arguments: str | Path) -> tuple[float, float, str]:
 def store(folder: Path) -> None:
     from compress.common.signature import Signature, TensorSpec
     from export.onnx.stage import OnnxModel
-    from pipelines.store.local import Record, Store, publish, unpublish
+    from pipelines.store.entry import Record
+    from pipelines.store.local import Store, publish, unpublish
 
     entry = Store(folder / ".store").entry({"stage": "large"})
     published = folder / "artifacts" / "large"

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import nn
 
-from compress.artifacts.eager_model import run_in_eval
+from compress.common.forward import run_in_eval
 from compress.common.tensor_difference import largest, largest_difference, largest_finite
 from compress.graph.flops import count_macs
 

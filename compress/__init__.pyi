@@ -1,5 +1,4 @@
 from .artifacts.artifact import Artifact as Artifact
-from .artifacts.artifact import Predictor as Predictor
 from .artifacts.eager_model import EagerModel as EagerModel
 from .artifacts.graph_model import GraphModel as GraphModel
 from .checkpoint.loading import consolidate as consolidate
@@ -9,6 +8,7 @@ from .common.errors import GateRefused as GateRefused
 from .common.errors import PipelineInvalid as PipelineInvalid
 from .common.errors import StageFailed as StageFailed
 from .common.errors import Unavailable as Unavailable
+from .common.forward import Predictor as Predictor
 from .common.signature import Signature as Signature
 from .common.signature import TensorSpec as TensorSpec
 from .core.context import Context as Context

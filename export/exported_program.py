@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Literal
 
-from compress.artifacts.eager_model import EagerModel, predicting
+from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.core.stage import Stage
@@ -31,6 +31,7 @@ class ExportProgram(Stage[EagerModel, GraphModel]):
 
     def run(self, model: EagerModel, context: Context) -> GraphModel:
         """Trace, write, read back, check and seal."""
+        from compress.common.forward import torch_predictor
         from compress.graph.torch_export import export_program, save_program
         from export.parity.compare import prove_equal
 
@@ -41,7 +42,7 @@ class ExportProgram(Stage[EagerModel, GraphModel]):
             file = partial / GraphModel.payload
             save_program(program, file)
             module = self._read_back(file).module()
-            with predicting(module, "cpu", context.threads) as graph:
+            with torch_predictor(module, "cpu", context.threads) as graph:
                 prove_equal(model, graph, context)
         operators = sum(node.op == "call_function" for node in program.graph.nodes)
         logger.info("%s: %d operators", self.title, operators)

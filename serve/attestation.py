@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress import __version__
-from compress.artifacts.artifact import MANIFEST, canonical_json, without_double_keys
+from compress.artifacts.artifact import MANIFEST
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, Unavailable
 from compress.common.requirements import Requirement
+from compress.common.strict_json import canonical_json, reject_duplicate_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -239,7 +240,7 @@ def _json_in(file: Path) -> Any:
 
 def _parsed(content: bytes, file: Path) -> Any:
     try:
-        return json.loads(content, object_pairs_hook=without_double_keys)
+        return json.loads(content, object_pairs_hook=reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
         raise ArtifactInvalid(f"{file}: not an attestation in JSON ({error})") from None
 

@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 # Before a test calls a command, which would import settings without their descriptions.
 import pipelines.config.pipeline  # noqa: F401
 from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.data.splits import DataReference, Splits
 from compress.profiling.peak_memory import measurement_process

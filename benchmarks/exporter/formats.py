@@ -29,8 +29,9 @@ import torch
 
 from compress import Context
 from compress.artifacts.artifact import Artifact
-from compress.artifacts.eager_model import EagerModel, predicting
+from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import CompressError
+from compress.common.forward import torch_predictor
 from compress.profiling.benchmark import latencies
 from compress.profiling.rss import memory_kib, reset_peak
 from export import ExportAot, ExportOnnx, ExportTorchScript
@@ -166,7 +167,7 @@ def _ratios(model: EagerModel, root: Path, kinds: list[str], *, small: bool) -> 
         for kind in kinds:
             if kind == COMPILED:
                 compiled = torch.compile(model.load(), dynamic=False)
-                opened = predicting(compiled, "cpu", 1)
+                opened = torch_predictor(compiled, "cpu", 1)
             else:
                 opened = (model if kind == EAGER else Artifact.from_directory(root / kind)).open()
             predictors.append(stack.enter_context(opened))

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from compress import EagerModel, Signature, TensorSpec
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 
 BENCHMARKS = Path(__file__).parents[1]
 PRUNER = BENCHMARKS / "pruner"

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.data.splits import Batch
+from compress.data.batch import Batch
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess, process_group
 from compress.training.distributed.factory import create_strategy

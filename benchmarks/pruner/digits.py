@@ -24,8 +24,8 @@ from torch import nn
 
 from compress import Context, PruneChannels, Splits, Train
 from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.signature import Signature, TensorSpec
 from compress.data.splits import DataReference
 from compress.graph.flops import count_macs

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import DataReference, Splits

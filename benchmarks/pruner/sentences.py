@@ -147,8 +147,8 @@ def minilm(root: Path, batch_size: int = 32, **sizes: int):
     from safetensors.torch import save_file
 
     from compress import Context, Metric, Signature, TensorSpec
+    from compress.artifacts.importing import import_checkpoint
     from compress.artifacts.recipe import Recipe
-    from compress.checkpoint.loading import import_checkpoint
     from compress.data.splits import DataReference
 
     here, file = Path(__file__).parent, root / "minilm.safetensors"

@@ -7,8 +7,8 @@ import torch
 from compress import Context, Signature, TensorSpec, Train
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.data.splits import DataReference
 from export import ExportOnnx
 

@@ -1,7 +1,7 @@
-"""A model at rest: a sealed directory that says what it is and proves that nothing changed.
+"""Artifact: a model as a directory whose manifest holds the hash of every file.
 
-An artifact is written under a temporary name, synced and renamed; ``manifest.json`` comes last.
-A directory without a manifest is not an artifact, so a half-written one does not exist.
+It is written under a temporary name, synced and renamed; ``manifest.json`` comes last. A directory
+without a manifest is not an artifact, so a half-written one does not exist.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, field_validator
 
 from compress.artifacts.recipe import Recipe
 from compress.common.atomic_files import (
     open_regular,
-    partial_of,
+    partial_path,
     refuse_irregular,
     replace,
     stays_inside,
@@ -28,26 +28,19 @@ from compress.common.atomic_files import (
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, first_line
 from compress.common.signature import Signature
+from compress.common.strict_json import reject_duplicate_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
 
-    import torch
+    from compress.common.forward import Predictor
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 2**26
-"""More than any manifest of ours holds."""
+"""Larger than any manifest that this toolkit writes; more is refused unread."""
 _known: dict[tuple[str | int, ...], str] = {}
-"""SHA-256 of files that this process hashed: by path, inode, size, and times of change."""
-
-
-class Predictor(Protocol):
-    """A model that answers, whatever format it is in."""
-
-    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the flattened outputs for inputs in the signature's order."""
-        ...
+"""SHA-256 of the files that this process has hashed, by path, inode, size, mtime and ctime."""
 
 
 class FileDigest(Settings):
@@ -69,14 +62,14 @@ class Step(Settings):
 
 
 class Manifest(Settings):
-    """What an artifact says about itself; no time and no path, so its digest is stable."""
+    """Content of ``manifest.json``; without times and paths, so that its digest is reproducible."""
 
     version: Literal[1] = 1
     kind: str
     signature: Signature
     recipe: Recipe | None = None
     facts: dict[str, JsonValue] = {}
-    """What the producing stage found out."""
+    """Results of the producing stage, such as counts and errors."""
     lineage: tuple[Step, ...] = ()
     files: dict[str, FileDigest] = {}
 
@@ -90,19 +83,19 @@ class Manifest(Settings):
 
 
 class Artifact:
-    """A sealed directory. Each format is a subclass, beside the stage that produces it."""
+    """A model directory. Each format is a subclass, in the module of the stage that produces it."""
 
     kind: ClassVar[str]
     payload: ClassVar[str]
-    """Name of the file that a user would deploy."""
+    """Name of the file to deploy."""
     opened_with: ClassVar[tuple[str, ...]] = ()
-    """Modules that :meth:`open` imports for seconds; what measures memory imports them first."""
+    """Modules that take seconds to import in :meth:`open`; imported before memory is measured."""
     memory_elsewhere: ClassVar[str] = ""
-    """Why the memory of a call is never seen with artifacts of this kind; empty where it can be."""
+    """Why no artifact of this kind shows a call's memory in this process; empty if they do."""
     _kinds: ClassVar[dict[str, type[Artifact]]] = {}
 
     def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
-        """Use :meth:`at` instead."""
+        """Use :meth:`from_directory` instead."""
         self.path = path
         self.manifest = manifest
         self.digest = digest
@@ -117,7 +110,7 @@ class Artifact:
 
     @classmethod
     def from_directory(cls, path: Path | str) -> Self:
-        """Read the artifact in a directory; on ``Artifact`` itself, of whichever kind it is.
+        """Open the artifact in a directory; ``Artifact`` itself opens any kind.
 
         Names and sizes of its files are compared with the manifest; :meth:`verify` hashes them too.
 
@@ -125,13 +118,13 @@ class Artifact:
             ArtifactInvalid: no manifest, an unreadable one, one of another kind, or files that are
                 not those of the manifest.
         """
-        artifact = cls.described_at(path)
+        artifact = cls.read_manifest(path)
         artifact.check_files()
         return artifact
 
     @classmethod
-    def described_at(cls, path: Path | str) -> Self:
-        """Return the artifact that the manifest in a directory describes, whatever its files are.
+    def read_manifest(cls, path: Path | str) -> Self:
+        """Return the artifact that a directory's manifest describes, without a look at its files.
 
         Raises:
             ArtifactInvalid: no manifest, an unreadable one, or one of another kind.
@@ -148,7 +141,7 @@ class Artifact:
 
     @classmethod
     def from_manifest(cls, raw: bytes, path: Path) -> Self:
-        """Return the artifact that a manifest describes, whether or not it lies at the path yet.
+        """Return the artifact that a manifest describes; the path need not exist yet.
 
         Raises:
             ArtifactInvalid: the manifest is unreadable, or one of another kind.
@@ -156,7 +149,7 @@ class Artifact:
         if len(raw) > MANIFEST_BYTES:
             raise ArtifactInvalid(f"{path / MANIFEST}: has more than {MANIFEST_BYTES} bytes")
         try:
-            refuse_double_keys(raw)
+            json.loads(raw, object_pairs_hook=reject_duplicate_keys)
             manifest = Manifest.model_validate_json(raw)
         except ValidationError as error:
             first = error.errors()[0]
@@ -185,17 +178,17 @@ class Artifact:
         lineage: tuple[Step, ...] = (),
         facts: dict[str, Any] | None = None,
     ) -> Iterator[Path]:
-        """Give a temporary directory to write the files into; on success it becomes the artifact.
+        """Context manager: yield a temporary directory, which becomes the artifact at the end.
 
         ``facts`` may be filled while the directory is being written.
 
         Raises:
-            PipelineInvalid: there is something else at the path.
+            PipelineInvalid: the path holds files that are no artifact.
         """
         facts = {} if facts is None else facts
         _refuse_foreign(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = partial_of(path)
+        partial = partial_path(path)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
@@ -224,17 +217,17 @@ class Artifact:
 
     @property
     def payload_name(self) -> str:
-        """Name of the file that a user would deploy; some formats name it after the model."""
+        """Name of the file to deploy; some formats name it after the model."""
         return self.payload
 
     @property
     def payload_path(self) -> Path:
-        """The file that a user would deploy."""
+        """The file to deploy."""
         return self.path / self.payload_name
 
     @property
     def payload_bytes(self) -> int:
-        """Size in bytes of the file that a user would deploy."""
+        """Size in bytes of the file to deploy."""
         return self.manifest.files[self.payload_name].bytes
 
     def verify(self) -> None:
@@ -245,23 +238,23 @@ class Artifact:
         """
         self.check_files(hashed=self.manifest.files)
 
-    def refuse_altered(self) -> None:
-        """Do what :meth:`verify` does, before the files are loaded.
+    def verify_cached(self) -> None:
+        """Verify the files before they are loaded, without hashing any twice.
 
-        What this process has hashed, and nobody has written since by what the file system says, is
-        not hashed again: artifacts are opened many times in a run.
+        A run opens an artifact many times. Files that this process has hashed are hashed again only
+        if their inode, size or times have changed.
 
         Raises:
             ArtifactInvalid: a file is missing, altered, a link, or was added; the message names it.
         """
-        hashed = {
+        keys = {
             name: (str(self.path / name), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
-            for name, s in self._present().items()
+            for name, s in self._check_sizes().items()
         }
         digests = {name: file.sha256 for name, file in self.manifest.files.items()}
-        unknown = [name for name in digests if _known.get(hashed[name]) != digests[name]]
+        unknown = [name for name in digests if _known.get(keys[name]) != digests[name]]
         self.check_files(hashed=unknown)
-        _known.update({hashed[name]: digests[name] for name in unknown})
+        _known.update({keys[name]: digests[name] for name in unknown})
 
     def check_files(self, hashed: Iterable[str] = ()) -> None:
         """Compare the names and sizes of all files with the manifest, and the hashes of some.
@@ -272,13 +265,13 @@ class Artifact:
         Raises:
             ArtifactInvalid: a file is missing, altered, a link, or was added; the message names it.
         """
-        self._present()
+        self._check_sizes()
         for name in hashed:
             if _digest(self.path / name) != self.manifest.files[name]:
                 raise self._altered(name)
 
-    def _present(self) -> dict[str, os.stat_result]:
-        """Return the files that are here, which are those of the manifest, of the same sizes."""
+    def _check_sizes(self) -> dict[str, os.stat_result]:
+        """Return the directory's files; refuse names or sizes that differ from the manifest."""
         present = files_below(self.path)
         present.pop(MANIFEST, None)
         for name, expected in self.manifest.files.items():
@@ -296,46 +289,51 @@ class Artifact:
 
     @property
     def memory_unavailable_reason(self) -> str:
-        """Why the process that asks does not show what memory a call takes; empty where it does."""
+        """Why a call's memory cannot be measured in this process; empty where it can."""
         return self.memory_elsewhere
 
     def open(self, device: str = "cpu", threads: int = 1) -> AbstractContextManager[Predictor]:
-        """Load the model and give a predictor for the duration of a ``with`` block."""
+        """Load the model as a predictor for a ``with`` block.
+
+        Args:
+            device: torch's name of the device.
+            threads: number of CPU threads of one call.
+        """
         raise NotImplementedError(f"{self.kind} artifacts cannot answer")
 
     @contextmanager
     def keep_loaded(self, device: str = "cpu", threads: int = 1) -> Iterator[None]:
-        """Keep what is costly to start, such as a server, up between several :meth:`open`."""
+        """Keep servers alive between several :meth:`open`, for a ``with`` block."""
         yield
 
     def parameters(self) -> int | None:
-        """Return the number of weights, as counted when it was made; None where it was not."""
-        return self._counted("parameters")
+        """Return the number of weights that the producing stage counted, or None."""
+        return self._int_fact("parameters")
 
     def macs(self) -> int | None:
-        """Return the multiply-accumulates for one sample, as counted when it was made, or None."""
-        return self._counted("macs")
+        """Return the multiply-accumulates per sample that the producing stage counted, or None."""
+        return self._int_fact("macs")
 
     def fact(self, name: str) -> Any:
-        """Return what the producing stage found out.
+        """Return an entry of the manifest's facts.
 
         Raises:
-            ArtifactInvalid: the manifest does not say.
+            ArtifactInvalid: there is no such entry.
         """
         if name not in self.manifest.facts:
             raise ArtifactInvalid(f"{self.path / MANIFEST}: facts: {name} is not among them")
         return self.manifest.facts[name]
 
-    def _counted(self, fact: str) -> int | None:
+    def _int_fact(self, fact: str) -> int | None:
         value = self.manifest.facts.get(fact)
         return value if isinstance(value, int) else None
 
 
 def replace_artifact(new: Path, path: Path) -> None:
-    """Rename a directory to its place, where at most an older artifact may be.
+    """Rename a directory to a path, in place of an older artifact if there is one.
 
     Raises:
-        PipelineInvalid: there is something else.
+        PipelineInvalid: the path holds files that are no artifact.
     """
     _refuse_foreign(path)
     replace(new, path)
@@ -349,19 +347,14 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
-def canonical_json(value: Any) -> str:
-    """Return JSON that is the same for equal values: sorted keys, no spaces."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
 def files_below(folder: Path) -> dict[str, os.stat_result]:
-    """Return what is known of each file below a folder, by its name relative to it, sorted.
+    """Return the stat of each file below a folder, by relative name, sorted.
 
     Raises:
         ArtifactInvalid: a link, a pipe or a device is among them: another reader may follow a link
-            to files that were never sealed.
+            to files that were never hashed.
     """
-    found: dict[str, os.stat_result] = {}
+    files: dict[str, os.stat_result] = {}
     folders = [folder]
     while folders:
         with os.scandir(folders.pop()) as entries:
@@ -370,34 +363,10 @@ def files_below(folder: Path) -> dict[str, os.stat_result]:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(path)
                     continue
-                about = entry.stat(follow_symlinks=False)
-                refuse_irregular(path, about.st_mode)
-                found[path.relative_to(folder).as_posix()] = about
-    return dict(sorted(found.items()))
-
-
-def refuse_double_keys(text: bytes) -> None:
-    """Refuse JSON in which an object has a key twice, of which readers take either.
-
-    Raises:
-        ValueError: a key stands twice, or it is not JSON.
-        RecursionError: it is nested too deeply.
-    """
-    json.loads(text, object_pairs_hook=without_double_keys)
-
-
-def without_double_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object made of its keys and values, for ``json.loads``.
-
-    Raises:
-        ValueError: a key stands twice.
-    """
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"key {key[:80]!r} stands twice")
-        found[key] = value
-    return found
+                status = entry.stat(follow_symlinks=False)
+                refuse_irregular(path, status.st_mode)
+                files[path.relative_to(folder).as_posix()] = status
+    return dict(sorted(files.items()))
 
 
 def _digest(file: Path) -> FileDigest:
@@ -407,7 +376,7 @@ def _digest(file: Path) -> FileDigest:
 
 
 def seal(folder: Path) -> None:
-    """Write-protect and sync an artifact's files, before it gets a name of its own."""
+    """Write-protect and sync an artifact's files, before it is renamed to its final name."""
     for entry in sorted(folder.rglob("*"), reverse=True):
         if entry.is_file():
             entry.chmod(0o444)  # hard links share these bytes: an edit in place must not be easy

@@ -1,4 +1,4 @@
-"""EagerModel: a PyTorch module as recipe plus weights, loadable anywhere, no code unpickled."""
+"""EagerModel: a PyTorch module as a recipe plus weights; loading it unpickles no code."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.artifacts.artifact import Artifact, Predictor, Step
+from compress.artifacts.artifact import Artifact, Step
 from compress.checkpoint.state_dict import load_state_
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.factories import local_sources
+from compress.common.forward import Predictor, torch_predictor
 from compress.common.signature import Signature
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class EagerModel(Artifact):
         lineage: tuple[Step, ...] = (),
         facts: dict[str, Any] | None = None,
     ) -> EagerModel:
-        """Seal a model given its recipe and state dict.
+        """Write an artifact from a recipe and a state dict.
 
         Args:
             path: directory of the artifact.
@@ -54,7 +55,7 @@ class EagerModel(Artifact):
             signature: the model's interface.
             folder: where the factory's source lies.
             lineage: the stages so far.
-            facts: what the producing stage found out.
+            facts: results of the producing stage, for the manifest.
         """
         from compress.checkpoint.safetensors_io import write_safetensors
 
@@ -63,7 +64,10 @@ class EagerModel(Artifact):
             path, signature, recipe=recipe, lineage=lineage, facts=facts
         ) as partial:
             write_safetensors(partial / cls.payload, state)
-            write_sources(partial, sources)
+            for name, source in sources.items():
+                copy = partial / CODE / name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(source.read_bytes())
         return cls.from_directory(path)
 
     @classmethod
@@ -77,7 +81,7 @@ class EagerModel(Artifact):
         arguments: dict[str, Any] | None = None,
         root: Path | None = None,
     ) -> EagerModel:
-        """Seal a module that is in memory, and prove that its factory rebuilds it.
+        """Write an artifact of a module in memory, and check that its factory rebuilds it.
 
         Args:
             module: a trained module; it is not changed.
@@ -91,21 +95,24 @@ class EagerModel(Artifact):
 
         Raises:
             PipelineInvalid: neither inputs nor signature given, or the factory cannot be imported.
-            ArtifactInvalid: the factory builds another architecture, or one that answers otherwise.
+            ArtifactInvalid: the factory builds another architecture, or one with other outputs.
         """
-        from compress.artifacts.recipe_inference import fitted_recipe, recipe_of
+        from compress.artifacts.recipe_inference import check_rebuild, recipe_from_module
 
         if signature is None:
             if example_inputs is None:
                 raise PipelineInvalid("from_module needs example_inputs or a signature")
-            signature = Signature.of(example_inputs)
+            signature = Signature.from_examples(example_inputs)
         if isinstance(example_inputs, Mapping):
             example_inputs = [example_inputs[spec.name] for spec in signature.inputs]
         inputs = tuple(example_inputs or signature.example())
-        recipe = recipe_of(module, factory, arguments)
-        recipe, signature = fitted_recipe(module, recipe, signature, inputs)
-        path = root or _temporary_folder() / "source"
-        return cls.create(path, recipe, module.state_dict(), signature)
+        recipe = recipe_from_module(module, factory, arguments)
+        recipe, signature = check_rebuild(module, recipe, signature, inputs)
+        if root is None:
+            temporary = tempfile.mkdtemp(prefix="compress-")
+            atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+            root = Path(temporary) / "source"
+        return cls.create(root, recipe, module.state_dict(), signature)
 
     @property
     def recipe(self) -> Recipe:
@@ -116,27 +123,36 @@ class EagerModel(Artifact):
 
     @property
     def code(self) -> Path | None:
-        """The folder with the user's source, or None when the factory is an installed package."""
-        return sealed_code(self)
+        """The folder with the user's source; None if the factory is an installed package.
+
+        The files are hashed at each access, because the caller is about to run them.
+
+        Raises:
+            ArtifactInvalid: a file of the artifact is missing or a link, one was added, or a source
+                was altered.
+        """
+        sources = [name for name in self.manifest.files if name.startswith(f"{CODE}/")]
+        self.check_files(hashed=sources)
+        return self.path / CODE if sources else None
 
     def load(self, device: str = "cpu") -> torch.nn.Module:
-        """Return a fresh module in eval mode that the caller owns.
+        """Return a new module in eval mode.
 
         Raises:
             ArtifactInvalid: the weights do not fit the recipe.
         """
         from compress.checkpoint.safetensors_io import tensors_in
 
-        self.refuse_altered()
+        self.verify_cached()
         module = self.recipe.build(self.code)
         with self.payload_path.open("rb", buffering=0) as stream:
             load_state_(module, tensors_in(stream), str(self.payload_path))
         return module.eval().to(device)
 
     def skeleton(self) -> torch.nn.Module | None:
-        """Return the module in eval mode without weights: its parameters are on the meta device.
+        """Return the module in eval mode with its parameters on the meta device.
 
-        None where the factory needs its parameters' values.
+        None if the factory needs its parameters' values.
         """
         from compress.artifacts.meta_init import build_skeleton
 
@@ -152,19 +168,19 @@ class EagerModel(Artifact):
         lineage: tuple[Step, ...] = (),
         facts: dict[str, Any] | None = None,
     ) -> EagerModel:
-        """Seal a changed version of this model: new weights, and the edits that led to them.
+        """Write a changed version of this model: new weights, and edits of its architecture.
 
-        Weights on disk (:func:`~compress.checkpoint.loading.read_state_dict`) go there tensor by
-        tensor, and give the same digest as the module with those weights.
+        Weights on disk (:func:`~compress.checkpoint.loading.read_state_dict`) are copied tensor by
+        tensor, and give the same digest as a module with those weights.
 
         Raises:
             ArtifactInvalid: the weights do not fit the recipe.
         """
-        from compress.artifacts.meta_init import fitted
+        from compress.artifacts.meta_init import match_state_dict
 
         recipe = self.recipe.model_copy(update={"edits": (*self.recipe.edits, *edits)})
         if isinstance(weights, Mapping):
-            state = fitted(weights, recipe, self.code, str(path))
+            state = match_state_dict(weights, recipe, self.code, str(path))
         else:
             state = weights.state_dict()
         return self.create(
@@ -179,8 +195,8 @@ class EagerModel(Artifact):
 
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Give the eager module as a predictor."""
-        with predicting(self.load(device), device, threads) as predict:
+        """Load the module as a predictor for a ``with`` block."""
+        with torch_predictor(self.load(device), device, threads) as predict:
             yield predict
 
     def parameters(self) -> int:
@@ -192,116 +208,3 @@ class EagerModel(Artifact):
         from compress.graph.flops import count_macs
 
         return count_macs(self.load(), self.signature.example(batch=1))
-
-
-def sealed_code(artifact: Artifact) -> Path | None:
-    """Return the folder with an artifact's Python sources, which were hashed just now.
-
-    Whoever asks for it runs them. None where the artifact has no sources.
-
-    Raises:
-        ArtifactInvalid: a file of the artifact is missing or a link, one was added, or a source is
-            not the one that was sealed.
-    """
-    sources = [name for name in artifact.manifest.files if name.startswith(f"{CODE}/")]
-    artifact.check_files(hashed=sources)
-    return artifact.path / CODE if sources else None
-
-
-def write_sources(folder: Path, sources: Mapping[str, Path]) -> None:
-    """Copy the user's source files, by their names, into an artifact that is being written."""
-    for name, source in sources.items():
-        copy = folder / CODE / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(source.read_bytes())
-
-
-@contextmanager
-def predicting(module: Any, device: str, threads: int) -> Iterator[Predictor]:
-    """Give a torch callable as a predictor that runs on a number of threads.
-
-    A call returns when its outputs are there, on a CUDA device too.
-    """
-    import torch
-
-    previous = torch.get_num_threads()
-    torch.set_num_threads(threads)
-
-    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with torch.inference_mode():
-            outputs = flatten_outputs(module(*(x.to(device) for x in inputs)))
-        if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
-        return outputs
-
-    try:
-        yield predict
-    finally:
-        torch.set_num_threads(previous)
-
-
-def flatten_outputs(output: Any) -> tuple[torch.Tensor, ...]:
-    """Return a model's output as a tuple of tensors.
-
-    A tensor, a (nested) sequence or mapping of them, or an object with ``.logits``.
-
-    Raises:
-        ArtifactInvalid: there is no tensor in it.
-    """
-    import torch
-
-    if isinstance(output, torch.Tensor):
-        return (output,)
-    if hasattr(output, "logits"):
-        return (output.logits,)
-    values = output.values() if isinstance(output, dict) else output
-    if isinstance(output, dict | list | tuple):
-        found = tuple(t for v in values if v is not None for t in flatten_outputs(v))
-        if found:
-            return found
-    raise ArtifactInvalid(f"the model returned {type(output).__name__}, expected tensors")
-
-
-def run_in_eval(
-    module: torch.nn.Module, inputs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Run a module in eval mode without gradients, and put each part back into its own mode."""
-    import torch
-
-    with kept_modes(module), torch.inference_mode():
-        return flatten_outputs(module.eval()(*inputs))
-
-
-@contextmanager
-def kept_modes(module: torch.nn.Module) -> Iterator[None]:
-    """Put each part of a module back into its own mode, training or eval, after a block."""
-    modes = {part: part.training for part in module.modules()}
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
-
-
-def name_outputs(signature: Signature, count: int) -> Signature:
-    """Return the signature with as many output names as the model has outputs.
-
-    Raises:
-        PipelineInvalid: names were given, and there are more or fewer outputs.
-    """
-    from compress.common.signature import OutputSpec
-
-    if len(signature.outputs) == count:
-        return signature
-    if "outputs" in signature.model_fields_set:
-        names = [o.name for o in signature.outputs]
-        raise PipelineInvalid(f"model.outputs names {names}, and the model returns {count} tensors")
-    outputs = tuple(OutputSpec(name=f"output_{i}") for i in range(count))
-    return signature.model_copy(update={"outputs": outputs})
-
-
-def _temporary_folder() -> Path:
-    """Return a folder that goes when this process ends."""
-    folder = tempfile.mkdtemp(prefix="compress-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)

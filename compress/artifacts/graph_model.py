@@ -1,13 +1,14 @@
-"""GraphModel: a torch.export program at rest; what quantization writes and exporters lower."""
+"""GraphModel: a torch.export program as an artifact; quantization writes it, exporters read it."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from compress.artifacts.artifact import Artifact, Predictor, Step
-from compress.artifacts.eager_model import EagerModel, flatten_outputs, predicting, run_in_eval
+from compress.artifacts.artifact import Artifact, Step
+from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
+from compress.common.forward import Predictor, flatten_outputs, run_in_eval, torch_predictor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,14 +36,14 @@ class GraphModel(Artifact):
         lineage: tuple[Step, ...] = (),
         facts: dict[str, Any] | None = None,
     ) -> GraphModel:
-        """Seal a program.
+        """Write an artifact of a program.
 
         Args:
             path: directory of the artifact.
             program: the exported program; it is not changed.
             signature: the model's interface.
             lineage: the stages so far.
-            facts: what the producing stage found out.
+            facts: results of the producing stage, for the manifest.
         """
         from compress.graph.torch_export import save_program
 
@@ -51,18 +52,18 @@ class GraphModel(Artifact):
         return cls.from_directory(path)
 
     @classmethod
-    def of(cls, model: EagerModel, path: Path) -> GraphModel:
-        """Seal an eager model's graph: one `.pt2` file for those who do not have its class.
+    def from_eager(cls, model: EagerModel, path: Path) -> GraphModel:
+        """Trace an eager model to one `.pt2` file, which loads without the model's class.
 
-        Pruned, cut and distilled models are written as they are. The file is compared with the
+        Pruned and distilled models are written with their edits. The graph is compared with the
         model at two sizes of every named axis.
 
         Args:
-            model: the model; it stays what it is.
+            model: the model; it is not changed.
             path: directory of the artifact.
 
         Raises:
-            StageFailed: the model cannot be traced, or its graph answers otherwise.
+            StageFailed: the model cannot be traced, or its graph has other outputs.
         """
         from compress.graph.torch_export import export_program
 
@@ -72,22 +73,22 @@ class GraphModel(Artifact):
         return cls.create(path, program, model.signature, lineage=lineage, facts=dict(facts))
 
     def program(self) -> torch.export.ExportedProgram:
-        """Return the exported program; no code that the file might bring is executed.
+        """Return the exported program; no code in the file is executed.
 
         Raises:
             ArtifactInvalid: the file was altered, or holds anything but tensors and a graph.
         """
         from compress.graph.torch_export import load_program
 
-        self.refuse_altered()
+        self.verify_cached()
         return load_program(self.payload_path)
 
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Give the graph, run by PyTorch, as a predictor."""
+        """Load the graph as a predictor for a ``with`` block; PyTorch runs it."""
         module = self.program().module()
         find_ranges_of_nothing_(module)
-        with predicting(module.to(device), device, threads) as predict:
+        with torch_predictor(module.to(device), device, threads) as predict:
             yield predict
 
     def parameters(self) -> int:
@@ -106,7 +107,7 @@ class GraphModel(Artifact):
 
 
 def program_of(model: Artifact) -> torch.export.ExportedProgram:
-    """Return a model's graph: the stored one, or that of an eager model traced.
+    """Return a model's graph: the stored one, or a trace of an eager model.
 
     Raises:
         StageFailed: the model cannot be traced, or has no graph.
@@ -121,9 +122,9 @@ def program_of(model: Artifact) -> torch.export.ExportedProgram:
 
 
 def find_ranges_of_nothing_(module: Any) -> None:
-    """Let ranges that are found at run time be those of a zero where a batch has no rows, in place.
+    """Let dynamic quantization accept an empty batch, by the range of a single zero, in place.
 
-    torch's own operator (2.13) raises there; onnxruntime and torch's integer kernels answer.
+    torch's (2.13) ``choose_qparams`` raises for it; onnxruntime and torch's integer kernels do not.
     """
     import torch
     import torch.ao.quantization.fx._decomposed  # registers choose_qparams
@@ -139,10 +140,10 @@ def find_ranges_of_nothing_(module: Any) -> None:
 
 
 def reshape_views_(module: Any) -> None:
-    """Let views of a graph be copies where need be, in place.
+    """Replace ``view`` by ``reshape`` in a graph, in place.
 
-    A kernel that computes an operator otherwise than the one that was traced, as attention that is
-    counted as the products it is made of, may answer with other strides: a view may not exist.
+    Another kernel than the traced one, such as attention decomposed into matrix products to be
+    counted, may return other strides, for which the view does not exist.
     """
     import torch
 
@@ -156,10 +157,10 @@ def reshape_views_(module: Any) -> None:
 def refuse_other_answers(
     module: torch.nn.Module, program: torch.export.ExportedProgram, signature: Signature
 ) -> None:
-    """Refuse a program that does not answer as the module it was traced from.
+    """Compare a program's outputs with those of the module that it was traced from.
 
     Raises:
-        StageFailed: answers differ by more than rounding.
+        StageFailed: they differ by more than rounding.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""Models of a local Hugging Face folder: nothing is downloaded, and no code of the folder is run.
+"""Reads a local Hugging Face folder: nothing is downloaded, and no code in the folder is run.
 
-The folder's weights are read by transformers itself, which knows how each architecture's names were
-changed over the years. What is sealed is the architecture's name, its config and the weights, so
-that the folder is not needed again.
+transformers itself reads the weights, because it maps the parameter names of older versions. The
+artifact holds the architecture's name, its config and the weights, and does not need the folder
+again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Task = Literal[
     "token-classification",
     "video-classification",
 ]
-"""What a model is for, by the name that transformers' pipelines have for it."""
+"""A task, by its name in transformers' pipelines."""
 
 CLASSES = (
     "AutoModelForAudioClassification",
@@ -57,17 +57,17 @@ CLASSES = (
     "AutoModelForVideoClassification",
 )
 OUTPUTS: dict[str | None, tuple[str, ...]] = {"object-detection": ("logits", "pred_boxes")}
-"""Outputs of a task whose answer is more than `logits`."""
+"""Outputs of the tasks that need more than `logits`."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 CONFIG = "config.json"
 ATTENTION = ("attn_implementation", "_attn_implementation")
 FACTORY = "compress.artifacts.hf_folder:build"
-OF_THE_AUTHOR = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "auto_map")
-"""Entries of a config that change no answer of a float32 model."""
+WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "auto_map")
+"""Entries of a config that do not change the outputs of a float32 model."""
 
 
 def build(architecture: str, config: dict[str, Any]) -> nn.Module:
-    """Return a model of transformers with random weights; the factory of sealed recipes.
+    """Return a transformers model with random weights; recipes name this function as factory.
 
     Args:
         architecture: name of its class, `BertModel` for example.
@@ -78,36 +78,36 @@ def build(architecture: str, config: dict[str, Any]) -> nn.Module:
     """
     import transformers
 
-    found = getattr(transformers, architecture, None)
-    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+    model_class = _model_class(architecture)
+    if model_class is None:
         raise ArtifactInvalid(
             f"transformers {transformers.__version__} has no model {architecture!r}"
         )
-    kind: Any = found.config_class
-    module: nn.Module = found(kind.from_dict(config))
+    config_class: Any = model_class.config_class
+    module: nn.Module = model_class(config_class.from_dict(config))
     return module
 
 
 def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tuple[Recipe, Any]:
     """Return the recipe of a folder's model, and the model with the folder's weights in float32.
 
-    Weights that the folder lacks are drawn at random, by the generator as it stands.
+    Missing weights are drawn from torch's generator in its current state.
 
     Args:
         folder: a folder with `config.json` and safetensors weights.
-        task: what the model is for; the class that its config names, by default.
-        untrained_head: whether weights may be missing, because training comes next.
+        task: the task of the model; by default, the class that its config names is used.
+        untrained_head: whether weights may be missing, because training follows.
 
     Raises:
-        ArtifactInvalid: files are missing, the folder brings code of its own or is quantized, it
+        ArtifactInvalid: files are missing, the folder needs code of its own or is quantized, it
             has no model for the task, or weights are missing.
     """
     refuse_foreign_folder(folder)
     with _silent():
         try:
             config, kind = _class_of(folder, task)
-            config.use_cache = False  # keys and values of former tokens are no output here
-            # dtype: half floats are made whole, since every stage computes and compares in them.
+            config.use_cache = False  # past_key_values would be further outputs
+            # Every stage computes and compares in float32, also for models saved in half precision.
             module, loaded = kind.from_pretrained(
                 folder,
                 config=config,
@@ -135,18 +135,18 @@ def read_folder(folder: Path, task: Task | None, *, untrained_head: bool) -> tup
 
 
 def recipe_from(module: Any) -> Recipe:
-    """Return the recipe of a model of transformers, by its class and its config."""
+    """Return the recipe of a transformers model, from its class and its config."""
     from compress.artifacts.recipe import Recipe
 
     content = json.loads(module.config.to_json_string(use_diff=False))
-    for name in OF_THE_AUTHOR:
+    for name in WITHOUT_EFFECT:
         content.pop(name, None)
     arguments = {"architecture": type(module).__name__, "config": content}
     return Recipe(factory=FACTORY, arguments=arguments)
 
 
 def refuse_foreign_folder(folder: Path) -> None:
-    """Refuse a folder that is not one of plain weights, before transformers sees it.
+    """Refuse a folder with anything but a config and float weights, before transformers reads it.
 
     Raises:
         ArtifactInvalid: a file is missing or unreadable, or the model is quantized already.
@@ -181,7 +181,7 @@ def refuse_foreign_folder(folder: Path) -> None:
 
 
 def folder_digest(folder: Path) -> str | None:
-    """Return a SHA-256 of a folder's config and weights; None where they are not there."""
+    """Return a SHA-256 over a folder's config and weights; None if they are missing."""
     import hashlib
 
     from compress.checkpoint.loading import checkpoint_digest
@@ -193,7 +193,7 @@ def folder_digest(folder: Path) -> str | None:
 
 
 def _class_of(folder: Path, task: Task | None) -> tuple[Any, Any]:
-    """Return the config, and the class of models that is to be built from it."""
+    """Return a folder's config, and the model class to build from it."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(
@@ -201,29 +201,39 @@ def _class_of(folder: Path, task: Task | None) -> tuple[Any, Any]:
     )
     if task is None:
         names = config.architectures or ["none"]
-        found = getattr(transformers, names[0], None)
-        if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        model_class = _model_class(names[0])
+        if model_class is None:
             raise ArtifactInvalid(
                 f"{folder / CONFIG}: names {names[0]!r}, which transformers "
                 f"{transformers.__version__} does not have; code of the folder is never run; "
                 f"name a `task:` ({', '.join(get_args(Task))})"
             )
-        return config, found
+        return config, model_class
     auto: Any = getattr(transformers, dict(zip(get_args(Task), CLASSES, strict=True))[task])
     try:
-        found = auto._model_mapping[type(config)]
+        classes = auto._model_mapping[type(config)]
     except KeyError:
         raise ArtifactInvalid(
             f"{folder}: transformers has no {config.model_type} for {task}"
         ) from None
-    fitting = found if isinstance(found, tuple) else (found,)
-    named = (c for c in fitting if c.__name__ in (config.architectures or ()))
-    return config, next(named, fitting[0])
+    if not isinstance(classes, tuple):
+        return config, classes
+    named = (c for c in classes if c.__name__ in (config.architectures or ()))
+    return config, next(named, classes[0])
+
+
+def _model_class(name: str) -> Any:
+    """Return the model class of transformers with this name, or None."""
+    import transformers
+
+    found = getattr(transformers, name, None)
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if is_model else None
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keep transformers from printing bars and warnings; what matters is raised."""
+    """Suppress transformers' progress bars and warnings; problems that matter are raised."""
     import logging as levels
 
     from transformers.utils import logging

@@ -1,4 +1,4 @@
-"""Modules whose parameters have shapes and no values, so that building them costs no memory."""
+"""Builds modules with parameters on the meta device, which takes no memory for weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compress.checkpoint.state_dict import StoredTensor, differences, in_memory, place_of
+from compress.checkpoint.state_dict import StoredTensor, in_memory, mismatches, storage_key
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 def build_skeleton(recipe: Recipe, folder: Path | None) -> nn.Module | None:
-    """Return a recipe's module with parameters on the meta device; buffers are the factory's own.
+    """Return a recipe's module with parameters on the meta device; buffers keep their values.
 
-    None where the factory, or an edit, does something that needs the parameters' values.
+    None if the factory or an edit needs the parameters' values.
 
     Raises:
         PipelineInvalid: the factory cannot be imported.
@@ -33,10 +33,10 @@ def build_skeleton(recipe: Recipe, folder: Path | None) -> nn.Module | None:
     try:
         with parameters_on_meta():
             module = recipe.build(folder)
-    except (ArtifactInvalid, RuntimeError) as error:  # torch's own refusal is a RuntimeError
+    except (ArtifactInvalid, RuntimeError) as error:  # meta tensors raise RuntimeError if read
         log.info("%s is built with its weights: %s", recipe.factory, error)
         return None
-    obstacle = _what_is_wrong(module)
+    obstacle = _unusable_tensor(module)
     if obstacle:
         log.info("%s is built with its weights: %s", recipe.factory, obstacle)
         return None
@@ -45,7 +45,10 @@ def build_skeleton(recipe: Recipe, folder: Path | None) -> nn.Module | None:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Put each parameter on the meta device when a module takes it, for a block; ties survive."""
+    """Move each parameter to the meta device as a module registers it, for a block; ties survive.
+
+    ``torch.device("meta")`` would put buffers there too, whose values the factory computes.
+    """
     register = nn.Module.register_parameter
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -53,7 +56,7 @@ def parameters_on_meta() -> Iterator[None]:
             twin: nn.Parameter | None = getattr(param, "_on_meta", None)
             if twin is None:
                 twin = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-                param._on_meta = twin  # type: ignore[attr-defined]  # for its next owner
+                param._on_meta = twin  # type: ignore[attr-defined]  # a tied parameter has one twin
             param = twin
         register(self, name, param)
 
@@ -64,10 +67,16 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def fitted(weights: Weights, recipe: Recipe, folder: Path | None, source: str) -> Weights:
-    """Return weights as the state dict of a recipe's module: its names, dtypes and ties.
+def match_state_dict(weights: Weights, recipe: Recipe, folder: Path | None, source: str) -> Weights:
+    """Return weights with the names, dtypes and ties of the state dict of a recipe's module.
 
-    Tensors on disk stay there, and nothing is computed.
+    Tensors on disk stay there until they are read.
+
+    Args:
+        weights: the weights, in memory or on disk.
+        recipe: how the module is built.
+        folder: where the factory's source lies.
+        source: where the weights are from, for the error message.
 
     Raises:
         ArtifactInvalid: they are not the weights of such a module.
@@ -75,16 +84,16 @@ def fitted(weights: Weights, recipe: Recipe, folder: Path | None, source: str) -
     module = build_skeleton(recipe, folder)
     module = recipe.build(folder) if module is None else module
     own = module.state_dict(keep_vars=True)
-    problems = differences(own, weights)
+    problems = mismatches(own, weights)
     if problems:
         raise ArtifactInvalid(
             f"{source} does not hold the weights of {recipe.factory!r}: {'; '.join(problems)}"
         )
-    givers: dict[tuple[object, ...], torch.Tensor | StoredTensor] = {}
+    by_storage: dict[tuple[object, ...], torch.Tensor | StoredTensor] = {}
     for name, tensor in own.items():
         if name in weights:
-            givers.setdefault(place_of(tensor), _as_dtype(weights[name], tensor.dtype))
-    return {name: givers[place_of(tensor)] for name, tensor in own.items()}
+            by_storage.setdefault(storage_key(tensor), _as_dtype(weights[name], tensor.dtype))
+    return {name: by_storage[storage_key(tensor)] for name, tensor in own.items()}
 
 
 def _as_dtype(tensor: torch.Tensor | StoredTensor, dtype: torch.dtype) -> Any:
@@ -93,8 +102,8 @@ def _as_dtype(tensor: torch.Tensor | StoredTensor, dtype: torch.dtype) -> Any:
     return StoredTensor(tuple(tensor.shape), dtype, lambda: in_memory(tensor).to(dtype))
 
 
-def _what_is_wrong(module: nn.Module) -> str | None:
-    """Return what of a skeleton has no values and should have, or has and should not."""
+def _unusable_tensor(module: nn.Module) -> str | None:
+    """Describe a parameter that is not on the meta device, or another tensor that is; or None."""
     for name, param in module.named_parameters():
         if not param.is_meta:
             return f"{name} is a {type(param).__name__}"

@@ -1,4 +1,4 @@
-"""Origin: a model that a stage reads besides those of the pipeline."""
+"""Origin: a model that a stage reads besides the pipeline's own, such as a teacher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Origin(Settings):
-    """A model as its factory and its checkpoint."""
+    """A model given by its factory and its checkpoint."""
 
     factory: Reference
     """`module:callable` that returns the torch.nn.Module; looked up in the code folder first."""
@@ -38,17 +38,17 @@ class Origin(Settings):
             ArtifactInvalid: there is no such checkpoint.
         """
         if self.checkpoint is None:
-            found = self.model_copy()
+            resolved = self.model_copy()
         else:
             checkpoint = (folder / self.checkpoint).absolute()
             if not checkpoint.exists():
                 raise ArtifactInvalid(f"checkpoint {checkpoint}: no such file")
-            found = self.model_copy(update={"checkpoint": str(checkpoint)})
-        found._code = code
-        return found
+            resolved = self.model_copy(update={"checkpoint": str(checkpoint)})
+        resolved._code = code
+        return resolved
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides the model: the factory's source or version, and the weights."""
+        """Return what decides the model, for cache keys: source of the factory, weights."""
         from compress.checkpoint.loading import checkpoint_digest
 
         sources = local_sources(self.factory, self._code)
@@ -60,18 +60,18 @@ class Origin(Settings):
         }
 
     def seal(self, path: Path, signature: Signature, seed: int) -> EagerModel:
-        """Return the model, sealed at a path.
+        """Write the model as an artifact.
 
         Args:
             path: directory of the artifact.
-            signature: what the model takes and gives.
+            signature: the model's inputs and outputs.
             seed: seed of the factory's own weights.
 
         Raises:
             ArtifactInvalid: the checkpoint is another model's, or the model takes other inputs.
         """
+        from compress.artifacts.importing import import_checkpoint
         from compress.artifacts.recipe import Recipe
-        from compress.checkpoint.loading import import_checkpoint
 
         return import_checkpoint(
             path,

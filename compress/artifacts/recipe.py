@@ -1,4 +1,4 @@
-"""How to build a model's module again: a factory, its arguments, and the edits made since."""
+"""Recipe: how to rebuild a module, by a factory, its arguments and edits of the architecture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class KeepIndices(Settings):
-    """The entries kept along axes of parameters and buffers when channels were pruned."""
+    """Channel pruning: the entries that stay along axes of parameters and buffers."""
 
     edit: Literal["keep_indices"] = "keep_indices"
     kept: dict[str, dict[int, tuple[int, ...]]]
@@ -26,14 +26,14 @@ class KeepIndices(Settings):
     """Module attribute (dotted) → new value, for integers baked into a forward pass."""
 
     def apply_(self, module: torch.nn.Module) -> None:
-        """Cut the tensors and mend the modules' recorded sizes, in place."""
+        """Cut the tensors and update the modules' sizes (``out_channels`` …), in place."""
         from compress.artifacts.edits.slicing import keep_indices_
 
         keep_indices_(module, self.kept, self.attributes)
 
 
 class SplitAttention(Settings):
-    """Torch's attention modules replaced by equal ones whose heads can be cut."""
+    """``nn.MultiheadAttention`` replaced by an equivalent module whose heads can be pruned."""
 
     edit: Literal["split_attention"] = "split_attention"
     modules: tuple[str, ...]
@@ -47,33 +47,34 @@ class SplitAttention(Settings):
 
 
 class KeepBlocks(Settings):
-    """The blocks kept of lists and sequences when whole layers were removed."""
+    """Depth pruning: the blocks that stay in lists and sequences."""
 
     edit: Literal["keep_blocks"] = "keep_blocks"
     kept: dict[str, tuple[int, ...]]
     """Container of blocks → indices of the entries kept, ascending, as they were before."""
 
     def apply_(self, module: torch.nn.Module) -> None:
-        """Take the other blocks out, and mend what counts them, in place."""
+        """Remove the other blocks and update attributes that count them, in place."""
         from compress.artifacts.edits.block_removal import keep_blocks_
 
         keep_blocks_(module, self.kept)
 
 
 class CallByName(Settings):
-    """Inputs passed to forward by keyword, and the entries kept of what it returns.
+    """Inputs passed to forward by keyword, and a selection of its outputs.
 
-    Every stage calls a module with tensors in the signature's order; this makes that call right.
+    Every stage calls a module with tensors in the signature's order; this edit adapts the module to
+    that call.
     """
 
     edit: Literal["call_by_name"] = "call_by_name"
     inputs: tuple[str, ...] = ()
     """Parameter of forward for each input, in the signature's order; by position where empty."""
     outputs: tuple[str, ...] = ()
-    """Entries of the answer, in the signature's order; the whole answer where empty."""
+    """Names of the outputs, in the signature's order; all outputs where empty."""
 
     def apply_(self, module: torch.nn.Module) -> None:
-        """Let the module be called in the signature's order, in place."""
+        """Adapt the module's forward, in place."""
         from compress.artifacts.edits.call_adapter import call_by_name_
 
         call_by_name_(module, self.inputs, self.outputs)
@@ -82,7 +83,7 @@ class CallByName(Settings):
 AnyEdit = Annotated[
     KeepIndices | KeepBlocks | SplitAttention | CallByName, Field(discriminator="edit")
 ]
-"""A change to an architecture, told from the others by its key ``edit``."""
+"""A change of an architecture; the key ``edit`` names its class."""
 
 
 class Recipe(Settings):
@@ -93,10 +94,10 @@ class Recipe(Settings):
     arguments: dict[str, JsonValue] = {}
     """Keyword arguments of the factory."""
     edits: tuple[AnyEdit, ...] = ()
-    """Changes to the architecture since, in order."""
+    """Changes of the architecture, in the order in which they were made."""
 
     def build(self, folder: Path | None = None) -> torch.nn.Module:
-        """Return a fresh module with the recipe's architecture; its weights are the factory's.
+        """Return a new module with the recipe's architecture and the factory's weights.
 
         Args:
             folder: where the factory's source lies.

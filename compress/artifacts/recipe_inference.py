@@ -1,27 +1,25 @@
-"""Recipes of modules that are in memory, and the proof that they build the same model."""
+"""Finds the recipe of a module in memory, and checks that the recipe rebuilds the same model."""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.artifacts.eager_model import run_in_eval
-from compress.artifacts.edits.call_adapter import fit_call
-from compress.artifacts.recipe import Recipe
+from compress.artifacts.recipe import CallByName, Recipe
 from compress.checkpoint.state_dict import load_state_
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.forward import match_outputs, preserve_modes, run_in_eval
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from compress.artifacts.recipe import CallByName
     from compress.common.signature import Signature
 
 
-def recipe_of(
+def recipe_from_module(
     module: torch.nn.Module, factory: str | None, arguments: dict[str, Any] | None
 ) -> Recipe:
     """Return the recipe of a module; without a factory its class, or its transformers config.
@@ -45,24 +43,32 @@ def recipe_of(
     return Recipe(factory=f"{kind.__module__}:{kind.__qualname__}", arguments=arguments or {})
 
 
-def fitted_recipe(
+def check_rebuild(
     module: torch.nn.Module, recipe: Recipe, signature: Signature, inputs: Sequence[torch.Tensor]
 ) -> tuple[Recipe, Signature]:
-    """Return the recipe with the call, and the signature with names of outputs.
+    """Check that a recipe rebuilds a module, and complete the recipe and the signature.
+
+    Returns:
+        The recipe with the edit that makes the module callable in the signature's order, if it
+        needs one, and the signature with the outputs' names.
 
     Raises:
-        ArtifactInvalid: the factory builds another architecture, or one that answers otherwise.
+        ArtifactInvalid: the factory builds another architecture, or one with other outputs.
     """
-    twin = recipe.build()
-    load_state_(twin, module.state_dict(), f"factory {recipe.factory!r}")
+    rebuilt = recipe.build()
+    load_state_(rebuilt, module.state_dict(), f"factory {recipe.factory!r}")
     edit, signature = fit_call(module, signature, inputs)
-    if edit is not None:
-        recipe = recipe.model_copy(update={"edits": (edit,)})
-        edit.apply_(twin)
-    with _edited(module, edit):
+    kind = type(module)
+    try:
+        if edit is not None:
+            recipe = recipe.model_copy(update={"edits": (edit,)})
+            edit.apply_(rebuilt)
+            edit.apply_(module)
         expected = run_in_eval(module, inputs)
-    found = run_in_eval(twin, inputs)
-    if not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)):
+    finally:
+        module.__class__ = kind  # undoes the edit: the module is the caller's
+    got = run_in_eval(rebuilt, inputs)
+    if not all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)):
         raise ArtifactInvalid(
             f"factory {recipe.factory!r} builds a module with the same weights and other outputs; "
             "pass the arguments that the module was built with"
@@ -70,13 +76,56 @@ def fitted_recipe(
     return recipe, signature
 
 
-@contextmanager
-def _edited(module: torch.nn.Module, edit: CallByName | None) -> Iterator[None]:
-    """Let a module be called by name for a block; it is the caller's, and stays as it was."""
-    kind = type(module)
-    if edit is not None:
-        edit.apply_(module)
-    try:
-        yield
-    finally:
-        module.__class__ = kind
+def fit_call(
+    module: torch.nn.Module, signature: Signature, inputs: Sequence[torch.Tensor]
+) -> tuple[CallByName | None, Signature]:
+    """Find out how a module is to be called with a signature's tensors, by one forward pass.
+
+    Inputs named like parameters of forward are passed to them, whatever their order; other names
+    are free, and are passed by position. Names of outputs select among the model's outputs, or
+    rename all of them.
+
+    Args:
+        module: the module; it is run once and not changed.
+        signature: the interface as the user declared it.
+        inputs: an example of its inputs.
+
+    Returns:
+        The edit that the module's recipe needs, if any, and the completed signature.
+
+    Raises:
+        PipelineInvalid: names contradict forward's parameters or what it returns.
+        ArtifactInvalid: the module returns no tensors.
+    """
+    keywords = _keywords(module, [spec.name for spec in signature.inputs])
+    with preserve_modes(module), torch.inference_mode():
+        module.eval()
+        output = module(**dict(zip(keywords, inputs, strict=True))) if keywords else module(*inputs)
+    selected, signature = match_outputs(output, signature)
+    edit = CallByName(inputs=keywords, outputs=selected) if keywords or selected else None
+    return edit, signature
+
+
+def positional_parameters(module: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters that forward takes by position."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+
+def _keywords(module: torch.nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Return forward's parameters to pass inputs to by keyword; empty to pass them by position."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters.values()
+    own = [p.name for p in parameters if p.kind not in variable]
+    if list(names) == positional_parameters(module)[: len(names)]:
+        return ()
+    if set(names) <= set(own):
+        return tuple(names)
+    misplaced = [n for i, n in enumerate(names) if n in own and n != "".join(own[i : i + 1])]
+    if misplaced:
+        unknown = [n for n in names if n not in own]
+        raise PipelineInvalid(
+            f"model.inputs: {misplaced[0]!r} is a parameter of forward and {unknown[0]!r} is none; "
+            f"name each input as forward does ({', '.join(own)}), or none of them"
+        )
+    return ()

@@ -1,7 +1,7 @@
-"""Directories that torch.distributed.checkpoint wrote, read without executing anything.
+"""Reads directories of torch.distributed.checkpoint without executing anything in them.
 
-Their index, `.metadata`, is a pickle, which torch itself reads with
-all that a pickle may do. Here it may name the index's own classes and nothing else.
+Their index, `.metadata`, is a pickle. torch reads it with the plain unpickler, which executes
+whatever the pickle names; here it may name the index's own classes and nothing else.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
-from compress.checkpoint.state_dict import StoredTensor, refuse_elsewhere
-from compress.checkpoint.storage_reader import Window, read_saved_
+from compress.checkpoint.state_dict import StoredTensor, refuse_path_outside
+from compress.checkpoint.storage_reader import Window, read_tensor_
 from compress.common.errors import ArtifactInvalid, first_line
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    # Where the checkpoint was written: kept as words, never followed.
+    # The path where the checkpoint was written: read as text, never opened.
     **{(m, "PosixPath"): PurePosixPath for m in ("pathlib", "pathlib._local")},
     **{(m, "WindowsPath"): PureWindowsPath for m in ("pathlib", "pathlib._local")},
 }
@@ -61,12 +61,25 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_distributed(folder: Path) -> dict[Any, Any]:
-    """Return the nested state that torch.distributed.checkpoint saved, its tensors still on disk.
+    """Return the nested state dict of a torch.distributed.checkpoint, its tensors still on disk.
 
     Raises:
         ArtifactInvalid: the index cannot be read, names code, or does not fit the files.
     """
-    metadata = _read_metadata(folder)
+    try:
+        metadata = _Unpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
+    except PermissionError as error:
+        raise ArtifactInvalid(
+            f"checkpoint {folder}: {METADATA} names {error}, which is no part of an index of "
+            "torch.distributed.checkpoint and is never executed here; save the weights anew"
+        ) from error
+    except Exception as error:  # for bytes that are no pickle, the reader raises anything
+        raise _unreadable(folder, error) from error
+    if not isinstance(metadata, dcp.Metadata):
+        raise ArtifactInvalid(
+            f"checkpoint {folder}: {METADATA} holds a {type(metadata).__name__}, "
+            "expected an index of torch.distributed.checkpoint"
+        )
     state: dict[Any, Any] = {}
     try:
         paths = metadata.planner_data or {}
@@ -79,51 +92,33 @@ def read_distributed(folder: Path) -> dict[Any, Any]:
                 branch[leaf] = _stored(folder, metadata, name, entry)
     except ArtifactInvalid:
         raise
-    except Exception as error:  # an index of other values than torch writes fails anywhere
+    except Exception as error:  # an index with values that torch never writes fails anywhere
         raise _unreadable(folder, error) from error
     return state
-
-
-def _read_metadata(folder: Path) -> dcp.Metadata:
-    try:
-        metadata = _Unpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
-    except PermissionError as error:
-        raise ArtifactInvalid(
-            f"checkpoint {folder}: {METADATA} names {error}, which is no part of an index of "
-            "torch.distributed.checkpoint and is never executed here; save the weights anew"
-        ) from error
-    except Exception as error:  # of bytes that are no pickle, the reader raises what it likes
-        raise _unreadable(folder, error) from error
-    if not isinstance(metadata, dcp.Metadata):
-        raise ArtifactInvalid(
-            f"checkpoint {folder}: {METADATA} holds a {type(metadata).__name__}, "
-            "expected an index of torch.distributed.checkpoint"
-        )
-    return metadata
 
 
 def _stored(
     folder: Path, metadata: dcp.Metadata, name: str, entry: dcp.TensorStorageMetadata
 ) -> StoredTensor:
-    """Return a tensor that is put together from its chunks when it is read."""
-    places = []
+    """Return a tensor that is assembled from its chunks when it is read."""
+    chunks = []
     for chunk in entry.chunks:
         info = metadata.storage_data[dcp.MetadataIndex(name, chunk.offsets)]
-        refuse_elsewhere(folder, info.relative_path)
+        refuse_path_outside(folder, info.relative_path)
         if info.transform_descriptors:
             raise ArtifactInvalid(
                 f"checkpoint {folder}: {name} is stored with {info.transform_descriptors}, "
                 "which cannot be read here; save it without extensions"
             )
-        places.append((chunk, info))
-    held, expected = sum(prod(c.sizes) for c in entry.chunks), prod(entry.size)
-    if held != expected:
+        chunks.append((chunk, info))
+    stored, expected = sum(prod(c.sizes) for c in entry.chunks), prod(entry.size)
+    if stored != expected:
         raise ArtifactInvalid(
-            f"checkpoint {folder}: {name} has {held} of {expected} entries; "
+            f"checkpoint {folder}: {name} has {stored} of {expected} entries; "
             "a process's part is missing"
         )
     dtype = entry.properties.dtype
-    read = partial(_assemble, folder, name, tuple(entry.size), dtype, places)
+    read = partial(_assemble, folder, name, tuple(entry.size), dtype, chunks)
     return StoredTensor(tuple(entry.size), dtype, read)
 
 
@@ -132,27 +127,27 @@ def _assemble(
     name: str,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    places: Sequence[tuple[dcp.ChunkStorageMetadata, filesystem._StorageInfo]],
+    chunks: Sequence[tuple[dcp.ChunkStorageMetadata, filesystem._StorageInfo]],
 ) -> torch.Tensor:
     try:
-        whole = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype)
     except (RuntimeError, TypeError) as error:
         raise _unreadable(folder, error) from error
-    for chunk, info in places:
+    for chunk, info in chunks:
         file = folder / info.relative_path
         try:
-            region = whole[
+            region = tensor[
                 tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
             ]
             if region.shape != chunk.sizes:
                 raise ValueError(f"a part of {tuple(chunk.sizes)} reaches beyond {shape}")
             with file.open("rb", buffering=0) as stream:
-                read_saved_(Window(stream, info.offset, info.length), region)
+                read_tensor_(Window(stream, info.offset, info.length), region)
         except Exception as error:
             raise ArtifactInvalid(
                 f"checkpoint {file}: {name} cannot be read, or truncated ({first_line(error)})"
             ) from error
-    return whole
+    return tensor
 
 
 def _unreadable(folder: Path, error: Exception) -> ArtifactInvalid:

@@ -1,4 +1,4 @@
-"""Reading a user's checkpoint without executing anything in it."""
+"""Reads a checkpoint of any supported format without executing anything in it."""
 
 from __future__ import annotations
 
@@ -6,140 +6,56 @@ import hashlib
 import re
 from typing import TYPE_CHECKING, Any
 
-from compress.artifacts.eager_model import EagerModel, run_in_eval
-from compress.checkpoint.state_dict import load_state_
 from compress.common.atomic_files import refuse_irregular, sha256_of
-from compress.common.errors import ArtifactInvalid, CompressError, first_line
+from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Container
     from pathlib import Path
 
-    import torch
-
-    from compress.artifacts.recipe import Recipe
     from compress.checkpoint.state_dict import Weights
-    from compress.common.signature import Signature
 
 INDEX = ".safetensors.index.json"
+# Under these keys trainers nest the weights; "app" is that of torch's own DCP examples.
 NESTED_UNDER = ("app", "state_dict", "model", "model_state_dict")
 NAMES_CODE = re.compile(r"unsupported (global|class)|allowlist", re.IGNORECASE)
-"""What torch (2.13) says of a pickle that names anything but tensors and plain containers."""
+"""In torch's (2.13) error for a pickle that names anything but tensors and plain containers."""
 PREFIXES = ("module.", "_orig_mod.")
-
-
-def import_checkpoint(
-    path: Path,
-    recipe: Recipe,
-    signature: Signature,
-    *,
-    checkpoint: Path | None,
-    folder: Path | None,
-    seed: int = 0,
-) -> EagerModel:
-    """Seal a user's model as it came in.
-
-    Args:
-        path: directory of the artifact.
-        recipe: the factory and its arguments.
-        signature: the interface; it is checked by one forward pass.
-        checkpoint: weights, a file or a directory; None keeps the factory's own, seeded.
-        folder: where the factory's source lies.
-        seed: seed for the factory's initial weights.
-
-    Raises:
-        ArtifactInvalid: the checkpoint cannot be read, is of another model, or the model does not
-            take the declared inputs.
-    """
-    import torch
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        module = recipe.build(folder)
-    if checkpoint is not None:
-        state = without_wrappers(read_state_dict(checkpoint), module.state_dict())
-        load_state_(module, state, f"checkpoint {checkpoint}")
-    return import_module(path, recipe, module, signature, folder=folder)
-
-
-def import_module(
-    path: Path,
-    recipe: Recipe,
-    module: torch.nn.Module,
-    signature: Signature,
-    *,
-    folder: Path | None = None,
-) -> EagerModel:
-    """Seal a module that its recipe built and that has its weights.
-
-    Args:
-        path: directory of the artifact.
-        recipe: how the module was built.
-        module: the module; it may be changed so that it takes its inputs by name.
-        signature: the interface; it is checked by one forward pass.
-        folder: where the factory's source lies.
-
-    Raises:
-        PipelineInvalid: the names of inputs or outputs contradict the model.
-        ArtifactInvalid: the model does not take the declared inputs, or answers otherwise when it
-            is loaded again.
-    """
-    from compress.artifacts.edits.call_adapter import fit_call
-
-    inputs = signature.example()
-    try:
-        edit, signature = fit_call(module, signature, inputs)
-    except CompressError:
-        raise
-    except Exception as error:
-        shapes = ", ".join(
-            f"{s.name} {list(x.shape)} {s.dtype}"
-            for s, x in zip(signature.inputs, inputs, strict=True)
-        )
-        raise ArtifactInvalid(
-            f"model.inputs: {recipe.factory!r} does not take {shapes}: "
-            f"{type(error).__name__}: {first_line(error)}"
-        ) from error
-    if edit is not None:
-        edit.apply_(module)
-        recipe = recipe.model_copy(update={"edits": (*recipe.edits, edit)})
-    outputs = run_in_eval(module, inputs)
-    model = EagerModel.create(path, recipe, module.state_dict(), signature, folder=folder)
-    _check_that_it_loads_again(model, inputs, outputs)
-    return model
-
-
-def _check_that_it_loads_again(
-    model: EagerModel, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]
-) -> None:
-    """Refuse a model whose answers depend on more than its code and its state dict."""
-    from compress.common.tensor_difference import identical
-
-    again = run_in_eval(model.load(), inputs)
-    if not all(identical(a, b) for a, b in zip(outputs, again, strict=True)):
-        raise ArtifactInvalid(
-            f"factory {model.recipe.factory!r}: loaded again with the same weights, the model "
-            "answers differently; it draws random numbers, or keeps state outside its state_dict"
-        )
+"""What DistributedDataParallel and torch.compile put before each name."""
 
 
 def read_state_dict(checkpoint: Path) -> Weights:
     """Return a checkpoint's tensors, still on disk where the format allows.
 
-    ``.safetensors``, alone or several with a ``.safetensors.index.json``; a directory written by
-    torch.distributed.checkpoint; one of Hugging Face, with ``model.safetensors``, alone or with its
-    index, or ``pytorch_model.bin``; or ``.pt``/``.pth``/``.bin`` read with ``weights_only``. A
+    Formats: ``.safetensors``, alone or sharded with a ``.safetensors.index.json``; a directory of
+    torch.distributed.checkpoint; a Hugging Face directory with ``model.safetensors``, alone or with
+    its index, or ``pytorch_model.bin``; ``.pt``/``.pth``/``.bin``, read with ``weights_only``. A
     pickle that would execute code is refused and never executed.
 
     Raises:
         ArtifactInvalid: missing, truncated, holding code, or holding no tensors.
     """
-    state = _read(_entry_of(checkpoint))
+    entry = _entry_point(checkpoint)
+    state: dict[str, Any]
+    if entry.is_dir():
+        from compress.checkpoint.distributed_checkpoint import read_distributed
+
+        state = read_distributed(entry)
+    elif entry.name.endswith(INDEX):
+        from compress.checkpoint.safetensors_io import read_indexed
+
+        state = dict(read_indexed(entry))
+    elif entry.suffix == ".safetensors":
+        from compress.checkpoint.safetensors_io import read_safetensors
+
+        state = dict(read_safetensors(entry))
+    else:
+        state = _read_pickle(entry)
     average = state.get("average")
     for key in NESTED_UNDER:
         if isinstance(state.get(key), dict):
             state = state[key]
-    if isinstance(average, dict):  # our trainer's: what it evaluated and kept
+    if isinstance(average, dict):  # this toolkit's trainer evaluates and keeps the EMA weights
         state = {**state, **average}
     tensors = {k: v for k, v in state.items() if isinstance(k, str) and hasattr(v, "shape")}
     if not tensors:
@@ -151,9 +67,9 @@ def consolidate(checkpoint: Path, file: Path) -> None:
     """Write a checkpoint's weights as one safetensors file, a tensor at a time.
 
     Args:
-        checkpoint: any that :func:`read_state_dict` takes; a directory of
-            torch.distributed.checkpoint, say.
-        file: where the ``.safetensors`` file shall lie; its folder must exist.
+        checkpoint: any that :func:`read_state_dict` takes, such as a directory of
+            torch.distributed.checkpoint.
+        file: the ``.safetensors`` file to write; its folder must exist.
 
     Raises:
         ArtifactInvalid: the checkpoint cannot be read.
@@ -164,7 +80,12 @@ def consolidate(checkpoint: Path, file: Path) -> None:
 
 
 def without_wrappers(state: Weights, known: Container[str]) -> Weights:
-    """Return a state dict without the prefixes of DDP and torch.compile, unless they are known."""
+    """Strip the prefixes of DDP and torch.compile from a state dict, unless the module has them.
+
+    Args:
+        state: the weights.
+        known: names in the module's own state dict.
+    """
     while state and not any(key in known for key in state):
         prefix = next((p for p in PREFIXES if all(key.startswith(p) for key in state)), None)
         if prefix is None:
@@ -174,9 +95,16 @@ def without_wrappers(state: Weights, known: Container[str]) -> Weights:
 
 
 def checkpoint_digest(checkpoint: Path) -> str | None:
-    """Return a SHA-256 of all that a checkpoint's weights depend on; None where it has none."""
+    """Return a SHA-256 over all files that hold a checkpoint's weights; None without such files."""
     try:
-        files = _files_of(_entry_of(checkpoint))
+        entry = _entry_point(checkpoint)
+        files = [entry]
+        if entry.name.endswith(INDEX):
+            from compress.checkpoint.safetensors_io import weight_map
+
+            files += [entry.parent / file for file in sorted(set(weight_map(entry).values()))]
+        elif entry.is_dir():
+            files = sorted(f for f in entry.iterdir() if f.is_file())
     except ArtifactInvalid:
         return None
     if len(files) == 1:
@@ -185,16 +113,8 @@ def checkpoint_digest(checkpoint: Path) -> str | None:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _files_of(entry: Path) -> list[Path]:
-    if entry.name.endswith(INDEX):
-        from compress.checkpoint.safetensors_index import weight_map
-
-        return [entry, *(entry.parent / file for file in sorted(set(weight_map(entry).values())))]
-    return sorted(f for f in entry.iterdir() if f.is_file()) if entry.is_dir() else [entry]
-
-
-def _entry_of(checkpoint: Path) -> Path:
-    """Return the file to begin with; a directory of torch.distributed.checkpoint is its own."""
+def _entry_point(checkpoint: Path) -> Path:
+    """Return the file to open first, or the directory itself for torch.distributed.checkpoint."""
     if not checkpoint.exists():
         raise ArtifactInvalid(f"checkpoint {checkpoint}: no such file")
     if not checkpoint.is_dir():
@@ -214,27 +134,6 @@ def _entry_of(checkpoint: Path) -> Path:
     )
 
 
-def _read(entry: Path) -> dict[str, Any]:
-    if entry.is_dir():
-        from compress.checkpoint.distributed_checkpoint import read_distributed
-
-        return read_distributed(entry)
-    if entry.name.endswith(INDEX):
-        from compress.checkpoint.safetensors_index import read_indexed
-
-        return dict(read_indexed(entry))
-    if entry.suffix == ".safetensors":
-        from compress.checkpoint.safetensors_index import read_safetensors
-
-        return dict(read_safetensors(entry))
-    return _read_pickle(entry)
-
-
-def _reason(error: Exception) -> str:
-    """Return what torch found, without its advice to load the file unsafely."""
-    return first_line(Exception(str(error).rpartition("WeightsUnpickler error:")[2]))
-
-
 def _read_pickle(file: Path) -> dict[str, Any]:
     import pickle
 
@@ -245,15 +144,16 @@ def _read_pickle(file: Path) -> dict[str, Any]:
     refuse_bomb(file)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # of bytes that are no pickle torch's reader raises what it likes
+    except Exception as error:  # for bytes that are no pickle, torch's reader raises anything
         if isinstance(error, pickle.UnpicklingError) and NAMES_CODE.search(str(error)):
             raise ArtifactInvalid(
                 f"checkpoint {file}: holds pickled code, which is never executed here; save the "
                 "weights alone with torch.save(model.state_dict(), …) or as .safetensors"
             ) from error
+        # Without torch's advice, which comes first, to load the file with weights_only=False.
+        reason = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
         raise ArtifactInvalid(
-            f"checkpoint {file}: cannot be read, or truncated "
-            f"({type(error).__name__}: {_reason(error)})"
+            f"checkpoint {file}: cannot be read, or truncated ({type(error).__name__}: {reason})"
         ) from error
     if not isinstance(state, dict):
         raise ArtifactInvalid(

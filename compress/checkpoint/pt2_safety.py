@@ -1,4 +1,4 @@
-"""What of a file of ``torch.export`` could run code when torch reads it.
+"""Finds what could run code in a ``torch.export`` file before torch reads it.
 
 ``torch.export.load`` is built for trusted files: it unpickles sample inputs, tensors and constants,
 loads compiled libraries that lie in the archive, and turns strings of the graph (guards, shape
@@ -44,10 +44,11 @@ SHAPE_FUNCTION = re.compile(
 )
 
 
-def code_in(archive: PT2ArchiveReader) -> Iterator[str]:
-    """Yield what of an archive could run code: a pickle, a library, a string that becomes source.
+def find_code(archive: PT2ArchiveReader) -> Iterator[str]:
+    """Yield a description of everything in an archive that could run code when torch loads it.
 
-    Nothing is yielded for what holds a graph and plain tensors alone.
+    Pickles, compiled libraries, and strings that become Python source. An archive of a graph and
+    plain tensors yields nothing.
     """
     names = archive.get_file_names()
     for name in names:
@@ -68,7 +69,7 @@ def code_in(archive: PT2ArchiveReader) -> Iterator[str]:
 
 
 def _code_in(value: Any, key: str) -> Iterator[str]:
-    """Pass over words, operators, shape expressions and tree specs; yield every other string."""
+    """Yield every string of a JSON value that is not a word, operator, shape or tree spec."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _code_in(name, "")

@@ -1,30 +1,39 @@
-"""One safetensors file, written a tensor at a time.
+"""Safetensors files, one or several with an index, read and written tensor by tensor.
 
-The format: the header's length in 8 bytes, the header (JSON), then the tensors' bytes. The bytes
-are those that the safetensors library writes for the same tensors, its random order of tied names
-apart.
+The format: the header's length in 8 bytes, the header (JSON), then the tensors' bytes. The files
+are byte for byte those of the safetensors library, except that it orders tied names at random.
+
+The library's own writer takes all tensors in memory at once: from 8 tensors of 64 MiB on disk its
+peak is 512 MiB, and this one's is 64. Its reader maps the file, whose pages count as this process's
+memory beside the module that they are copied into.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from pydantic import Field, ValidationError
 
-from compress.artifacts.artifact import without_double_keys
-from compress.checkpoint.state_dict import StoredTensor, in_memory, place_of
-from compress.checkpoint.storage_reader import bytes_of
-from compress.common.atomic_files import partial_of, sync
+from compress.checkpoint.state_dict import (
+    StoredTensor,
+    in_memory,
+    refuse_path_outside,
+    storage_key,
+)
+from compress.checkpoint.storage_reader import bytes_of, read_exactly
+from compress.common.atomic_files import open_regular, partial_path, sync
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
+from compress.common.strict_json import reject_duplicate_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from io import BufferedReader, FileIO
     from pathlib import Path
 
@@ -55,7 +64,7 @@ DTYPES = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 RANKS = {dtype: rank for rank, dtype in enumerate(CODES)}
 LARGEST_HEADER = 100_000_000
-"""Bytes of a header that the safetensors library (0.8) takes."""
+"""Bytes of a header that the safetensors library (0.8) accepts."""
 Size = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 
 
@@ -69,27 +78,56 @@ class Entry(Settings):
     """Where its bytes begin and end, counted from the end of the header."""
 
 
-def write_safetensors(file: Path, state: Weights) -> None:
-    """Write a state dict as one file; of tensors on disk, one is in memory at a time.
+@dataclass(frozen=True)
+class Header:
+    """The checked header of a safetensors file."""
 
-    What is one tensor under several names is written once, and the header's metadata says which
-    names are tied to it. The file is either the old one or the whole new one.
+    size: int
+    """Bytes from the start of the file to the first tensor."""
+    entries: dict[str, Entry]
+    tied: dict[str, str]
+    """Further name of a tensor → the name that it is stored under."""
+
+
+def write_safetensors(file: Path, state: Weights) -> None:
+    """Write a state dict as one file, with at most one tensor from disk in memory at a time.
+
+    A tensor with several names is written once; the header's metadata lists the others. A crash
+    leaves the old file or the new one.
 
     Raises:
-        ArtifactInvalid: a tensor cannot be read, is not what its index says, or has a dtype that
-            the format does not know.
+        ArtifactInvalid: a tensor cannot be read, differs from what its index says, or has a dtype
+            that the format does not have.
     """
-    tied = _tied_names(state)
+    first_name: dict[tuple[object, ...], str] = {}
     for name, tensor in state.items():
         if tensor.dtype not in CODES:
             raise ArtifactInvalid(f"{name}: safetensors files have no {tensor.dtype}")
+        first_name.setdefault(storage_key(tensor), name)
+    stored_as = {name: first_name[storage_key(tensor)] for name, tensor in state.items()}
+    tied = {name: first for name, first in stored_as.items() if name != first}
     names = sorted(state.keys() - tied.keys(), key=lambda n: (RANKS[state[n].dtype], n))
-    partial = partial_of(file)
+
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **tied}}
+    begin = 0
+    for name in names:
+        tensor = state[name]
+        end = begin + tensor.nbytes
+        header[name] = {
+            "dtype": CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+
+    partial = partial_path(file)
     try:
         with partial.open("wb") as stream:
-            stream.write(_header(state, names, tied))
+            stream.write(len(text).to_bytes(8, "little") + text)
             for name in names:
-                stream.write(bytes_of(_as_announced(name, state[name])))
+                stream.write(bytes_of(_load_announced(name, state[name])))
         sync(partial)
         partial.replace(file)
         sync(file.parent)
@@ -97,32 +135,79 @@ def write_safetensors(file: Path, state: Weights) -> None:
         partial.unlink(missing_ok=True)
 
 
-def tensors_in(stream: FileIO | BufferedReader) -> dict[str, StoredTensor]:
-    """Return the tensors of an open file, each read when it is asked for; tied names but one lack.
-
-    Mapped into memory, as the library reads, the file would count beside the module it fills.
+def read_safetensors(file: Path) -> dict[str, StoredTensor]:
+    """Return a file's tensors, tied names included, still on disk.
 
     Raises:
-        ArtifactInvalid: it is no such file, or truncated.
+        ArtifactInvalid: missing, truncated, or with a name that stands twice.
     """
-    start, entries = read_header(stream)
-    for name, entry in entries.items():
-        if entry.dtype not in DTYPES:
-            raise ArtifactInvalid(f"{stream.name}: {name} is {entry.dtype}, which is not read here")
-    return {
-        name: StoredTensor(
-            entry.shape, DTYPES[entry.dtype], partial(_read, stream, start, name, entry)
-        )
-        for name, entry in entries.items()
-    }
+    try:
+        with open_regular(file) as stream:
+            header = read_header(stream)
+            state = _stored_tensors(header, file, partial(_read_from, file))
+    except ArtifactInvalid as error:
+        raise ArtifactInvalid(f"checkpoint {error}") from error
+    except OSError as error:
+        raise ArtifactInvalid(
+            f"checkpoint {file}: not a readable safetensors file, or truncated ({error})"
+        ) from error
+    return state | {name: state[first] for name, first in header.tied.items() if first in state}
 
 
-def read_header(stream: FileIO | BufferedReader) -> tuple[int, dict[str, Entry]]:
-    """Return where a file's tensors begin, and the place of each.
+def tensors_in(stream: FileIO | BufferedReader) -> dict[str, StoredTensor]:
+    """Return the tensors of an open file without the tied names, each read when it is needed.
 
     Raises:
-        ArtifactInvalid: it is no such file, or truncated; a name stands twice, of which readers
-            take either; or tensors share bytes, leave some out, or are not as long as they say.
+        ArtifactInvalid: it is not a safetensors file, or truncated.
+    """
+    return _stored_tensors(read_header(stream), stream.name, partial(_read_tensor, stream))
+
+
+def read_indexed(index: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of the safetensors files that a `….safetensors.index.json` lists.
+
+    Raises:
+        ArtifactInvalid: the index or one of its files is missing, truncated, or lacks a tensor.
+    """
+    files = {name: index.parent / file for name, file in weight_map(index).items()}
+    shards = {file: read_safetensors(file) for file in sorted(set(files.values()))}
+    for name, file in files.items():
+        if name not in shards[file]:
+            raise ArtifactInvalid(f"checkpoint {index}: {name} is not in {file.name}")
+    return {name: shards[file][name] for name, file in files.items()}
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Return the file name of each tensor, from an index.
+
+    Raises:
+        ArtifactInvalid: it is not an index, or names a file in another folder.
+    """
+    try:
+        with open_regular(index) as stream:
+            text = stream.read()
+        files = json.loads(text, object_pairs_hook=reject_duplicate_keys)["weight_map"]
+    except ArtifactInvalid as error:
+        raise ArtifactInvalid(f"checkpoint {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ArtifactInvalid(
+            f"checkpoint {index}: not a readable index with a weight_map "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(files, dict) or not files:
+        raise ArtifactInvalid(f"checkpoint {index}: its weight_map names no tensors")
+    for file in files.values():
+        refuse_path_outside(index, file)
+    return files
+
+
+def read_header(stream: FileIO | BufferedReader) -> Header:
+    """Read and check a file's header.
+
+    Raises:
+        ArtifactInvalid: it is not a safetensors file, or truncated; a name stands twice, of which
+            readers use one or the other; or tensors share bytes, leave bytes unused, or have
+            another length than their shape.
     """
     try:
         length = int.from_bytes(stream.read(8), "little")
@@ -131,21 +216,23 @@ def read_header(stream: FileIO | BufferedReader) -> tuple[int, dict[str, Entry]]
         text = stream.read(length)
         if len(text) < length:
             raise ValueError(f"the header has {len(text)} of {length} bytes")
-        header = json.loads(text, object_pairs_hook=without_double_keys)
-        header.pop("__metadata__", None)
+        header = json.loads(text, object_pairs_hook=reject_duplicate_keys)
+        metadata = header.pop("__metadata__", None) or {}
+        tied = {name: str(first) for name, first in metadata.items() if name != "format"}
         entries = {name: Entry.model_validate(entry) for name, entry in header.items()}
-        size = os.fstat(stream.fileno()).st_size - 8 - length
-        _refuse_other_layout(entries, size)
+        _check_layout(entries, os.fstat(stream.fileno()).st_size - 8 - length)
     except ValidationError as error:
-        why = error.errors()[0]["msg"]
+        reason = error.errors()[0]["msg"]
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        why = str(error)
+        reason = str(error)
     else:
-        return 8 + length, entries
-    raise ArtifactInvalid(f"{stream.name}: not a readable safetensors file, or truncated ({why})")
+        return Header(8 + length, entries, tied)
+    raise ArtifactInvalid(
+        f"{stream.name}: not a readable safetensors file, or truncated ({reason})"
+    )
 
 
-def _refuse_other_layout(entries: Mapping[str, Entry], size: int) -> None:
+def _check_layout(entries: Mapping[str, Entry], size: int) -> None:
     """Raise ValueError unless the tensors lie side by side and fill the file."""
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
@@ -160,53 +247,48 @@ def _refuse_other_layout(entries: Mapping[str, Entry], size: int) -> None:
         raise ValueError(f"the tensors have {position} bytes, and the file {size}")
 
 
-def _read(stream: FileIO | BufferedReader, start: int, name: str, entry: Entry) -> torch.Tensor:
+def _stored_tensors(
+    header: Header, file: object, read: Callable[[int, str, Entry], torch.Tensor]
+) -> dict[str, StoredTensor]:
+    for name, entry in header.entries.items():
+        if entry.dtype not in DTYPES:
+            raise ArtifactInvalid(f"{file}: {name} is {entry.dtype}, which is not read here")
+    return {
+        name: StoredTensor(
+            entry.shape,
+            DTYPES[entry.dtype],
+            partial(read, header.size + entry.data_offsets[0], name, entry),
+        )
+        for name, entry in header.entries.items()
+    }
+
+
+def _read_from(file: Path, start: int, name: str, entry: Entry) -> torch.Tensor:
+    try:
+        with open_regular(file) as stream:
+            return _read_tensor(stream, start, name, entry)
+    except (ArtifactInvalid, OSError) as error:
+        raise ArtifactInvalid(f"checkpoint {error}") from error
+
+
+def _read_tensor(
+    stream: FileIO | BufferedReader, start: int, name: str, entry: Entry
+) -> torch.Tensor:
     tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    begin, end = entry.data_offsets
-    stream.seek(start + begin)
-    numbers: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else bytearray()
-    wanted = memoryview(numbers)
-    position = 0
-    while position < len(wanted):
-        count = stream.readinto(wanted[position:])
-        if not count:
-            raise ArtifactInvalid(f"{stream.name}: truncated within {name}")
-        position += count
-    if position != end - begin:
-        raise ArtifactInvalid(f"{stream.name}: {name} is not as long as its shape says")
+    stream.seek(start)
+    try:
+        read_exactly(stream, bytes_of(tensor))
+    except EOFError as error:
+        raise ArtifactInvalid(f"{stream.name}: truncated within {name}") from error
     return tensor
 
 
-def _tied_names(state: Weights) -> dict[str, str]:
-    """Return for each name of a tensor but its first one, that first one."""
-    first: dict[tuple[object, ...], str] = {}
-    for name, tensor in state.items():
-        first.setdefault(place_of(tensor), name)
-    kept = {name: first[place_of(tensor)] for name, tensor in state.items()}
-    return {name: other for name, other in kept.items() if name != other}
-
-
-def _header(state: Weights, names: list[str], tied: dict[str, str]) -> bytes:
-    content: dict[str, object] = {"__metadata__": {"format": "pt", **tied}}
-    begin = 0
-    for name in names:
-        end = begin + state[name].nbytes
-        content[name] = {
-            "dtype": CODES[state[name].dtype],
-            "shape": list(state[name].shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _as_announced(name: str, announced: torch.Tensor | StoredTensor) -> torch.Tensor:
-    tensor = in_memory(announced).detach().cpu().contiguous()
-    if (tensor.dtype, tensor.shape) != (announced.dtype, torch.Size(announced.shape)):
+def _load_announced(name: str, stored: torch.Tensor | StoredTensor) -> torch.Tensor:
+    """Return a tensor in memory; refuse one that differs from what its index announced."""
+    tensor = in_memory(stored).detach().cpu().contiguous()
+    if (tensor.dtype, tensor.shape) != (stored.dtype, torch.Size(stored.shape)):
         raise ArtifactInvalid(
             f"{name}: is {tensor.dtype} {tuple(tensor.shape)} and was announced as "
-            f"{announced.dtype} {tuple(announced.shape)}"
+            f"{stored.dtype} {tuple(stored.shape)}"
         )
     return tensor

@@ -1,4 +1,4 @@
-"""Weights that may still lie on disk, and their way into a module."""
+"""State dicts whose tensors may still be on disk, and loading them into a module."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, TypeAlias
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     import torch
 
 BYTES_AT_ONCE = 16 * 2**20
-"""Bytes read from disk before they are copied into the module; a larger tensor goes alone."""
+"""Bytes read from disk before they are copied into the module; a larger tensor is read alone."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor on disk."""
+    """A tensor on disk: its shape and dtype, and a function that reads it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,29 +37,41 @@ Weights: TypeAlias = "Mapping[str, torch.Tensor | StoredTensor]"
 
 
 def load_state_(module: torch.nn.Module, state: Weights, source: str) -> None:
-    """Copy a state dict into a module, in place, refusing any difference.
+    """Copy a state dict into a module, in place; names and shapes must be equal.
 
     Stored tensors are read a few at a time, so that the weights are never in memory twice. A name
-    may be missing where the module ties it to one that is there.
+    may be missing if the module ties it to a name that is present.
 
     Raises:
         ArtifactInvalid: a tensor is missing, unexpected or of another shape; the message names it.
     """
-    problems = differences(module.state_dict(), state)
+    problems = mismatches(module.state_dict(), state)
     if problems:
         built_by = inspect.getmodule(type(module))
         place = f"{getattr(built_by, '__name__', '')}.{type(module).__name__}"
         raise ArtifactInvalid(
             f"{source} does not hold the weights of {place}: {'; '.join(problems)}"
         )
-    for names in _few_at_a_time(state):
-        module.load_state_dict({name: in_memory(state[name]) for name in names}, strict=False)
+    names: list[str] = []
+    pending_bytes = 0
+    for name, tensor in state.items():
+        stored_bytes = tensor.nbytes if isinstance(tensor, StoredTensor) else 0
+        if names and pending_bytes + stored_bytes > BYTES_AT_ONCE:
+            _copy_(module, state, names)
+            names, pending_bytes = [], 0
+        names.append(name)
+        pending_bytes += stored_bytes
+    _copy_(module, state, names)
 
 
-def differences(own: Mapping[str, torch.Tensor], state: Weights) -> list[str]:
-    """Return in words what keeps weights from being those of a module with such a state dict."""
-    tied = {place_of(own[k]) for k in own if k in state}
-    missing = [k for k in own if k not in state and place_of(own[k]) not in tied]
+def _copy_(module: torch.nn.Module, state: Weights, names: list[str]) -> None:
+    module.load_state_dict({name: in_memory(state[name]) for name in names}, strict=False)
+
+
+def mismatches(own: Mapping[str, torch.Tensor], state: Weights) -> list[str]:
+    """Describe how weights differ from a module's state dict; empty where they fit."""
+    tied = {storage_key(own[k]) for k in own if k in state}
+    missing = [k for k in own if k not in state and storage_key(own[k]) not in tied]
     unexpected = [k for k in state if k not in own]
     shapes = [
         f"{k}: {tuple(state[k].shape)} instead of {tuple(own[k].shape)}"
@@ -73,24 +85,11 @@ def differences(own: Mapping[str, torch.Tensor], state: Weights) -> list[str]:
     ]
 
 
-def place_of(tensor: torch.Tensor | StoredTensor) -> tuple[object, ...]:
-    """Return what is equal for two names of one tensor; empty tensors are all different."""
+def storage_key(tensor: torch.Tensor | StoredTensor) -> tuple[object, ...]:
+    """Return a key that is equal for two names of one (tied) tensor; empty tensors never are."""
     if isinstance(tensor, StoredTensor) or not tensor.numel() or not tensor.data_ptr():
         return (id(tensor),)
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _few_at_a_time(state: Weights) -> Iterator[list[str]]:
-    names: list[str] = []
-    gathered_bytes = 0
-    for name, tensor in state.items():
-        stored_bytes = tensor.nbytes if isinstance(tensor, StoredTensor) else 0
-        if names and gathered_bytes + stored_bytes > BYTES_AT_ONCE:
-            yield names
-            names, gathered_bytes = [], 0
-        names.append(name)
-        gathered_bytes += stored_bytes
-    yield names
 
 
 def in_memory(tensor: torch.Tensor | StoredTensor) -> torch.Tensor:
@@ -98,11 +97,11 @@ def in_memory(tensor: torch.Tensor | StoredTensor) -> torch.Tensor:
     return tensor.read() if isinstance(tensor, StoredTensor) else tensor
 
 
-def refuse_elsewhere(index: Path, file: object) -> None:
-    """Refuse a file that an index names and that does not lie beside it.
+def refuse_path_outside(index: Path, file: object) -> None:
+    """Refuse an entry of an index that is not a plain file name in the index's own folder.
 
     Raises:
-        ArtifactInvalid: it lies elsewhere.
+        ArtifactInvalid: it names a file in another folder, or is no name.
     """
     if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file:
         raise ArtifactInvalid(f"checkpoint {index}: names {file!r}, expected a file beside it")

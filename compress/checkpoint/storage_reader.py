@@ -1,4 +1,4 @@
-"""Tensors that torch.save wrote somewhere in a file, read straight to where they belong."""
+"""Reads tensors that torch.save wrote, from any place in a file straight into their destination."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 BYTES_AT_ONCE = 2**20
-"""Largest piece that goes through memory of its own, where bytes do not lie as they are needed."""
+"""Largest temporary buffer, for regions whose bytes do not lie in the file's order."""
 
 
 class Window(io.RawIOBase):
-    """A part of a file, as a file of its own."""
+    """A byte range of a file, as a read-only file of its own."""
 
     def __init__(self, file: io.FileIO, start: int, length: int) -> None:
-        """Show the bytes from a place on; the file stays the caller's."""
+        """Show a range of an open file, which the caller keeps open and closes."""
         self.file, self.start, self.length, self.position = file, start, length, 0
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -36,7 +36,7 @@ class Window(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """Fill a buffer as far as the part reaches."""
+        """Fill a buffer, at most up to the end of the range."""
         wanted = memoryview(buffer).cast("B")[: max(0, self.length - self.position)]
         self.file.seek(self.start + self.position)
         count = self.file.readinto(wanted) or 0
@@ -44,17 +44,17 @@ class Window(io.RawIOBase):
         return count
 
 
-def read_saved_(window: Window, region: torch.Tensor) -> None:
-    """Read the tensor that a part of a file holds into a tensor, in place.
+def read_tensor_(window: Window, region: torch.Tensor) -> None:
+    """Read the tensor that a range of a file holds into another tensor, in place.
 
-    Bytes go where they belong at once, or in small pieces where the region is not contiguous; a
-    layout that numbers and strides do not describe is read as a whole and then copied.
+    Bytes go straight to their destination, or through small buffers where the region is not
+    contiguous; a tensor that strides cannot describe is loaded fully and then copied.
 
     Raises:
         ValueError: it has another shape.
-        EOFError: the part ends before the tensor does.
+        EOFError: the range ends before the tensor does.
     """
-    # Onto the meta device, torch reads no data and notes where they begin.
+    # With the meta device, torch reads no data and records the offset at which they begin.
     stream = io.BufferedReader(window)
     saved = torch.load(stream, map_location="meta", weights_only=True)
     if saved.shape != region.shape:
@@ -74,8 +74,21 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers
 
 
+def read_exactly(stream: io.RawIOBase | io.BufferedReader, buffer: memoryview) -> None:
+    """Fill a buffer from a stream.
+
+    Raises:
+        EOFError: the stream ends before.
+    """
+    while buffer:
+        count = stream.readinto(buffer)
+        if not count:
+            raise EOFError(f"{len(buffer)} bytes are missing")
+        buffer = buffer[count:]
+
+
 def _axes_as_stored(tensor: torch.Tensor) -> list[int] | None:
-    """Return the axes from outer to inner as they lie in memory; None where there are gaps."""
+    """Return the axes by descending stride; None where the memory has gaps."""
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
         return None
     strides = tensor.stride()
@@ -85,21 +98,13 @@ def _axes_as_stored(tensor: torch.Tensor) -> list[int] | None:
 
 def _fill_(region: torch.Tensor, window: Window) -> None:
     if region.is_contiguous():
-        _read_exactly(window, bytes_of(region))
+        read_exactly(window, bytes_of(region))
     elif region.nbytes <= BYTES_AT_ONCE:
-        piece = torch.empty(region.shape, dtype=region.dtype)
-        _read_exactly(window, bytes_of(piece))
-        region.copy_(piece)
+        buffer = torch.empty(region.shape, dtype=region.dtype)
+        read_exactly(window, bytes_of(buffer))
+        region.copy_(buffer)
     elif len(region) == 1:
         _fill_(region[0], window)
     else:
         for rows in torch.split(region, max(1, BYTES_AT_ONCE // region[0].nbytes)):
             _fill_(rows, window)
-
-
-def _read_exactly(window: Window, buffer: memoryview) -> None:
-    while buffer:
-        count = window.readinto(buffer)
-        if not count:
-            raise EOFError(f"{len(buffer)} bytes are missing")
-        buffer = buffer[count:]

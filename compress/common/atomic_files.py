@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old content or the new, never half of it."""
+"""Writes, replaces and removes files so that a crash leaves the old content or the new."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Of renameat2(2)."""
+"""Constants of renameat2(2)."""
 PARTIAL, REMOVED = ".partial-", ".removed-"
-"""Marks in the hidden names of what is being made and removed; a process's number follows."""
+"""In hidden names of files that are being written or removed, before the process's number."""
 IRREGULAR = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
@@ -32,12 +32,12 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     content = content.encode() if isinstance(content, str) else content
     try:
         _write(path, content)
-    except FileNotFoundError:  # a run that began here swept it up, which it does once
+    except FileNotFoundError:  # remove_leftovers of a starting run removed it, which it does once
         _write(path, content)
 
 
 def _write(path: Path, content: bytes) -> None:
-    partial = partial_of(path)
+    partial = partial_path(path)
     try:
         partial.write_bytes(content)
         sync(partial)
@@ -47,15 +47,15 @@ def _write(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def partial_of(path: Path) -> Path:
-    """Return the name under which this process makes what then gets a name of its own."""
+def partial_path(path: Path) -> Path:
+    """Return the hidden name under which this process writes a file before it renames it."""
     return path.with_name(f".{path.name}{PARTIAL}{os.getpid()}")
 
 
 def remove(folder: Path) -> None:
-    """Remove a directory, if it is there, so that a crash leaves the whole of it or none.
+    """Remove a directory if it exists; a crash leaves all of it under its name, or nothing.
 
-    Of a link to a directory the link goes.
+    Of a link to a directory the link is removed.
     """
     aside = folder.with_name(f".{folder.name}{REMOVED}{os.getpid()}")
     _remove_now(aside)
@@ -63,11 +63,11 @@ def remove(folder: Path) -> None:
         folder.rename(aside)
     except FileNotFoundError:
         return
-    _remove_now(aside)  # what another process still writes there is swept up
+    _remove_now(aside)  # with what another process still writes there
 
 
 def replace(new: Path, folder: Path) -> None:
-    """Put a directory in the place of another, so that a crash leaves the old one or the new."""
+    """Replace a directory by another; a crash leaves the old one or the new."""
     try:
         _exchange(new, folder)
     except FileNotFoundError:  # there is no old one
@@ -90,18 +90,18 @@ def _exchange(one: Path, other: Path) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(other))
 
 
-def sweep(folder: Path, names: str = "*") -> None:
-    """Remove what a crash left half made or half removed directly in a directory.
+def remove_leftovers(folder: Path, names: str = "*") -> None:
+    """Remove what crashes left half written or half removed directly in a directory.
 
-    What of a folder cannot be removed stays. Nobody else may write such names there meanwhile.
+    No other process may write there meanwhile. Files that cannot be removed stay.
 
     Args:
         folder: the directory.
-        names: pattern of the names that were to be made or removed.
+        names: pattern of the final names.
     """
     for mark in (PARTIAL, REMOVED):
         for left in folder.glob(f".{names}{mark}*"):
-            if left.name.rpartition(mark)[2].isdigit():  # or it is not ours
+            if left.name.rpartition(mark)[2].isdigit():  # else it is a user's file
                 _remove_now(left)
 
 
@@ -122,7 +122,7 @@ def sync(path: Path) -> None:
 
 
 def stays_inside(name: str) -> bool:
-    """Whether a name, its parts set apart by slashes, is that of a file below a folder."""
+    """Whether a relative path with slashes stays below its folder and has valid names."""
     parts = name.split("/")
     plain = "\\" not in name and "\0" not in name and not {"", ".", ".."} & {*parts}
     return plain and all(len(part.encode()) <= 255 for part in parts)
@@ -137,7 +137,7 @@ def sha256_of(path: Path) -> str:
 def open_regular(path: Path, *, follow_link: bool = True) -> BufferedReader:
     """Open a regular file for reading.
 
-    Opening a pipe waits for its writer, and a device such as /dev/zero has no end; neither is read.
+    Opening a pipe would wait for its writer, and a device such as /dev/zero has no end.
 
     Args:
         path: the file.
@@ -162,11 +162,11 @@ def open_regular(path: Path, *, follow_link: bool = True) -> BufferedReader:
 
 
 def refuse_irregular(path: Path, mode: int | None = None) -> None:
-    """Refuse what is no regular file, before a library opens it by its name.
+    """Refuse anything but a regular file, before a library opens it by name.
 
     Args:
-        path: the file; where it is missing, its reader says so.
-        mode: its type and permissions where they are known, so that links are not followed.
+        path: the file; a missing one is left to its reader to report.
+        mode: its ``st_mode``, if known, so that links are not followed.
 
     Raises:
         ArtifactInvalid: it is a pipe, a device, a directory or a link.

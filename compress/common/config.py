@@ -1,4 +1,4 @@
-"""What every user-facing setting is made of: frozen pydantic models that refuse unknown keys."""
+"""Base class and field types of all settings: frozen pydantic models without unknown keys."""
 
 from typing import Annotated
 
@@ -27,11 +27,11 @@ LONGEST_NAME = 200
 """Bytes of a folder's name; file systems take 255, and temporary names have a suffix."""
 
 
-def short(name: str) -> str:
-    """Return a name that folders can bear.
+def check_length(name: str) -> str:
+    """Check that a name fits into a folder's name.
 
     Raises:
-        ValueError: it is too long, in bytes: letters beyond ASCII have several.
+        ValueError: it is too long in bytes, of which letters beyond ASCII have several.
     """
     size = len(name.encode())
     if size > LONGEST_NAME:
@@ -44,8 +44,8 @@ def short(name: str) -> str:
 
 StageName = Annotated[
     str,
-    # Editors count letters, which are never more than bytes.
+    # maxLength in the schema counts letters, which are never more than the bytes.
     Field(pattern=r"^[A-Za-z0-9][\w.=-]*$", json_schema_extra={"maxLength": LONGEST_NAME}),
-    AfterValidator(short),
+    AfterValidator(check_length),
 ]
-"""A name of a stage, and of its folders."""
+"""Name of a stage and of its folders."""

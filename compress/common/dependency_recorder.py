@@ -1,11 +1,11 @@
-"""What user code reads while it runs: files, modules and environment variables, with digests.
+"""Records which files, modules and environment variables user code reads, with digests.
 
-Python announces each `open` to audit hooks, imports included, and reads of `os.environ` go through
-a class of this module. Only what the user's own code asks for counts: its code is whatever is
-neither of the standard library, nor of an installed package, nor of this toolkit.
+Python calls audit hooks for each `open`, imports included, and reads of `os.environ` go through a
+class of this module. Only reads by user code count: code that is neither of the standard library,
+nor of an installed package, nor of this toolkit.
 
-Not seen: what C extensions and other processes read by themselves, the network, listings of folders
-and checks whether a file exists.
+Not recorded: reads by C extensions and other processes, the network, listings of folders and checks
+whether a file exists.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ if TYPE_CHECKING:
     from types import FrameType
 
 OWN_PACKAGES = ("cli", "compress", "export", "serve", "pipelines")
-"""Never the user's, even where the user's code lies beside them."""
+"""Modules of this toolkit, never user code, even if user code lies in the same folder."""
 _STANDARD = Path(sysconfig.get_path("stdlib")).resolve()
 INSTALLED = (
     _STANDARD,
-    _STANDARD.with_name("python{}{}.zip".format(*sys.version_info)),  # where imports look first
+    _STANDARD.with_name("python{}{}.zip".format(*sys.version_info)),  # first on sys.path
     *(Path(sysconfig.get_path(key)).resolve() for key in ("purelib", "platlib")),
 )
-"""Places of the standard library and of installed packages: their versions identify them."""
+"""Folders of the standard library and of installed packages, which their versions identify."""
 _ROOT = Path(__file__).resolve().parents[2]
 _OWN = tuple(str(_ROOT / name) for name in OWN_PACKAGES)
 _LOADERS = (str(_ROOT / "compress" / "common" / "factories.py"), str(Path(__file__).resolve()))
-"""Frames between the user's code and a file that it imports."""
+"""Files of this toolkit between the user's code and a module that it imports, on the stack."""
 _NO_DATA = ("/proc/", "/sys/", "/dev/")
 _RACY_SECONDS = 2.0
-"""A file that changed so shortly before it was hashed may change again within a clock tick."""
+"""A file changed this recently may change again without a new mtime; its digest is not cached."""
 
 
 class Dependencies(Settings):
-    """What was read, with SHA-256 digests; None for a file or variable that was not there."""
+    """Files and variables that were read, with SHA-256 digests; None for missing ones."""
 
     files: dict[str, str | None] = {}
     """Relative to the pipeline's folder where they lie below it or beside the user's code."""
     environment: dict[str, str | None] = {}
 
     def change(self, folder: Path) -> str:
-        """Return the first thing that is not as it was, in words; empty where all is.
+        """Describe the first file or variable that has changed since; empty if none has.
 
         Args:
             folder: the pipeline's folder.
@@ -68,7 +68,7 @@ class Dependencies(Settings):
         return self.difference(Dependencies(files=files, environment=environment))
 
     def difference(self, now: Dependencies) -> str:
-        """Return the first thing that differs from what it is now, in words; empty where all is."""
+        """Describe the first file or variable that differs from ``now``; empty if none does."""
         for name in sorted({*self.files, *now.files}):
             before, after = self.files.get(name), now.files.get(name)
             if before != after:
@@ -83,42 +83,42 @@ class Dependencies(Settings):
 
 @dataclass
 class Recording:
-    """What user code has asked for so far; it can be pickled."""
+    """What user code has read so far; it can be pickled."""
 
     files: set[str] = field(default_factory=set)
-    """Absolute paths of files that were read, other than what the code itself had written."""
+    """Absolute paths of files that were read, except those that the code itself had written."""
     written: set[str] = field(default_factory=set)
     """Absolute paths of files that were opened for writing."""
     environment: dict[str, str | None] = field(default_factory=dict)
-    """Digest of each variable's value when it was first asked for."""
+    """Digest of each variable's value when it was first read."""
 
     def add(self, other: Recording) -> None:
-        """Take in what another one holds."""
+        """Merge another recording into this one."""
         self.files |= other.files - self.written
         self.written |= other.written
         self.environment = {**other.environment, **self.environment}
 
     def to_json(self) -> str:
-        """Return it for another process."""
+        """Serialize it for another process."""
         files, written = sorted(self.files), sorted(self.written)
         return json.dumps([files, written, self.environment])
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return what :meth:`to_json` gave."""
+        """Restore what :meth:`to_json` serialized."""
         files, written, environment = json.loads(text)
         return cls(set(files), set(written), environment)
 
     def dependencies(
         self, folder: Path, code: Path | None = None, outputs: Sequence[Path] = ()
     ) -> Dependencies:
-        """Return what was read as digests.
+        """Hash what was read.
 
-        Variables are left out that the code itself set, or that the toolkit did for this process.
+        Variables that the code itself or this toolkit set are left out.
 
         Args:
-            folder: the pipeline's; files below it, or below that of the code, are named relative
-                to it, so that they have the same names in another checkout.
+            folder: the pipeline's folder; files below it or below ``code`` are named relative to
+                it, so that they have the same names in another checkout.
             code: the folder of the user's modules.
             outputs: folders that the toolkit writes.
         """
@@ -130,7 +130,7 @@ class Recording:
             if not _is_below(os.path.realpath(path), left_out) and not _is_special(path):
                 name = os.path.relpath(path, start) if _is_below(path, roots) else path
                 files[name] = digest_of(Path(path))
-        # A rank, or a worker, has others than this process, such as RANK.
+        # A rank or worker process has variables of its own, such as RANK.
         environment = {
             name: digest
             for name, digest in sorted(self.environment.items())
@@ -140,16 +140,16 @@ class Recording:
 
 
 _recordings: list[Recording] = []
-"""Those under way, in any thread: user code may read in threads of its own."""
+"""Active recordings of all threads: user code may read in threads of its own."""
 _thread = threading.local()
 _set_here: dict[str, str | None] = {}
-"""Variables that user code itself, or this toolkit, has set → what they were before."""
+"""Variables that user code or this toolkit has set → their values before."""
 _imports: dict[str, set[str]] = {}
-"""File of user code → the modules' files that it has imported; a second import opens none."""
+"""File of user code → files of the modules that it imported; a second import opens no file."""
 _sources: dict[str, str | None] = {}
-"""User code's modules → their digest when they were imported."""
+"""File of a module of user code → its digest when it was imported."""
 _digests: dict[Path, tuple[tuple[int, ...], str]] = {}
-"""File → its identity on disk, and its digest."""
+"""File → its stat, and its digest: a cache."""
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def recording() -> Iterator[Recording]:
     try:
         yield found
     finally:
-        # Not `remove`, which compares by value.
+        # By identity: `remove` would drop an equal recording of another thread.
         _recordings[:] = [r for r in _recordings if r is not found]
         found.files = _with_imports(found.files)
         for path in found.files:
@@ -170,8 +170,8 @@ def recording() -> Iterator[Recording]:
 
 
 @contextmanager
-def unrecorded() -> Iterator[None]:
-    """Leave out what this thread reads during a block, for which something else accounts."""
+def recording_paused() -> Iterator[None]:
+    """Do not record reads of this thread during a block; the caller accounts for them otherwise."""
     before = getattr(_thread, "paused", False)
     _thread.paused = True
     try:
@@ -180,15 +180,15 @@ def unrecorded() -> Iterator[None]:
         _thread.paused = before
 
 
-def note(found: Recording) -> None:
-    """Let all recordings under way take in what was recorded elsewhere or before."""
+def add_to_recordings(found: Recording) -> None:
+    """Merge reads that were recorded elsewhere or before into all active recordings."""
     for active in _recordings:
         if active is not found:
             active.add(found)
 
 
-def drained() -> Recording:
-    """Return what this process has recorded so far, and forget it; for worker processes."""
+def take_recorded() -> Recording:
+    """Return and reset what this process has recorded so far; for worker processes."""
     found = Recording()
     for active in _recordings:
         found.add(active)
@@ -197,9 +197,9 @@ def drained() -> Recording:
 
 
 def changed_sources() -> set[str]:
-    """Return modules' files that have changed since they were imported, once.
+    """Return and forget the files of modules that have changed since they were imported.
 
-    Those that are gone are not among them: an artifact's code is imported before it is renamed.
+    Missing files do not count: an artifact's code is imported before its folder is renamed.
     """
     now = {path: digest_of(Path(path)) for path in _sources}
     changed = {path for path, digest in now.items() if digest not in (None, _sources[path])}
@@ -209,15 +209,15 @@ def changed_sources() -> set[str]:
 
 
 def digest_of_variable(name: str) -> str | None:
-    """Return the SHA-256 of an environment variable as it was before user code set it."""
+    """Return the SHA-256 of an environment variable's value from before user code set it."""
     return _digest(_set_here[name] if name in _set_here else os.environ.get(name))
 
 
 def digest_of(path: Path) -> str | None:
-    """Return the SHA-256 of a file; None where there is none that could be read."""
+    """Return the SHA-256 of a regular file; None if it cannot be read."""
     try:
         found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # a pipe would wait for ever
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
             return None
         identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         known = _digests.get(path)
@@ -233,8 +233,8 @@ def digest_of(path: Path) -> str | None:
 
 @lru_cache(maxsize=65_536)
 def origin_of(filename: str) -> Literal["user", "own", "other"]:
-    """Return whose a source file is: the user's, this toolkit's, or another library's."""
-    if filename.startswith("<"):  # code of no file, such as what dataclasses make
+    """Classify a source file: user code, this toolkit's own, or another library's."""
+    if filename.startswith("<"):  # generated code, such as the methods of dataclasses
         return "other"
     path = os.path.realpath(filename)
     if path in _LOADERS or _is_below(path, tuple(map(str, INSTALLED))):
@@ -244,20 +244,20 @@ def origin_of(filename: str) -> Literal["user", "own", "other"]:
 
 @cache
 def _install() -> None:
-    """Add the audit hook, which stays as long as the process lives, and watch the environment."""
+    """Install the audit hook, which Python cannot remove again, and observe `os.environ`."""
     sys.addaudithook(_audit)
     os.environ.__class__ = _Environment
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and _recordings and not getattr(_thread, "paused", False):
-        with suppress(ValueError, TypeError, OSError):  # what `open` itself will refuse
+        with suppress(ValueError, TypeError, OSError):  # arguments that `open` itself will reject
             _note_open(*arguments)
 
 
 def _note_open(path: Any, mode: Any, flags: int) -> None:
-    asker = "" if isinstance(path, int) else _asking_user_code(sys._getframe(2))
-    if not asker:
+    caller = "" if isinstance(path, int) else _calling_user_file(sys._getframe(2))
+    if not caller:
         return
     name = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - links stay, as the code names them
     if name.endswith(".pyc"):
@@ -267,7 +267,7 @@ def _note_open(path: Any, mode: Any, flags: int) -> None:
     is_written = flags & (os.O_WRONLY | os.O_RDWR)
     is_read = not flags & (os.O_WRONLY | os.O_TRUNC)
     if name.endswith(".py") and not is_written:
-        _imports.setdefault(asker, set()).add(name)
+        _imports.setdefault(caller, set()).add(name)
     for active in _recordings:
         if is_read and name not in active.written:
             active.files.add(name)
@@ -276,7 +276,7 @@ def _note_open(path: Any, mode: Any, flags: int) -> None:
 
 
 def _with_imports(files: set[str]) -> set[str]:
-    """Return files, and what the modules among them have imported."""
+    """Return files together with those that the modules among them import, recursively."""
     found: set[str] = set()
     queue = list(files)
     while queue:
@@ -287,8 +287,8 @@ def _with_imports(files: set[str]) -> set[str]:
     return found
 
 
-def _asking_user_code(frame: FrameType | None) -> str:
-    """Return the user's file that is on the way to this toolkit's next frame, if one is."""
+def _calling_user_file(frame: FrameType | None) -> str:
+    """Return the innermost user file on the stack before a frame of this toolkit, or ""."""
     while frame is not None:
         file = frame.f_code.co_filename
         origin = origin_of(file)
@@ -299,14 +299,14 @@ def _asking_user_code(frame: FrameType | None) -> str:
 
 
 def _direct_origin(frame: FrameType | None) -> str:
-    """Return whose code itself asked: libraries read many variables for themselves."""
+    """Classify the direct caller only, because libraries read many variables for themselves."""
     while frame is not None and frame.f_code.co_filename in _MAPPINGS:
         frame = frame.f_back
     return origin_of(frame.f_code.co_filename) if frame is not None else "other"
 
 
 class _Environment(os._Environ[str]):
-    """`os.environ`, which tells recordings what is asked of it."""
+    """The class of `os.environ`: it adds each variable that user code reads to the recordings."""
 
     def __getitem__(self, key: str) -> str:
         if _recordings and isinstance(key, str) and _direct_origin(sys._getframe(1)) == "user":
@@ -324,7 +324,7 @@ class _Environment(os._Environ[str]):
         super().__delitem__(key)
 
     def copy(self) -> dict[str, str]:
-        """Return all variables, of which none counts as asked for: other processes get them."""
+        """Return all variables without recording them: copies are passed on to subprocesses."""
         return {key: super(_Environment, self).__getitem__(key) for key in self}
 
     def _note_change(self, key: str) -> None:
@@ -348,7 +348,7 @@ _MAPPINGS = frozenset(
         _Environment.__getitem__.__code__,
     )
 )
-"""Files of the functions between `os.environ[…]` or `os.getenv(…)` and who calls them."""
+"""Files whose functions stand between `os.environ[…]` or `os.getenv(…)` and their caller."""
 
 
 def _digest(value: str | None) -> str | None:
@@ -364,7 +364,7 @@ def _is_below(path: str, folders: tuple[str, ...]) -> bool:
 
 
 def _is_special(path: str) -> bool:
-    """Whether something is there that is no file with a content of its own."""
+    """Whether a path exists and is no regular file."""
     try:
         return not stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116 - a string
     except OSError:

@@ -1,4 +1,4 @@
-"""Everything this toolkit raises on purpose.
+"""The exceptions of this toolkit, their exit codes, and errors as one-line messages.
 
     CompressError                1
     ├── PipelineInvalid          2   pipeline.yaml or an argument is wrong
@@ -7,8 +7,8 @@
     ├── GateRefused              3   the work was done and a gate refused its result
     └── Unavailable              4   a library, program or device is missing
 
-The number is the exit code of ``compress``. A message says where, what was found, what was expected
-and how to mend it, in one line.
+The number is the exit code of ``compress``. A message is one line: where, what was found, what was
+expected, how to fix it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from compress.common.printable import printable
 
 
 class CompressError(Exception):
-    """Root of the tree; catch this to catch everything the toolkit refuses."""
+    """Base of all exceptions that this toolkit raises on purpose."""
 
     exit_code: ClassVar[int] = 1
 
@@ -53,52 +53,52 @@ class GateRefused(CompressError):
 
 
 class Unavailable(CompressError):
-    """A library, program or device that a stage needs is not here."""
+    """A library, program or device that a stage needs is missing."""
 
     exit_code = 4
 
 
 class SignalExit(SystemExit):
-    """A signal asked the process to end; its code is the shell's for that signal."""
+    """A signal asked the process to end; the exit code is 128 plus the signal's number."""
 
 
 @contextmanager
 def exits_refused() -> Iterator[None]:
-    """Let no code within a block end the process: `sys.exit()` in user code is a failure.
+    """Turn `sys.exit()` in user code within a block into an ordinary failure.
 
-    A model, a metric or a dataset that ends the process would end the run with an exit code of its
-    own choice, with no gate judged. Signals still interrupt.
+    A model, metric or dataset that ends the process would end the run with an exit code of its own
+    choice and without its gates. Signals still interrupt.
 
     Raises:
-        StageFailed: in place of SystemExit and whatever else is no Exception.
+        StageFailed: in place of SystemExit and every other BaseException.
     """
     try:
         yield
     except (Exception, KeyboardInterrupt, SignalExit):
         raise
     except BaseException as error:
-        raise StageFailed(f"user code {told_of_exit(error)}") from error
+        raise StageFailed(f"user code {describe_exit(error)}") from error
 
 
-def told_of_exit(error: BaseException) -> str:
-    """Return in words how code tried to end the process."""
+def describe_exit(error: BaseException) -> str:
+    """Describe how code tried to end the process, with file and line."""
     where, frame = "", error.__traceback__
     while frame is not None:
         where = f" in {Path(frame.tb_frame.f_code.co_filename).name}, line {frame.tb_lineno}"
         frame = frame.tb_next
     if isinstance(error, SystemExit):
         return f"called sys.exit({'' if error.code is None else repr(error.code)}){where}"
-    words = f": {first_line(error)}" if str(error) else ""
-    return f"raised {type(error).__name__}{words}{where}"
+    message = f": {first_line(error)}" if str(error) else ""
+    return f"raised {type(error).__name__}{message}{where}"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error of another library says."""
+    """Return the first line of an error's message; those of libraries can be long."""
     return str(error).strip().partition("\n")[0]
 
 
-def ending_of(code: int) -> str:
-    """Return how a process ended, in words, by its exit code; negative for a signal."""
+def describe_exit_code(code: int) -> str:
+    """Describe how a process ended by its exit code, which is negative for a signal."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
@@ -106,7 +106,7 @@ def ending_of(code: int) -> str:
 
 
 def lines_of(message: str) -> list[str]:
-    """Return a line per problem of a file; any other message is one line, whatever it holds."""
+    """Split a message with a line per problem of one file; join the lines of any other message."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     file = message.partition(":")[0]
     if all(line.startswith(f"{file}:") for line in lines):
@@ -115,7 +115,7 @@ def lines_of(message: str) -> list[str]:
 
 
 def cause_lines(error: Exception) -> list[str]:
-    """Return what a user is told of an error and of those that it notes: one line per problem."""
+    """Return an error's message and notes as lines for the user, one for each problem."""
     message = str(error)
     if not isinstance(error, CompressError | OSError):
         message = f"internal error, {type(error).__name__}: {error} (--debug shows where)"

@@ -1,9 +1,8 @@
-"""References to the user's own code: ``module:callable``, looked up beside a file first.
+"""Imports the user's ``module:callable``, and finds the source files that it needs.
 
-The code that a reference needs is found by reading its import statements, so that it can be hashed
-into cache keys and copied into artifacts, which then load again wherever they are carried. What it
-imports and opens otherwise is recorded while it runs; see
-:mod:`compress.common.dependency_recorder`.
+The files are found by parsing import statements, so that they can be hashed into cache keys and
+copied into artifacts, which then load on other machines. Other imports and reads are recorded while
+the code runs; see :mod:`compress.common.dependency_recorder`.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from compress.common.dependency_recorder import (
     OWN_PACKAGES,
     Dependencies,
     Recording,
+    add_to_recordings,
     changed_sources,
-    note,
     origin_of,
     recording,
 )
 from compress.common.errors import PipelineInvalid
-from compress.common.process import uncollected
+from compress.common.process import gc_disabled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence, Set
     from types import CodeType
 
 Reference = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
-"""``module:callable``; looked up beside the pipeline file first, then as installed."""
+"""``module:callable``; looked up in the pipeline's folder first, then as installed."""
 
 
 def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:
@@ -50,7 +49,7 @@ def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:
 
     Args:
         reference: the module's dotted name, a colon, the callable's name.
-        folder: where the user's modules lie; a module found there wins over an installed one.
+        folder: folder of the user's modules; a module there takes precedence over an installed one.
 
     Raises:
         PipelineInvalid: the module cannot be imported or has no such callable.
@@ -78,9 +77,9 @@ def resolve(reference: str, folder: Path | None = None) -> Callable[..., Any]:
 
 
 def local_sources(reference: str, folder: Path | None = None) -> dict[str, Path]:
-    """Return the user's own source files that a reference needs, by path relative to their root.
+    """Return the user's source files that a reference needs, by path relative to their root.
 
-    Installed packages and the standard library are left out: their versions identify them.
+    Installed packages and the standard library are left out; their versions identify them.
     """
     module_name = reference.partition(":")[0]
     root = folder if folder and _find(module_name, folder) else _origin_root(module_name)
@@ -102,7 +101,7 @@ def local_sources(reference: str, folder: Path | None = None) -> dict[str, Path]
 
 
 def is_library(name: str) -> bool:
-    """Whether a module that was imported is an installed one or of this toolkit."""
+    """Whether an imported module is installed or part of this toolkit."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     origin = getattr(spec, "origin", None)
     if name.partition(".")[0] in OWN_PACKAGES:
@@ -120,7 +119,7 @@ def sources_digest(sources: dict[str, Path]) -> str:
 
 
 class _FromSource(SourceFileLoader):
-    """Compiles a file as it is now: cached bytecode may be an older one, or a planted one."""
+    """Compiles the source at each import: cached bytecode may be outdated or forged."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -130,7 +129,8 @@ class _FromSource(SourceFileLoader):
 class _UserModules(MetaPathFinder):
     """Finds modules in the folder of the reference that was resolved last.
 
-    It stays in place after the import, so that a factory may import more when it is called.
+    It stays on ``sys.meta_path`` after the import, because a factory may import more when it is
+    called.
     """
 
     folder: Path | None = None
@@ -159,27 +159,27 @@ class _UserModules(MetaPathFinder):
 
 _finder = _UserModules()
 _loaded: dict[str, str] = {}
-"""Digest of the sources that each of the user's modules was last imported from."""
+"""User's module → digest of the sources that it was last imported from."""
 
 
 @dataclass(frozen=True)
 class _Import:
-    """What a module read when it was imported."""
+    """The reads of a module's import."""
 
     recorded: Recording
     dependencies: Dependencies
 
     def is_stale(self) -> bool:
-        """Whether any of it has changed since; an artifact's code may have been moved."""
+        """Whether any of it has changed; missing modules do not count, as artifacts are moved."""
         files = self.dependencies.files.items()
         there = {path: d for path, d in files if not path.endswith(".py") or Path(path).exists()}
         return self.dependencies.model_copy(update={"files": there}).change(_ANYWHERE) != ""
 
 
 _ANYWHERE = Path(os.sep)
-"""What files are told from: the current folder may be another one later, or be gone."""
+"""Base of relative paths: the current folder may change or be removed."""
 _imports: dict[str, _Import] = {}
-"""By name of a module that a reference names."""
+"""Module name → what was read when it was imported."""
 
 
 def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> Any:
@@ -189,14 +189,14 @@ def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> 
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
     for name in _modules_of(changed_sources()):
-        sys.modules.pop(name, None)  # a function may import it again
+        sys.modules.pop(name, None)  # so that a later import statement reads the new source
     loaded, before = sys.modules.get(module_name), _imports.get(module_name)
     is_current = _loaded.get(module_name, digest if not folder else "") == digest
     if loaded is not None and is_current and not (before and before.is_stale()):
-        note(before.recorded if before else _read_by_import(module_name, Recording()))
+        add_to_recordings(before.recorded if before else _read_by_import(module_name, Recording()))
         return loaded
-    # A module of the same name from another folder (each artifact carries its own copy), or from
-    # before an edit, gives way; objects made from it live on.
+    # Remove modules of the same names from another folder (each artifact has its own copy), or from
+    # before an edit; objects that were made from them stay valid.
     for key in sources:
         parts = key.removesuffix(".py").removesuffix("/__init__").split("/")
         for name in _with_parents(".".join(parts)):
@@ -204,17 +204,17 @@ def _import(module_name: str, folder: Path | None, sources: dict[str, Path]) -> 
     for name in _modules_of(before.recorded.files) if before else ():
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
-    with uncollected(), recording() as recorded:
+    with gc_disabled(), recording() as recorded:
         module = importlib.import_module(module_name)
     found = _read_by_import(module_name, recorded)
     _loaded[module_name] = digest
     _imports[module_name] = _Import(found, found.dependencies(_ANYWHERE))
-    note(found)
+    add_to_recordings(found)
     return module
 
 
 def _read_by_import(module_name: str, recorded: Recording) -> Recording:
-    """Return what a module read when it was imported, with modules that others had imported."""
+    """Add to a module's recording the modules that were already imported when it needed them."""
     found, queue = Recording(), [module_name]
     found.add(recorded)
     seen: set[str] = set()
@@ -232,14 +232,14 @@ def _read_by_import(module_name: str, recorded: Recording) -> Recording:
 
 
 def _modules_of(files: Set[str]) -> list[str]:
-    """Return the names of the modules that were imported from some files."""
+    """Return the names of the modules that were imported from the given files."""
     modules = list(sys.modules.items())
     return [n for n, m in modules if n != "__main__" and getattr(m, "__file__", None) in files]
 
 
 @contextmanager
 def _as_installed(module_name: str) -> Iterator[None]:
-    """Leave out what was found beside a file: another's module may have the same name."""
+    """Ignore the user's folder for a block: its modules may have names of installed ones."""
     top = module_name.partition(".")[0]
     spec = getattr(sys.modules.get(top), "__spec__", None)
     if isinstance(getattr(spec, "loader", None), _FromSource):
@@ -253,7 +253,7 @@ def _as_installed(module_name: str) -> Iterator[None]:
 
 
 def _find(module_name: str, root: Path) -> Path | None:
-    """Return the source file of a module below a folder; a folder alone is a namespace."""
+    """Return the source file of a module below a folder; None for namespace packages."""
     place = root.absolute()
     path: Path | None = None
     for part in module_name.split("."):
@@ -289,7 +289,7 @@ def _imported_names(source: bytes, module_name: str, is_package: bool) -> tuple[
     try:
         tree = ast.parse(source)
     except SyntaxError:
-        return ()  # the import itself reports it, with the line
+        return ()  # the import itself reports the error with its line
     package = module_name if is_package else module_name.rpartition(".")[0]
     names: list[str] = []
     for node in ast.walk(tree):
@@ -297,8 +297,8 @@ def _imported_names(source: bytes, module_name: str, is_package: bool) -> tuple[
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")
-            kept = parents[: len(parents) - node.level + 1] if node.level else []
-            base = ".".join([*filter(None, kept), *([node.module] if node.module else [])])
+            prefix = parents[: len(parents) - node.level + 1] if node.level else []
+            base = ".".join([*filter(None, prefix), *([node.module] if node.module else [])])
             names += [base] if base else []
             names += [f"{base}.{alias.name}" if base else alias.name for alias in node.names]
     return tuple(names)

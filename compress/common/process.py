@@ -1,13 +1,15 @@
-"""When the garbage collector looks, and at what: libraries are many objects, and all stay.
+"""State of this process: random seeds, CPU threads, the garbage collector.
 
-The CPU cores that a process may use: its affinity, and the quota of its container.
+torch and NumPy are imported inside the functions, because the command line imports this module.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import math
 import os
+import random
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,25 +17,65 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+THREADS = "OMP_NUM_THREADS"
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def derive_seed(*parts: int) -> int:
+    """Return 32 bits that differ for different numbers."""
+    digest = hashlib.sha256(",".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:4], "little")
+
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Let the garbage collector wait: it would look again and again at what an import makes."""
-    collects = gc.isenabled()
+def seeded(seed: int, device: str) -> Iterator[None]:
+    """Seed torch, NumPy and ``random`` for a block, and restore their states after it."""
+    import numpy as np
+    import torch
+
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [torch.device(device)] if device.startswith("cuda") else []
+    with torch.random.fork_rng(devices=devices):
+        reseed(seed, device)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+def reseed(seed: int, device: str) -> None:
+    """Seed torch, NumPy and ``random``."""
+    import numpy as np
+    import torch
+
+    # torch.manual_seed seeds all devices of all kinds, which takes longer than a small step.
+    torch.default_generator.manual_seed(seed)
+    if device.startswith("cuda"):
+        torch.cuda.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+@contextmanager
+def gc_disabled() -> Iterator[None]:
+    """Disable the garbage collector for a block, such as an import that makes many objects."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()
 
 
 @contextmanager
-def only_new() -> Iterator[None]:
-    """Let the garbage collector look, in a block, at what is made there, and not at the rest.
+def gc_frozen() -> Iterator[None]:
+    """Exempt the objects that exist already from garbage collection for a block.
 
-    Each look at all that torch and its exporters are takes a third of a second, and an export has
-    several looked. What the block leaves in circles is gone at its end.
+    One collection over all objects of torch and its exporters takes a third of a second, and an
+    export triggers several. Cycles that the block leaves behind are collected at its end.
     """
     gc.freeze()
     try:
@@ -43,16 +85,11 @@ def only_new() -> Iterator[None]:
         gc.unfreeze()
 
 
-THREADS = "OMP_NUM_THREADS"
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
-
-
 def usable_cores() -> int:
     """Return how many cores this process may use, at least one.
 
-    A container with ``--cpus 4``, or a pod with that limit, sees all cores of its machine and is
-    stopped for most of the time where it computes with as many threads.
+    A container with ``--cpus 4``, or a pod with that limit, sees all cores of its machine, and the
+    kernel throttles it for most of the time if it computes with as many threads.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = cpu_quota()
@@ -60,19 +97,19 @@ def usable_cores() -> int:
 
 
 def configured_threads() -> int:
-    """Return what `OMP_NUM_THREADS` says, 0 where it says nothing; of a list the first counts."""
-    told = os.environ.get(THREADS, "").partition(",")[0].strip()
-    return int(told) if told.isdecimal() else 0
+    """Return the number in `OMP_NUM_THREADS`, the first one of a list; 0 where it is not set."""
+    first = os.environ.get(THREADS, "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
 
 
 def threads_to_use() -> int:
-    """Return how many threads were told, or one for each usable core."""
+    """Return the number in `OMP_NUM_THREADS`, else one thread for each usable core."""
     return configured_threads() or usable_cores()
 
 
 @contextmanager
 def within_quota() -> Iterator[None]:
-    """Compute with no more threads in a block than there are usable cores, unless told to."""
+    """Limit torch to the usable cores, or to `OMP_NUM_THREADS`, for a block."""
     import torch
 
     before = torch.get_num_threads()
@@ -88,25 +125,28 @@ def within_quota() -> Iterator[None]:
 
 
 def cpu_quota(own: Path = OWN_CGROUPS, mounted: Path = CGROUPS) -> float | None:
-    """Return the cores' worth of time that Linux' control groups leave this process; None if all.
+    """Return the CPU quota of this process in cores, the least of its cgroups'; None without one.
+
+    ``loky.cpu_count`` reads the root of the mount alone: it misses the quota of a systemd slice, of
+    a Slurm job and of every group around a container's own.
 
     Args:
-        own: the file that names the groups of this process.
-        mounted: the folder where groups are told of.
+        own: the file that names the cgroups of this process.
+        mounted: the folder where cgroups are mounted.
     """
-    found = [quota for folder in _folders(own, mounted) if (quota := _quota_in(folder))]
-    return min(found, default=None)
+    quotas = [quota for folder in _cgroups(own, mounted) if (quota := _quota_in(folder))]
+    return min(quotas, default=None)
 
 
-def _folders(own: Path, mounted: Path) -> Iterator[Path]:
-    """Yield the groups of this process and those around them, by either version of the system."""
+def _cgroups(own: Path, mounted: Path) -> Iterator[Path]:
+    """Yield the folders of this process's cgroups, v1 or v2, and of the groups around them."""
     with suppress(OSError, ValueError):
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "cpu" not in controllers.split(","):
                 continue
-            # The first version has a folder for each set of controllers; the second has one tree,
-            # under `unified` where both are there. A container may not see its path, but the root.
+            # v1 has a folder for each set of controllers, v2 a single tree. A container may see the
+            # root of its group alone, whatever path the kernel names.
             for root in (mounted / controllers, mounted / "cpu") if controllers else (mounted,):
                 folder = root / path.strip("/")
                 yield folder

@@ -1,4 +1,4 @@
-"""Requirement: a library or a program that a stage cannot do without."""
+"""Requirement: a library or program that a stage needs, and how to install it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 
 class Requirement(Settings):
-    """Something that a stage cannot do without."""
+    """A library or program that a stage needs."""
 
     what: str
     """A Python module, or a program on the PATH."""
     install: str
-    """What to do when it is missing."""
+    """How to install it, for the error message."""
     program: bool = False
-    """Whether it is a program: a missing one stops its own stage, and what came before is kept."""
+    """Whether it is a program. A missing library is reported before the run, a missing program by
+    its own stage, after the stages before it."""
 
     def missing(self) -> bool:
-        """Whether it is not here."""
+        """Whether it cannot be found."""
         if self.program:
             return shutil.which(self.what) is None
         return importlib.util.find_spec(self.what.partition(".")[0]) is None
@@ -35,11 +36,11 @@ COMPILER = Requirement(
     program=True,
     install="a C++ compiler, e.g. apt-get install g++",
 )
-"""What Inductor compiles with."""
+"""The compiler that TorchInductor calls."""
 
 
 def requirements_of(settings: Settings) -> Iterator[Requirement]:
-    """Yield what settings, or settings within them, cannot do without."""
+    """Yield the requirements of settings and of nested settings."""
     yield from getattr(settings, "requirements", ())
     for name in type(settings).model_fields:
         value = getattr(settings, name)
@@ -48,9 +49,9 @@ def requirements_of(settings: Settings) -> Iterator[Requirement]:
 
 
 def undisturbed(settings: Settings) -> bool:
-    """Return whether settings, or settings within them, ask that nothing runs beside them.
+    """Return whether settings, or nested settings, need to run without other jobs beside them.
 
-    They say so by an attribute of this name: what they do measures time, or other nodes take part.
+    They declare it by an attribute of this name, because they measure time or use other nodes.
     """
     values = (getattr(settings, name) for name in type(settings).model_fields)
     nested = (value for value in values if isinstance(value, Settings))

@@ -1,4 +1,4 @@
-"""What goes into a model and what comes out: names, dtypes and shapes with named dynamic axes."""
+"""Signature: a model's inputs and outputs, as names, dtypes and shapes with named dynamic axes."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ class TensorSpec(Settings):
         return tuple(d if isinstance(d, int) else sizes.get(d, 2) for d in self.shape)
 
     def nbytes(self, sizes: Mapping[str, int]) -> int:
-        """Return how many bytes the tensor has with these sizes of named axes."""
-        bits = re.search(r"\d+$", self.dtype)  # `bool` tells none, and has a byte
+        """Return the tensor's size in bytes for given sizes of named axes."""
+        bits = re.search(r"\d+$", self.dtype)  # `bool` has no number, and one byte
         return prod(self.sized(sizes)) * (int(bits[0]) // 8 if bits else 1)
 
     @property
     def is_mask(self) -> bool:
-        """Whether it says which elements of a row count, as its name and dtype tell."""
-        whole = self.dtype == "bool" or "int" in self.dtype
-        return whole and "mask" in self.name.lower() and len(self.shape) > 1
+        """Whether it is a mask such as `attention_mask`, by its name, dtype and rank."""
+        is_integer = self.dtype == "bool" or "int" in self.dtype
+        return is_integer and "mask" in self.name.lower() and len(self.shape) > 1
 
 
 class AxisBounds(Settings):
-    """The sizes that a named axis may have."""
+    """Smallest and largest size of a named axis."""
 
     min: Count = 1
     """The smallest."""
@@ -104,7 +104,7 @@ class OutputSpec(Settings):
 
 
 class Signature(Settings):
-    """The interface of a model, the same in every format it takes on the road."""
+    """A model's interface, the same in every format that it is converted to."""
 
     inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
     """Inputs in the order in which the model's forward takes them."""
@@ -114,8 +114,8 @@ class Signature(Settings):
     """Named axis → smallest and largest size, where not every size is allowed."""
 
     @model_serializer(mode="wrap")
-    def _without_no_bounds(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out bounds where there are none: manifests and digests stay those of before."""
+    def _omit_empty_axes(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out empty bounds, so that manifests from before `axes` keep their digests."""
         dumped: dict[str, Any] = dump(self)
         return dumped if self.axes else {k: v for k, v in dumped.items() if k != "axes"}
 
@@ -137,7 +137,7 @@ class Signature(Settings):
 
     @property
     def smallest_batch(self) -> int:
-        """Samples of the smallest call: 1, or as many as a fixed batch has."""
+        """Smallest batch size of a call: 1, or the fixed batch size."""
         first = self.inputs[0].shape[0] if self.inputs[0].shape else 1
         return 1 if isinstance(first, str) else first
 
@@ -152,13 +152,13 @@ class Signature(Settings):
         return self.axes.get(axis, ANY_SIZE)
 
     def refuse_too_large(self, sizes: Mapping[str, int]) -> None:
-        """Refuse inputs that take more than half of this machine's memory, before they are made.
+        """Refuse example inputs that need more than half of this machine's memory.
 
         Args:
             sizes: the size of each named axis.
 
         Raises:
-            ArtifactInvalid: they do; the message names the largest.
+            ArtifactInvalid: the message names the largest input.
         """
         needed = {spec.name: spec.nbytes(sizes) for spec in self.inputs}
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -172,15 +172,15 @@ class Signature(Settings):
                 f"{memory / 2**30:.3g} GiB; declare smaller sizes"
             )
 
-    def announced(self) -> list[dict[str, Any]]:
-        """Return the inputs for servers, which hold requests against them, bounds included."""
-        told = []
+    def input_descriptions(self) -> list[dict[str, Any]]:
+        """Return the inputs as JSON, bounds included, against which servers check requests."""
+        descriptions = []
         for spec in self.inputs:
             own = {d: self.axes[d] for d in spec.shape if isinstance(d, str) and d in self.axes}
             bounds = {axis: [bound.min, bound.max] for axis, bound in own.items()}
             more = {"bounds": bounds} if bounds else {}
-            told.append({**spec.model_dump(mode="json"), **more})
-        return told
+            descriptions.append({**spec.model_dump(mode="json"), **more})
+        return descriptions
 
     def example(
         self,
@@ -191,8 +191,8 @@ class Signature(Settings):
     ) -> tuple[torch.Tensor, ...]:
         """Return seeded inputs: standard normal for floats, 0 or 1 for integers.
 
-        Masks let through one element at least of each row, from the left: a row of which nothing
-        counts has no meaning, and models answer anything to it.
+        Masks are 1 for a random number of elements from the left, at least one of each row: the
+        output for a fully masked row is undefined.
 
         Args:
             batch: size of the batch axis; other named axes get 8 elements, or the number nearest
@@ -225,12 +225,12 @@ class Signature(Settings):
         return tuple(tensors)
 
     @classmethod
-    def of(
+    def from_examples(
         cls,
         inputs: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
         batch_axis: str | None = "batch",
     ) -> Signature:
-        """Infer a signature from example inputs, named or not; the first axis becomes dynamic."""
+        """Infer a signature from example inputs, by name or in order; the first axis is dynamic."""
         specs = []
         if isinstance(inputs, Mapping):
             names, inputs = [*inputs], [*inputs.values()]
@@ -247,7 +247,7 @@ class Signature(Settings):
 
 
 def refuse_double_names(inputs: Sequence[TensorSpec], outputs: Sequence[OutputSpec]) -> None:
-    """Refuse tensors of one name.
+    """Refuse two tensors with the same name.
 
     Raises:
         ValueError: the message lists the names.
@@ -259,10 +259,10 @@ def refuse_double_names(inputs: Sequence[TensorSpec], outputs: Sequence[OutputSp
 
 
 def refuse_other_axes(inputs: Sequence[TensorSpec], bounded: Mapping[str, AxisBounds]) -> None:
-    """Refuse bounds of what is no named axis of the inputs, or is the batch.
+    """Refuse bounds of the batch axis, or of an axis that no input names.
 
     Raises:
-        ValueError: the message names the axis, and those that there are.
+        ValueError: the message names the axis and the known ones.
     """
     batches = {spec.shape[0] for spec in inputs[:1] if spec.shape}
     named = {d: 0 for spec in inputs for d in spec.shape if isinstance(d, str) and d not in batches}

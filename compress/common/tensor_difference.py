@@ -1,7 +1,7 @@
-"""How far tensors are from those expected, in float64; no NaN is ever taken for a small difference.
+"""Differences between tensors in float64, which never treat NaN as a small difference.
 
-Python's ``max(0.0, nan)`` is 0.0 and ``nan > limit`` is False, so a comparison written by hand lets
-NaN through. Everything that compares two models' answers measures with these functions.
+Python's ``max(0.0, nan)`` is 0.0 and ``nan > limit`` is False, so that a naive comparison accepts
+NaN. All comparisons of two models' outputs use these functions.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 AT_ONCE = 2**20
-"""Elements that are compared at a time: answers in float64 take memory."""
+"""Elements converted to float64 at a time, to bound memory: 8 MiB each."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def relative_error(expected: torch.Tensor, got: torch.Tensor) -> float:
-    """Return the norm of the difference over that of what is expected; equal infinities are equal.
+    """Return ‖got - expected‖ / ‖expected‖; equal infinities count as equal.
 
-    Infinite where shapes differ, or one is a number and the other none.
+    Infinite if shapes differ, or an element is finite in one tensor alone.
     """
     if expected.shape != got.shape:
         return math.inf
@@ -38,10 +38,10 @@ def relative_error(expected: torch.Tensor, got: torch.Tensor) -> float:
 
 
 def largest_difference(expected: torch.Tensor, got: torch.Tensor) -> float:
-    """Return the largest absolute difference of two elements; 0 where there are none.
+    """Return the largest absolute difference of two elements; 0 for empty tensors.
 
-    Equal infinities, as of masked scores, are equal. NaN where either tensor holds a NaN; infinite
-    where shapes differ.
+    Equal infinities, as in masked scores, count as equal. NaN if either tensor holds a NaN;
+    infinite if shapes differ.
     """
     if expected.shape != got.shape:
         return math.inf
@@ -53,9 +53,9 @@ def largest_difference(expected: torch.Tensor, got: torch.Tensor) -> float:
 
 
 def largest(values: Iterable[float]) -> float:
-    """Return the largest of some numbers, NaN where one is; 0 where there are none."""
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+    """Return the maximum, NaN if any value is NaN; 0 of no values."""
+    numbers = list(values)
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers, default=0.0)
 
 
 def largest_finite(tensor: torch.Tensor) -> float:
@@ -65,14 +65,14 @@ def largest_finite(tensor: torch.Tensor) -> float:
 
 
 def identical(expected: torch.Tensor, got: torch.Tensor) -> bool:
-    """Whether two tensors have one shape and the same elements; NaN is the same as NaN."""
+    """Whether two tensors have the same shape and elements; NaN equals NaN."""
     return expected.shape == got.shape and bool(
         ((expected == got) | ((expected != expected) & (got != got))).all()
     )
 
 
 def columns(expected: torch.Tensor, got: torch.Tensor) -> Iterator[Pair]:
-    """Yield two batches of answers a few columns at a time, all rows of them."""
+    """Yield two batches of outputs a few columns at a time, with all rows."""
     if expected.numel():
         rows = len(expected) if expected.dim() else 1
         width = max(AT_ONCE // rows, 1)
@@ -81,7 +81,7 @@ def columns(expected: torch.Tensor, got: torch.Tensor) -> Iterator[Pair]:
 
 
 def measured(expected: torch.Tensor, got: torch.Tensor) -> Pair:
-    """Return two tensors in float64, with zeros where both are the same infinity, or NaN."""
+    """Return two tensors in float64, with zeros where both are the same infinity or both NaN."""
     equal = equally_not_finite(expected, got)
     return expected.double().masked_fill(equal, 0), got.double().masked_fill(equal, 0)
 
@@ -92,6 +92,6 @@ def equally_not_finite(expected: torch.Tensor, got: torch.Tensor) -> torch.Tenso
 
 
 def _parts(expected: torch.Tensor, got: torch.Tensor) -> Iterator[Pair]:
-    """Yield two tensors of one shape a few elements at a time, on the CPU."""
+    """Yield two tensors of the same shape a few elements at a time, on the CPU."""
     flat = (torch.split(t.detach().cpu().flatten(), AT_ONCE) for t in (expected, got))
     yield from zip(*flat, strict=True)

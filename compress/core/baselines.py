@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from compress.artifacts.artifact import Predictor
+    from compress.common.forward import Predictor
     from compress.core.context import Context
     from compress.core.gate import Gate
 
@@ -116,8 +116,9 @@ def _compiled(model: Artifact, device: str, threads: int) -> Iterator[Predictor]
     """
     import torch
 
-    from compress.artifacts.eager_model import EagerModel, predicting
+    from compress.artifacts.eager_model import EagerModel
     from compress.artifacts.graph_model import GraphModel
+    from compress.common.forward import torch_predictor
 
     torch.compiler.reset()  # or earlier compilations count against torch's recompile limit
     if isinstance(model, EagerModel):
@@ -126,7 +127,7 @@ def _compiled(model: Artifact, device: str, threads: int) -> Iterator[Predictor]
         module = model.program().module().to(device)
     else:
         raise StageFailed(f"{model.kind} artifacts have no module")
-    with predicting(torch.compile(module), device, threads) as predict:
+    with torch_predictor(torch.compile(module), device, threads) as predict:
         yield predict
 
 

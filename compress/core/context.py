@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.common.atomic_files import remove
-from compress.common.dependency_recorder import Recording, note, recording
+from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import StageFailed
 from compress.core.loss import INFERRED_LOSS, Loss
 from compress.core.metrics import Metric, evaluate
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compress.artifacts.artifact import Artifact, Predictor
+    from compress.artifacts.artifact import Artifact
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.run_history import History
     from compress.data.splits import Splits
@@ -115,7 +116,7 @@ class Context:
             with recording() as recorded:
                 self.scores[key] = self._evaluate(artifact, split, batch), recorded
         value, recorded = self.scores[key]
-        note(recorded)
+        add_to_recordings(recorded)
         return value
 
     def batch_dependence(self, artifact: Artifact) -> BatchDependence:
@@ -153,10 +154,10 @@ class Context:
     @contextmanager
     def predictor(self, artifact: Artifact) -> Iterator[Predictor]:
         """Open an artifact as a predictor that takes any number of samples."""
-        from compress.data.fixed_batch import any_batch
+        from compress.common.forward import accept_any_batch
 
         with artifact.open(self.device, self.threads) as predict:
-            yield any_batch(predict, artifact.signature)
+            yield accept_any_batch(predict, artifact.signature)
 
     def compare_latency(self, before: Artifact, after: Artifact, batch: int) -> Comparison:
         """Measure two artifacts' latencies call by call in turn, on samples of `val`."""

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     import torch
     from pydantic import JsonValue
 
-    from compress.artifacts.artifact import Predictor
+    from compress.common.forward import Predictor
     from compress.core.progress import Progress
-    from compress.data.splits import Batch, Splits
+    from compress.data.batch import Batch
+    from compress.data.splits import Splits
 
 REGRESSION_METRICS = ("mse", "mae", "r2")
 """Built-in metrics of models that predict numbers."""

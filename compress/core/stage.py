@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 from compress.artifacts.artifact import Artifact, Step
 from compress.common.config import Settings, StageName
 from compress.common.errors import GateRefused, exits_refused
-from compress.common.process import only_new
+from compress.common.process import gc_frozen
 from compress.common.requirements import Requirement, requirements_of
 from compress.core.baselines import baseline_for
 from compress.core.gates import AnyGate
@@ -62,7 +62,7 @@ class Stage(Settings, Generic[Reads, Writes]):
             GateRefused: a gate refused; the artifact is kept and named.
             StageFailed: the stage could not do its work.
         """
-        with only_new(), exits_refused():
+        with gc_frozen(), exits_refused():
             artifact = self.run(model, context)
         context.clear_work()
         refused = [v for v in self.judge(model, artifact, context) if not v.passed]

@@ -1,4 +1,4 @@
-"""Batch: what a model takes, and what it is to predict."""
+"""Batch: model inputs and targets, and collating samples into one."""
 
 from __future__ import annotations
 
@@ -17,44 +17,47 @@ if TYPE_CHECKING:
 
 LABELS = "labels"
 IGNORED_LABEL = -100
-"""The target that torch's cross-entropy leaves out."""
+"""The target that torch's cross-entropy ignores."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Model inputs in the signature's order, and what is to be predicted (None: unlabelled)."""
+    """Model inputs in the signature's order, and the targets (None: unlabelled)."""
 
     inputs: tuple[torch.Tensor, ...]
     target: torch.Tensor | None
-    taught: tuple[torch.Tensor, ...] = ()
-    """What a teacher answered, where its answers were kept."""
+    teacher_outputs: tuple[torch.Tensor, ...] = ()
+    """Outputs of the teacher, if they are cached: [samples, …]."""
 
     def __len__(self) -> int:
         return len(self.inputs[0])
 
     def to(self, device: str) -> Batch:
         """Return the batch on a device."""
-        return self._each(lambda x: x.to(device, non_blocking=True))
+        return self._map(lambda x: x.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory; torch's loader calls this."""
-        return self._each(torch.Tensor.pin_memory)
+        return self._map(torch.Tensor.pin_memory)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return all that is in it."""
-        return (*self.inputs, *([] if self.target is None else [self.target]), *self.taught)
+        """Return all its tensors: inputs, target, teacher outputs."""
+        targets = [] if self.target is None else [self.target]
+        return (*self.inputs, *targets, *self.teacher_outputs)
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         target = None if self.target is None else change(self.target)
-        return Batch(tuple(map(change, self.inputs)), target, tuple(map(change, self.taught)))
+        return Batch(
+            tuple(map(change, self.inputs)), target, tuple(map(change, self.teacher_outputs))
+        )
 
 
 @dataclass(frozen=True)
-class TaughtSample:
-    """A sample, and what a teacher answered to it."""
+class SampleWithTeacher:
+    """A sample, and the teacher's outputs for it."""
 
     sample: Any
-    answers: tuple[torch.Tensor, ...]
+    teacher_outputs: tuple[torch.Tensor, ...]
 
     def __getitem__(self, key: Any) -> Any:
         return self.sample[key]
@@ -69,19 +72,23 @@ def collate(
 
     Args:
         samples: the samples.
-        pad_values: what fills up an input of mappings; 0 by default, and -100 for ``labels``.
-        input_names: order of a mapping's inputs; the first sample's own by default.
+        pad_values: padding of each input of mappings; 0 by default, and -100 for ``labels``.
+        input_names: order of a mapping's inputs; that of the first sample by default.
 
     Raises:
         PipelineInvalid: a sample has none of the accepted forms, or shapes differ.
     """
-    if isinstance(samples[0], TaughtSample):
-        batch = collate([taught.sample for taught in samples], pad_values, input_names)
-        answers = zip(*(taught.answers for taught in samples), strict=True)
-        return replace(batch, taught=tuple(torch.stack(list(column)) for column in answers))
-    names = _input_names(samples[0], input_names)
+    if isinstance(samples[0], SampleWithTeacher):
+        batch = collate([s.sample for s in samples], pad_values, input_names)
+        outputs = zip(*(s.teacher_outputs for s in samples), strict=True)
+        return replace(
+            batch, teacher_outputs=tuple(torch.stack(list(column)) for column in outputs)
+        )
+    names: list[str] = []
+    if isinstance(samples[0], Mapping):
+        names = list(input_names) or [key for key in samples[0] if key != LABELS]
     fill = {LABELS: IGNORED_LABEL, **(pad_values or {})}
-    pairs = [adapt(sample, names or ()) for sample in samples]
+    pairs = [adapt(sample, names) for sample in samples]
     columns = list(zip(*(x for x, _ in pairs), strict=True))
     inputs = tuple(_stack(c, n, fill) for c, n in zip(columns, names or columns, strict=True))
     targets = _targets([y for _, y in pairs])
@@ -101,7 +108,7 @@ def adapt(
         PipelineInvalid: it has none of the accepted forms, or other entries.
     """
     target = None
-    if isinstance(sample, TaughtSample):
+    if isinstance(sample, SampleWithTeacher):
         return adapt(sample.sample, input_names)
     if isinstance(sample, Mapping):
         target = sample.get(LABELS)
@@ -144,24 +151,17 @@ def _tensor(value: Any, role: str) -> torch.Tensor:
 
 
 def describe(value: Any) -> str:
-    """Return a value's type in words, with the entries of a mapping."""
+    """Describe a value by its type, with the keys of a mapping."""
     if isinstance(value, Mapping):
         entries = ", ".join(repr(key) for key in value)
         return f"a {type(value).__name__} with the entries {entries or 'none'}"
     return "nothing (None)" if value is None else f"a {type(value).__name__}"
 
 
-def _input_names(sample: Any, wanted: Sequence[str]) -> list[str] | None:
-    """Return the names of a mapping's inputs in order, or None for another form."""
-    if not isinstance(sample, Mapping):
-        return None
-    return list(wanted) or [k for k in sample if k != LABELS]
-
-
 def _targets(given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return a batch's targets; none where no sample has one.
+    """Return a batch's targets; [] if no sample has one.
 
-    A sample without one gets -100 among labels, and NaN among floats.
+    A sample without a target gets -100 among integer labels, and NaN among floats.
     """
     known = [y for y in given if y is not None]
     if not known:

@@ -1,7 +1,7 @@
-"""Reader: batches of a dataset, read here or by worker processes, the same in either case.
+"""Reader: reads a dataset in batches, in this process or in workers, with the same result.
 
-Random numbers drawn while a batch is read (augmentation) follow from the seed and the batch's
-place, not from the process that reads it.
+Random numbers drawn while a batch is read (augmentation) depend on the seed and the batch's
+position, not on the process that reads it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from compress.common.dependency_recorder import unrecorded
-from compress.common.errors import CompressError, StageFailed, exits_refused
-from compress.common.seeding import derive_seed, seeded
+from compress.common.dependency_recorder import recording_paused
+from compress.common.errors import CompressError, StageFailed, exits_refused, first_line
+from compress.common.process import derive_seed, seeded
 from compress.data.batch import collate
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ DIED = re.compile(
 
 
 class WorkerEnded(StageFailed):
-    """A data worker's process ended by itself: no fault of the data or of the settings."""
+    """A data worker's process ended unexpectedly; not an error of the data or the settings."""
 
 
 class Reader:
-    """A dataset and the workers that read it; they end with the reader."""
+    """A dataset and the worker processes that read it, which end with the reader."""
 
     def __init__(
         self,
@@ -48,33 +48,33 @@ class Reader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         records: bool = False,
     ) -> None:
-        """Take a dataset.
+        """Create the loader and, unless they are zero, its worker processes.
 
         Args:
-            dataset: gives samples by index.
-            loading: how they are read.
+            dataset: returns samples by index.
+            loading: settings of the loader.
             input_names: order of the inputs of mappings.
-            keeps_workers: whether workers live on between calls.
-            collate_fn: what becomes of the samples of a batch; a batch of tensors by default.
-            records: whether files that the dataset opens count as dependencies; where they do not,
-                the samples themselves are hashed.
+            keeps_workers: whether workers stay alive between calls of :meth:`read`.
+            collate_fn: turns the samples of a batch into a value; a :class:`Batch` by default.
+            records: whether files that the dataset opens are recorded as dependencies; not needed
+                if all samples are hashed.
         """
-        self.plan = _Plan()
+        self.plan = _BatchPlan()
         workers: dict[str, Any] = {}
         if loading.workers:
-            # A rank's own default is to spawn, which would need the user's code on the path.
+            # Processes started by spawn would need the user's code on sys.path.
             workers["multiprocessing_context"] = "fork"
             workers["prefetch_factor"] = loading.prefetch_factor
             workers["persistent_workers"] = keeps_workers and loading.persistent_workers
         self.loader: DataLoader[Any] = DataLoader(
             _Seeded(dataset, records),
-            # Its type asks for lists, and whatever it gives is handed to __getitems__.
+            # Typed as lists of indices; each item is passed to __getitems__ unchanged.
             batch_sampler=self.plan,  # type: ignore[arg-type]
             collate_fn=collate_fn
             or partial(collate, pad_values=loading.pad_values, input_names=input_names),
             num_workers=loading.workers,
             pin_memory=loading.pin_memory and torch.accelerator.is_available(),
-            # The loader draws a number for its workers: not from the generator that training uses.
+            # The loader draws a seed for its workers, which must not change training's generator.
             generator=torch.Generator().manual_seed(0),
             **workers,
         )
@@ -82,7 +82,7 @@ class Reader:
     def read(
         self, order: Sequence[int], batch_size: int, seed: int, first: int = 0
     ) -> Iterator[Any]:
-        """Yield the samples of an order in batches, from the first that has not been read.
+        """Yield the samples with the given indices in batches, from position ``first`` on.
 
         Raises:
             WorkerEnded: a worker's process ended.
@@ -96,14 +96,14 @@ class Reader:
         try:
             yield from batches
         except Exception as error:
-            # The error's traceback would keep the workers alive, and torch has no public way.
+            # The error's traceback would keep the workers alive; torch has no public stop.
             getattr(batches, "_shutdown_workers", lambda: None)()
             self.loader._iterator = None
-            raise in_its_own_words(error) from error
+            raise original_error(error) from error
 
 
-class _Plan:
-    """The batches to read: torch asks for them anew at each beginning."""
+class _BatchPlan:
+    """Batch sampler whose batches are set before each iteration, so that workers can stay alive."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, Sequence[int]]] = []
@@ -116,7 +116,7 @@ class _Plan:
 
 
 class _Seeded(Dataset[Any]):
-    """A dataset that draws the same random numbers for a batch wherever it is read."""
+    """A dataset that seeds the generators for each batch, in whatever process it is read."""
 
     def __init__(self, dataset: Dataset[Any], records: bool) -> None:
         self.dataset, self.records = dataset, records
@@ -124,7 +124,7 @@ class _Seeded(Dataset[Any]):
     def __getitems__(self, batch: tuple[int, Sequence[int]]) -> list[Any]:
         seed, indices = batch
         try:
-            recorder = nullcontext() if self.records else unrecorded()
+            recorder = nullcontext() if self.records else recording_paused()
             with exits_refused(), seeded(seed, "cpu"), recorder:
                 if hasattr(self.dataset, "__getitems__"):
                     return list(self.dataset.__getitems__(list(indices)))
@@ -132,16 +132,14 @@ class _Seeded(Dataset[Any]):
         except Exception as error:
             if get_worker_info() is None:
                 raise
-            raise StageFailed(_one_line(error)) from error
+            message = first_line(error)
+            if not isinstance(error, CompressError):
+                message = f"{type(error).__name__}: {message}"
+            raise StageFailed(message) from error
 
 
-def _one_line(error: Exception) -> str:
-    words = (str(error).strip().splitlines() or [""])[0]
-    return words if isinstance(error, CompressError) else f"{type(error).__name__}: {words}"
-
-
-def in_its_own_words(error: Exception) -> Exception:
-    """Return a worker's error without the traceback that torch makes its message."""
+def original_error(error: Exception) -> Exception:
+    """Return a worker's error without the traceback that torch puts into its message."""
     died = DIED.search(f"{error} {error.__cause__ or error.__context__ or ''}")
     if died and not isinstance(error, CompressError):
         how = f"was killed by signal: {died[2]}" if died[2] else "ended unexpectedly"
@@ -152,5 +150,5 @@ def in_its_own_words(error: Exception) -> Exception:
     lines = str(error).strip().splitlines()
     if not lines or "in DataLoader worker process" not in lines[0]:
         return error
-    words = lines[-1].partition(f"{type(error).__name__}: ")[2] or lines[-1]
-    return type(error)(words) if isinstance(error, CompressError) else StageFailed(lines[-1])
+    message = lines[-1].partition(f"{type(error).__name__}: ")[2] or lines[-1]
+    return type(error)(message) if isinstance(error, CompressError) else StageFailed(lines[-1])

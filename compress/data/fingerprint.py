@@ -1,4 +1,4 @@
-"""What splits hold: a hash of each sample that was read, and what of them is part of a key."""
+"""Hashes of the samples of each split, and the data's fingerprint for cache keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from compress.common.dependency_recorder import Recording, drained
+from compress.common.dependency_recorder import Recording, take_recorded
 from compress.data.batch import adapt
 
 if TYPE_CHECKING:
@@ -21,33 +21,33 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.utils.data import Dataset
 
-WHOLE = frozenset({"val", "test", "calibration"})
-"""Splits of which every sample is hashed: what figures rest on must not change unseen."""
+HASHED_FULLY = frozenset({"val", "test", "calibration"})
+"""Splits of which every sample is hashed, because the reported figures depend on them."""
 SAMPLED_FOR_FINGERPRINT = 2048
-"""Samples hashed at most of another split that does not hold its tensors in memory."""
+"""At most as many samples are hashed of another split that does not hold its tensors in memory."""
 PIECES = 200_000
-"""Hashes taken at most of a dataset that does; of a longer one each is of several samples."""
+"""At most as many hashes of a dataset in memory; in longer ones each covers several samples."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What decides what comes out of the data."""
+    """What the data depend on: how samples are made, and hashes of them."""
 
     made: Mapping[str, Any]
     """How samples are made, and batches of them."""
     lengths: Mapping[str, int]
     """Samples by split."""
     hashes: Mapping[str, NDArray[np.uint64]]
-    """By split, two numbers for each piece that was hashed: [pieces, 2]."""
+    """By split, two 64-bit halves of each hash: [hashes, 2]."""
 
     counts: Mapping[str, int]
     """By split, how many samples were hashed."""
     cached: frozenset[str] = frozenset()
-    """Splits whose samples come from a cache: what is hashed is what was read once."""
+    """Splits whose samples come from the sample cache, as they were when they were first read."""
 
     @cached_property
     def parts(self) -> dict[str, Any]:
-        """What is part of a key: how the data were made, and a digest of each split."""
+        """Part of a cache key: how the data are made, and a digest of each split."""
         splits = {
             name: {
                 "samples": self.lengths[name],
@@ -64,51 +64,53 @@ class Contents:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over all of it."""
+        """SHA-256 of :attr:`parts`."""
         return hashlib.sha256(json.dumps(self.parts, sort_keys=True).encode()).hexdigest()
 
 
-def held_tensors(dataset: Dataset[Any]) -> Sequence[torch.Tensor] | None:
-    """Return the tensors that a dataset holds in memory, if it does."""
-    held = getattr(dataset, "tensors", None)
-    if isinstance(held, tuple | list) and all(isinstance(t, torch.Tensor) for t in held):
-        return held
+def in_memory_tensors(dataset: Dataset[Any]) -> Sequence[torch.Tensor] | None:
+    """Return the tensors of a dataset in memory, such as a TensorDataset; None for others."""
+    tensors = getattr(dataset, "tensors", None)
+    if isinstance(tensors, tuple | list) and all(isinstance(t, torch.Tensor) for t in tensors):
+        return tensors
     return None
 
 
 def indices_to_hash(split: str, samples: int) -> range:
-    """Return which samples of a split that is read one by one are hashed, evenly spaced."""
-    return range(0, samples, 1 if split in WHOLE else -(-samples // SAMPLED_FOR_FINGERPRINT))
+    """Return the indices of the samples to hash in a split that is read sample by sample."""
+    return range(0, samples, 1 if split in HASHED_FULLY else -(-samples // SAMPLED_FOR_FINGERPRINT))
 
 
-def hashes_of_tensors(held: Sequence[torch.Tensor]) -> NDArray[np.uint64]:
-    """Return a hash of each piece of tensors in memory, [pieces, 2]; all bytes are hashed.
+def hashes_of_tensors(tensors: Sequence[torch.Tensor]) -> NDArray[np.uint64]:
+    """Return hashes over all bytes of tensors in memory, [hashes, 2].
 
-    A piece is one sample, or several of a long dataset.
+    One for each sample, or for each few samples of a long dataset.
     """
-    count = max(len(tensor) for tensor in held)
+    count = max(len(tensor) for tensor in tensors)
     size = -(-count // PIECES)
-    pieces = ([tensor[first : first + size] for tensor in held] for first in range(0, count, size))
+    pieces = (
+        [tensor[first : first + size] for tensor in tensors] for first in range(0, count, size)
+    )
     return as_hashes(map(_hash, pieces))
 
 
 def hash_samples(samples: list[Any]) -> tuple[bytes, Recording]:
-    """Hash the samples of a batch, one by one, in the process that has read them.
+    """Hash the samples of a batch in the process that has read them; a ``collate_fn``.
 
     Returns:
-        The hashes, and where this is a worker process what user code has read there.
+        The hashes, and in a worker process the reads of user code there.
     """
     hashes = b"".join(_hash(_tensors(sample)) for sample in samples)
-    return hashes, drained() if get_worker_info() else Recording()
+    return hashes, take_recorded() if get_worker_info() else Recording()
 
 
 def as_hashes(hashes: Iterable[bytes]) -> NDArray[np.uint64]:
-    """Return hashes of 16 bytes as numbers, [hashes, 2]."""
+    """Return hashes of 16 bytes as two 64-bit numbers each, [hashes, 2]."""
     return np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, 2)
 
 
 def digest_of_hashes(hashes: NDArray[np.uint64]) -> str:
-    """Return the SHA-256 over the hashes of some samples, in their order."""
+    """Return the SHA-256 over hashes of samples, in their order."""
     return hashlib.sha256(hashes.tobytes()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""A model's inputs as the samples of its data show them."""
+"""Infers a model's inputs from samples of its data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from compress.common.errors import CompressError, PipelineInvalid, first_line
 from compress.common.signature import TensorSpec
-from compress.data.batch import LABELS, TaughtSample, adapt
+from compress.data.batch import LABELS, SampleWithTeacher, adapt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from compress.data.splits import Splits
 
 SAMPLES = 32
-"""Samples looked at in each split, evenly spaced."""
+"""Samples read from each split, evenly spaced."""
 BATCH, LENGTH = "batch", "length"
 
 
 def inputs_of(splits: Splits, parameters: Callable[[], Sequence[str]]) -> tuple[TensorSpec, ...]:
-    """Return the inputs that samples have: the batch named, an axis that varies too, others fixed.
+    """Return the inputs of the samples: the batch and axes of varying size named, others fixed.
 
-    Axes that vary alike share a name. Mappings name their inputs; others have the names of
-    forward's parameters.
+    Axes whose sizes vary together share a name. Mappings name their inputs; other samples take the
+    names of forward's parameters.
 
     Args:
         splits: the data.
-        parameters: gives the names of forward's positional parameters; called where need be.
+        parameters: returns the names of forward's positional parameters; called if needed.
 
     Raises:
         PipelineInvalid: a sample cannot be read, or samples differ in more than sizes.
@@ -69,7 +69,7 @@ def _samples(splits: Splits) -> Iterator[tuple[str, Any]]:
                 raise PipelineInvalid(
                     f"{place} cannot be read: {type(error).__name__}: {first_line(error)}"
                 ) from error
-            yield place, sample.sample if isinstance(sample, TaughtSample) else sample
+            yield place, sample.sample if isinstance(sample, SampleWithTeacher) else sample
 
 
 def _names(sample: Any, count: int, parameters: Callable[[], Sequence[str]]) -> list[str]:
@@ -104,7 +104,7 @@ def _specs(names: list[str], columns: list[tuple[torch.Tensor, ...]]) -> Iterato
 
 
 def described(inputs: Sequence[TensorSpec]) -> str:
-    """Return inputs in words: name, shape and element type of each."""
+    """Describe inputs by name, shape and element type."""
     return ", ".join(
         f"{spec.name} [{', '.join(map(str, spec.shape))}] {spec.dtype}" for spec in inputs
     )

@@ -1,4 +1,4 @@
-"""How samples are read and put together into batches."""
+"""Settings of the data loader."""
 
 from __future__ import annotations
 

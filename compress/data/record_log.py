@@ -1,12 +1,12 @@
-"""Records by number, in a folder that any number of processes read and write at once.
+"""RecordLog: records by number in a folder that any number of processes read and append to.
 
-Each process appends to a file of its own, and reads those of all. A record is
+Each process appends to a segment file of its own, and reads those of all. A record is
 
     magic | number | length | checksum of the content | checksum of these three | content
 
-Checksums begin with the folder's name, which says whose records these are: a file copied from
-another folder is damaged here. What a killed process left half-written is never read; what does not
-match its checksum is made void with a warning, and may be appended again.
+Checksums are seeded with the folder's name, so that a file copied from another folder reads as
+damaged. A record that a killed process left half-written is never read; one that does not match its
+checksum is marked void with a warning, and may be appended again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HEADER = struct.Struct("<4sQQII")
-WHOLE, VOID = b"keep", b"void"
+VALID, VOID = b"keep", b"void"
 SUFFIX = ".samples"
 
 log = logging.getLogger(__name__)
@@ -34,43 +34,43 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Segment:
-    """A file, and how much of it is known."""
+    """A segment file, and how far it has been indexed."""
 
     path: Path
     descriptor: int
     known: int = 0
-    """Bytes whose records are known."""
+    """Bytes whose records are in the index."""
     damaged: bool = False
 
     def __del__(self) -> None:
         os.close(self.descriptor)
 
 
-class Segments:
-    """What is in a folder, as far as this process has looked."""
+class RecordLog:
+    """The records in a folder, as of the last :meth:`refresh`."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        """Look at all that is there; numbers are below a count."""
+        """Index all records in a folder; their numbers are below ``count``."""
         self.folder, self.salt = folder, zlib.crc32(folder.name.encode())
         self.segments: list[Segment] = []
-        # Which segment, and where in it: twelve bytes a record, however many there are.
+        # Segment and offset of each record: twelve bytes per record.
         self.segment_of = np.full(count, -1, np.int32)
         self.place_of = np.zeros(count, np.int64)
         self.own: tuple[int, int] | None = None
-        """This process and the segment that it appends to."""
+        """Process id, and index of the segment that it appends to."""
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at what other processes have appended since."""
+        """Index what other processes have appended since."""
         known = {segment.path for segment in self.segments}
         for path in sorted(self.folder.glob(f"*{SUFFIX}")):
             if path not in known:
                 self.segments.append(Segment(path, os.open(path, os.O_RDONLY)))
         for place in range(len(self.segments)):
-            self._look_into(place)
+            self._index(place)
 
     def read(self, number: int) -> bytes | None:
-        """Return a record, or None where none is known that is whole."""
+        """Return a record; None if it is unknown or damaged."""
         place = int(self.segment_of[number])
         if place < 0:
             return None
@@ -83,19 +83,21 @@ class Segments:
                 return content
         log.warning("%s is damaged; sample %d is read again", segment.path, number)
         self.segment_of[number] = -1
-        _make_void(segment.path, start)
+        with suppress(OSError), segment.path.open("r+b") as stream:
+            stream.seek(start)
+            stream.write(VOID)  # so that no other process indexes it
         return None
 
     def append(self, number: int, content: bytes) -> None:
-        """Keep a record, whole or not at all; it need not survive a loss of power.
+        """Append a record, completely or not at all; it is not synced to disk.
 
         Raises:
             OSError: it cannot be written.
         """
         place = self._own_segment()
         segment = self.segments[place]
-        about = struct.pack("<QQI", number, len(content), zlib.crc32(content, self.salt))
-        record = WHOLE + about + struct.pack("<I", zlib.crc32(about, self.salt)) + content
+        fields = struct.pack("<QQI", number, len(content), zlib.crc32(content, self.salt))
+        record = VALID + fields + struct.pack("<I", zlib.crc32(fields, self.salt)) + content
         try:
             written = 0
             while written < len(record):
@@ -107,7 +109,7 @@ class Segments:
         segment.known += len(record)
 
     def _own_segment(self) -> int:
-        # A forked worker inherits its parent's, and appends to another one.
+        # A forked worker inherits its parent's segment, and must append to another one.
         if self.own is None or self.own[0] != os.getpid():
             path = self.folder / f"{uuid.uuid4().hex}{SUFFIX}"
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
@@ -115,15 +117,15 @@ class Segments:
             self.own = os.getpid(), len(self.segments) - 1
         return self.own[1]
 
-    def _look_into(self, place: int) -> None:
+    def _index(self, place: int) -> None:
         segment = self.segments[place]
         size = os.fstat(segment.descriptor).st_size
         while not segment.damaged and segment.known + HEADER.size <= size:
             header = os.pread(segment.descriptor, HEADER.size, segment.known)
             magic, number, length, _, checksum = HEADER.unpack(header)
             end = segment.known + HEADER.size + length
-            whole = zlib.crc32(header[4:-4], self.salt) == checksum and magic in (WHOLE, VOID)
-            if not whole or number >= len(self.segment_of):
+            is_valid = zlib.crc32(header[4:-4], self.salt) == checksum and magic in (VALID, VOID)
+            if not is_valid or number >= len(self.segment_of):
                 segment.damaged = True
                 log.warning(
                     "%s is damaged from byte %d on; those samples are read again",
@@ -132,13 +134,6 @@ class Segments:
                 )
             elif end > size:
                 return  # being written, or left by a process that was killed
-            elif magic == WHOLE:
+            elif magic == VALID:
                 self.segment_of[number], self.place_of[number] = place, segment.known
             segment.known = segment.known if segment.damaged else end
-
-
-def _make_void(path: Path, start: int) -> None:
-    """Let no process that looks from now on find a record."""
-    with suppress(OSError), path.open("r+b") as stream:
-        stream.seek(start)
-        stream.write(VOID)

@@ -1,4 +1,4 @@
-"""A disk cache of samples: each is read from a slow dataset once, and from a file ever after."""
+"""Disk cache of samples: each is read from a slow dataset once, and from a file after that."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset
 
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.common.seeding import seeded
+from compress.common.process import seeded
 from compress.data.batch import LABELS, adapt
-from compress.data.record_log import Segments
+from compress.data.record_log import RecordLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     import torch
 
 PROBES = 8
-"""Samples read from the dataset itself whenever a cache is opened, to notice that they changed."""
+"""Samples read from the dataset itself when a cache is opened, to detect changed data."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample as tensors, whatever form it had."""
+    """A sample as tensors, in a form that can be stored."""
 
     inputs: tuple[torch.Tensor, ...]
     target: torch.Tensor | None
@@ -33,21 +33,21 @@ class Sample:
     """Names of the inputs of a mapping."""
 
     @classmethod
-    def of(cls, value: Any) -> Sample:
-        """Return what a dataset gave."""
+    def from_value(cls, value: Any) -> Sample:
+        """Convert a dataset's sample."""
         inputs, target = adapt(value)
         names = tuple(k for k in value if k != LABELS) if hasattr(value, "keys") else None
         return cls(inputs, target, names)
 
     def value(self) -> Any:
-        """Return it in one of the forms that batches are made of."""
+        """Return it in a form that :func:`~compress.data.batch.collate` takes."""
         if self.names is None:
             return (self.inputs,) if self.target is None else (self.inputs, self.target)
         labels = {} if self.target is None else {LABELS: self.target}
         return dict(zip(self.names, self.inputs, strict=True)) | labels
 
     def to_bytes(self) -> bytes:
-        """Return it as safetensors: inputs are `place:name`, the target is `labels`."""
+        """Return it as safetensors: inputs are named `position:name`, the target `labels`."""
         from safetensors.torch import save
 
         names = self.names or [""] * len(self.inputs)
@@ -60,7 +60,7 @@ class Sample:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Sample:
-        """Return what :meth:`to_bytes` gave."""
+        """Restore what :meth:`to_bytes` stored."""
         from safetensors.torch import load
 
         tensors = load(content)
@@ -71,11 +71,11 @@ class Sample:
 
 
 class CachedDataset(Dataset[Any]):
-    """A dataset whose samples come from a folder, once they are there."""
+    """A dataset whose samples are stored in a folder when they are first read."""
 
     def __init__(self, dataset: Dataset[Any], folder: Path) -> None:
         self.dataset = dataset
-        self.segments = Segments(folder, len(dataset))  # type: ignore[arg-type]  # Splits admits sized datasets only
+        self.records = RecordLog(folder, len(dataset))  # type: ignore[arg-type]  # Splits admits sized datasets only
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -85,56 +85,53 @@ class CachedDataset(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         wanted = [range(len(self))[index] for index in indices]
-        samples = self._kept(wanted)
+        samples = self._read_cached(wanted)
         if len(samples) < len(set(wanted)):
-            self.segments.refresh()
-            samples = self._kept(wanted)
+            self.records.refresh()
+            samples = self._read_cached(wanted)
         missing = [index for index in dict.fromkeys(wanted) if index not in samples]
         for index, value in zip(missing, read_samples(self.dataset, missing), strict=True):
-            samples[index] = Sample.of(value)
-            self._keep(index, samples[index])
+            samples[index] = Sample.from_value(value)
+            try:
+                self.records.append(index, samples[index].to_bytes())
+            except OSError as error:
+                raise StageFailed(
+                    f"data.loader.cache: {self.records.folder} cannot be written "
+                    f"({error.strerror}); make room, or choose another folder"
+                ) from error
         return [samples[index].value() for index in wanted]
 
-    def _kept(self, indices: Sequence[int]) -> dict[int, Sample]:
-        found = ((index, self.segments.read(index)) for index in indices)
-        return {index: Sample.from_bytes(c) for index, c in found if c is not None}
-
-    def _keep(self, index: int, sample: Sample) -> None:
-        try:
-            self.segments.append(index, sample.to_bytes())
-        except OSError as error:
-            raise StageFailed(
-                f"data.loader.cache: {self.segments.folder} cannot be written ({error.strerror}); "
-                "make room, or choose another folder"
-            ) from error
+    def _read_cached(self, indices: Sequence[int]) -> dict[int, Sample]:
+        contents = ((index, self.records.read(index)) for index in indices)
+        return {index: Sample.from_bytes(c) for index, c in contents if c is not None}
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A sample as the dataset itself gives it, read twice."""
+    """Digests of a sample that was read from the dataset twice."""
 
     index: int
     first: str
     again: str
-    """Digests; they differ where something is drawn at random."""
+    """Differs from ``first`` if something is drawn at random."""
 
 
 def probe(dataset: Dataset[Any]) -> list[Probe]:
-    """Read a few samples from a dataset, evenly spaced."""
+    """Read a few evenly spaced samples from a dataset twice, with different seeds."""
     last = len(dataset) - 1  # type: ignore[arg-type]
     indices = sorted({round(i * last / (PROBES - 1)) for i in range(PROBES)})
     first, again = (_digests(dataset, indices, seed) for seed in (0, 1))
-    return [Probe(*found) for found in zip(indices, first, again, strict=True)]
+    return [Probe(*fields) for fields in zip(indices, first, again, strict=True)]
 
 
-def place_of(cache: Path, split: str, origin: str, probes: Sequence[Probe]) -> Path:
-    """Return the folder of a split's samples, which exists; other data have another one.
+def cache_folder(cache: Path, split: str, origin: str, probes: Sequence[Probe]) -> Path:
+    """Create and return the folder for a split's samples; changed data get another folder.
 
     Args:
         cache: the folder of all caches.
         split: the split's name.
-        origin: what decides the samples besides: their number, the source code that makes them.
-        probes: a few samples as they are now.
+        origin: what else the samples depend on: their number, the source code that makes them.
+        probes: digests of a few samples.
 
     Raises:
         PipelineInvalid: samples are drawn at random, or the folder cannot be made.
@@ -157,7 +154,7 @@ def place_of(cache: Path, split: str, origin: str, probes: Sequence[Probe]) -> P
 
 
 def read_samples(dataset: Dataset[Any], indices: list[int]) -> Iterable[Any]:
-    """Give samples of a dataset, all at once where it can."""
+    """Return samples of a dataset, by one call if it has ``__getitems__``."""
     if hasattr(dataset, "__getitems__") and indices:
         return list(dataset.__getitems__(indices))
     return (dataset[index] for index in indices)
@@ -165,5 +162,5 @@ def read_samples(dataset: Dataset[Any], indices: list[int]) -> Iterable[Any]:
 
 def _digests(dataset: Dataset[Any], indices: list[int], seed: int) -> list[str]:
     with seeded(seed, "cpu"):
-        samples = [Sample.of(value) for value in read_samples(dataset, indices)]
+        samples = [Sample.from_value(value) for value in read_samples(dataset, indices)]
     return [hashlib.sha256(sample.to_bytes()).hexdigest() for sample in samples]

@@ -1,4 +1,4 @@
-"""The user's data: named splits, batches of them, a fingerprint, and views of `train`."""
+"""Splits: the user's datasets by name, read in batches, with a fingerprint for cache keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
-from compress.common.dependency_recorder import Recording, note, recording
+from compress.common.dependency_recorder import Recording, add_to_recordings, recording
 from compress.common.errors import (
     CompressError,
     PipelineInvalid,
@@ -28,11 +28,11 @@ from compress.data.fingerprint import (
     digest_of_hashes,
     hash_samples,
     hashes_of_tensors,
-    held_tensors,
+    in_memory_tensors,
     indices_to_hash,
 )
 from compress.data.loader_config import Loading
-from compress.data.sample_cache import CachedDataset, place_of, probe
+from compress.data.sample_cache import CachedDataset, cache_folder, probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,7 @@ __all__ = ["Batch", "DataReference", "Splits", "collate"]
 
 @dataclass(frozen=True)
 class DataReference:
-    """Where the splits come from, small enough to be sent to another process."""
+    """Factory of the splits and its arguments; small enough to be sent to another process."""
 
     factory: str
     arguments: dict[str, Any]
@@ -87,30 +87,30 @@ class Splits:
     batch_size: int = 128
     """Samples per batch in evaluation."""
     loading: Loading = field(default_factory=Loading)
-    """How samples are read."""
+    """Settings of the data loader."""
     input_names: tuple[str, ...] = ()
     """Order in which the model takes the entries of a mapping; the mapping's own by default."""
     source: DataReference | None = field(default=None, compare=False)
     """How another process obtains the same splits; without it they are pickled."""
     views: tuple[View, ...] = ()
-    """What the samples of ``train`` are seen through, in order; they can be pickled."""
+    """Wrappers of ``train``, applied in order; they can be pickled."""
     recorded: Recording = field(default_factory=Recording, compare=False, repr=False)
-    """What the factory read."""
+    """Files and variables that the factory read."""
     _opened: Recording = field(default_factory=Recording, compare=False, repr=False)
-    """What datasets have read whose samples were not all hashed."""
-    _kept: list[dict[str, Reader]] = field(default_factory=list, compare=False, repr=False)
-    """Readers by split whose workers are kept, for each :meth:`keeping_workers` that is open."""
+    """Files that datasets opened whose samples were not all hashed."""
+    _kept_readers: list[dict[str, Reader]] = field(default_factory=list, compare=False, repr=False)
+    """Readers by split whose workers stay alive, for each active :meth:`keep_workers`."""
     _lengths: dict[str, list[int]] = field(default_factory=dict, compare=False, repr=False)
-    """Lengths by split, once they are known."""
+    """Sample lengths by split, once they are known."""
     _caches: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)
     """Folders of cached samples by split, once they are known."""
     _cached: dict[str, CachedDataset] = field(default_factory=dict, compare=False, repr=False)
     _viewed: list[Dataset[Any]] = field(default_factory=list, compare=False, repr=False)
-    """The dataset of ``train`` as the views show it, once it is known."""
+    """``train`` with the views applied, once it is known; at most one."""
     _hashes: dict[tuple[str, Sequence[int]], NDArray[np.uint64]] = field(
         default_factory=dict, compare=False, repr=False
     )
-    """Hashes by split and indices of datasets that are read sample by sample: once a run."""
+    """Hashes by split and indices, of datasets that are read sample by sample: once per run."""
 
     def __post_init__(self) -> None:
         where = self._where
@@ -135,16 +135,16 @@ class Splits:
         given: Any = (dict(self.datasets), self.batch_size, self.loading, self.input_names)
         if self.source is not None:
             make, given = DataReference.load, (self.source,)
-        return _arrived, (make, given, self._caches, self.views, self._hashes)
+        return _unpickled, (make, given, self._caches, self.views, self._hashes)
 
-    def seen_through(self, view: View) -> Splits:
-        """Return the splits with ``train`` as a view shows it."""
-        hashes = {key: found for key, found in self._hashes.items() if key[0] != "train"}
+    def with_view(self, view: View) -> Splits:
+        """Return the splits with a view applied to ``train``."""
+        hashes = {key: value for key, value in self._hashes.items() if key[0] != "train"}
         views = (*self.views, view)
-        return replace(self, views=views, _kept=[], _lengths={}, _viewed=[], _hashes=hashes)
+        return replace(self, views=views, _kept_readers=[], _lengths={}, _viewed=[], _hashes=hashes)
 
     def split(self, name: str) -> Dataset[Any]:
-        """Return one dataset, through the cache and the views where there are any.
+        """Return one dataset, with the sample cache and the views applied.
 
         Raises:
             PipelineInvalid: it cannot be cached.
@@ -160,7 +160,7 @@ class Splits:
         return self._viewed[0]
 
     def stored(self, name: str) -> Dataset[Any]:
-        """Return one dataset, through the cache where there is one.
+        """Return one dataset, with the sample cache applied.
 
         Raises:
             PipelineInvalid: it cannot be cached.
@@ -169,7 +169,7 @@ class Splits:
         if name not in self.datasets:
             raise StageFailed(f"the data has no split {name!r}; it has {', '.join(self.datasets)}")
         dataset = self.datasets[name]
-        if self.loading.cache is None or held_tensors(dataset) is not None:
+        if self.loading.cache is None or in_memory_tensors(dataset) is not None:
             return dataset
         if name in self._cached:
             return self._cached[name]
@@ -177,12 +177,12 @@ class Splits:
             with self._sample_errors(name), recording() as read:
                 probes = probe(dataset)
             self._opened.add(read)
-            # Only a few samples are read anew: a changed file of labels has to be seen in itself.
+            # Only a few samples are probed: a changed file of labels is detected by its digest.
             read.add(self.recorded)
             opened = read.dependencies(Path()).model_dump()
             origin = f"{len(dataset)} {self._origin()} {opened}"  # type: ignore[arg-type]
             cache = Path(self.loading.cache).absolute()
-            self._caches[name] = place_of(cache, name, origin, probes)
+            self._caches[name] = cache_folder(cache, name, origin, probes)
         self._cached[name] = CachedDataset(dataset, self._caches[name])
         return self._cached[name]
 
@@ -209,22 +209,22 @@ class Splits:
             name: the split.
             order: indices of samples.
             batch_size: samples per batch.
-            seed: decides what is drawn at random while samples are read.
-            first: place in the order to begin at, where an earlier reading ended.
+            seed: seeds the random numbers drawn while samples are read.
+            first: position in the order to begin at, such as where an earlier reading ended.
         """
         yield from self._reader(name).read(order, batch_size, seed, first)
 
     @contextmanager
-    def keeping_workers(self) -> Iterator[None]:
-        """Let the workers that read live on until the end of a block."""
-        self._kept.append({})
+    def keep_workers(self) -> Iterator[None]:
+        """Keep worker processes alive between reads until the end of a block."""
+        self._kept_readers.append({})
         try:
             yield
         finally:
-            self._kept.pop()
+            self._kept_readers.pop()
 
     def lengths(self, name: str) -> list[int] | None:
-        """Return the length of each sample, where training is to put batches together by it.
+        """Return the length of each sample if training buckets by length, else None.
 
         Raises:
             PipelineInvalid: a sample is no mapping with the input that `bucket_by` names.
@@ -244,9 +244,9 @@ class Splits:
             ) from error
 
     def _reader(self, name: str) -> Reader:
-        if not self._kept:
+        if not self._kept_readers:
             return Reader(self.split(name), self.loading, self.input_names, keeps_workers=False)
-        readers = self._kept[-1]
+        readers = self._kept_readers[-1]
         if name not in readers:
             readers[name] = Reader(
                 self.split(name), self.loading, self.input_names, keeps_workers=True
@@ -255,14 +255,14 @@ class Splits:
 
     @property
     def calibration_split(self) -> str:
-        """Name of the split that is calibrated on."""
+        """Name of the split for calibration."""
         return "calibration" if "calibration" in self.datasets else "train"
 
     def calibration(self, samples: int, seed: int) -> Iterator[Batch]:
-        """Return a seeded random sample of ``calibration``, or of ``train`` where there is none.
+        """Yield batches of a seeded random sample of ``calibration``, else of ``train``.
 
         Raises:
-            StageFailed: there are fewer samples than asked for.
+            StageFailed: the split has fewer samples.
         """
         name = self.calibration_split
         available = len(self.split(name))  # type: ignore[arg-type]
@@ -279,9 +279,9 @@ class Splits:
         return order[:samples].tolist()
 
     def calibration_digest(self, samples: int, seed: int) -> str | None:
-        """Return a digest of the samples that :meth:`calibration` gives.
+        """Return a digest of the samples that :meth:`calibration` yields.
 
-        None where :meth:`contents` accounts for each of them, or there is no such split.
+        None if :meth:`contents` covers all of them, or there is no such split.
 
         Raises:
             PipelineInvalid: a sample cannot be read.
@@ -291,19 +291,19 @@ class Splits:
             return None
         return digest_of_hashes(self._hashes_of(name, self._calibration_order(samples, seed)))
 
-    def read_by_user_code(self) -> Recording:
-        """Return what the factory read, and datasets whose samples were not all hashed."""
-        found = Recording()
-        found.add(self.recorded)
-        found.add(self._opened)
-        return found
+    def recorded_reads(self) -> Recording:
+        """Return the reads of the factory, and of datasets whose samples were not all hashed."""
+        reads = Recording()
+        reads.add(self.recorded)
+        reads.add(self._opened)
+        return reads
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 over :meth:`contents`, which also says what may be raised."""
+        """Return a SHA-256 over :meth:`contents`, which lists the exceptions."""
         return self.contents().fingerprint
 
     def contents(self) -> Contents:
-        """Return what decides what comes out of the data: samples, batches, the code behind them.
+        """Return what the data depend on: hashes of samples, batch size, source of the factory.
 
         Raises:
             PipelineInvalid: a sample cannot be read.
@@ -315,7 +315,7 @@ class Splits:
         for name in sorted(self.datasets):
             dataset = self.split(name)
             lengths[name] = counts[name] = len(dataset)  # type: ignore[arg-type]
-            held = held_tensors(dataset)
+            held = in_memory_tensors(dataset)
             if held is not None:
                 hashes[name] = hashes_of_tensors(held)
             else:
@@ -324,7 +324,7 @@ class Splits:
         return Contents(made, lengths, hashes, counts, frozenset(self._cached))
 
     def _hashes_of(self, name: str, indices: Sequence[int]) -> NDArray[np.uint64]:
-        """Return hashes of some samples, which the loader's workers read, [samples, 2]."""
+        """Return hashes of samples, read by the loader's workers: [samples, 2]."""
         key = name, tuple(indices) if isinstance(indices, list) else indices
         if key not in self._hashes:
             dataset = self.split(name)
@@ -336,13 +336,13 @@ class Splits:
                 collate_fn=hash_samples,
                 records=is_sampled,
             )
-            found = []
+            batches = []
             with self._sample_errors(name), recording() as recorded:
-                for hashes, read_there in reader.read(indices, self.batch_size, seed=0):
-                    found.append(hashes)
-                    note(read_there)
+                for hashes, worker_reads in reader.read(indices, self.batch_size, seed=0):
+                    batches.append(hashes)
+                    add_to_recordings(worker_reads)
             self._opened.add(recorded)
-            self._hashes[key] = as_hashes(found)
+            self._hashes[key] = as_hashes(batches)
         return self._hashes[key]
 
     @property
@@ -350,7 +350,7 @@ class Splits:
         return f"data.factory {self.source.factory!r}" if self.source else "the data"
 
     def _origin(self) -> dict[str, Any]:
-        """Return what is known of the datasets' making."""
+        """Return the factory's name, arguments and source digest, if there is one."""
         if self.source is None:
             return {}
         code = sources_digest(local_sources(self.source.factory, self.source.folder))
@@ -372,14 +372,14 @@ class Splits:
             ) from error
 
 
-def _arrived(
+def _unpickled(
     make: Callable[..., Splits],
     given: Any,
     caches: dict[str, Path],
     views: tuple[View, ...],
     hashes: dict[tuple[str, Sequence[int]], NDArray[np.uint64]],
 ) -> Splits:
-    """Return splits in the process that they were sent to."""
+    """Rebuild splits in the process that they were sent to."""
     splits = make(*given)
     splits._caches.update(caches)
     splits._hashes.update(hashes)
@@ -390,24 +390,24 @@ UNLABELLED = "unlabelled"
 
 
 class View(Protocol):
-    """Turns the dataset of `train` into another one; small enough to be sent to other processes."""
+    """Wraps the dataset of `train`; small enough to be sent to other processes."""
 
     def __call__(self, splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
-        """Return the dataset that is seen."""
+        """Return the wrapped dataset."""
         ...
 
 
 @dataclass(frozen=True)
 class WithUnlabelled:
-    """`train`, and after it the samples of `unlabelled`, whose labels are taken away if any."""
+    """`train` followed by the samples of `unlabelled`, without their labels if they have any."""
 
     def __call__(self, splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
-        """Return both as one."""
+        """Return the concatenated dataset."""
         return ConcatDataset([dataset, WithoutLabels(splits.stored(UNLABELLED))])
 
 
 class WithoutLabels(Dataset[Any]):
-    """A dataset's samples without what was to be predicted."""
+    """A dataset's samples without their targets."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
@@ -423,5 +423,5 @@ class WithoutLabels(Dataset[Any]):
 
 
 def with_unlabelled(splits: Splits) -> Splits:
-    """Return the splits with `unlabelled` beside `train`, or as they are without that split."""
-    return splits.seen_through(WithUnlabelled()) if UNLABELLED in splits.datasets else splits
+    """Return the splits with `unlabelled` appended to `train`; unchanged without that split."""
+    return splits.with_view(WithUnlabelled()) if UNLABELLED in splits.datasets else splits

@@ -1,4 +1,4 @@
-"""The objective of distillation: terms that compare a student with its teacher on each batch."""
+"""The distillation loss: a weighted sum of terms that compare student and teacher on a batch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import StageFailed
-from compress.common.seeding import derive_seed, seeded
-from compress.distillation.feature_hooks import Pairs, Recorder, channel_axis, projected
+from compress.common.forward import flatten_outputs
+from compress.common.process import derive_seed, seeded
+from compress.distillation.feature_hooks import FeatureRecorder, Pairs, channel_axis, projected
 from compress.distillation.feature_losses import FeatureTerm
 from compress.distillation.loss_terms import AnyTerm  # noqa: TC001 - a dataclass field
 from compress.distillation.output_losses import OutputPair
@@ -24,41 +24,41 @@ if TYPE_CHECKING:
 
     from compress.core.context import Context
     from compress.data.batch import Batch
-    from compress.distillation.teacher import Answering, Teacher
+    from compress.distillation.teacher import LoadedTeacher, Teacher
 
-SEARCHED_ON = 256
+SEARCH_SAMPLES = 256
 """Samples of `train` on which choices of blocks are compared."""
 
-Heard = dict[str, torch.Tensor]
-"""What modules gave, by name; "" for a model's first output."""
+Features = dict[str, torch.Tensor]
+"""Outputs of modules by name; "" for the model's first output."""
 
 
 @dataclass(frozen=True)
-class Lessons:
-    """A weighted sum of terms, each of which compares the student with its teacher or labels."""
+class DistillationObjective:
+    """What the loss is made of: teacher, terms, compared modules; it can be pickled."""
 
     teacher: Teacher
     terms: tuple[AnyTerm, ...]
     pairs: tuple[Pairs, ...]
-    """The modules that each term compares, as many as terms."""
+    """The modules that each term compares, by term."""
     targets: TargetLoss
-    """The loss on the targets."""
+    """The task's loss on the targets."""
 
     @property
-    def asked(self) -> tuple[str, ...]:
-        """The teacher's modules whose outputs are needed, each once."""
+    def teacher_modules(self) -> tuple[str, ...]:
+        """The teacher's modules whose features are needed, each once."""
         names = (name for pairs in self.pairs for _, name in pairs if name)
         return tuple(dict.fromkeys(names))
 
-    def prepare(self, device: str) -> Lesson:
-        """Return the loss function; the teacher is loaded when it is asked for the first time."""
-        return Lesson(self, device)
+    def prepare(self, device: str) -> DistillationLoss:
+        """Return the loss function; it loads the teacher at its first call."""
+        return DistillationLoss(self, device)
 
-    def slots(self) -> list[list[Slot]]:
-        """Return what each term compares, before projections are known."""
+    def slots(self) -> list[list[FeatureSlot]]:
+        """Return the features that each term compares, before projections are known."""
         return [
             [
-                Slot(f"{AUXILIARY_PREFIX}{i}_{j}", own, taught)
+                FeatureSlot(f"{AUXILIARY_PREFIX}{i}_{j}", own, taught)
                 for j, (own, taught) in enumerate(pairs)
             ]
             for i, pairs in enumerate(self.pairs)
@@ -66,8 +66,8 @@ class Lessons:
 
 
 @dataclass
-class Slot:
-    """A pair of features that a term compares."""
+class FeatureSlot:
+    """A pair of features that a term compares, and the student's projection."""
 
     name: str
     student: str
@@ -76,125 +76,125 @@ class Slot:
 
     @property
     def is_captured(self) -> bool:
-        """Whether the model hands it over behind its outputs."""
+        """Whether the student returns the feature after its outputs."""
         return self.projects or bool(self.student)
 
-    def of(self, module: nn.Module, own: Heard) -> torch.Tensor:
-        """Return the student's features, through the projection where there is one."""
+    def student_feature(self, module: nn.Module, own: Features) -> torch.Tensor:
+        """Return the student's feature, projected if the slot has a projection."""
         if not self.projects:
             return own[self.student]
         weight, bias = (getattr(module, f"{self.name}_{part}") for part in ("weight", "bias"))
         return projected(own[self.student], weight, bias)
 
 
-class Lesson:
-    """The loss function of a distillation, in one process."""
+class DistillationLoss:
+    """The loss function of a distillation in one process."""
 
-    def __init__(self, lessons: Lessons, device: str) -> None:
-        self.lessons = lessons
+    def __init__(self, objective: DistillationObjective, device: str) -> None:
+        self.objective = objective
         self.device = device
-        self.targets_loss = lessons.targets.mean(device, over_all=True)
-        self.slots = lessons.slots()
-        self.teacher: Answering | None = None
+        self.targets_loss = objective.targets.mean(device, over_all=True)
+        self.slots = objective.slots()
+        self.teacher: LoadedTeacher | None = None
 
     def __call__(self, outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
         """Return the weighted sum of all terms."""
-        taught = self._taught(batch)
-        said = OutputPair(
+        teacher_features = self._teacher_features(batch)
+        pair = OutputPair(
             student=outputs[0].float(),
-            teacher=taught[""].float(),
+            teacher=teacher_features[""].float(),
             target=batch.target,
             targets_loss=self.targets_loss,
         )
         count = sum(slot.is_captured for slots in self.slots for slot in slots)
-        handed = iter(outputs[len(outputs) - count :])
-        total = said.student.new_zeros(())
-        for term, slots in zip(self.lessons.terms, self.slots, strict=True):
+        captured = iter(outputs[len(outputs) - count :])
+        total = pair.student.new_zeros(())
+        for term, slots in zip(self.objective.terms, self.slots, strict=True):
             if term.needs_equal_outputs:
-                need_equal_shapes(said.student, said.teacher)
-            own = [next(handed) if slot.is_captured else outputs[0] for slot in slots]
-            pairs = [
-                (a.float(), taught[slot.teacher].float())
+                need_equal_shapes(pair.student, pair.teacher)
+            own = [next(captured) if slot.is_captured else outputs[0] for slot in slots]
+            features = [
+                (a.float(), teacher_features[slot.teacher].float())
                 for a, slot in zip(own, slots, strict=True)
             ]
-            total = total + term.weight * term.of(said, pairs)
+            total = total + term.weight * term.compute(pair, features)
         return total
 
     def attach_(self, module: nn.Module, example: Batch) -> None:
-        """Let the module hand over, in training, the features that terms compare, in place.
+        """Let the module return the compared features after its outputs in training, in place.
 
-        They come behind its flattened outputs: what shares gradients between processes then sees
-        what they depend on. Projections become the module's own parameters.
+        DistributedDataParallel finds the parameters that a loss depends on from the outputs of
+        forward, so features have to be among them. Projections become parameters of the module.
 
         Raises:
             StageFailed: features cannot be compared, or a module takes no part in the forward pass.
         """
-        kinds = [term.projects for term in self.lessons.terms]
+        kinds = [term.projects for term in self.objective.terms]
         slots = [slot for slots in self.slots for slot in slots]
         if all(kind == "none" for kind in kinds) and not any(slot.is_captured for slot in slots):
             return
-        recorder = Recorder(module, [slot.student for slot in slots if slot.student])
+        recorder = FeatureRecorder(module, [slot.student for slot in slots if slot.student])
         with torch.no_grad():
             own = recorder.with_output(flatten_outputs(module(*example.inputs))[0])
-        taught = self._taught(example)
+        teacher_features = self._teacher_features(example)
         for index, (kind, chosen) in enumerate(zip(kinds, self.slots, strict=True)):
             for slot in chosen:
-                a, b = own[slot.student], taught[slot.teacher]
-                slot.projects = _is_projected(kind, a, b)
+                a, b = own[slot.student], teacher_features[slot.teacher]
+                channels = [x.shape[channel_axis(x)] for x in (a, b)]
+                slot.projects = kind == "linear" or (kind == "auto" and channels[0] != channels[1])
                 if slot.projects:
                     _add_projection_(module, slot.name, a, b)
                 self._refuse_other_shapes(index, slot, module, own, b)
-        module.register_forward_hook(partial(self._hand_over, recorder))
+        module.register_forward_hook(partial(self._return_features, recorder))
 
-    def _hand_over(self, recorder: Recorder, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def _return_features(
+        self, recorder: FeatureRecorder, module: nn.Module, inputs: Any, output: Any
+    ) -> Any:
         if not module.training:
-            recorder.heard.clear()
+            recorder.features.clear()
             return None
         outputs = flatten_outputs(output)
         own = recorder.with_output(outputs[0])
-        heard = (slot.of(module, own) for slots in self.slots for slot in slots if slot.is_captured)
-        return (*outputs, *heard)
+        captured = [slot for slots in self.slots for slot in slots if slot.is_captured]
+        return (*outputs, *(slot.student_feature(module, own) for slot in captured))
 
-    def _taught(self, batch: Batch) -> Heard:
-        """Return what the teacher said: kept answers, or those of the teacher itself."""
-        answers = batch.taught
-        if not answers:
+    def _teacher_features(self, batch: Batch) -> Features:
+        """Return the teacher's outputs for a batch, from the cache or from the teacher itself."""
+        outputs = batch.teacher_outputs
+        if not outputs:
             if self.teacher is None:
-                self.teacher = self.lessons.teacher.answering(self.device, self.lessons.asked)
-            answers = self.teacher(batch.inputs)
-        return dict(zip(("", *self.lessons.asked), answers, strict=True))
+                self.teacher = self.objective.teacher.load(
+                    self.device, self.objective.teacher_modules
+                )
+            outputs = self.teacher(batch.inputs)
+        return dict(zip(("", *self.objective.teacher_modules), outputs, strict=True))
 
     def _refuse_other_shapes(
-        self, index: int, slot: Slot, module: nn.Module, own: Heard, taught: torch.Tensor
+        self, index: int, slot: FeatureSlot, module: nn.Module, own: Features, teacher: torch.Tensor
     ) -> None:
-        """Refuse features that the term cannot compare."""
-        term = self.lessons.terms[index]
+        """Refuse features of shapes that the term cannot compare."""
+        term = self.objective.terms[index]
         if not isinstance(term, FeatureTerm):
             return
-        if not term.compares(slot.of(module, own).shape, taught.shape):
+        if not term.compares(slot.student_feature(module, own).shape, teacher.shape):
             raise StageFailed(
                 f"losses[{index}] ({term.loss}): {slot.student or 'the output'!r} of the student "
                 f"has shape {tuple(own[slot.student].shape)} and {slot.teacher or 'the output'!r} "
-                f"of the teacher {tuple(taught.shape)}, which cannot be compared; name others"
+                f"of the teacher {tuple(teacher.shape)}, which cannot be compared; name others"
             )
-
-
-def _is_projected(kind: str, student: torch.Tensor, teacher: torch.Tensor) -> bool:
-    channels = [x.shape[channel_axis(x)] for x in (student, teacher)]
-    return kind == "linear" or (kind == "auto" and channels[0] != channels[1])
 
 
 def _add_projection_(
     module: nn.Module, name: str, student: torch.Tensor, teacher: torch.Tensor
 ) -> None:
-    """Add a linear map's weights to the module, in place, as parameters of its own.
+    """Add the parameters of a linear map to the module, in place.
 
-    Not as a module: a Sequential would run it.
+    Not as a submodule: a Sequential would run it.
     """
-    own, taught = (x.shape[channel_axis(x)] for x in (student, teacher))
-    # The training's seed, whatever was drawn since: a teacher may have been loaded or not.
+    own, wanted = (x.shape[channel_axis(x)] for x in (student, teacher))
+    # From the training's seed, whether or not a teacher was loaded since and drew random numbers.
     with seeded(derive_seed(torch.initial_seed()), "cpu"):
-        linear = nn.Linear(own, taught).to(student.device)
+        linear = nn.Linear(own, wanted).to(student.device)
     for part, weight in linear.named_parameters():
         module.register_parameter(f"{name}_{part}", weight)
 
@@ -202,32 +202,32 @@ def _add_projection_(
 def distance_to(
     teacher: Teacher, terms: Sequence[AnyTerm], context: Context
 ) -> Callable[[nn.Module], float]:
-    """Return what measures how far a module's answers are from a teacher's, on some of `train`.
+    """Return a function that measures how far a module's outputs are from a teacher's.
 
-    Measured by the terms that compare outputs without labels, or by cosine where there are none.
+    On samples of `train`, by the terms that compare outputs without labels, else by cosine.
     """
     data = context.need_data("a search of blocks")
-    count = min(SEARCHED_ON, len(data.split("train")))  # type: ignore[arg-type]
+    count = min(SEARCH_SAMPLES, len(data.split("train")))  # type: ignore[arg-type]
     drawn = torch.randperm(
         len(data.split("train")),  # type: ignore[arg-type]
         generator=torch.Generator().manual_seed(context.seed),
     )
     batches = data.read("train", drawn[:count].tolist(), data.batch_size)
     inputs = [batch.to(context.device).inputs for batch in batches]
-    answer = teacher.answering(context.device)
-    taught = [answer(own)[0] for own in inputs]
+    loaded = teacher.load(context.device)
+    expected_outputs = [loaded(own)[0] for own in inputs]
     comparing = [term for term in terms if term.needs_equal_outputs]
 
     @torch.no_grad()
     def distance(module: nn.Module) -> float:
         module = module.to(context.device).eval()
         total = 0.0
-        for own, expected in zip(inputs, taught, strict=True):
-            found = flatten_outputs(module(*own))[0]
-            need_equal_shapes(found, expected)
-            said = OutputPair(found, expected, None)
-            value = sum(term.weight * term.of(said, []) for term in comparing)
-            total += float(value if comparing else cosine_distance(found, expected)) * len(found)
+        for own, expected in zip(inputs, expected_outputs, strict=True):
+            output = flatten_outputs(module(*own))[0]
+            need_equal_shapes(output, expected)
+            pair = OutputPair(output, expected, None)
+            value = sum(term.weight * term.compute(pair, []) for term in comparing)
+            total += float(value if comparing else cosine_distance(output, expected)) * len(output)
         return total / count
 
     return distance

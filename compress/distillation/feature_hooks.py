@@ -1,16 +1,17 @@
-"""What modules give inside of a model: which are meant, hearing them, mapping channels."""
+"""Hidden features: modules by name pattern, forward hooks that record them, projections."""
 
 from __future__ import annotations
 
 import difflib
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
-from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import StageFailed
+from compress.common.forward import flatten_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
     from compress.distillation.output_losses import Modules
 
 Pairs = tuple[tuple[str, str], ...]
-"""Modules of the student and of the teacher that are compared; "" for the outputs."""
+"""Names of student and teacher modules that are compared; "" for the models' outputs."""
 
 
 def pairs_of(terms: Sequence[AnyTerm], student: nn.Module, teacher: nn.Module) -> tuple[Pairs, ...]:
-    """Return the modules that each term compares.
+    """Match the student's and the teacher's modules for each term of the loss.
 
     Raises:
-        StageFailed: a name is not in its model, or the teacher has fewer than the student.
+        StageFailed: a name is not in its model, or matches fewer teacher than student modules.
     """
     return tuple(
         (("", ""),)
@@ -41,8 +42,8 @@ def pairs_of(terms: Sequence[AnyTerm], student: nn.Module, teacher: nn.Module) -
 def _pairs(
     names: tuple[Modules, Modules], student: nn.Module, teacher: nn.Module, where: str
 ) -> Pairs:
-    own = _found(names[0], student, f"{where}: the student")
-    taught = _found(names[1], teacher, f"{where}: the teacher")
+    own = _matching_modules(names[0], student, f"{where}: the student")
+    taught = _matching_modules(names[1], teacher, f"{where}: the teacher")
     if len(taught) < len(own):
         raise StageFailed(
             f"{where}: {len(own)} modules of the student and {len(taught)} of the teacher; name as "
@@ -53,64 +54,59 @@ def _pairs(
     return tuple((name, taught[place]) for name, place in zip(own, places, strict=True))
 
 
-def _found(wanted: Modules, module: nn.Module, where: str) -> list[str]:
-    """Return the modules that names or patterns mean, in the model's order for a pattern."""
+def _matching_modules(wanted: Modules, module: nn.Module, where: str) -> list[str]:
+    """Return the modules that names or patterns match, in the model's order."""
     known = [name for name, _ in module.named_modules() if name]
-    found: list[str] = []
+    names: list[str] = []
     for name in (wanted,) if isinstance(wanted, str) else wanted:
         pattern = re.compile(re.escape(name).replace(r"\*", r"[^.]+"))
         matches = [other for other in known if pattern.fullmatch(other)]
         if not matches:
             near = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else _some_of(known)
+            hint = f"it has {', '.join(known[:8])}{' …' if len(known) > 8 else ''}"
+            if near:
+                hint = f"did you mean {' or '.join(map(repr, near))}?"
             raise StageFailed(f"{where} has no module {name!r}; {hint}")
-        found += matches
-    return found
+        names += matches
+    return names
 
 
-def _some_of(known: Sequence[str]) -> str:
-    return f"it has {', '.join(known[:8])}{' …' if len(known) > 8 else ''}"
-
-
-class Recorder:
-    """The tensors that named modules gave in a model's last forward pass."""
+class FeatureRecorder:
+    """Forward hooks that keep the outputs of named modules in the last forward pass."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        """Listen to modules from now on."""
+        """Register a forward hook on each named module."""
         self.names = tuple(dict.fromkeys(names))
-        self.heard: dict[str, torch.Tensor] = {}
+        self.features: dict[str, torch.Tensor] = {}
         for name in self.names:
-            module.get_submodule(name).register_forward_hook(self._hook(name))
+            module.get_submodule(name).register_forward_hook(partial(self._record, name))
 
     def take(self) -> list[torch.Tensor]:
-        """Return what was heard, in the order of the names, and forget it.
+        """Return and clear the recorded features, in the order of the names.
 
         Raises:
             StageFailed: a module was not called.
         """
-        heard, self.heard = self.heard, {}
-        silent = next((name for name in self.names if name not in heard), None)
-        if silent is not None:
-            raise StageFailed(f"module {silent!r} takes no part in the model's forward pass")
-        return [heard[name] for name in self.names]
+        features, self.features = self.features, {}
+        unused = next((name for name in self.names if name not in features), None)
+        if unused is not None:
+            raise StageFailed(f"module {unused!r} takes no part in the model's forward pass")
+        return [features[name] for name in self.names]
 
     def with_output(self, output: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what was heard by name, and the model's output under an empty name."""
+        """Return and clear the features by name, with the model's output under ""."""
         return dict(zip(self.names, self.take(), strict=True)) | {"": output}
 
-    def _hook(self, name: str) -> Any:
-        def hear(module: nn.Module, inputs: object, output: Any) -> None:
-            self.heard[name] = flatten_outputs(output)[0]
-
-        return hear
+    def _record(self, name: str, module: nn.Module, inputs: object, output: Any) -> None:
+        self.features[name] = flatten_outputs(output)[0]
 
 
 def channel_axis(features: torch.Tensor) -> int:
-    """Return the axis of channels: the second of images (N, C, H, W), else the last."""
+    """Return the channel axis: the second of images (N, C, H, W) and volumes, else the last."""
     return 1 if features.dim() in (4, 5) else -1
 
 
 def projected(features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return features with their channels mapped linearly, a 1x1 convolution for images."""
+    """Map the channels of features linearly; for images this is a 1x1 convolution."""
     axis = channel_axis(features)
     return F.linear(features.movedim(axis, -1), weight, bias).movedim(-1, axis)

@@ -1,4 +1,4 @@
-"""Terms of a distillation's loss that compare what modules give, as settings."""
+"""Settings of the loss terms that compare hidden features."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from compress.distillation.output_losses import Modules, OutputPair, Term, Weigh
 if TYPE_CHECKING:
     import torch
 
-    from compress.distillation.output_losses import Pair
+    from compress.distillation.output_losses import FeaturePair
 
 
 class FeatureTerm(Term):
-    """A term that compares what modules give, or outputs where it names none."""
+    """A term that compares features of modules, or the outputs if it names no modules."""
 
     student: Modules | None = None
     """Modules of the student, by name, several as a list or as a pattern in which `*` is one part
@@ -31,17 +31,17 @@ class FeatureTerm(Term):
         """Modules of the student and of the teacher."""
         return None if self.student is None else (self.student, self.teacher or self.student)
 
-    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
-        """Return the mean distance of the pairs."""
-        distances = [self.distance(student, teacher) for student, teacher in pairs]
+    def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
+        """Return the mean distance over the pairs of features."""
+        distances = [self.distance(student, teacher) for student, teacher in features]
         return sum(distances[1:], start=distances[0]) / len(distances)
 
     def distance(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        """Return how far apart features are."""
+        """Return the distance of two features, a scalar."""
         raise NotImplementedError
 
     def compares(self, student: torch.Size, teacher: torch.Size) -> bool:
-        """Whether features of two shapes can be compared, the student's after a projection."""
+        """Whether features of two shapes can be compared; the student's shape after projection."""
         return True
 
     @model_validator(mode="after")
@@ -65,17 +65,17 @@ class Relational(FeatureTerm):
     """Weight of the angles."""
 
     def distance(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of both."""
+        """Return the weighted sum of both losses."""
         from compress.distillation.losses import relational_angles, relational_distances
 
         total = self.distance_weight * relational_distances(student, teacher)
-        if self.angle_weight:  # cubic in the batch: not for nothing
+        if self.angle_weight:  # cubic in the batch size
             total = total + self.angle_weight * relational_angles(student, teacher)
         return total
 
 
 class ProjectedTerm(FeatureTerm):
-    """A term of features of equal shapes, the student's after a learned map where needed."""
+    """A term that needs equal shapes, for which the student's features may be projected."""
 
     projection: Literal["auto", "linear", "none"] = "auto"
     """Whether the student's channels go through a learned linear map: always (`linear`), never, or
@@ -83,7 +83,7 @@ class ProjectedTerm(FeatureTerm):
 
     @property
     def projects(self) -> str:
-        """Whether features of the student are projected."""
+        """When the student's features are projected."""
         return self.projection
 
     def compares(self, student: torch.Size, teacher: torch.Size) -> bool:
@@ -128,7 +128,7 @@ class Attention(FeatureTerm):
         return attention_distance(student, teacher)
 
     def compares(self, student: torch.Size, teacher: torch.Size) -> bool:
-        """Whether both have positions: those of images, or equally many tokens."""
+        """Whether both are images, or have equally many tokens."""
         images = len(student) == len(teacher) == 4
         return images or (len(student) == len(teacher) == 3 and student[1] == teacher[1])
 
@@ -147,7 +147,7 @@ class Similarity(FeatureTerm):
 
 
 class Contrastive(ProjectedTerm):
-    """How well a sample's teacher is told from those of the batch's other samples.
+    """How well a sample's teacher features are distinguished from those of other samples.
 
     After Tian et al. (2020), with the batch as negatives.
     """
@@ -155,10 +155,10 @@ class Contrastive(ProjectedTerm):
     loss: Literal["contrastive"]
     """Which term this is."""
     temperature: Positive = 0.1
-    """How sharply cosines are told apart."""
+    """Temperature of the softmax over cosines; smaller is sharper."""
 
     def distance(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        """Return the contrast."""
+        """Return the contrastive loss."""
         from compress.distillation.losses import contrastive_distance
 
         return contrastive_distance(student, teacher, self.temperature)

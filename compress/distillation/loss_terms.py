@@ -1,4 +1,4 @@
-"""The terms that a distillation's loss is a sum of."""
+"""All terms that a distillation loss can be a sum of."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ AnyTerm = Annotated[
     | Contrastive,
     Field(discriminator="loss"),
 ]
-"""A term of the loss, told from the others by its key ``loss``."""
+"""A term of the loss; the key ``loss`` selects its class."""

@@ -1,9 +1,9 @@
-"""The mathematics of learning from a teacher, beyond its plain answers.
+"""Distillation losses as pure functions, each with its paper.
 
 Shapes: N samples, C classes, D features. Logits are [N, C, …], classes on axis 1 as for
-``cross_entropy``: each place of the axes behind it, such as a pixel, is a sample. Features are
+``cross_entropy``: each position of the axes behind it, such as a pixel, is a sample. Features are
 flattened behind the first axis where the relations between samples are compared. Every function
-returns a scalar that is 0 between equals.
+returns a scalar that is 0 for equal inputs.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def decoupled_divergence(
     target_weight: float,
     other_weight: float,
 ) -> torch.Tensor:
-    """Return the divergence of "target or not", and that among the other classes, times T squared.
+    """Return the KL divergences of "target or not" and of the other classes, times T².
 
     After Zhao et al., "Decoupled Knowledge Distillation" (2022): plain distillation is this with
     ``target_weight`` 1 and as ``other_weight`` the teacher's probability of the other classes,
-    which is nearly nothing where the teacher is sure.
+    which is near zero where the teacher is confident.
 
     Args:
-        student: logits of the model that learns, [N, C, …].
-        teacher: logits of the model learnt from, [N, C, …].
-        target: the class that is split off, [N, …].
-        temperature: how far both distributions are softened.
+        student: logits of the student, [N, C, …].
+        teacher: logits of the teacher, [N, C, …].
+        target: index of the target class, [N, …].
+        temperature: by which both logits are divided.
         target_weight: the paper's alpha.
         other_weight: the paper's beta.
     """
@@ -46,9 +46,9 @@ def decoupled_divergence(
         binary = torch.stack([log_p[is_target], others.logsumexp(1)], 1)
         return binary, F.log_softmax(others, dim=1)
 
-    (binary, others), (taught_binary, taught_others) = parts(student_NC), parts(teacher_NC)
-    split = F.kl_div(binary, taught_binary, reduction="batchmean", log_target=True)
-    among = F.kl_div(others, taught_others, reduction="batchmean", log_target=True)
+    (binary, others), (teacher_binary, teacher_others) = parts(student_NC), parts(teacher_NC)
+    split = F.kl_div(binary, teacher_binary, reduction="batchmean", log_target=True)
+    among = F.kl_div(others, teacher_others, reduction="batchmean", log_target=True)
     return (target_weight * split + other_weight * among) * temperature**2
 
 
@@ -66,9 +66,9 @@ def correlation_distance(
     how classes rank for a sample (inter-class), and how samples rank within a class (intra-class).
 
     Args:
-        student: logits of the model that learns, [N, C, …].
-        teacher: logits of the model learnt from, [N, C, …].
-        temperature: how far both distributions are softened.
+        student: logits of the student, [N, C, …].
+        teacher: logits of the teacher, [N, C, …].
+        temperature: by which both logits are divided.
         between_weight: weight of the relation between classes.
         within_weight: weight of the relation within a class.
     """
@@ -90,7 +90,7 @@ def _pearson_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def relational_distances(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Return how differently samples lie apart, in units of each model's mean distance.
+    """Compare the pairwise distances of samples, in units of each model's mean distance.
 
     After Park et al., "Relational Knowledge Distillation" (2019), RKD-D.
     """
@@ -98,7 +98,7 @@ def relational_distances(student: torch.Tensor, teacher: torch.Tensor) -> torch.
 
 
 def relational_angles(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Return how different the angles are that each three samples span.
+    """Compare the angles that each three samples form.
 
     After Park et al., "Relational Knowledge Distillation" (2019), RKD-A.
     """
@@ -106,11 +106,11 @@ def relational_angles(student: torch.Tensor, teacher: torch.Tensor) -> torch.Ten
 
 
 def _distances(x: torch.Tensor) -> torch.Tensor:
-    """Return the pairwise distances over their mean, those to oneself left out of it."""
+    """Return the pairwise distances divided by their mean, without the zeros on the diagonal."""
     rows = x.flatten(1)
     squared = (rows[:, None] - rows[None]).square().sum(2)
     apart = ~torch.eye(len(rows), dtype=torch.bool, device=rows.device)
-    # The root of 0 has no gradient: a sample's distance to itself stays out of it.
+    # The square root has no gradient at 0, so the diagonal is masked.
     distances = torch.where(apart, (squared + TINY).sqrt(), 0)
     mean = distances.sum() / apart.sum().clamp(min=1)
     return distances / (mean + TINY)
@@ -143,7 +143,7 @@ def _attention(x: torch.Tensor) -> torch.Tensor:
 
 
 def similarity_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Return how differently the samples of a batch resemble each other.
+    """Compare the similarities between the samples of a batch.
 
     After Tung and Mori, "Similarity-Preserving Knowledge Distillation" (2019): the squared
     difference of the two matrices of inner products, rows of length 1, summed and divided by N².
@@ -160,12 +160,12 @@ def similarity_distance(student: torch.Tensor, teacher: torch.Tensor) -> torch.T
 def contrastive_distance(
     student: torch.Tensor, teacher: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """Return how hard it is to tell which of the batch the teacher's answer for a sample is.
+    """Return the InfoNCE loss of finding a sample's teacher features among those of the batch.
 
     InfoNCE after van den Oord et al., "Representation Learning with Contrastive Predictive Coding"
     (2018), between student and teacher as in Tian et al., "Contrastive Representation Distillation"
-    (2020), with the batch's other samples as the only negatives. Less what a student equal to its
-    teacher reaches, so that equals cost nothing.
+    (2020), with the batch's other samples as the only negatives. The loss of a student equal to its
+    teacher is subtracted, so that equal features give 0.
     """
     s, t = (F.normalize(x.flatten(1), dim=1) for x in (student, teacher))
     own = torch.arange(len(s), device=s.device)
@@ -174,11 +174,11 @@ def contrastive_distance(
 
 
 def hint_distance(student: torch.Tensor, teacher: torch.Tensor, compare: str) -> torch.Tensor:
-    """Return how far hidden features lie apart, after Romero et al., "FitNets" (2015).
+    """Return the distance of hidden features, after Romero et al., "FitNets" (2015).
 
     Args:
-        student: features of the model that learns, projected where their sizes differ.
-        teacher: features of the model learnt from.
+        student: features of the student, after its projection.
+        teacher: features of the teacher.
         compare: `mse`, the mean squared difference; or `cosine`, of the vectors of channels.
     """
     if compare == "mse":

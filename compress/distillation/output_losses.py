@@ -1,4 +1,4 @@
-"""Terms of a distillation's loss that compare outputs, as settings."""
+"""Settings of the loss terms that compare the outputs of student and teacher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from compress.training.objectives.objective import TargetMean
 
-    Pair = tuple[torch.Tensor, torch.Tensor]
+    FeaturePair = tuple[torch.Tensor, torch.Tensor]
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Modules = str | tuple[str, ...]
@@ -22,14 +22,14 @@ Modules = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class OutputPair:
-    """What student and teacher said about a batch."""
+    """First outputs of student and teacher for a batch, and its labels."""
 
     student: torch.Tensor
     """The student's first output."""
     teacher: torch.Tensor
     """The teacher's first output."""
     target: torch.Tensor | None
-    """Labels, -100 where there is none, or floats, NaN where there are none."""
+    """Labels, -100 for none, or floats, NaN for none; None if no sample has a target."""
     targets_loss: TargetMean | None = None
     """The mean over all samples of the task's loss."""
 
@@ -42,21 +42,21 @@ class Term(Settings):
 
     needs_equal_outputs: ClassVar[bool] = True
     compares_classes: ClassVar[bool] = False
-    """Whether outputs are taken for the logits of classes, on axis 1."""
+    """Whether outputs are treated as logits of classes on axis 1."""
 
-    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
-        """Return the term before it is weighted.
+    def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
+        """Return the term without its weight, a scalar.
 
         Args:
-            said: outputs and labels.
-            pairs: features of the student and the teacher, of each pair of modules that the term
-                names; where it names none, the outputs.
+            outputs: outputs and labels.
+            features: features of student and teacher for each pair of modules that the term names;
+                the outputs if it names none.
         """
         raise NotImplementedError
 
     @property
     def modules(self) -> tuple[Modules, Modules] | None:
-        """Modules of the student and of the teacher whose outputs are compared, if any are."""
+        """Modules of student and teacher whose outputs are compared; None for the models."""
         return None
 
     @property
@@ -72,11 +72,11 @@ class Labels(Term):
     """Which term this is."""
     needs_equal_outputs: ClassVar[bool] = False
 
-    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
-        """Return the loss, 0 where no sample has a target."""
-        if said.target is None or said.targets_loss is None:
-            return said.student.new_zeros(())
-        return said.targets_loss(said.student, said.target)
+    def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
+        """Return the task's loss; 0 if no sample has a target."""
+        if outputs.target is None or outputs.targets_loss is None:
+            return outputs.student.new_zeros(())
+        return outputs.targets_loss(outputs.student, outputs.target)
 
 
 class Kl(Term):
@@ -88,11 +88,11 @@ class Kl(Term):
     temperature: Positive = 4.0
     """How far both distributions are softened before they are compared."""
 
-    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
+    def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the divergence."""
         from compress.training.objectives.teacher_objective import soft_cross_entropy
 
-        return soft_cross_entropy(said.student, said.teacher, self.temperature)
+        return soft_cross_entropy(outputs.student, outputs.teacher, self.temperature)
 
 
 class Dkd(Term):
@@ -111,20 +111,24 @@ class Dkd(Term):
     other_weight: Weight = 8.0
     """Weight of the other classes among themselves; the paper's beta."""
 
-    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
+    def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the weighted divergence."""
         from compress.distillation.losses import decoupled_divergence
         from compress.training.objectives.teacher_objective import need_classes
 
-        need_classes(self.loss, said.teacher)
-        target = said.teacher.argmax(1)
-        if said.target is not None and said.target.shape == said.teacher.shape:
-            target = said.target.nan_to_num(-1).argmax(1).where(~said.target.isnan().any(1), target)
-        elif said.target is not None:
-            target = target.where(said.target < 0, said.target)
+        need_classes(self.loss, outputs.teacher)
+        target = outputs.teacher.argmax(1)
+        if outputs.target is not None and outputs.target.shape == outputs.teacher.shape:
+            target = (
+                outputs.target.nan_to_num(-1)
+                .argmax(1)
+                .where(~outputs.target.isnan().any(1), target)
+            )
+        elif outputs.target is not None:
+            target = target.where(outputs.target < 0, outputs.target)
         return decoupled_divergence(
-            said.student,
-            said.teacher,
+            outputs.student,
+            outputs.teacher,
             target,
             temperature=self.temperature,
             target_weight=self.target_weight,
@@ -148,15 +152,15 @@ class Dist(Term):
     within_weight: Weight = 1.0
     """Weight of how samples relate for a class (intra-class; the paper's gamma)."""
 
-    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
+    def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the weighted distance."""
         from compress.distillation.losses import correlation_distance
         from compress.training.objectives.teacher_objective import need_classes
 
-        need_classes(self.loss, said.teacher)
+        need_classes(self.loss, outputs.teacher)
         return correlation_distance(
-            said.student,
-            said.teacher,
+            outputs.student,
+            outputs.teacher,
             temperature=self.temperature,
             between_weight=self.between_weight,
             within_weight=self.within_weight,
@@ -169,11 +173,11 @@ class Mse(Term):
     loss: Literal["mse"]
     """Which term this is."""
 
-    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
+    def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the mean."""
         from compress.training.objectives.teacher_objective import squared_error
 
-        return squared_error(said.student, said.teacher)
+        return squared_error(outputs.student, outputs.teacher)
 
 
 class Cosine(Term):
@@ -182,8 +186,8 @@ class Cosine(Term):
     loss: Literal["cosine"]
     """Which term this is."""
 
-    def of(self, said: OutputPair, pairs: list[Pair]) -> torch.Tensor:
+    def compute(self, outputs: OutputPair, features: list[FeaturePair]) -> torch.Tensor:
         """Return the mean."""
         from compress.training.objectives.teacher_objective import cosine_distance
 
-        return cosine_distance(said.student, said.teacher)
+        return cosine_distance(outputs.student, outputs.teacher)

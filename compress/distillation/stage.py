@@ -1,4 +1,4 @@
-"""The stage that trains a model on another model's answers."""
+"""The stage `distill`: trains a student to match a teacher's outputs and features."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.core.loss import Loss
     from compress.data.splits import Splits
-    from compress.distillation.distillation_objective import Lessons
+    from compress.distillation.distillation_objective import DistillationObjective
     from compress.distillation.feature_hooks import Pairs
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         return self
 
     @model_validator(mode="after")
-    def _features_can_be_heard(self) -> Self:
+    def _features_can_be_recorded(self) -> Self:
         if self._names_modules and isinstance(self.teacher, OnnxFile):
             raise ValueError(
                 "losses names modules, and of an ONNX file the outputs alone are seen; use a "
@@ -117,7 +117,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
 
     @property
     def extra_input_types(self) -> tuple[type[Artifact], ...]:
-        """Any that answers, or an eager model where the losses name its modules."""
+        """Any artifact, or an eager model if the losses name its modules."""
         return (EagerModel,) if self._names_modules else (Artifact,)
 
     @property
@@ -138,7 +138,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         return (soft, Labels(loss="labels", weight=self.labels_weight))
 
     def resolve_paths(self, folder: Path, code: Path) -> Self:
-        """Return the same stage with the teacher's and the student's files found."""
+        """Return the same stage with the paths of teacher and student resolved."""
         changed: dict[str, Any] = {}
         if isinstance(self.teacher, Origin):
             changed["teacher"] = self.teacher.resolve_paths(folder, code)
@@ -149,7 +149,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         return self.model_copy(update=changed)
 
     def own_settings(self) -> dict[str, Any]:
-        """Return the settings that decide the result; other models by their content."""
+        """Return the settings that the result depends on; other models by their content."""
         settings = super().own_settings()
         for role in ("teacher", "student"):
             model = getattr(self, role)
@@ -158,7 +158,7 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         return settings
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
-        """Train against the teacher; the student's weights are kept where no epoch beats them.
+        """Train the student; its initial weights are the result if no epoch improves on them.
 
         Raises:
             StageFailed: the teacher cannot be compared with the student, or training failed.
@@ -170,14 +170,14 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         with errors_prefixed_with(self.title):
             teacher = self._teacher(model, context)
             student, facts = self._student(model, teacher, context)
-            lessons = self._lessons(student, teacher, context)
-            context = replace(context, data=self._with_answers(lessons, context))
-        learnt = fit(student, self, lessons, context, self.title, accept_start=True)
+            objective = self._objective(student, teacher, context)
+            context = replace(context, data=self._with_teacher_outputs(objective, context))
+        trained = fit(student, self, objective, context, self.title, accept_start=True)
         inputs = {"input": model.digest, "teacher": teacher.digest}
         step = Step(stage=self.stage, settings=self.own_settings(), inputs=inputs)
         lineage = (*model.manifest.lineage, step)
-        facts |= learnt.facts()
-        return student.derive(context.root, learnt.weights, lineage=lineage, facts=facts)
+        facts |= trained.facts()
+        return student.derive(context.root, trained.weights, lineage=lineage, facts=facts)
 
     @property
     def _names_modules(self) -> bool:
@@ -185,17 +185,19 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
 
     def _teacher(self, model: EagerModel, context: Context) -> Teacher:
         if isinstance(self.teacher, OnnxFile):
-            return Teacher.of(self.teacher)
+            return Teacher.from_model(self.teacher)
         if isinstance(self.teacher, Origin):
-            # Outputs beyond the first need not have the names of the model's.
+            # The teacher's outputs may have other names, and be more or fewer than the student's.
             inputs = Signature(inputs=model.signature.inputs)
-            return Teacher.of(self.teacher.seal(context.work / "teacher", inputs, context.seed))
-        return Teacher.of(context.artifact(self.teacher))
+            return Teacher.from_model(
+                self.teacher.seal(context.work / "teacher", inputs, context.seed)
+            )
+        return Teacher.from_model(context.artifact(self.teacher))
 
     def _student(
         self, model: EagerModel, teacher: Teacher, context: Context
     ) -> tuple[EagerModel, dict[str, JsonValue]]:
-        """Return the model that learns, and how its blocks were chosen."""
+        """Return the student, and facts about the choice of its blocks."""
         from compress.distillation.distillation_objective import distance_to
 
         where = context.work / "student"
@@ -206,8 +208,10 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         distance = partial(distance_to, teacher, self.terms, context)
         return self.student.cut(model, where, distance)
 
-    def _lessons(self, student: EagerModel, teacher: Teacher, context: Context) -> Lessons:
-        from compress.distillation.distillation_objective import Lessons
+    def _objective(
+        self, student: EagerModel, teacher: Teacher, context: Context
+    ) -> DistillationObjective:
+        from compress.distillation.distillation_objective import DistillationObjective
         from compress.distillation.feature_hooks import pairs_of
         from compress.training.objectives.objective import TargetLoss
 
@@ -216,28 +220,28 @@ class Distill(Stage[EagerModel, EagerModel], Teaching, Training):
         pairs: tuple[Pairs, ...] = ((("", ""),),) * len(terms)
         if self._names_modules:
             pairs = pairs_of(terms, student.load(), teacher.module)
-        return Lessons(teacher, terms, pairs, targets)
+        return DistillationObjective(teacher, terms, pairs, targets)
 
-    def _with_answers(self, lessons: Lessons, context: Context) -> Splits:
-        """Return the data with the teacher's answers, where they can and shall be kept."""
-        from compress.distillation.teacher_cache import CannotKeep, with_answers
+    def _with_teacher_outputs(self, objective: DistillationObjective, context: Context) -> Splits:
+        """Return the data with cached teacher outputs, if they can and should be cached."""
+        from compress.distillation.teacher_cache import CannotCache, with_teacher_outputs
 
         data = context.need_data(self.title)
-        repeats = self.epochs > 1 and not lessons.asked
+        repeats = self.epochs > 1 and not objective.teacher_modules
         if self.cache_teacher is False or (self.cache_teacher == "auto" and not repeats):
             return data
         try:
-            return with_answers(lessons, self, context, self.title)
-        except CannotKeep as error:
+            return with_teacher_outputs(objective, self, context, self.title)
+        except CannotCache as error:
             if self.cache_teacher is True:
                 raise StageFailed(f"cache_teacher: {error}; set cache_teacher: false") from error
-            log.warning("%s: the teacher is asked anew in each epoch: %s", self.title, error)
+            log.warning("%s: the teacher has to run in each epoch: %s", self.title, error)
             return data
 
 
 @contextmanager
 def errors_prefixed_with(title: str) -> Iterator[None]:
-    """Let errors name the stage."""
+    """Prefix the messages of errors in a block with the stage's title."""
     try:
         yield
     except CompressError as error:

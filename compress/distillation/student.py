@@ -1,4 +1,4 @@
-"""Students: a model of another factory, or the input with some of its blocks."""
+"""Students that are made from the input model by removing some of its blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compress.common.config import Count, Settings
 from compress.common.errors import StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     import torch
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     Distance = Callable[[torch.nn.Module], float]
 
 LARGEST_SEARCH = 300
-"""Choices of blocks that are all measured; of more, blocks are taken out one by one."""
-SHOWN = 5
+"""Up to as many choices of blocks are all measured; of more, blocks are removed one by one."""
+REPORTED = 5
+"""Best choices that are listed in the artifact's facts."""
 
 log = logging.getLogger(__name__)
 
@@ -51,20 +52,20 @@ class SomeBlocks(Settings):
         """Return the name of the list of blocks, and how many it has.
 
         Raises:
-            StageFailed: there is none, or not the one that is named, or it has no such blocks.
+            StageFailed: there is none, or not the named one, or it has fewer blocks.
         """
         from compress.artifacts.edits.block_removal import blocks_of
 
         known = blocks_of(module)
         if not known or (self.blocks is not None and self.blocks not in known):
             names = ", ".join(map(repr, known)) or "none"
+            wanted = f" named {self.blocks!r}" if self.blocks else ""
             raise StageFailed(
-                f"student.blocks: the model has no list of blocks{_named(self.blocks)}; "
-                f"those there are: {names}"
+                f"student.blocks: the model has no list of blocks{wanted}; those there are: {names}"
             )
         name = self.blocks or max(known, key=lambda container: known[container])
-        asked = max(self.layers) + 1 if isinstance(self.layers, tuple) else self.layers
-        if asked > known[name]:
+        needed = max(self.layers) + 1 if isinstance(self.layers, tuple) else self.layers
+        if needed > known[name]:
             raise StageFailed(
                 f"student.layers: {name!r} has {known[name]} blocks, found {self.layers}"
             )
@@ -73,19 +74,19 @@ class SomeBlocks(Settings):
     def cut(
         self, model: EagerModel, path: Path, distance: Callable[[], Distance]
     ) -> tuple[EagerModel, dict[str, JsonValue]]:
-        """Return a model with some of its blocks, sealed at a path, and how they were chosen.
+        """Write the model with some of its blocks, and return facts about their choice.
 
         Args:
-            model: the whole model.
+            model: the model with all blocks.
             path: directory of the artifact.
-            distance: returns what measures how far a module is from the teacher.
+            distance: creates the function that measures a module's distance from the teacher.
         """
         module = model.load()
         name, count = self.container(module)
         facts: dict[str, JsonValue] = {}
         kept = self.layers
         if isinstance(kept, int):
-            kept, facts = measured_choice(model, name, count, kept, distance())
+            kept, facts = choose_blocks(model, name, count, kept, distance())
         edit = KeepBlocks(kept={name: kept})
         edit.apply_(module)
         log.info("blocks %s of %d in %s stay", list(kept), count, name)
@@ -93,28 +94,23 @@ class SomeBlocks(Settings):
         return cut, {"blocks": {"in": name, "kept": list(kept), "of": count, **facts}}
 
 
-def _named(name: str | None) -> str:
-    return f" named {name!r}" if name else ""
-
-
-def measured_choice(
+def choose_blocks(
     model: EagerModel,
     container: str,
     count: int,
     keep: int,
     distance: Distance,
 ) -> tuple[tuple[int, ...], dict[str, JsonValue]]:
-    """Return the blocks with which a model is nearest to its teacher, and the nearest choices.
+    """Return the blocks with which a model is nearest to its teacher, and facts about the search.
 
-    All choices are measured where they are few, else the least harmful block is taken out again and
-    again.
+    All choices are measured if they are few, else the least harmful block is removed repeatedly.
 
     Args:
-        model: the model that is cut.
-        container: its list of blocks.
-        count: how many there are.
-        keep: how many stay.
-        distance: how far a module is from the teacher.
+        model: the model with all blocks.
+        container: name of its list of blocks.
+        count: number of blocks in the list.
+        keep: number of blocks that stay.
+        distance: measures a module's distance from the teacher.
     """
     known: dict[tuple[int, ...], float] = {}
 
@@ -130,16 +126,11 @@ def measured_choice(
     else:
         best = tuple(range(count))
         while len(best) > keep:
-            best = min(_without_one(best), key=measure)
+            best = min((best[:i] + best[i + 1 :] for i in range(len(best))), key=measure)
     final = {kept: value for kept, value in known.items() if len(kept) == keep}
-    nearest = sorted(final, key=lambda kept: final[kept])[:SHOWN]
+    nearest = sorted(final, key=lambda kept: final[kept])[:REPORTED]
     facts: dict[str, JsonValue] = {
         "measured": len(known),
         "nearest": [{"kept": list(kept), "distance": final[kept]} for kept in nearest],
     }
     return best, facts
-
-
-def _without_one(kept: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    for place in range(len(kept)):
-        yield kept[:place] + kept[place + 1 :]

@@ -1,4 +1,4 @@
-"""Teachers: a model of an earlier stage, of another factory, or an ONNX file, made to answer."""
+"""Teachers: an earlier stage's artifact, a model of another factory, or an ONNX file."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from compress.artifacts.artifact import Artifact  # noqa: TC001 - a dataclass field
-from compress.artifacts.eager_model import EagerModel, flatten_outputs
+from compress.artifacts.eager_model import EagerModel
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable, first_line
-from compress.data.fixed_batch import any_batch
+from compress.common.forward import accept_any_batch, flatten_outputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
 
-    from compress.artifacts.artifact import Predictor
+    from compress.common.forward import Predictor
 
 INSTALL = "pip install onnxruntime"
 
 
 class OnnxFile(Settings):
-    """An ONNX file that teaches by its outputs."""
+    """An ONNX file as a teacher, of which only the outputs are used."""
 
     onnx: str
-    """The file, relative to the pipeline file; onnxruntime answers, on the CPU."""
+    """The file, relative to the pipeline file; onnxruntime runs it on the CPU."""
 
     def resolve_paths(self, folder: Path) -> OnnxFile:
         """Return the same with its path relative to a folder.
@@ -41,32 +41,32 @@ class OnnxFile(Settings):
         return self.model_copy(update={"onnx": str(file)})
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides its answers."""
+        """Return what its outputs depend on, for cache keys."""
         from compress.common.atomic_files import sha256_of
 
         return {"onnx": sha256_of(Path(self.onnx))}
 
 
-class Answering(Protocol):
-    """A teacher that has been loaded."""
+class LoadedTeacher(Protocol):
+    """A teacher in memory."""
 
     def __call__(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Return the first output, and then what each module gave that was asked for."""
+        """Return the first output, then the features of the requested modules."""
         ...
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """Where a teacher is, small enough to be sent to another process."""
+    """Path and kind of a teacher; small enough to be sent to another process."""
 
     path: Path = field(repr=False)
     digest: str
     kind: type[Artifact] | None = field(repr=False)
-    """What lies there; None for an ONNX file."""
+    """Class of the artifact at the path; None for an ONNX file."""
 
     @classmethod
-    def of(cls, model: Artifact | OnnxFile) -> Teacher:
-        """Return where a model is."""
+    def from_model(cls, model: Artifact | OnnxFile) -> Teacher:
+        """Return the reference to an artifact or ONNX file."""
         if isinstance(model, OnnxFile):
             return cls(Path(model.onnx).absolute(), model.identity()["onnx"], None)
         return cls(model.path.absolute(), model.digest, type(model))
@@ -76,7 +76,7 @@ class Teacher:
         """The teacher as a module.
 
         Raises:
-            StageFailed: it is none, so that nothing but its outputs can be seen.
+            StageFailed: it is not a torch module, and has no features but its outputs.
         """
         if self.kind is None or not issubclass(self.kind, EagerModel):
             kind = "onnx file" if self.kind is None else f"{self.kind.kind} artifact"
@@ -86,52 +86,57 @@ class Teacher:
             )
         return self.kind.from_directory(self.path).load().requires_grad_(False)
 
-    def answering(self, device: str, modules: Sequence[str] = ()) -> Answering:
-        """Return the loaded teacher, which also tells what modules give."""
+    def load(self, device: str, modules: Sequence[str] = ()) -> LoadedTeacher:
+        """Load the teacher.
+
+        Args:
+            device: torch's name of the device.
+            modules: names of the modules whose features it returns after its output.
+        """
         import torch
 
         if self.kind is None or not issubclass(self.kind, EagerModel):
-            return self._by_outputs(device)
-        from compress.distillation.feature_hooks import Recorder
+            return self._load_predictor(device)
+        from compress.distillation.feature_hooks import FeatureRecorder
 
         module = self.module.to(device)
-        recorder = Recorder(module, modules)
+        recorder = FeatureRecorder(module, modules)
 
         @torch.no_grad()
-        def answer(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        def run(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             output = flatten_outputs(module(*inputs))[0]
             return (output, *recorder.take())
 
-        return answer
+        return run
 
-    def _by_outputs(self, device: str) -> Answering:
-        # It is open for as long as it is asked: the stack is part of what is returned.
+    def _load_predictor(self, device: str) -> LoadedTeacher:
+        # The predictor is closed with the function that is returned, which holds the stack.
         stack = ExitStack()
-        predict = stack.enter_context(self._opened(device))
+        predict = stack.enter_context(self._open_predictor(device))
 
-        def answer(
+        def run(
             inputs: tuple[torch.Tensor, ...], _open: ExitStack = stack
         ) -> tuple[torch.Tensor, ...]:
-            # A clone: what inference mode made cannot take part in a backward pass.
+            # Cloned because tensors from inference mode cannot take part in a backward pass.
             return (predict(*inputs)[0].to(device).clone(),)
 
-        return answer
+        return run
 
     @contextmanager
-    def _opened(self, device: str) -> Iterator[Predictor]:
-        """Give the teacher as a predictor of any number of samples, on the threads there are."""
+    def _open_predictor(self, device: str) -> Iterator[Predictor]:
+        """Open the teacher as a predictor for any batch size, on torch's number of threads."""
         import torch
 
         if self.kind is None:
-            yield _session(self.path)
+            yield _onnx_predictor(self.path)
             return
         artifact = self.kind.from_directory(self.path)
         with artifact.open(device, torch.get_num_threads()) as predict:
-            yield any_batch(predict, artifact.signature)
+            yield accept_any_batch(predict, artifact.signature)
 
 
-def _session(file: Path) -> Predictor:
-    """Return a predictor of a user's ONNX file."""
+def _onnx_predictor(file: Path) -> Predictor:
+    """Load a user's ONNX file in onnxruntime."""
     import torch
 
     try:

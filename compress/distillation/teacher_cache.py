@@ -1,4 +1,4 @@
-"""A teacher's answers kept on disk: each sample is asked about once, however many epochs follow."""
+"""Disk cache of a teacher's outputs: it runs once for each sample, for any number of epochs."""
 
 from __future__ import annotations
 
@@ -14,190 +14,188 @@ from torch.utils.data import Dataset
 
 from compress.common.errors import StageFailed
 from compress.common.process import threads_to_use
-from compress.data.batch import TaughtSample, adapt
-from compress.data.record_log import Segments
+from compress.data.batch import SampleWithTeacher, adapt
+from compress.data.record_log import RecordLog
 from compress.data.sample_cache import probe, read_samples
 from compress.training.loop.train_state import AUTOCAST
 from compress.training.loop.trainer import cpu_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from compress.core.context import Context
-    from compress.data.batch import Batch
     from compress.data.splits import Splits
-    from compress.distillation.distillation_objective import Lessons
+    from compress.distillation.distillation_objective import DistillationObjective
     from compress.training.config.training import Training
 
 LARGEST_SHARE = 0.9
-"""Of the free disk that answers may fill."""
+"""Share of the free disk space that the outputs may fill."""
 
 log = logging.getLogger(__name__)
 
 
-class CannotKeep(StageFailed):
-    """Answers cannot be kept; the teacher has to be asked anew in each epoch."""
+class CannotCache(StageFailed):
+    """The outputs cannot be cached; the teacher has to run in each epoch."""
 
 
 @dataclass(frozen=True)
-class WithAnswers:
-    """`train` with what a teacher answered to each sample."""
+class WithTeacherOutputs:
+    """View of `train` with the teacher's outputs for each sample."""
 
     folder: Path
 
     def __call__(self, splits: Splits, dataset: Dataset[Any]) -> Dataset[Any]:
-        """Return the dataset of taught samples."""
-        return TaughtDataset(dataset, self.folder)
+        """Return the dataset with teacher outputs."""
+        return DatasetWithTeacher(dataset, self.folder)
 
 
-class TaughtDataset(Dataset[Any]):
-    """A dataset's samples beside the answers that lie in a folder."""
+class DatasetWithTeacher(Dataset[Any]):
+    """A dataset's samples, each with the teacher's outputs from a folder."""
 
     def __init__(self, dataset: Dataset[Any], folder: Path) -> None:
         self.dataset = dataset
-        self.segments = Segments(folder, len(dataset))  # type: ignore[arg-type]  # Splits admits sized datasets only
+        self.records = RecordLog(folder, len(dataset))  # type: ignore[arg-type]  # Splits admits sized datasets only
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def __getitem__(self, index: int) -> TaughtSample:
+    def __getitem__(self, index: int) -> SampleWithTeacher:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[TaughtSample]:
+    def __getitems__(self, indices: Sequence[int]) -> list[SampleWithTeacher]:
         wanted = [range(len(self))[index] for index in indices]
         samples = read_samples(self.dataset, wanted)
         return [
-            TaughtSample(sample, self._answers(index))
+            SampleWithTeacher(sample, self._read(index))
             for index, sample in zip(wanted, samples, strict=True)
         ]
 
-    def _answers(self, index: int) -> tuple[torch.Tensor, ...]:
-        content = self.segments.read(index)
+    def _read(self, index: int) -> tuple[torch.Tensor, ...]:
+        content = self.records.read(index)
         if content is None:
             raise StageFailed(
-                f"cache_teacher: the answer to sample {index} in {self.segments.folder} is gone "
+                f"cache_teacher: the answer to sample {index} in {self.records.folder} is gone "
                 "or damaged; run again, and the teacher is asked again"
             )
         return _from_bytes(content)
 
 
-def with_answers(lessons: Lessons, training: Training, context: Context, task: str) -> Splits:
-    """Return the splits with the teacher's answers beside each sample of `train`.
+def with_teacher_outputs(
+    objective: DistillationObjective, training: Training, context: Context, task: str
+) -> Splits:
+    """Return the splits with the teacher's outputs for each sample of `train`.
 
-    The folder is named after all that decides the answers; what an interrupted run left there is
-    taken up.
+    The folder's name is a hash of all that the outputs depend on, so that an interrupted run
+    continues with those that it has written.
 
     Raises:
-        CannotKeep: samples are drawn at random or padded, or the disk is too small.
+        CannotCache: samples are random or padded, or the disk is too small.
     """
     data = context.need_data(task)
     _refuse_changing(data)
-    decisive = repr((lessons.teacher.digest, lessons.asked, data.fingerprint(), training.precision))
+    decisive = repr(
+        (
+            objective.teacher.digest,
+            objective.teacher_modules,
+            data.fingerprint(),
+            training.precision,
+        )
+    )
     digest = hashlib.sha256(decisive.encode()).hexdigest()
     folder = context.work / f"answers-{digest[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
-    segments = Segments(folder, len(data.split("train")))  # type: ignore[arg-type]
-    missing = [i for i in range(len(segments.segment_of)) if segments.read(i) is None]
+    records = RecordLog(folder, len(data.split("train")))  # type: ignore[arg-type]
+    missing = [i for i in range(len(records.segment_of)) if records.read(i) is None]
     if missing:
         threads = max(1, threads_to_use() // training.parallel.ranks_per_node)
         with cpu_threads(threads):
-            _fill(segments, missing, lessons, training, context, task)
-    return data.seen_through(WithAnswers(folder.absolute()))
+            _fill(records, missing, objective, training, context, task)
+    return data.with_view(WithTeacherOutputs(folder.absolute()))
 
 
 def _refuse_changing(data: Splits) -> None:
-    """Refuse samples whose answers depend on when, or with which others, they are read."""
+    """Refuse samples for which the outputs depend on when, or with which others, they are read."""
     dataset = data.split("train")
     probes = probe(dataset)
     drawn = next((p.index for p in probes if p.first != p.again), None)
     if drawn is not None:
-        raise CannotKeep(
+        raise CannotCache(
             f"sample {drawn} of split 'train' differs each time it is read, so that an answer kept "
             "would belong to another sample"
         )
     samples = read_samples(dataset, [p.index for p in probes])
     shapes = {tuple(tuple(x.shape) for x in adapt(sample)[0]) for sample in samples}
     if len(shapes) > 1:
-        raise CannotKeep(
+        raise CannotCache(
             "samples of split 'train' have different shapes, so that answers depend on how a batch "
             "is padded"
         )
 
 
 def _fill(
-    segments: Segments,
+    records: RecordLog,
     missing: Sequence[int],
-    lessons: Lessons,
+    objective: DistillationObjective,
     training: Training,
     context: Context,
     task: str,
 ) -> None:
-    """Ask the teacher about the samples whose answers are missing, and keep them."""
-    answer = lessons.teacher.answering(context.device, lessons.asked)
-    # As many at once as training would ask, so that it gives the same to the last bit.
+    """Run the teacher on the samples whose outputs are missing, and store them."""
+    teacher = objective.teacher.load(context.device, objective.teacher_modules)
+    # The batch size of a training step, so that the outputs are equal to the last bit.
     size = training.batch_size // (training.parallel.replicas * training.accumulate)
     data, done = context.need_data(task), 0
-    for batch in _full_batches(data, missing, size):
-        with _precision(training, context.device):
-            answers = answer(batch.to(context.device).inputs)
-        own = missing[done : done + size]
-        _refuse_other_than_rows(answers, len(batch))
+    precision: AbstractContextManager[Any] = nullcontext()
+    if training.precision != "fp32":
+        kind = torch.device(context.device).type
+        precision = torch.autocast(kind, AUTOCAST[training.precision])
+    # The last batch is filled up with copies of its last sample.
+    copies = [missing[-1]] * (-len(missing) % size)
+    for batch in data.read("train", [*missing, *copies], size):
+        with precision:
+            outputs = teacher(batch.to(context.device).inputs)
+        _refuse_other_than_rows(outputs, len(batch))
         if not done:
-            _refuse_too_large(segments, answers, len(batch), len(missing))
-        for row, index in enumerate(own):
-            _keep(segments, index, tuple(a[row] for a in answers))
-        done += len(own)
+            _refuse_too_large(records, outputs, len(batch), len(missing))
+        for row, index in enumerate(missing[done : done + size]):
+            try:
+                records.append(index, _to_bytes(tuple(y[row] for y in outputs)))
+            except OSError as error:
+                raise CannotCache(
+                    f"{records.folder} cannot be written ({error.strerror}); make room"
+                ) from error
+        done = min(done + size, len(missing))
         context.progress(f"{task}: teacher", done, len(missing))
-    log.info("%s: the teacher's answers to %d samples are kept", task, len(missing))
+    log.info("%s: the teacher's outputs for %d samples are cached", task, len(missing))
 
 
-def _full_batches(data: Splits, indices: Sequence[int], size: int) -> Iterator[Batch]:
-    """Yield batches of one size; the last is filled up with copies of its last sample."""
-    copies = [indices[-1]] * (-len(indices) % size)
-    yield from data.read("train", [*indices, *copies], size)
-
-
-def _precision(training: Training, device: str) -> Any:
-    if training.precision == "fp32":
-        return nullcontext()
-    return torch.autocast(torch.device(device).type, AUTOCAST[training.precision])
-
-
-def _refuse_other_than_rows(answers: tuple[torch.Tensor, ...], samples: int) -> None:
-    for tensor in answers:
+def _refuse_other_than_rows(outputs: tuple[torch.Tensor, ...], samples: int) -> None:
+    for tensor in outputs:
         if not tensor.dim() or len(tensor) != samples:
-            raise CannotKeep(
+            raise CannotCache(
                 f"the teacher gives a tensor of shape {tuple(tensor.shape)} for {samples} samples, "
                 "and answers are kept by sample"
             )
 
 
 def _refuse_too_large(
-    segments: Segments, answers: tuple[torch.Tensor, ...], rows: int, samples: int
+    records: RecordLog, outputs: tuple[torch.Tensor, ...], rows: int, samples: int
 ) -> None:
-    needed = sum(a.nbytes for a in answers) / rows * samples
-    free = shutil.disk_usage(segments.folder).free * LARGEST_SHARE
+    needed = sum(y.nbytes for y in outputs) / rows * samples
+    free = shutil.disk_usage(records.folder).free * LARGEST_SHARE
     if needed > free:
-        raise CannotKeep(
-            f"answers would take {needed / 2**20:.0f} MiB, and {segments.folder} has "
+        raise CannotCache(
+            f"answers would take {needed / 2**20:.0f} MiB, and {records.folder} has "
             f"{free / 2**20:.0f} MiB left"
         )
 
 
-def _keep(segments: Segments, index: int, answers: tuple[torch.Tensor, ...]) -> None:
-    try:
-        segments.append(index, _to_bytes(answers))
-    except OSError as error:
-        raise CannotKeep(
-            f"{segments.folder} cannot be written ({error.strerror}); make room"
-        ) from error
-
-
-def _to_bytes(answers: tuple[torch.Tensor, ...]) -> bytes:
+def _to_bytes(outputs: tuple[torch.Tensor, ...]) -> bytes:
     from safetensors.torch import save
 
-    return save({str(i): a.detach().cpu().contiguous().clone() for i, a in enumerate(answers)})
+    return save({str(i): y.detach().cpu().contiguous().clone() for i, y in enumerate(outputs)})
 
 
 def _from_bytes(content: bytes) -> tuple[torch.Tensor, ...]:

@@ -20,10 +20,10 @@ import torch.ao.quantization.fx._decomposed  # registers quantize_per_tensor and
 from torch import nn
 from torch.export.pt2_archive import PT2ArchiveReader
 
-from compress.artifacts.eager_model import flatten_outputs
-from compress.checkpoint.pt2_safety import GRAPH, SAMPLE_INPUTS, code_in
+from compress.checkpoint.pt2_safety import GRAPH, SAMPLE_INPUTS, find_code
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.forward import flatten_outputs
 from compress.graph.axis_bounds import trace
 from compress.graph.library_cache import cached_type_hints
 from compress.graph.shape_specialization import describe_location, record_specializations
@@ -137,7 +137,7 @@ def load_program(file: Path) -> ExportedProgram:
     refuse_bomb(file)
     content = file.read_bytes()
     try:
-        for danger in code_in(PT2ArchiveReader(io.BytesIO(content))):
+        for danger in find_code(PT2ArchiveReader(io.BytesIO(content))):
             raise ArtifactInvalid(f"{file}: {danger}; it was not read")
         # Not torch.export.load: on an error it falls back to an older format, which is pickled.
         with cached_type_hints():

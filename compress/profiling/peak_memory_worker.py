@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.common.errors import CompressError, ending_of, first_line
+from compress.common.errors import CompressError, describe_exit_code, first_line
 from compress.common.factories import is_library
-from compress.common.process import uncollected
+from compress.common.process import gc_disabled
 from compress.profiling.peak_memory import MeasurementRequest
 from compress.profiling.rss import PROCESS, library_kib, memory_kib, release_memory, reset_peak
 
@@ -74,7 +74,7 @@ def _adopt_environment(request: MeasurementRequest) -> None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    with uncollected():
+    with gc_disabled():
         for name in modules:
             with suppress(Exception, SystemExit):
                 importlib.import_module(name)
@@ -107,7 +107,7 @@ def _measure_in_fork(request: MeasurementRequest, client: Connection) -> dict[st
     finally:
         ours.close()
         code = _kill_and_wait(child)
-    return result or {"error": f"the process that opened it {ending_of(code)}"}
+    return result or {"error": f"the process that opened it {describe_exit_code(code)}"}
 
 
 def _kill_and_wait(child: int) -> int:

@@ -6,10 +6,10 @@ import copy
 import logging
 from typing import TYPE_CHECKING, Any
 
-from compress.artifacts.eager_model import predicting
 from compress.artifacts.edits.slicing import keep_indices_
 from compress.artifacts.recipe import KeepIndices
 from compress.common.errors import StageFailed
+from compress.common.forward import torch_predictor
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
 from compress.profiling.benchmark import compare_latency, unmeasurable
 from compress.pruning.allocation.budget_search import cut_to_cost, cut_to_latency
@@ -230,8 +230,8 @@ class ChannelPruner:
         size = batch if signature.batch_axis else signature.smallest_batch
         batches = self._context.measured_batches(signature, size)
         with (
-            predicting(self._original.to(device), device, threads) as slow,
-            predicting(module.to(device), device, threads) as fast,
+            torch_predictor(self._original.to(device), device, threads) as slow,
+            torch_predictor(module.to(device), device, threads) as fast,
         ):
             compared = compare_latency(slow, fast, batches, seconds=MEASURED_SECONDS)
         self._original.cpu(), module.cpu()

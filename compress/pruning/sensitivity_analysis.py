@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from compress.artifacts.eager_model import predicting
 from compress.artifacts.edits.slicing import keep_indices_
 from compress.common.config import Settings
+from compress.common.forward import torch_predictor
 from compress.graph.flops import count_macs
 from compress.profiling.benchmark import compare_latency
 from compress.pruning.allocation.ranking import rank
@@ -112,8 +112,8 @@ class _Measuring:
     def _latency(self, trial: nn.Module) -> float | None:
         device, threads = self.context.device, self.context.threads
         with (
-            predicting(self.module, device, threads) as whole,
-            predicting(trial, device, threads) as cut,
+            torch_predictor(self.module, device, threads) as whole,
+            torch_predictor(trial, device, threads) as cut,
         ):
             return compare_latency(whole, cut, self.timed, seconds=MEASURED_SECONDS).share
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from compress.artifacts.artifact import canonical_json
 from compress.common.errors import CompressError, StageFailed, Unavailable
 from compress.common.process import threads_to_use
+from compress.common.strict_json import canonical_json
 from compress.training.checkpoint.metadata import (
     FOLDER,
     TrainProgress,

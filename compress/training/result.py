@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compress.checkpoint.loading import read_state_dict
-from compress.checkpoint.safetensors_index import read_safetensors
+from compress.checkpoint.safetensors_io import read_safetensors
 from compress.checkpoint.state_dict import load_state_
 from compress.common.errors import StageFailed
 from compress.training.checkpoint.metadata import (

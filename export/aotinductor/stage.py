@@ -7,9 +7,10 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from compress.artifacts.artifact import Artifact, Predictor
-from compress.artifacts.eager_model import EagerModel, predicting
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
+from compress.common.forward import Predictor, torch_predictor
 from compress.common.requirements import COMPILER, Requirement
 from compress.core.stage import Stage
 from compress.graph.axis_bounds import axis_limit_facts
@@ -61,7 +62,7 @@ class AotModel(Artifact):
         self.verify()
         device = _where(built_for["device"], device)
         module = load(self.payload_path, self.signature, device)
-        with predicting(module, device, threads) as predict:
+        with torch_predictor(module, device, threads) as predict:
             yield predict
 
 
@@ -119,7 +120,7 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
             file = partial / AotModel.payload
             facts |= compile_package(program, model.signature, file, device)
             module = load(file, model.signature, device)
-            with predicting(module, device, context.threads) as compiled:
+            with torch_predictor(module, device, context.threads) as compiled:
                 got, again = on_cpu(compiled), self._export_again
                 account = ParityContext(self.title, model, got, file, program, again, AOT, context)
                 with report_on_mismatch(account):
@@ -146,7 +147,7 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
         from export.aotinductor.package import compile_package, load
 
         compile_package(program, signature, file, self.device)
-        with predicting(load(file, signature, self.device), self.device, 1) as compiled:
+        with torch_predictor(load(file, signature, self.device), self.device, 1) as compiled:
             return tuple(t.cpu() for t in compiled(*inputs))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from compress.artifacts.artifact import Predictor
+    from compress.common.forward import Predictor
 
 
 def on_cpu(predict: Predictor) -> Predictor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from compress import __version__
-from compress.artifacts.artifact import canonical_json
 from compress.common.errors import StageFailed
+from compress.common.strict_json import canonical_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

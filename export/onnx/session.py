@@ -16,7 +16,7 @@ from export.onnx.proto_io import read
 if TYPE_CHECKING:
     import onnx
 
-    from compress.artifacts.artifact import Predictor
+    from compress.common.forward import Predictor
 
 ERRORS_ONLY = 3
 FLOAT_KERNELS = {

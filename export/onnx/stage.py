@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.artifacts.artifact import Artifact, Predictor
+from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.core.stage import Stage
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from torch.export import ExportedProgram
 
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
     from export.onnx.translate import Translation
@@ -47,7 +48,7 @@ class OnnxModel(Artifact):
         """Give an onnxruntime session as a predictor; it runs on the CPU whatever the device."""
         from export.onnx.session import session_predictor
 
-        self.refuse_altered()
+        self.verify_cached()
         yield session_predictor(self.payload_path, threads)
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from onnxscript.values import TracedOnnxFunction
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from compress.common.process import uncollected
+from compress.common.process import gc_disabled
 from compress.graph.library_cache import patched_attribute
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _operators(_vision: bool, **version: int) -> Any:
     onnxscript 0.7 parses the source of each function to tell its domain, which is its opset's.
     """
     domain_alone = property(lambda self: SimpleNamespace(domain=self.opset.domain))
-    with uncollected(), patched_attribute(TracedOnnxFunction, SOURCE, domain_alone):
+    with gc_disabled(), patched_attribute(TracedOnnxFunction, SOURCE, domain_alone):
         return _reads(**version)
 
 

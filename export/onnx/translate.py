@@ -24,8 +24,9 @@ from export.parity import compare
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
 
-    from compress.artifacts.artifact import Artifact, Predictor
+    from compress.artifacts.artifact import Artifact
     from compress.artifacts.eager_model import EagerModel
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature
 
 logger = logging.getLogger(__name__)

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import (
     largest,
     largest_difference,
     largest_finite,
     relative_error,
 )
-from compress.data.fixed_batch import any_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
-    from compress.artifacts.artifact import Predictor
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from export.parity.float64_reference import Float64Reference
 
@@ -122,7 +122,7 @@ def check_on_hostile(
         limit: largest error, relative to the norm of the answers.
         truth: what excuses a difference.
     """
-    expected, mine = any_batch(expected, signature), any_batch(got, signature)
+    expected, mine = accept_any_batch(expected, signature), accept_any_batch(got, signature)
     negligible = ROUNDING * _largest_answer(expected, signature)
     for kind, inputs in cases:
         try:

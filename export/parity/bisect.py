@@ -174,7 +174,7 @@ class Search:
             part, taken = alone(self.module, node)
             with torch.no_grad():
                 inputs = tuple(t.clone() for t in prefix(self.module, taken)(*self.inputs))
-            signature = Signature.of(inputs, batch_axis=None)
+            signature = Signature.from_examples(inputs, batch_axis=None)
             error = largest(errors_of(part, signature, inputs, self.exporting, file))
             if error > self.limit:
                 return part, signature, inputs, error

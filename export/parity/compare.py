@@ -11,8 +11,8 @@ import torch
 
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
+from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import relative_error
-from compress.data.fixed_batch import any_batch
 from export.parity import sample_parity
 from export.parity.adversarial_inputs import adversarial_inputs, check_on_hostile
 from export.parity.float64_reference import Float64Reference
@@ -21,7 +21,8 @@ from export.parity.sample_parity import ELSEWHERE, NOTHING_FINITE, check_on_samp
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
 
-    from compress.artifacts.artifact import Artifact, Predictor
+    from compress.artifacts.artifact import Artifact
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
 
@@ -116,7 +117,10 @@ def compare(
     truth = Float64Reference(source, expected)
     check_agreement(expected, got, signature, rounded=rounded, truth=truth, limits=limits)
     found = check_on_samples(
-        any_batch(expected, signature), any_batch(got, signature), seen, rounded=rounded
+        accept_any_batch(expected, signature),
+        accept_any_batch(got, signature),
+        seen,
+        rounded=rounded,
     )
     limit = sample_parity.ROUNDED_ERROR if rounded else FLOAT_ERROR
     kinds = adversarial_inputs(signature, seen, operators)

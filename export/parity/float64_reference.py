@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.eager_model import EagerModel
+from compress.common.forward import run_in_eval
 from compress.common.tensor_difference import largest
 
 if TYPE_CHECKING:
-    from compress.artifacts.artifact import Artifact, Predictor
+    from compress.artifacts.artifact import Artifact
+    from compress.common.forward import Predictor
 
 Outputs = tuple[torch.Tensor, ...]
 

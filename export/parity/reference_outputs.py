@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.data.fixed_batch import any_batch
+from compress.common.forward import accept_any_batch
 from compress.profiling.rss import release_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from compress.artifacts.artifact import Artifact, Predictor
+    from compress.artifacts.artifact import Artifact
+    from compress.common.forward import Predictor
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -36,7 +37,7 @@ def recorded(source: Artifact, asked: Iterable[Outputs], threads: int) -> Iterat
     with TemporaryDirectory(prefix="compress-answers-") as folder, ExitStack() as stack:
         kept = _Answers(Path(folder))
         with source.open(threads=threads) as predict:
-            kept.record(any_batch(kept.keeping(predict), source.signature), asked)
+            kept.record(accept_any_batch(kept.keeping(predict), source.signature), asked)
         del predict
         release_memory()
         again: list[Predictor] = []

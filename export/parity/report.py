@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.artifacts.graph_model import GraphModel, program_of
-from compress.common.atomic_files import partial_of, sweep
+from compress.common.atomic_files import partial_path, remove_leftovers
 from compress.common.errors import CompressError, StageFailed, first_line
+from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import largest, largest_difference, relative_error
 from compress.core.metrics import evaluate, predicted_labels
-from compress.data.fixed_batch import any_batch
 from export.parity import repro_script
 from export.parity.bisect import Layer, Search
 from export.parity.compare import FLOAT_ERROR, ROUNDED_ERROR, Disagreement, cases
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from torch.export import ExportedProgram
 
-    from compress.artifacts.artifact import Artifact, Predictor
+    from compress.artifacts.artifact import Artifact
+    from compress.common.forward import Predictor
     from compress.core.context import Context
     from export.parity.bisect import Exporting
     from export.parity.repro_script import Runtime
@@ -75,7 +76,7 @@ def report_on_mismatch(account: ParityContext) -> Iterator[None]:
         StageFailed: the body raised it; the layer and the folder are added to the message.
     """
     shutil.rmtree(account.folder, ignore_errors=True)
-    sweep(account.folder.parent, account.folder.name)
+    remove_leftovers(account.folder.parent, account.folder.name)
     try:
         yield
     except StageFailed as error:
@@ -97,7 +98,7 @@ def _write_report(account: ParityContext, error: StageFailed) -> str:
         with torch.no_grad():
             limit = min(limit, _error(expected, account.got, inputs) / 2)
     folder = account.folder
-    partial = partial_of(folder)
+    partial = partial_path(folder)
     partial.mkdir(parents=True)
     with TemporaryDirectory() as scratch:
         file = Path(scratch) / account.runtime.file
@@ -140,10 +141,10 @@ def _compare(
 ) -> tuple[list[dict[str, Any]], tuple[str, Outputs]]:
     """Return a row for each kind of input, and the inputs of the worst."""
     rows, worst, largest = [], None, -1.0
-    got = any_batch(account.got, account.source.signature)
+    got = accept_any_batch(account.got, account.source.signature)
     seen = list(val_inputs(account.context))
     for kind, inputs in cases(account.source.signature, seen):
-        row, error = _row(kind, inputs, any_batch(expected, account.source.signature), got)
+        row, error = _row(kind, inputs, accept_any_batch(expected, account.source.signature), got)
         rows.append(row)
         if error > largest:
             worst, largest = (kind, inputs), error
@@ -199,7 +200,11 @@ def _metric(account: ParityContext, expected: Predictor) -> dict[str, Any] | Non
     try:
         values = [
             evaluate(
-                any_batch(p, signature), context.data, "val", metric, any_batch(expected, signature)
+                accept_any_batch(p, signature),
+                context.data,
+                "val",
+                metric,
+                accept_any_batch(expected, signature),
             )
             for p in (expected, account.got)
         ]

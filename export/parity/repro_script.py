@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-    from compress.artifacts.artifact import Predictor
+    from compress.common.forward import Predictor
     from export.parity.bisect import Search
     from export.parity.report import ParityContext
 

@@ -23,7 +23,7 @@ from compress.common.tensor_difference import columns, equally_not_finite, large
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from compress.artifacts.artifact import Predictor
+    from compress.common.forward import Predictor
     from compress.core.context import Context
 
 logger = logging.getLogger(__name__)

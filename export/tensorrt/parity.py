@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
-from compress.data.fixed_batch import any_batch
+from compress.common.forward import accept_any_batch
 from export.common.device_predictor import on_cpu
 from export.parity.compare import check_agreement
 from export.parity.sample_parity import check_on_samples, val_inputs
@@ -16,7 +16,8 @@ from export.tensorrt.shape_profiles import fixed
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from compress.artifacts.artifact import Artifact, Predictor
+    from compress.artifacts.artifact import Artifact
+    from compress.common.forward import Predictor
     from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,8 @@ def prove_equal(
             except StageFailed as error:
                 raise StageFailed(f"at {at}: {error}" if at else str(error)) from error
         found = check_on_samples(
-            any_batch(expected, signature),
-            any_batch(answer, signature),
+            accept_any_batch(expected, signature),
+            accept_any_batch(answer, signature),
             val_inputs(context),
             rounded=rounded,
         )

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field
 
-from compress.artifacts.artifact import Artifact, Predictor
-from compress.artifacts.eager_model import EagerModel, predicting
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
+from compress.common.forward import Predictor, torch_predictor
 from compress.common.requirements import Requirement
 from compress.core.stage import Stage
 from export.common.host_check import CUDA
@@ -71,7 +72,7 @@ class TensorRTEngine(Artifact):
         refuse_elsewhere(self.fact("built_for"), self.payload_path, device)
         self.verify()
         run = load(self.payload_path, self.signature, self.fact("sizes"), device)
-        with predicting(run, device, threads) as predict:
+        with torch_predictor(run, device, threads) as predict:
             yield predict
 
 
@@ -147,7 +148,7 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
             file = partial / TensorRTEngine.payload
             file.write_bytes(build(model, self, sizes, device))
             run = load(file, model.signature, sizes, device)
-            with predicting(run, device, context.threads) as engine:
+            with torch_predictor(run, device, context.threads) as engine:
                 prove_equal(model, engine, sizes, context)
         logger.info("%s: built for %s", self.title, facts["built_for"]["gpu"])
         return TensorRTEngine.from_directory(context.root)

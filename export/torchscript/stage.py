@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import model_validator
 
-from compress.artifacts.artifact import Artifact, Predictor
-from compress.artifacts.eager_model import EagerModel, predicting
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.core.stage import Stage
 from export.common.targets import no_such_integers
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch.export import ExportedProgram
 
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from compress.core.context import Context
 
@@ -45,13 +46,14 @@ class TorchScriptModel(Artifact):
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Give the module as a predictor."""
+        from compress.common.forward import torch_predictor
         from export.torchscript.file_io import load
 
-        self.refuse_altered()
+        self.verify_cached()
         facts = self.manifest.facts
         optimized = bool(facts.get("optimize_for_inference"))
         module = load(self.payload_path, device, optimized=optimized)
-        with predicting(module, device, threads) as predict:
+        with torch_predictor(module, device, threads) as predict:
             yield predict
 
     def parameters(self) -> int:
@@ -108,6 +110,7 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
 
     def run(self, model: Source, context: Context) -> TorchScriptModel:
         """Trace or script, check and seal."""
+        from compress.common.forward import torch_predictor
         from export.parity.compare import prove_equal
         from export.parity.report import ParityContext, report_on_mismatch
         from export.parity.repro_script import TORCHSCRIPT
@@ -123,7 +126,7 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
             file = partial / TorchScriptModel.payload
             save(scripted, file)
             module = load(file, optimized=self.optimize_for_inference)
-            with predicting(module, "cpu", context.threads) as got:
+            with torch_predictor(module, "cpu", context.threads) as got:
                 again = functools.partial(_export_again, isinstance(model, GraphModel))
                 account = ParityContext(
                     self.title, model, got, file, None, again, TORCHSCRIPT, context
@@ -174,6 +177,7 @@ def _export_again(
     inputs: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, ...]:
     """Write a part of the graph and return its answers."""
+    from compress.common.forward import torch_predictor
     from export.parity.subgraph import prefix
     from export.torchscript.file_io import Method, load, save, to_torchscript
     from export.torchscript.lowering import script
@@ -186,5 +190,5 @@ def _export_again(
         part = prefix(graph, graph.graph.output_node().all_input_nodes)
         scripted, _ = to_torchscript(part, signature, Method("trace"), inputs)
     save(scripted, file)
-    with predicting(load(file), "cpu", 1) as got:
+    with torch_predictor(load(file), "cpu", 1) as got:
         return got(*inputs)

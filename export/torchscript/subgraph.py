@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compress.artifacts.edits.call_adapter import OUTPUT
+from compress.common.forward import OUTPUT
 from export.torchscript.file_io import quiet
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ def choosing(
 
     Args:
         module: the module; it becomes a part.
-        names: the entries, as :func:`~compress.artifacts.edits.call_adapter.with_outputs` calls
-            them.
+        names: the entries, as :func:`~compress.common.forward.match_outputs` calls them.
         answer: what the module answered once, which shows where entries are.
         count: how many tensors it takes.
     """

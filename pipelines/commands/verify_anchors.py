@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import MANIFEST, Artifact
-from compress.checkpoint.sealed_json import refuse_changed_run
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid
+from compress.common.strict_json import refuse_changed_run
 from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
 from serve.attestation import read_attestation
 from serve.torchserve.artifact import TorchServeArchive
@@ -231,7 +231,7 @@ def _anchor_chain(anchors: Anchors, artifact: Artifact, run: Run) -> None:
 def _described(folder: Path) -> Iterator[tuple[str, Artifact]]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         try:
-            yield path.name, Artifact.described_at(path)
+            yield path.name, Artifact.read_manifest(path)
         except ArtifactInvalid:
             continue  # no artifact; what was to be one counts as missing
 

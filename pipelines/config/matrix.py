@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from compress.common.config import short
+from compress.common.config import check_length
 from compress.common.errors import PipelineInvalid
 from pipelines.config.registry import stages
 from pipelines.config.validation_errors import did_you_mean
@@ -229,7 +229,7 @@ class _Expansion:
 
     def _checked(self, index: int, name: str) -> str:
         try:
-            return short(name)
+            return check_length(name)
         except ValueError as error:
             mend = "give the stage a shorter one with `name:`"
             raise self._refusal(("stages", index), f"{error}; {mend}") from None

@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
 from compress.common.dependency_recorder import Recording
-from compress.common.errors import CompressError, StageFailed, ending_of, first_line
+from compress.common.errors import CompressError, StageFailed, describe_exit_code, first_line
 from compress.common.process import THREADS, configured_threads, usable_cores
 from compress.core.progress import silent
 from pipelines.executors.task import TaskResult
@@ -147,7 +147,7 @@ class _Worker:
     def _died(self) -> TaskResult:
         name, self.name = self.name, ""
         self.end()
-        how = f"its process {ending_of(self.process.returncode)}"
+        how = f"its process {describe_exit_code(self.process.returncode)}"
         return TaskResult(name, 0.0, StageFailed(f"{name}: {how}"))
 
 

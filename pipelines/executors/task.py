@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Recording, recording
-from compress.common.process import only_new
+from compress.common.process import gc_frozen
 from pipelines.system.error_context import named
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class StageTask:
             CompressError: it could not do its work; the message begins with its name.
         """
         began = time.monotonic()
-        with named(self.name, self.out), only_new(), recording() as recorded:
+        with named(self.name, self.out), gc_frozen(), recording() as recorded:
             model = self.context.artifacts[self.input]
             made = self.stage.run(model, replace(self.context, progress=progress))
         return made, time.monotonic() - began, recorded

@@ -135,14 +135,14 @@ def _import_program(file: Path, signature: Signature, path: Path) -> Artifact:
 
 
 def _import_script(file: Path, signature: Signature, path: Path) -> Artifact:
-    from compress.artifacts.edits.call_adapter import with_outputs
+    from compress.common.forward import match_outputs
     from export.torchscript.file_io import load, save
     from export.torchscript.stage import TorchScriptModel
     from export.torchscript.subgraph import choosing
 
     module = load(file).eval()
     answer = _try(file, module, signature)
-    chosen, signature = with_outputs(answer, signature)
+    chosen, signature = match_outputs(answer, signature)
     if chosen:
         module = choosing(module, chosen, answer, len(signature.inputs)).eval()
         _try(file, module, signature)

@@ -48,7 +48,7 @@ class Called(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """Return the program's answer, or the chosen entries of it."""
-        from compress.artifacts.edits.call_adapter import entries_of
+        from compress.common.forward import outputs_by_name
 
         if len(inputs) != len(self.order):
             raise TypeError(f"the program takes {len(self.order)} tensors, found {len(inputs)}")
@@ -59,7 +59,7 @@ class Called(nn.Module):
         answer = self.program(*arguments, **keywords)
         if not self.chosen:
             return answer
-        entries = entries_of(answer)
+        entries = outputs_by_name(answer)
         return tuple(entries[name] for name in self.chosen)
 
 
@@ -75,8 +75,8 @@ def import_program(file: Path, signature: Signature, path: Path, ask: Try) -> Gr
     Raises:
         CompressError: it cannot be read, or does not take the inputs or give the outputs.
     """
-    from compress.artifacts.edits.call_adapter import with_outputs
     from compress.artifacts.graph_model import GraphModel, refuse_other_answers
+    from compress.common.forward import match_outputs
     from compress.graph.torch_export import export_program
 
     program = read_program(file)
@@ -87,7 +87,7 @@ def import_program(file: Path, signature: Signature, path: Path, ask: Try) -> Gr
     bounds = {**_bounds(inputs, program, signature.batch_axis), **signature.axes}
     signature = signature.model_copy(update={"axes": bounds})
     module = Called(program, order).eval()
-    module.chosen, signature = with_outputs(ask(file, module, signature), signature)
+    module.chosen, signature = match_outputs(ask(file, module, signature), signature)
     if module.chosen or order != sorted(order) or not _is_positional(program):
         program = export_program(module, signature)
         refuse_other_answers(module, program, signature)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError
 
-from compress.checkpoint.sealed_json import RUN_SEAL, refuse_changed_run, seal_of_run
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
+from compress.common.strict_json import RUN_SEAL, refuse_changed_run, seal_of_run
 from compress.core.verdict import Verdict
 from pipelines.results.measurements import Measurements
 from pipelines.system.signals import INTERRUPTED

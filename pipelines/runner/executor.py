@@ -132,7 +132,7 @@ class PipelineExecutor:
     ) -> CacheLookup:
         """Make what was made part of the store, with what user code read meanwhile."""
         if self.data and sought.parts["data"]:
-            recorded.add(self.data.read_by_user_code())
+            recorded.add(self.data.recorded_reads())
         depends = self.store.surroundings.dependencies(recorded)
         record = Record(
             parts=sought.parts, digest=artifact.digest, seconds=seconds, depends=depends

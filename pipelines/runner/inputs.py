@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from compress.artifacts.importing import import_checkpoint, import_module
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import checkpoint_digest, import_checkpoint, import_module
+from compress.checkpoint.loading import checkpoint_digest
 from compress.common.errors import CompressError, PipelineInvalid
 from compress.common.factories import local_sources, sources_digest
 from compress.common.signature import Signature
@@ -99,7 +100,7 @@ def _found_inputs(pipeline: Pipeline, data: Splits | None) -> tuple[tuple[Tensor
 
 def _parameters(pipeline: Pipeline) -> Sequence[str]:
     """Return the names of what the model takes by position."""
-    from compress.artifacts.edits.call_adapter import positional_parameters
+    from compress.artifacts.recipe_inference import positional_parameters
 
     spec = pipeline.model
     if isinstance(spec, ModelFile):

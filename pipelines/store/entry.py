@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import JsonValue, ValidationError
 
-from compress.artifacts.artifact import Artifact, canonical_json
-from compress.checkpoint.sealed_json import sealed, unsealed
+from compress.artifacts.artifact import Artifact
 from compress.common.atomic_files import write_atomically
 from compress.common.config import Settings
 from compress.common.dependency_recorder import Dependencies, Recording, recording
 from compress.common.errors import ArtifactInvalid
+from compress.common.strict_json import canonical_json, dump_sealed, load_sealed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ class Record(Settings):
 
     def to_bytes(self) -> bytes:
         """Return it as a file that shows any change."""
-        return sealed(self.model_dump(mode="json"))
+        return dump_sealed(self.model_dump(mode="json"))
 
     @classmethod
     def from_bytes(cls, raw: bytes, key: str) -> Record:
@@ -56,7 +56,7 @@ class Record(Settings):
             ArtifactInvalid: it was changed since it was written, or belongs to another key.
         """
         try:
-            record = cls.model_validate(unsealed(raw))
+            record = cls.model_validate(load_sealed(raw))
         except ValidationError:
             raise ArtifactInvalid("is no record of this version") from None
         if key_of(record.parts) != key:
@@ -157,14 +157,14 @@ class Entry:
         depends = around.dependencies(recorded)
         answers = {**kept.answers, key: Answer(value=value, depends=depends)}
         kept = kept.model_copy(update={"answers": answers})
-        write_atomically(self._answers_path, sealed(kept.model_dump(mode="json")))
+        write_atomically(self._answers_path, dump_sealed(kept.model_dump(mode="json")))
         return value
 
     def _answers_on(self, artifact: Artifact) -> Answers:
         """Return what is kept of an artifact's figures, nothing where that is not as written."""
         none = Answers(key=self.path.name, digest=artifact.digest)
         try:
-            kept = Answers.model_validate(unsealed(self._answers_path.read_bytes()))
+            kept = Answers.model_validate(load_sealed(self._answers_path.read_bytes()))
         except FileNotFoundError:
             return none
         except (ArtifactInvalid, ValidationError) as error:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact
-from compress.checkpoint.sealed_json import sealed, unsealed
-from compress.common.atomic_files import partial_of, remove, sweep, write_atomically
+from compress.common.atomic_files import partial_path, remove, remove_leftovers, write_atomically
 from compress.common.dependency_recorder import Dependencies
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.strict_json import dump_sealed, load_sealed
 from pipelines.store.entry import RECORD, Entry, Record, Surroundings, key_of
 from pipelines.store.lock import lock
 from pipelines.store.sample_diff import samples_changed
@@ -179,12 +179,12 @@ class Store:
         """Remove what killed runs left half made, and work that has come to its end."""
         work, out = self.root / WORK, self.root.parent
         for names in ("*.json", "*.html"):  # a folder there is none of a run's
-            sweep(out, names)
+            remove_leftovers(out, names)
         for folder in (out / "artifacts", self.root, work):
-            sweep(folder)
+            remove_leftovers(folder)
         for entry in self.root.iterdir():
             if entry.is_dir():
-                sweep(entry)
+                remove_leftovers(entry)
         for done in work.glob(f"*/{DONE}"):
             if (self.root / done.read_text(encoding="utf-8") / RECORD).exists():
                 remove(done.parent)
@@ -214,12 +214,12 @@ class Store:
         """Note what a stage of this name was last run with."""
         last = self._last()
         if last.get(name) != parts:
-            write_atomically(self.root / LAST, sealed({"stages": {**last, name: parts}}))
+            write_atomically(self.root / LAST, dump_sealed({"stages": {**last, name: parts}}))
 
     def _last(self) -> dict[str, Any]:
         """Return what stages were last run with; nothing where that was changed."""
         try:
-            stages: dict[str, Any] = unsealed((self.root / LAST).read_bytes())["stages"]
+            stages: dict[str, Any] = load_sealed((self.root / LAST).read_bytes())["stages"]
         except (FileNotFoundError, ArtifactInvalid, KeyError):
             return {}  # it says why a stage runs, and decides nothing
         return stages
@@ -236,7 +236,7 @@ def format_in(content: bytes) -> str | int:
 
 def publish(artifact: Artifact, path: Path) -> None:
     """Show an artifact under a readable path, by hard links where the file system has them."""
-    partial = partial_of(path)
+    partial = partial_path(path)
     shutil.rmtree(partial, ignore_errors=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(artifact.path, partial, copy_function=_link)

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact, seal
-from compress.common.atomic_files import partial_of
+from compress.common.atomic_files import partial_path
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
 from pipelines.store.entry import Record
 from pipelines.store.local import FORMAT, FORMAT_FILE, format_in
@@ -180,7 +180,7 @@ class Remote:
         if len(files) > FILES or needed > free:
             what = f"names {len(files)} files of {needed} bytes; {FILES} and {free} are the limits"
             raise _Damaged(f"manifests/{artifact.digest}.json", what)
-        partial = partial_of(path)
+        partial = partial_path(path)
         shutil.rmtree(partial, ignore_errors=True)
         try:
             for name, file in files.items():

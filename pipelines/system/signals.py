@@ -7,7 +7,7 @@ import signal
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from compress.common.errors import StageFailed, exits_refused, told_of_exit
+from compress.common.errors import StageFailed, describe_exit, exits_refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -60,7 +60,7 @@ def only_signals_interrupt() -> Iterator[None]:
     except KeyboardInterrupt as error:
         if _received or signal.getsignal(signal.SIGINT) is not _stop:
             raise
-        raise StageFailed(f"user code {told_of_exit(error)}") from error
+        raise StageFailed(f"user code {describe_exit(error)}") from error
 
 
 def note(error: BaseException, stages: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import gc
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from compress.common.process import uncollected
+from compress.common.process import gc_disabled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ def quickly() -> Iterator[None]:
     from compress.common.config import Settings
 
     described = "use_attribute_docstrings"
-    with uncollected():
+    with gc_disabled():
         Settings.model_config[described] = False  # type: ignore[literal-required]
         try:
             yield

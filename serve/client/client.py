@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compress.artifacts.artifact import Predictor
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature
     from serve.client.wire_format import Form
     from serve.worker.tensors import Array

@@ -66,7 +66,7 @@ class Application:
         self.limits = limits
         self.batcher = batcher
         self.metrics = Metrics(model.name, lambda: batcher.depth)
-        self.specs = model.signature.announced()
+        self.specs = model.signature.input_descriptions()
         self.outputs = [output.name for output in model.signature.outputs]
         self._example = example(model.signature, rows=1)
         self._inside = 0

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from compress.checkpoint.sealed_json import refuse_changed_run
 from compress.common.atomic_files import open_regular
 from compress.common.errors import ArtifactInvalid
+from compress.common.strict_json import refuse_changed_run
 from compress.profiling.batch_dependence import BatchDependence, measure, rounding_tolerance
 from compress.profiling.probe_rows import ROWS, seeded_rows
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compress.artifacts.artifact import Predictor
+    from compress.common.forward import Predictor
     from compress.common.signature import Signature, TensorSpec
     from compress.profiling.batch_dependence import Call
     from serve.worker.tensors import Array

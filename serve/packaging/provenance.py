@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import ValidationError
 
-from compress.artifacts.artifact import FileDigest, Step, canonical_json
+from compress.artifacts.artifact import FileDigest, Step
 from compress.common.atomic_files import sha256_of
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature
+from compress.common.strict_json import canonical_json
 from compress.core.run_history import History
 
 if TYPE_CHECKING:

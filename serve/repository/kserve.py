@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from compress.artifacts.artifact import Artifact, Predictor
+from compress.artifacts.artifact import Artifact
 from compress.common.config import Count
 from compress.common.errors import ArtifactInvalid
 from compress.core.gates import AnyGate, LabelAgreement, Parity
@@ -19,6 +19,7 @@ from serve.repository.triton import TritonRepository, predicting_file
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from compress.common.forward import Predictor
     from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class KServeService(Artifact):
         name = self.fact("model_file")
         if name not in self.manifest.files:
             raise ArtifactInvalid(f"{self.path}: {name} is no file of this artifact")
-        self.refuse_altered()
+        self.verify_cached()
         with predicting_file(self.path / name, device, threads) as predict:
             yield predict
 

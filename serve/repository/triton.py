@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from compress.artifacts.artifact import Artifact, Predictor
+from compress.artifacts.artifact import Artifact
 from compress.common.config import Count
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from compress.common.forward import Predictor
     from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class TritonRepository(Artifact):
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
         """Give the packaged file as a predictor; Triton is not started."""
-        self.refuse_altered()
+        self.verify_cached()
         with predicting_file(self.payload_path, device, threads) as predict:
             yield predict
 
@@ -145,10 +146,10 @@ def predicting_file(file: Path, device: str, threads: int) -> Iterator[Predictor
 
         yield session_predictor(file, threads)
         return
-    from compress.artifacts.eager_model import predicting
+    from compress.common.forward import torch_predictor
     from export.torchscript.file_io import load
 
-    with predicting(load(file, device), device, threads) as predict:
+    with torch_predictor(load(file, device), device, threads) as predict:
         yield predict
 
 

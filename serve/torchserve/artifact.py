@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from compress.artifacts.artifact import MANIFEST, Artifact, Manifest, Predictor
+from compress.artifacts.artifact import MANIFEST, Artifact, Manifest
 from compress.common.atomic_files import sha256_of
 from compress.common.errors import ArtifactInvalid
 from serve.packaging.provenance import PROVENANCE, Provenance, digest_of, refuse_broken_chain
@@ -22,6 +22,8 @@ from serve.torchserve.mar_file import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+    from compress.common.forward import Predictor
 
 PROBE = "probe.npz"
 

@@ -170,7 +170,7 @@ def servable(model: Servable) -> Iterator[Artifact]:
         yield model
         return
     with TemporaryDirectory(prefix="compress-graph-") as folder:
-        yield GraphModel.of(model, Path(folder) / "graph")
+        yield GraphModel.from_eager(model, Path(folder) / "graph")
 
 
 def members_of(
@@ -228,7 +228,7 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
         StageFailed: a setting does not fit the model.
     """
     signature = served.signature
-    inputs = signature.announced()
+    inputs = signature.input_descriptions()
     for spec in inputs:
         if probe.holds_infinity(spec["name"]):
             spec["infinities"] = True

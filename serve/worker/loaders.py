@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from compress.checkpoint.pt2_safety import code_in
+from compress.checkpoint.pt2_safety import find_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ def load_graph(payload: Path, settings: Named, threads: int) -> Run:
     from torch.export.pt2_archive._package import load_pt2
 
     content = payload.read_bytes()
-    for danger in code_in(PT2ArchiveReader(io.BytesIO(content))):
+    for danger in find_code(PT2ArchiveReader(io.BytesIO(content))):
         raise RuntimeError(f"{payload.name} {danger}; it was not read")
     module = load_pt2(io.BytesIO(content)).exported_programs["model"].module()
     find_ranges_of_nothing_(module)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 import cli
 from compress.artifacts.eager_model import EagerModel
-from compress.common.printable import OBEYED, escaped_json, printable
+from compress.common.printable import CONTROL_CHARACTERS, escaped_json, printable
 from pipelines.reporting.terminal_table import printed
 from pipelines.system.jsonl_log import LogFile
 from pipelines.terminal.progress_bars import shown
@@ -53,7 +53,7 @@ def test_a_manifest_cannot_speak_for_the_tool(
 ) -> None:
     code, out, err = outputs(capfd, command, str(forged(mlp, tmp_path / "forged")))
     assert (code, err) == (0, "")
-    assert not OBEYED.search(out)
+    assert not CONTROL_CHARACTERS.search(out)
     assert r"\x1b[2J" in out
     assert not [line for line in out.splitlines() if line.startswith(("✓", "proven: it answers"))]
     assert command == "verify" or not [x for x in out.splitlines() if x.startswith("  ✓")]
@@ -67,7 +67,7 @@ def test_a_manifest_of_a_hostile_kind_is_one_line(
     (folder / "manifest.json").write_text(json.dumps({**content, HOSTILE: 1}))
     code, out, err = outputs(capfd, "inspect", str(folder))
     assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert not OBEYED.search(err)
+    assert not CONTROL_CHARACTERS.search(err)
 
 
 @pytest.mark.parametrize("how", [(), ("--debug",), ("--json",)])
@@ -81,7 +81,7 @@ def test_an_error_of_user_code_cannot_speak_for_the_tool(
     )
     code, out, err = outputs(capfd, "check", str(tmp_path / "p.yaml"), *how)
     assert code == 2
-    assert not OBEYED.search(out + err)
+    assert not CONTROL_CHARACTERS.search(out + err)
     assert not [line for line in err.splitlines() if line.startswith(("✓", "proven"))]
 
 
@@ -112,7 +112,7 @@ def test_progress_lines_take_no_escapes(capfd: pytest.CaptureFixture[str]) -> No
         announce(HOSTILE)
     err = capfd.readouterr().err
     assert err.count(r"\x1b[2J") == 3
-    assert not OBEYED.search(err)
+    assert not CONTROL_CHARACTERS.search(err)
 
 
 def test_log_lines_take_no_escapes(tmp_path: Path) -> None:
@@ -121,12 +121,12 @@ def test_log_lines_take_no_escapes(tmp_path: Path) -> None:
     except ValueError as error:
         told = (type(error), error, error.__traceback__)
     record = logging.LogRecord("a", logging.ERROR, "b", 1, "%s", (HOSTILE,), told)
-    assert not OBEYED.search(PlainFormatter().format(record))
+    assert not CONTROL_CHARACTERS.search(PlainFormatter().format(record))
     log = LogFile(tmp_path / "log.jsonl", "run", lambda: HOSTILE)
     log.emit(record)
     log.close()
     (line,) = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert not OBEYED.search(line)
+    assert not CONTROL_CHARACTERS.search(line)
     assert json.loads(line)["message"] == HOSTILE
 
 

@@ -84,7 +84,7 @@ def test_an_engine_is_built_for_them() -> None:
 
 
 def test_requests_outside_are_refused() -> None:
-    specs = signature(min=6, max=20).announced()
+    specs = signature(min=6, max=20).input_descriptions()
     check([np.zeros((1, 6, 2), np.float32)], specs, max_rows=8)
     for length in (5, 21):
         with pytest.raises(ValueError, match=f"x: length is {length}, expected 6 to 20"):

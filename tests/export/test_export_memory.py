@@ -11,10 +11,10 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from compress.artifacts.artifact import Predictor
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common import tensor_difference
+from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.common.tensor_difference import relative_error
 from compress.graph.torch_export import export_program

@@ -92,7 +92,7 @@ def test_a_stored_graph_still_knows_where_an_axis_ends(
     from compress.graph.axis_bounds import axis_limits
 
     model = source("stored", tokens("states", "logits"))
-    graph = GraphModel.of(model, tmp_path / "graph")
+    graph = GraphModel.from_eager(model, tmp_path / "graph")
     assert axis_limits(graph.program(), graph.signature) == {"length": 20}
 
 

@@ -11,11 +11,11 @@ import torch
 from onnx import numpy_helper
 from pydantic import ValidationError
 
-from compress.artifacts.artifact import Predictor
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed, Unavailable
+from compress.common.forward import Predictor
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import Parity

@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint, read_state_dict
+from compress.checkpoint.loading import read_state_dict
 from compress.checkpoint.safetensors_io import write_safetensors
 from compress.checkpoint.state_dict import in_memory
 from compress.common.errors import ArtifactInvalid, CompressError, cause_lines
-from compress.common.printable import OBEYED
+from compress.common.printable import CONTROL_CHARACTERS
 from compress.common.signature import Signature, TensorSpec
 from pipelines.commands.inspect import described
 from serve.attestation import read_attestation, signed, statement_of, subjects_of
@@ -41,7 +42,7 @@ NETS = "from torch import nn\n\ndef mlp():\n    return nn.Sequential(nn.Linear(4
 def one_line(error: CompressError) -> None:
     (line,) = cause_lines(error)
     assert error.exit_code == 2, line
-    assert len(line) < 3000 and not OBEYED.search(line) and "internal error" not in line
+    assert len(line) < 3000 and not CONTROL_CHARACTERS.search(line) and "internal error" not in line
 
 
 def refused(act: Callable[[], object]) -> None:
@@ -65,7 +66,7 @@ def eager(place: Path) -> EagerModel:
 
 @pytest.fixture(scope="module")
 def graph(eager: EagerModel, place: Path) -> GraphModel:
-    return GraphModel.of(eager, place / "graph")
+    return GraphModel.from_eager(eager, place / "graph")
 
 
 @pytest.fixture(scope="module")

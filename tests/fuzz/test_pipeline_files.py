@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compress.common.errors import CompressError, cause_lines
-from compress.common.printable import OBEYED
+from compress.common.printable import CONTROL_CHARACTERS
 from pipelines.commands.check import checked
 from pipelines.config.pipeline import Pipeline
 from pipelines.config.registry import stages
@@ -99,7 +99,9 @@ def hold(file: Path, content: bytes) -> None:
         lines = cause_lines(error)
         assert lines and all(line.startswith(f"{file}:") for line in lines), lines
         for line in lines:
-            assert len(line) < 3000 and not OBEYED.search(line) and "\n" not in line, line
+            assert len(line) < 3000 and not CONTROL_CHARACTERS.search(line) and "\n" not in line, (
+                line
+            )
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=[*FILES, "more"])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.common.printable import OBEYED
+from compress.common.printable import CONTROL_CHARACTERS
 from compress.common.signature import Signature, TensorSpec
 from serve.worker.http_errors import describe_error
 from serve.worker.oip import HEADER_LENGTH, wanted_of
@@ -18,14 +18,14 @@ from serve.worker.tensors import check
 from serve.worker.wire import JSON, NPY, NPZ, RAW, TEXT, decode, encode, to_npz
 from tests.fuzz.mutations import changed_bytes, changed_value
 
-ONE = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),)).announced()
+ONE = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),)).input_descriptions()
 TWO = Signature(
     inputs=(
         TensorSpec(name="ids", shape=("batch", "words"), dtype="int64"),
         TensorSpec(name="mask", shape=("batch", "words"), dtype="bool"),
     ),
     axes={"words": {"min": 2, "max": 8}},
-).announced()
+).input_descriptions()
 OUTPUTS = ["logits", "flags"]
 TYPES = (JSON, NPZ, NPY, RAW, TEXT, "", "text/html", "application/x-www-form-urlencoded")
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
@@ -81,7 +81,7 @@ def hold(body: Any, content_type: str, headers: Mapping[str, str], specs: Any) -
         status, message = describe_error(error)
         assert 400 <= status < 500, error
         assert type(error) is ValueError or "cannot be read" in message, error
-        assert len(message) < 1000 and not OBEYED.search(json.dumps(message)), message
+        assert len(message) < 1000 and not CONTROL_CHARACTERS.search(json.dumps(message)), message
         return
     rows = len(arrays[0])
     named = {"logits": np.full((rows, 3), np.inf, np.float32), "flags": np.ones(rows, bool)}

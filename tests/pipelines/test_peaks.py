@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from compress.checkpoint.sealed_json import sealed, unsealed
 from compress.common.errors import GateRefused
+from compress.common.strict_json import dump_sealed, load_sealed
 from compress.profiling import peak_memory
 from compress.profiling.rss import PROCESS
 from pipelines.reporting.terminal_table import stage_table, wide_console
@@ -27,9 +27,9 @@ def _peaks(report: Report) -> dict[str, float | None]:
 def _forget_answers(project) -> None:
     """Leave the store as an older version wrote it, which did not ask for memory."""
     for file in (project.out / ".store").glob(f"*/{ANSWERS}"):
-        kept = unsealed(file.read_bytes())
+        kept = load_sealed(file.read_bytes())
         answers = {q: a for q, a in kept["answers"].items() if "peak memory" not in q}
-        file.write_bytes(sealed({**kept, "answers": answers}))
+        file.write_bytes(dump_sealed({**kept, "answers": answers}))
 
 
 def _never(*_: object) -> None:

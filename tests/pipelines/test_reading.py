@@ -178,7 +178,7 @@ def _double(file: Path) -> None:
 
 BOMBS = {
     "far more than itself": (
-        lambda f: _compressed(f, safe_zip.UNFOLDED + 1),
+        lambda f: _compressed(f, safe_zip.UNPACKED_BYTES + 1),
         "compressed and unfolds",
     ),
     "shared bytes": (_shared, "its members share bytes"),
@@ -231,7 +231,7 @@ def _patched(content: bytes, offset: int, bytes_: bytes) -> bytes:
 @pytest.mark.parametrize("opened", OPENED)
 def test_an_archive_whose_directory_cannot_be_read_is_refused(tmp_path, opened, hidden) -> None:
     given = tmp_path / "given.mar"
-    _compressed(given, safe_zip.UNFOLDED + 1)
+    _compressed(given, safe_zip.UNPACKED_BYTES + 1)
     given.write_bytes(HIDDEN[hidden](given.read_bytes()))
     with pytest.raises(ArtifactInvalid, match=r"not a (readable|\.mar)") as refused:
         OPENED[opened](given)

@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from compress.artifacts.artifact import Artifact
-from compress.checkpoint.sealed_json import sealed, unsealed
 from compress.common.errors import ArtifactInvalid, GateRefused
+from compress.common.strict_json import dump_sealed, load_sealed
 from pipelines.results.comparison import compare
 from pipelines.results.schema import Report
 from pipelines.store.entry import ANSWERS, RECORD
@@ -43,8 +43,8 @@ def test_no_flipped_bit_is_taken(walked, tmp_path, name) -> None:
     said: list[str] = []
     store = Store(tmp_path / ".store", folder=walked.folder, announce=said.append)
     raw = (folder / name).read_bytes()
-    parts = unsealed((folder / RECORD).read_bytes())["parts"]
-    question = json.loads(next(iter(unsealed((folder / ANSWERS).read_bytes())["answers"])))
+    parts = load_sealed((folder / RECORD).read_bytes())["parts"]
+    question = json.loads(next(iter(load_sealed((folder / ANSWERS).read_bytes())["answers"])))
     found = store.get(store.entry(parts))
     assert found
     artifact = found[0]
@@ -92,7 +92,7 @@ def test_an_edited_figure_is_measured_again_and_the_gate_judges_the_true_one(pro
 def test_a_record_that_does_not_fit_is_made_and_measured_again(project, damage) -> None:
     record = trained(project) / RECORD
     raw = record.read_bytes()
-    content = unsealed(raw)
+    content = load_sealed(raw)
     digest = content["digest"]
     another = next(e for e in entries(project) if e != record.parent)
     record.write_bytes(
@@ -109,7 +109,7 @@ def test_a_record_that_does_not_fit_is_made_and_measured_again(project, damage) 
     assert project.ran() == {"train": "its artifact or record is damaged"}
     (warning,) = (line for line in project.said if line.startswith("warning: "))
     assert str(record) in warning and "made and measured again" in warning
-    assert unsealed(record.read_bytes())["digest"] == digest
+    assert load_sealed(record.read_bytes())["digest"] == digest
 
 
 def test_a_record_and_its_figures_belong_to_one_artifact(project) -> None:
@@ -148,11 +148,11 @@ def test_what_a_stage_was_last_made_of_is_believed_only_as_written(project) -> N
 
 @pytest.mark.parametrize("content", [{}, {"a": [1, 2.5, None, "é", float("inf")]}])
 def test_sealing_gives_back_what_was_sealed(content) -> None:
-    raw = sealed(content)
-    assert unsealed(raw) == content
+    raw = dump_sealed(content)
+    assert load_sealed(raw) == content
     for other in (raw + b" ", raw[:-1], b"", b"[]", b"7", b"{}", b"[" * 100_000):
         with pytest.raises(ArtifactInvalid):
-            unsealed(other)
+            load_sealed(other)
 
 
 def test_a_figure_is_measured_again_where_what_was_read_for_it_has_changed(

@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from compress.artifacts.artifact import Artifact
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
-from compress.checkpoint.sealed_json import seal_of_run
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.common.strict_json import seal_of_run
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement
 from compress.data.splits import Splits

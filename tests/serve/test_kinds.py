@@ -15,8 +15,8 @@ from torch.export.pt2_archive import PT2ArchiveReader
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
@@ -149,7 +149,7 @@ def test_code_compiled_for_a_gpu_is_not_packed(source: EagerModel, tmp_path: Pat
 
 
 def test_a_graph_that_could_run_code_is_not_read(source: EagerModel, tmp_path: Path) -> None:
-    graph = GraphModel.of(source, tmp_path / "graph")
+    graph = GraphModel.from_eager(source, tmp_path / "graph")
     reader = PT2ArchiveReader(str(graph.payload_path))
     with (tmp_path / "model.pt2").open("wb") as stream:
         writer = torch._C.PyTorchFileWriter(stream)

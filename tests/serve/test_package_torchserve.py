@@ -13,8 +13,8 @@ import torch
 import yaml
 
 from compress.artifacts.artifact import Artifact
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import ArtifactInvalid, GateRefused, StageFailed, Unavailable
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context

@@ -11,8 +11,8 @@ import torch
 from google.protobuf import text_format
 
 from compress.artifacts.artifact import Artifact
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.atomic_files import sha256_of
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec

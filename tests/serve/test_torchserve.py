@@ -20,8 +20,8 @@ import torch
 from PIL import Image
 
 from compress.artifacts.artifact import Artifact
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context

@@ -1,4 +1,4 @@
-"""Blocks: the alike parts that a model is a list of, and how some of them are taken out."""
+"""Depth pruning: finds the repeated blocks of a model, and removes some of them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 COUNTS = re.compile(
     r"^(num|n|total)?_?(hidden|encoder|decoder|text|vision)?_?(layers?|blocks?|depth)$"
 )
-"""Names of attributes that say how many blocks there are: ``num_hidden_layers``, ``depth`` …"""
+"""Attributes that hold the number of blocks: ``num_hidden_layers``, ``depth`` …"""
 
 PER_BLOCK = re.compile(r"layer|block")
-"""What the names of lists hold that have an entry for each block: ``layer_types`` …"""
+"""Part of the name of a list with one entry per block: ``layer_types`` …"""
 
-PLACES = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_index")
-"""Attributes that say which of the blocks a part belongs to: attention keeps its cache by it."""
+BLOCK_INDEX = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "block_index")
+"""Attributes that hold a block's index; attention finds its key-value cache by it."""
 
 
 def blocks_of(module: nn.Module) -> dict[str, int]:
-    """Return each container of alike blocks by name, outer ones first → how many entries it has.
+    """Return the name of each container of repeated blocks, outer ones first → its length.
 
-    A container is a list or sequence in which a class with parts of its own occurs more than once:
-    the layers of a transformer, a stage of a ResNet. Entries of other classes count too.
+    A container is a ModuleList or Sequential in which a class with submodules occurs more than
+    once: the layers of a transformer, a stage of a ResNet. Entries of other classes count too.
     """
     return {
         name: len(part._modules) for name, part in module.named_modules() if alike_entries(part)
@@ -36,10 +36,10 @@ def blocks_of(module: nn.Module) -> dict[str, int]:
 
 
 def alike_entries(container: nn.Module) -> dict[int, nn.Module]:
-    """Return the entries of a list or sequence that are alike blocks, by index; of others none."""
+    """Return the repeated blocks of a ModuleList or Sequential by index; {} for other modules."""
     if not isinstance(container, nn.ModuleList | nn.Sequential):
         return {}
-    # A module that is held twice is one block, which the same weights are used for again.
+    # children() yields a module once, even if the container holds it twice with shared weights.
     classes = Counter(type(child) for child in container.children() if any(child.children()))
     return {
         index: child
@@ -49,28 +49,37 @@ def alike_entries(container: nn.Module) -> dict[int, nn.Module]:
 
 
 def keep_blocks_(module: nn.Module, kept: Mapping[str, Sequence[int]]) -> None:
-    """Keep only the given entries of lists and sequences, in place, and number them anew.
+    """Remove all but the given entries of containers, in place, and renumber the rest.
 
-    What counts the entries is mended with them: attributes like ``depth`` of the module around a
-    list, ``num_hidden_layers`` and lists like ``layer_types`` of the configuration nearest to it,
-    and in the blocks that stay ``layer_idx`` and its like. Entries with names of their own keep
-    them.
+    Attributes that count the entries are updated: ``depth`` and the like of the module around the
+    container, ``num_hidden_layers`` and lists such as ``layer_types`` of the nearest configuration,
+    and ``layer_idx`` and the like in the blocks that stay. Entries with names keep their names.
 
     Args:
-        module: the module to cut; the caller owns it.
+        module: the module to change.
         kept: container → ascending indices of the entries that stay; names and indices are those
-            before the cut.
+            before the removal.
 
     Raises:
-        KeyError: a name is not that of a list or sequence in the module.
-        IndexError: indices are none, not ascending, or outside their list.
+        KeyError: a name is not that of a ModuleList or Sequential in the module.
+        IndexError: indices are missing, not ascending, or out of range.
     """
     for name, indices in kept.items():
         _check(module, name, indices)
+    # All are looked up before any is changed: containers may lie in each other.
     containers = {name: module.get_submodule(name) for name in kept}
-    counting = {name: list(_counting(module, name)) for name in kept}
+    owners = {name: list(_count_owners(module, name)) for name in kept}
     for name, indices in kept.items():
-        _take_out_(containers[name], indices, counting[name])
+        entries = list(containers[name]._modules.items())
+        is_numbered = [key for key, _ in entries] == [str(i) for i in range(len(entries))]
+        containers[name]._modules.clear()
+        for place, index in enumerate(indices):
+            key, block = entries[index]
+            containers[name]._modules[str(place) if is_numbered else key] = block
+            if block is not None:
+                _renumber_(block, index, place)
+        for owner in owners[name]:
+            _recount_(owner, len(entries), indices)
 
 
 def _check(module: nn.Module, name: str, indices: Sequence[int]) -> None:
@@ -87,37 +96,24 @@ def _check(module: nn.Module, name: str, indices: Sequence[int]) -> None:
         )
 
 
-def _take_out_(container: nn.Module, indices: Sequence[int], counting: Sequence[Any]) -> None:
-    before = list(container._modules.items())
-    numbered = [key for key, _ in before] == [str(i) for i in range(len(before))]
-    container._modules.clear()
-    for place, index in enumerate(indices):
-        key, block = before[index]
-        container._modules[str(place) if numbered else key] = block
-        if block is not None:
-            _renumber_(block, index, place)
-    for holder in counting:
-        _recount_(holder, len(before), indices)
-
-
 def _renumber_(block: nn.Module, before: int, after: int) -> None:
     for part in block.modules():
-        for name in PLACES:
+        for name in BLOCK_INDEX:
             value: Any = vars(part).get(name)
             if isinstance(value, int) and value == before:
                 setattr(part, name, after)
 
 
-def _recount_(holder: Any, count: int, indices: Sequence[int]) -> None:
-    for name, value in list(vars(holder).items()):
+def _recount_(owner: Any, count: int, indices: Sequence[int]) -> None:
+    for name, value in list(vars(owner).items()):
         if type(value) is int and value == count and COUNTS.match(name):
-            setattr(holder, name, len(indices))
+            setattr(owner, name, len(indices))
         elif isinstance(value, list) and len(value) == count and PER_BLOCK.search(name):
-            setattr(holder, name, [value[i] for i in indices])
+            setattr(owner, name, [value[i] for i in indices])
 
 
-def _counting(module: nn.Module, container: str) -> Iterator[Any]:
-    """Yield what may count a container's entries: the module around it, the next configuration."""
+def _count_owners(module: nn.Module, container: str) -> Iterator[Any]:
+    """Yield what may hold a container's length: the module around it, the nearest config."""
     path = container.split(".") if container else []
     around = [module.get_submodule(".".join(path[:depth])) for depth in reversed(range(len(path)))]
     yield from around[:1]

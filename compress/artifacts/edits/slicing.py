@@ -1,4 +1,4 @@
-"""Cutting entries out of a module's tensors, so that a pruned architecture can be rebuilt."""
+"""Channel pruning: selects entries of a module's parameters and buffers along their axes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def keep_indices_(
 ) -> None:
     """Keep only the given entries of parameters and buffers, in place.
 
-    Parameters that share storage (tied weights) stay shared. The sizes that torch's own layers
-    record (``out_channels``, ``num_features`` …) are set to what their tensors now are.
+    Tied parameters stay tied. The size attributes of torch's own layers (``out_channels``,
+    ``num_features`` …) are updated to the new shapes.
 
     Args:
-        module: the module to cut; the caller owns it.
+        module: the module to change.
         kept: tensor name → axis → ascending indices.
-        attributes: dotted attribute → value, set after the cut.
+        attributes: dotted attribute → value, set at the end.
 
     Raises:
         KeyError: a name is not in the module.
@@ -57,7 +57,7 @@ def keep_indices_(
 
 
 def _set_(module: nn.Module, dotted: str, value: Any) -> None:
-    """Set an attribute of a module, or of an object that modules hold, like a configuration."""
+    """Set an attribute of a module, or of an object in it such as a configuration."""
     *path, short = dotted.split(".")
     owner: Any = module
     for name in path:
@@ -73,7 +73,7 @@ def _select(tensor: torch.Tensor, axes: Mapping[int, Sequence[int]]) -> torch.Te
 
 
 def _record_sizes_(layer: nn.Module) -> None:
-    # Any: torch types attributes of a module as "tensor or module".
+    # Any: torch types every attribute of a module as "tensor or module".
     weight: Any = getattr(layer, "weight", None)
     if isinstance(layer, nn.modules.conv._ConvNd):
         if layer.transposed:
@@ -101,7 +101,7 @@ def _record_sizes_(layer: nn.Module) -> None:
     elif isinstance(layer, nn.GroupNorm) and weight is not None:
         width = layer.num_channels // layer.num_groups
         layer.num_channels = weight.shape[0]
-        layer.num_groups = max(1, layer.num_channels // width)  # whole groups go
+        layer.num_groups = max(1, layer.num_channels // width)  # channels per group stay
     elif isinstance(layer, nn.RNNBase):
         recurrent: Any = layer
         layer.input_size = recurrent.weight_ih_l0.shape[1]

@@ -1,7 +1,7 @@
-"""Multi-head attention whose heads can be cut: what ``nn.MultiheadAttention`` does, taken apart.
+"""Multi-head attention with prunable heads: ``nn.MultiheadAttention`` as separate linear layers.
 
-torch's own module keeps the projections of queries, keys and values in one tensor, and refuses any
-inner width but ``embed_dim``, so that no head can leave it.
+torch's own module packs the projections of queries, keys and values in one tensor, and accepts no
+inner width but ``embed_dim``, so that no head can be removed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class SplitMultiheadAttention(nn.Module):
-    """A stand-in for ``nn.MultiheadAttention`` with a linear layer for each projection.
+    """Replacement of ``nn.MultiheadAttention`` with a linear layer for each projection.
 
-    It answers alike in training and evaluation, takes the same arguments and draws dropout alike.
-    Its number of heads follows from its weights.
+    Same arguments, outputs and dropout, in training and evaluation. The number of heads follows
+    from the shape of the weights.
     """
 
     in_proj_weight = None
     in_proj_bias = None
-    """Absent, which keeps torch's transformer layers off their fused path past this module."""
+    """None keeps torch's transformer layers off the fused path, which skips this module."""
     _qkv_same_embed_dim = False
 
     q_proj: nn.Linear
@@ -33,7 +33,7 @@ class SplitMultiheadAttention(nn.Module):
     v_proj: nn.Linear
 
     def __init__(self, old: nn.MultiheadAttention) -> None:
-        """Take over a module's weights; the projections of inputs are copied."""
+        """Reuse the output projection of a module, and copy its packed input projections."""
         super().__init__()
         self.head_dim = old.head_dim
         self.batch_first = old.batch_first
@@ -45,12 +45,12 @@ class SplitMultiheadAttention(nn.Module):
 
     @property
     def num_heads(self) -> int:
-        """How many heads there are."""
+        """Number of heads."""
         return int(self.q_proj.weight.shape[0] // self.head_dim)
 
     @property
     def embed_dim(self) -> int:
-        """Width of the queries that go in."""
+        """Width of the input queries."""
         return int(self.q_proj.weight.shape[1])
 
     def forward(
@@ -78,7 +78,7 @@ class SplitMultiheadAttention(nn.Module):
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask, which is missing")
         hint = is_causal and key_padding_mask is None and not need_weights
-        mask = None if hint else _merged(attn_mask, key_padding_mask, q)
+        mask = None if hint else _merge_masks(attn_mask, key_padding_mask, q)
         attended, weights = self._attend(q, k, v, mask, need_weights, hint)
         output = self.out_proj(attended.transpose(1, 2).flatten(2))
         if weights is not None and average_attn_weights:
@@ -112,7 +112,7 @@ class SplitMultiheadAttention(nn.Module):
 
 
 def split_attention_(module: nn.Module, names: Iterable[str]) -> None:
-    """Replace torch's attention by one whose heads can be cut, wherever it is held, in place.
+    """Replace torch's attention by one with prunable heads, wherever it occurs, in place.
 
     Raises:
         TypeError: a name is not that of an ``nn.MultiheadAttention`` inside the module.
@@ -123,17 +123,17 @@ def split_attention_(module: nn.Module, names: Iterable[str]) -> None:
             raise TypeError(f"{name!r} is {type(old).__name__}, expected MultiheadAttention")
         new = SplitMultiheadAttention(old)
         for holder in list(module.modules()):
-            for held, child in holder._modules.items():
+            for key, child in holder._modules.items():
                 if child is old:
-                    holder._modules[held] = new
+                    holder._modules[key] = new
     for part in module.modules():
         inside = (type(inner) is SplitMultiheadAttention for inner in part.modules())
         if isinstance(part, nn.TransformerEncoder) and any(inside):
-            part.use_nested_tensor = False  # which torch's own attention alone takes
+            part.use_nested_tensor = False  # nested tensors need torch's own attention
 
 
 def is_splittable(layer: nn.Module) -> bool:
-    """Whether a module is torch's own attention without anything this one does not have."""
+    """Whether a module is torch's own attention, with options that the replacement has too."""
     return (
         type(layer) is nn.MultiheadAttention
         and layer.bias_k is None
@@ -146,7 +146,7 @@ def is_splittable(layer: nn.Module) -> bool:
 def _projections(
     old: nn.MultiheadAttention,
 ) -> Iterable[tuple[str, Any, Any]]:
-    """Return the name of each projection of inputs, with a weight and a bias of its own."""
+    """Return the name, weight and bias of each input projection, unpacked."""
     names = ("q_proj", "k_proj", "v_proj")
     packed: torch.Tensor | None = old.in_proj_weight
     weights = [getattr(old, f"{n}_weight") for n in names]
@@ -165,27 +165,27 @@ def _parts(packed: torch.Tensor) -> list[Any]:
 
 
 def _linear(weight: Any, bias: Any) -> nn.Linear:
-    """Return a linear layer that holds these very parameters."""
+    """Return a linear layer with the given parameters, not copies of them."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     layer._parameters |= {"weight": weight, "bias": bias}
     return layer
 
 
-def _merged(
+def _merge_masks(
     attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, query: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return both masks as one to add to scores (batch, heads, queries, keys)."""
-    found = []
+    """Merge both masks into one that is added to the scores (batch, heads, queries, keys)."""
+    masks = []
     if attn_mask is not None:
         shape = attn_mask.shape
         per_head = attn_mask.view(len(query), -1, *shape[1:]) if len(shape) == 3 else attn_mask
-        found.append(_added(per_head, query))
+        masks.append(_additive(per_head, query))
     if key_padding_mask is not None:
-        found.append(_added(key_padding_mask, query)[:, None, None])
-    return None if not found else found[0] if len(found) == 1 else found[0] + found[1]
+        masks.append(_additive(key_padding_mask, query)[:, None, None])
+    return None if not masks else masks[0] if len(masks) == 1 else masks[0] + masks[1]
 
 
-def _added(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     if mask.is_floating_point():
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, float("-inf"))

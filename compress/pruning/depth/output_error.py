@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
-from compress.artifacts.eager_model import predicting
 from compress.common.errors import StageFailed
+from compress.common.forward import accept_any_batch, torch_predictor
 from compress.common.tensor_difference import relative_error
 from compress.core.metrics import predict_batches, predicted_decisions
 from compress.data.batch import Batch
-from compress.data.fixed_batch import any_batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,8 +106,8 @@ class OutputErrorMeter:
         return OutputError(distance, self.context.metric.drop_points(self.base, self._score(found)))
 
     def _ask(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with predicting(module.eval(), self.context.device, self.context.threads) as predict:
-            return predict_batches(any_batch(predict, self.signature), self.batches)
+        with torch_predictor(module.eval(), self.context.device, self.context.threads) as predict:
+            return predict_batches(accept_any_batch(predict, self.signature), self.batches)
 
     def _score(self, outputs: torch.Tensor) -> float:
         assert self.targets is not None

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import CompressError
+from compress.common.forward import flatten_outputs
 from compress.core.loss import INFERRED_LOSS, refuse_without_curvature
 from compress.core.task_targets import has_target
 from compress.data.batch import Batch

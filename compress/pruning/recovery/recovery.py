@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from compress.artifacts.eager_model import flatten_outputs
+from compress.common.forward import flatten_outputs
 from compress.common.tensor_difference import measured
 from compress.pruning.importance.layer_calls import refused
 from compress.pruning.recovery.least_squares import refit_

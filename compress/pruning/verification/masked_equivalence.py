@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compress.artifacts.eager_model import flatten_outputs, run_in_eval
 from compress.artifacts.edits.slicing import keep_indices_
 from compress.common.errors import StageFailed, first_line
+from compress.common.forward import flatten_outputs, run_in_eval
 from compress.common.tensor_difference import largest, largest_difference, largest_finite
 from compress.data.batch import Batch
 from compress.pruning.dependency.attribute_reads import AttributesRead, place_of

@@ -7,10 +7,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compress.artifacts.eager_model import predicting
 from compress.common.errors import StageFailed
+from compress.common.forward import accept_any_batch, torch_predictor
 from compress.core.metrics import evaluate
-from compress.data.fixed_batch import any_batch
 from compress.quantization.numeric_debug.sqnr import Deviation
 
 if TYPE_CHECKING:
@@ -65,8 +64,8 @@ class SensitivityMeter:
     def drop(self, graph: fx.GraphModule) -> float:
         """Return by how many points a graph's metric on `val` is worse; infinite without one."""
         with ExitStack() as stack:
-            predict = stack.enter_context(predicting(graph, "cpu", self.context.threads))
-            asked = any_batch(predict, self.model.signature)
+            predict = stack.enter_context(torch_predictor(graph, "cpu", self.context.threads))
+            asked = accept_any_batch(predict, self.model.signature)
             reference = None
             if self.metric == "fidelity":
                 source = self.context.artifact("source")
@@ -81,8 +80,8 @@ class SensitivityMeter:
     def harm(self, graph: fx.GraphModule) -> AccuracyLoss:
         """Return what a graph does to the answers, and to the metric where that is asked for."""
         deviations = [Deviation() for _ in self._expected[0]]
-        with predicting(graph, "cpu", self.context.threads) as predict:
-            asked = any_batch(predict, self.model.signature)
+        with torch_predictor(graph, "cpu", self.context.threads) as predict:
+            asked = accept_any_batch(predict, self.model.signature)
             for inputs, expected in zip(self._inputs, self._expected, strict=True):
                 for deviation, a, b in zip(deviations, expected, asked(*inputs), strict=True):
                     deviation.add(a.cpu(), b)

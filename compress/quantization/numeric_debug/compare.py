@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import StageFailed
+from compress.common.forward import flatten_outputs
 from compress.core.context import COMPARED_BATCHES
 from compress.quantization.numeric_debug.fidelity_report import (
     Fidelity,

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from compress.artifacts.eager_model import flatten_outputs
+from compress.common.forward import flatten_outputs
 from compress.quantization.pt2e.module_names import module_names
 
 if TYPE_CHECKING:

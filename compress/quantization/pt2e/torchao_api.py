@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from compress.common.process import uncollected
+from compress.common.process import gc_disabled
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def _without_import_notes() -> Iterator[None]:
             logger.removeFilter(matters)
 
 
-with _without_import_notes(), uncollected():
+with _without_import_notes(), gc_disabled():
     from torchao.quantization.pt2e import (
         DerivedObserverOrFakeQuantize,
         HistogramObserver,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
     from compress.common.signature import Signature
-    from compress.data.splits import Batch
+    from compress.data.batch import Batch
     from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 
 

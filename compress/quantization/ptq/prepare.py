@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import GraphModule
 
-    from compress.data.splits import Batch
+    from compress.data.batch import Batch
 
 FACTORY = f"{__name__}:fake_quantized"
 FOLLOWED = ("minmax", "moving_average")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from compress.artifacts.eager_model import flatten_outputs
 from compress.common.config import Settings
 from compress.common.errors import StageFailed
+from compress.common.forward import flatten_outputs
 from compress.common.tensor_difference import largest_difference
 from compress.core.metrics import predicted_labels
 from compress.quantization.pt2e.quantizer import LINEAR
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from compress.artifacts.artifact import Predictor
+    from compress.common.forward import Predictor
     from compress.quantization.qat.fake_model import FakeQuantized
 
 LARGEST_SHARE = 0.005

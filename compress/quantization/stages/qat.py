@@ -223,11 +223,11 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
         self, prepared: Prepared, module: FakeQuantized, context: Context
     ) -> tuple[ExportedProgram, dict[str, JsonValue]]:
         """Return the integer graph, and how nearly it answers as the trained model."""
-        from compress.artifacts.eager_model import predicting
+        from compress.common.forward import torch_predictor
         from compress.quantization.qat.label_parity import compare_with_trained, last_step
 
         program = prepared.converted(module)
-        with predicting(program.module(), "cpu", context.threads) as predict:
+        with torch_predictor(program.module(), "cpu", context.threads) as predict:
             inputs = context.comparison_inputs(prepared.model.signature)
             same = compare_with_trained(module, predict, inputs, last_step(module))
         if same is None:

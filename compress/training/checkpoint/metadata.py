@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import ValidationError
 
-from compress.checkpoint.sealed_json import sealed, unsealed
 from compress.common.atomic_files import sha256_of, sync, write_atomically
 from compress.common.config import Settings
 from compress.common.errors import ArtifactInvalid, StageFailed
+from compress.common.strict_json import dump_sealed, load_sealed
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +142,7 @@ def commit(partial: Path, progress: TrainProgress) -> Path:
     }
     training = partial.parent.parent.name
     content = {"training": training, "checkpoint": partial.stem, "files": files}
-    write_atomically(partial / FILES, sealed(content))
+    write_atomically(partial / FILES, dump_sealed(content))
     complete = partial.with_suffix("")
     shutil.rmtree(complete, ignore_errors=True)
     partial.replace(complete)
@@ -173,7 +173,7 @@ def checkpoint_name(step: int) -> str:
 def _damage(checkpoint: Path) -> str | None:
     """Describe what is wrong with a checkpoint; None if nothing is."""
     try:
-        content = unsealed((checkpoint / FILES).read_bytes())
+        content = load_sealed((checkpoint / FILES).read_bytes())
         training = checkpoint.parent.parent.name
         if (content["training"], content["checkpoint"]) != (training, checkpoint.name):
             return "it is of another training or step"

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from compress.checkpoint.safetensors_index import read_safetensors
-from compress.checkpoint.state_dict import differences
+from compress.checkpoint.safetensors_io import read_safetensors
+from compress.checkpoint.state_dict import mismatches
 from compress.common.errors import ArtifactInvalid
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class DeferredWeights:
         if module is None:
             return model.load(device), None
         stored = read_safetensors(model.payload_path)
-        problems = differences(module.state_dict(keep_vars=True), stored)
+        problems = mismatches(module.state_dict(keep_vars=True), stored)
         if problems:
             raise ArtifactInvalid(f"{model.payload_path}: {'; '.join(problems)}")
         return module, cls(model.payload_path, device)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.data.splits import Batch
+    from compress.data.batch import Batch
     from compress.training.checkpoint.metadata import Tensors
     from compress.training.config.training import Training
     from compress.training.model_parallel.pipeline_schedule import PipelineRunner

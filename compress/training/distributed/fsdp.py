@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.artifacts.eager_model import EagerModel
-    from compress.data.splits import Batch
+    from compress.data.batch import Batch
     from compress.training.config.parallel import Parallel
     from compress.training.config.training import Training
 

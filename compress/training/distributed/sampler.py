@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.common.seeding import derive_seed
+from compress.common.process import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from compress.common.atomic_files import write_atomically
-from compress.common.dependency_recorder import Recording, note
+from compress.common.dependency_recorder import Recording, add_to_recordings
 from compress.common.errors import SignalExit, StageFailed
 from compress.training.launch.epoch_log import following
 from compress.training.launch.multi_node import (
@@ -76,7 +76,9 @@ def train_on_ranks(job: Job, tell: Callable[[EpochMetrics], None]) -> None:
         for left in reversed(range(job.training.parallel.restarts + 1)):
             try:
                 _train_once(job, tell)
-                note(Recording.from_json((job.folder / RECORDED).read_text(encoding="utf-8")))
+                add_to_recordings(
+                    Recording.from_json((job.folder / RECORDED).read_text(encoding="utf-8"))
+                )
                 return
             except RankKilled as error:
                 if not left:

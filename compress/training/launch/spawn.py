@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compress.common.process import uncollected
+from compress.common.process import gc_disabled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ def start_rank(folder: str, agent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with _leaving_at_once():
-        with uncollected():
+        with gc_disabled():
             import torch._dynamo  # noqa: F401 - or torch's first optimizer would import it
 
             from compress.training.launch.worker import run_rank

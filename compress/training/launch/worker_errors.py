@@ -6,8 +6,8 @@ import json
 import os
 from typing import TYPE_CHECKING
 
-from compress.common.errors import CompressError, StageFailed, ending_of
-from compress.data.dataloader import in_its_own_words
+from compress.common.errors import CompressError, StageFailed, describe_exit_code
+from compress.data.dataloader import original_error
 from compress.training.checkpoint.metadata import remove_unfinished
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ LEAVES: dict[str, type[CompressError]] = {
 def one_line(error: Exception) -> str:
     """Return an error's own words; a foreign error's type comes first."""
     # A data worker's death is raised in whatever the process is doing.
-    error = in_its_own_words(error)
+    error = original_error(error)
     lines = str(error).strip().splitlines()
     words = lines[0] if lines else ""
     if isinstance(error, CompressError):
@@ -45,7 +45,7 @@ def is_lost_peer(error: Exception) -> bool:
 def record_failure(folder: Path, rank: int, error: Exception) -> None:
     """Write why a rank failed, unless another rank failed before it."""
     own = folder / f"{FAILURE}.{rank}"
-    error = in_its_own_words(error)
+    error = original_error(error)
     foreign = not isinstance(error, CompressError)
     message = f"rank {rank}: {one_line(error)}" if foreign else one_line(error)
     if is_lost_peer(error):
@@ -78,7 +78,7 @@ def read_failure(folder: Path, rank: int, exit_code: int) -> CompressError:
     if found := recorded_failure(folder):
         return found
     if exit_code < 0:
-        return RankKilled(f"rank {rank} {ending_of(exit_code)}")
+        return RankKilled(f"rank {rank} {describe_exit_code(exit_code)}")
     if exit_code == 0:
         return StageFailed(
             f"rank {rank} ended with exit code 0 before its training was over; code of the model "

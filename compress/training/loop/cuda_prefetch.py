@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from compress.data.splits import Batch
+    from compress.data.batch import Batch
 
     Ready = Callable[[], Batch]
 

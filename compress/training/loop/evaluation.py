@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.artifacts.artifact import Artifact
-from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import StageFailed
+from compress.common.forward import flatten_outputs
 from compress.core.metrics import predict_batches, predicted_decisions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from compress.core.metrics import Metric
-    from compress.data.splits import Batch
+    from compress.data.batch import Batch
     from compress.training.distributed.base import Strategy
     from compress.training.loop.job import Job
 

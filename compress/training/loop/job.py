@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from compress.core.metrics import Metric
-    from compress.data.splits import Batch, Splits
+    from compress.data.batch import Batch
+    from compress.data.splits import Splits
     from compress.training.config.training import Training
     from compress.training.objectives.objective import Objective
     from compress.training.objectives.weight_constraint import Constraint

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
 
-    from compress.data.splits import Batch
+    from compress.data.batch import Batch
     from compress.training.checkpoint.metadata import LossSum
     from compress.training.distributed.base import Strategy
     from compress.training.loop.job import Job

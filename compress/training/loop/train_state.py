@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.artifacts.eager_model import flatten_outputs
+from compress.common.forward import flatten_outputs
 from compress.training.checkpoint.state_dict import read_
 from compress.training.loop.ema import EMA
 from compress.training.objectives.weight_constraint import unconstrained
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from compress.data.splits import Batch
+    from compress.data.batch import Batch
     from compress.training.checkpoint.metadata import Tensors, TrainProgress
     from compress.training.config.training import Training
     from compress.training.distributed.base import Strategy

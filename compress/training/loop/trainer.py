@@ -17,7 +17,7 @@ import torch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
-from compress.common.seeding import derive_seed, reseed, seeded
+from compress.common.process import derive_seed, reseed, seeded
 from compress.training.checkpoint.metadata import (
     NO_LOSSES,
     Epoch,
@@ -39,7 +39,7 @@ from compress.training.optim.optimizer import learning_rate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from compress.data.splits import Batch
+    from compress.data.batch import Batch
     from compress.training.checkpoint.metadata import LossSum
     from compress.training.distributed.base import Strategy
     from compress.training.loop.job import Job
@@ -61,7 +61,7 @@ def train(job: Job, strategy: Strategy, on_epoch: Callable[[EpochMetrics], None]
     training = job.training
     with (
         cpu_threads(job.threads),
-        job.data.keeping_workers(),
+        job.data.keep_workers(),
         seeded(job.seed, job.device),
         recording_metrics(job, strategy) as metrics,
     ):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from compress.artifacts.eager_model import flatten_outputs
+from compress.common.forward import flatten_outputs
 from compress.common.tensor_difference import largest_difference, largest_finite
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import StageFailed
-from compress.data.splits import Batch
+from compress.common.forward import flatten_outputs
+from compress.data.batch import Batch
 from compress.training.model_parallel.equivalence_check import (
     ReferenceRun,
     first_and_count,
@@ -375,7 +375,7 @@ def split_batch(batch: Batch, parts: int) -> list[Batch]:
         )
     inputs = zip(*(x.chunk(parts) for x in batch.inputs), strict=True)
     targets = (None,) * parts if batch.target is None else batch.target.chunk(parts)
-    columns = [x.chunk(parts) for x in batch.taught]
+    columns = [x.chunk(parts) for x in batch.teacher_outputs]
     taught = [tuple(column[part] for column in columns) for part in range(parts)]
     return [Batch(*fields) for fields in zip(inputs, targets, taught, strict=True)]
 

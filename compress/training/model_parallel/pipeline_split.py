@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.artifacts.eager_model import flatten_outputs
 from compress.common.errors import StageFailed
+from compress.common.forward import flatten_outputs
 from compress.training.optim.transformer_blocks import repeated_blocks
 
 if TYPE_CHECKING:

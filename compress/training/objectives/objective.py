@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from compress.core.context import Context
-    from compress.data.splits import Batch
+    from compress.data.batch import Batch
     from compress.training.config.training import Training
 
     TargetMean = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -77,7 +77,8 @@ class FromTeacher:
         """Load the teacher and return the loss function."""
         import torch
 
-        from compress.artifacts.eager_model import EagerModel, flatten_outputs
+        from compress.artifacts.eager_model import EagerModel
+        from compress.common.forward import flatten_outputs
 
         teacher = EagerModel.from_directory(self.teacher).load(device).requires_grad_(False)
         labels_term, teaching = self.targets.mean(device, over_all=True), self.teaching

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from compress.artifacts.eager_model import EagerModel, flatten_outputs, run_in_eval
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import KeepIndices, Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.forward import flatten_outputs, run_in_eval
 from compress.common.signature import Signature, TensorSpec
 
 ANSWER = """
@@ -34,7 +35,7 @@ def test_loads_bit_identical_in_a_fresh_process_without_the_users_folder(
 
 
 def test_an_edit_is_replayed_in_a_fresh_process(
-    mlp: EagerModel, tmp_path: Path, fresh_process: Callable[[str], str]
+    mlp: EagerModel, tmp_path: Path, fresh_torch: Callable[[str], str]
 ) -> None:
     kept = (0, 3, 5)
     edit = KeepIndices(kept={"0.weight": {0: kept}, "0.bias": {0: kept}, "2.weight": {1: kept}})
@@ -43,7 +44,7 @@ def test_an_edit_is_replayed_in_a_fresh_process(
     slim = mlp.derive(tmp_path / "slim", module, edits=[edit])
     assert slim.parameters() == 3 * 4 + 3 + 3 * 3 + 3
     assert module[0].out_features == module[2].in_features == 3
-    assert eval(fresh_process(ANSWER.format(path=str(slim.path)))) == _answer(slim)
+    assert eval(fresh_torch(ANSWER.format(path=str(slim.path)))) == _answer(slim)
 
 
 def test_the_users_later_changes_do_not_reach_a_sealed_model(

@@ -1,8 +1,6 @@
 import io
 import json
-import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,27 +76,15 @@ def test_counts_are_the_modules(tmp_path: Path) -> None:
     assert graph.macs() == 4 * 9 * 36 + 4 * 3
 
 
-def test_equal_programs_give_equal_bytes_in_any_process(tmp_path: Path) -> None:
+def test_equal_programs_give_equal_bytes_in_any_process(tmp_path: Path, fresh_process) -> None:
     here = sealed(tmp_path / "here", net())
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import test_graph_model as t; "
-        "from pathlib import Path; print(t.sealed(Path(sys.argv[2]), t.net()).digest)"
+    there = fresh_process(
+        f"import sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
+        "import test_graph_model as t\n"
+        f"print(t.sealed(t.Path({str(tmp_path / 'there')!r}), t.net()).digest)"
     )
-    there = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            script,
-            str(Path(__file__).parent),
-            str(tmp_path / "there"),
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert there.stdout.strip() == here.digest
-    assert b"test_graph.py" not in here.payload_path.read_bytes()
+    assert there == here.digest
+    assert Path(__file__).name.encode() not in here.payload_path.read_bytes()
 
 
 def test_a_fixed_batch_is_refused_by_name() -> None:

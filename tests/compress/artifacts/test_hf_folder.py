@@ -10,7 +10,7 @@ import torch
 
 from compress import EagerModel
 from compress.artifacts.hf_folder import build, folder_digest, read_folder
-from compress.checkpoint.loading import import_module
+from compress.artifacts.importing import import_module
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
 

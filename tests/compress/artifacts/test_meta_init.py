@@ -6,9 +6,10 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.meta_init import build_skeleton
 from compress.artifacts.recipe import KeepIndices, Recipe
-from compress.checkpoint.loading import consolidate, import_checkpoint, read_state_dict
+from compress.checkpoint.loading import consolidate, read_state_dict
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import KeepBlocks, KeepIndices, Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 
@@ -64,7 +64,7 @@ def test_a_cut_model_answers_without_its_class_or_this_toolkit(tmp_path, make):
     for edit in edits:
         edit.apply_(module)
     slim = source.derive(tmp_path / "slim", module, edits=edits)
-    portable = GraphModel.of(slim, tmp_path / "portable")
+    portable = GraphModel.from_eager(slim, tmp_path / "portable")
     assert portable.parameters() == slim.parameters() < source.parameters()
     x = torch.randn(7, 4)
     with slim.open() as expected, portable.open() as answer:
@@ -82,7 +82,7 @@ def test_a_cut_model_answers_without_its_class_or_this_toolkit(tmp_path, make):
 
 def test_a_graph_that_answers_otherwise_is_refused(tmp_path, make):
     with pytest.raises(StageFailed, match="the traced graph answers otherwise than the model, by"):
-        GraphModel.of(make_noisy(make), tmp_path / "portable")
+        GraphModel.from_eager(make_noisy(make), tmp_path / "portable")
     assert not (tmp_path / "portable").exists()
 
 

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.checkpoint import state_dict
-from compress.checkpoint.loading import checkpoint_digest, import_checkpoint, read_state_dict
+from compress.checkpoint.loading import checkpoint_digest, read_state_dict
 from compress.checkpoint.state_dict import StoredTensor, load_state_
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec

@@ -6,8 +6,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint, read_state_dict
+from compress.checkpoint.loading import read_state_dict
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
 

@@ -101,7 +101,7 @@ def test_what_python_and_torch_write_reads_the_same_from_either_end(tmp_path) ->
 
 
 class _Streamed:
-    """A file in which nothing can be sought."""
+    """A file without seek."""
 
     def __init__(self, file) -> None:
         self.file, self.write, self.flush = file, file.write, file.flush

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from compress.common.dependency_recorder import Recording, recording, unrecorded
+from compress.common.dependency_recorder import Recording, recording, recording_paused
 from compress.common.factories import resolve
 from compress.core.context import Context
 from compress.core.metrics import Metric
@@ -38,7 +38,7 @@ def test_files_count_however_a_library_opens_them(file: Path, tmp_path: Path) ->
         (tmp_path / "log").read_text()
         Path(json.__file__).read_text()
         tempfile.gettempdir()
-        with unrecorded():
+        with recording_paused():
             Path(__file__).read_text()
     depends = found.dependencies(tmp_path)
     assert set(depends.files) == {"labels.npy", "override.json"}
@@ -150,10 +150,10 @@ def test_val_is_hashed_whole_and_what_a_sampled_split_opens_is_followed(labels, 
     assert before.sampled == ["train"]
     assert before.counts == {"train": 8, "val": 90, "test": 90}
     assert data.contents().fingerprint == before.fingerprint
-    assert data.read_by_user_code().files == {str(labels)}
+    assert data.recorded_reads().files == {str(labels)}
     relabel(labels, 1)
     now = splits().contents().parts["splits"]
-    changed = [name for name, told in now.items() if told != before.parts["splits"][name]]
+    changed = [name for name, part in now.items() if part != before.parts["splits"][name]]
     assert changed == ["test", "val"]
     assert data.contents().fingerprint == before.fingerprint, "read once a run"
 

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from compress.common.process import only_new
+from compress.common.process import gc_frozen
 
 
 class Link:
@@ -16,7 +16,7 @@ class Link:
 
 
 def test_what_a_block_leaves_in_circles_is_gone_at_its_end() -> None:
-    with only_new():
+    with gc_frozen():
         left = weakref.ref(Link())
         assert left() is not None
     assert left() is None
@@ -24,7 +24,7 @@ def test_what_a_block_leaves_in_circles_is_gone_at_its_end() -> None:
 
 def test_what_was_there_is_looked_at_again_after_a_failure() -> None:
     earlier = weakref.ref(Link())
-    with pytest.raises(ValueError, match="broken"), only_new():
+    with pytest.raises(ValueError, match="broken"), gc_frozen():
         gc.collect()
         assert earlier() is not None
         raise ValueError("broken")

@@ -23,7 +23,7 @@ def test_examples_have_the_asked_batch_and_dtypes() -> None:
 
 
 def test_inferred_from_tensors() -> None:
-    signature = Signature.of((torch.zeros(5, 2), torch.zeros(5, dtype=torch.int64)))
+    signature = Signature.from_examples((torch.zeros(5, 2), torch.zeros(5, dtype=torch.int64)))
     assert [s.shape for s in signature.inputs] == [("batch", 2), ("batch",)]
     assert signature.inputs[1].dtype == "int64"
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from compress.artifacts.artifact import Predictor
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import KeepIndices, Recipe
 from compress.common.errors import GateRefused
+from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gate import Gate

@@ -70,7 +70,7 @@ def test_what_is_drawn_follows_the_seed_and_leaves_the_callers_generators() -> N
 def test_workers_live_as_long_as_they_are_kept(persistent) -> None:
     loading = Loading(workers=2, persistent_workers=persistent)
     splits = Splits({"train": Augmented()}, loading=loading)
-    with splits.keeping_workers():
+    with splits.keep_workers():
         first, second = read(splits, 1), read(splits, 2)
         assert (readers(first) == readers(second)) == persistent
         assert not torch.equal(inputs(first), inputs(second))
@@ -80,7 +80,7 @@ def test_workers_live_as_long_as_they_are_kept(persistent) -> None:
     assert not (readers(first) | readers(second)) & set(map(int, children.stdout.split()))
 
 
-def test_a_workers_error_is_told_in_its_own_words() -> None:
+def test_a_workers_error_is_raised_with_its_own_message() -> None:
     splits = Splits({"train": Failing()}, loading=Loading(workers=2))
     with pytest.raises(StageFailed, match=r"^KeyError: 'no sample 23.*'$"):
         read(splits)

@@ -4,8 +4,6 @@ import errno
 import logging
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.data.batch import Batch, collate
 from compress.data.loader_config import Loading
-from compress.data.record_log import Segments
+from compress.data.record_log import RecordLog
 from compress.data.sample_cache import PROBES, CachedDataset
 from compress.data.splits import DataReference, Splits
 
@@ -85,15 +83,14 @@ def test_each_sample_is_read_once_and_batches_stay_the_same(folder, workers) -> 
     assert data.fingerprint() == splits(folder, cache=None).fingerprint()
 
 
-def test_another_process_and_a_later_run_read_from_the_disk(folder) -> None:
+def test_another_process_and_a_later_run_read_from_the_disk(folder, fresh_torch) -> None:
     data = splits(folder)
     expected = list(data.batches("train"))
     readings(folder)
     (folder / "splits.pickle").write_bytes(pickle.dumps(data))
-    code = "import pickle; d = pickle.load(open('splits.pickle', 'rb')); list(d.batches('train'))"
-    surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=surroundings, check=True, timeout=150
+    fresh_torch(
+        f"import os, pickle; os.chdir({str(folder)!r})\n"
+        "d = pickle.load(open('splits.pickle', 'rb')); list(d.batches('train'))"
     )
     assert readings(folder) == 0
     assert equal(list(splits(folder).batches("train")), expected)
@@ -146,7 +143,7 @@ def _flip_header(content: bytes) -> bytes:
     ("damage", "again"), [(_truncate, 1), (_flip_content, 1), (_flip_header, SAMPLES)]
 )
 @pytest.mark.parametrize("opened", ["before", "after"])
-def test_damaged_samples_are_read_again_replaced_and_told(folder, damage, again, opened, caplog):
+def test_damaged_samples_are_read_again_replaced_and_logged(folder, damage, again, opened, caplog):
     data = splits(folder)
     expected = list(data.batches("train"))
     (file,) = (folder / "cache").rglob("*.samples")
@@ -168,27 +165,27 @@ def test_damaged_samples_are_read_again_replaced_and_told(folder, damage, again,
 
 
 def test_two_processes_that_write_the_same_samples_do_each_other_no_harm(tmp_path) -> None:
-    one, other = (Segments(tmp_path, 3) for _ in range(2))
+    one, other = (RecordLog(tmp_path, 3) for _ in range(2))
     one.append(0, b"first")
     other.append(0, b"first")
     other.append(2, b"second")
     assert one.read(2) is None
     one.refresh()
     assert [one.read(number) for number in range(3)] == [b"first", None, b"second"]
-    assert [Segments(tmp_path, 3).read(n) for n in range(3)] == [b"first", None, b"second"]
+    assert [RecordLog(tmp_path, 3).read(n) for n in range(3)] == [b"first", None, b"second"]
 
 
 def test_what_a_killed_process_left_is_not_read(tmp_path) -> None:
-    Segments(tmp_path, 3).append(0, b"whole")
+    RecordLog(tmp_path, 3).append(0, b"whole")
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
     for end in range(len(whole), 2 * len(whole)):
         file.write_bytes((whole + whole)[:end])
-        assert Segments(tmp_path, 3).read(0) == b"whole"
+        assert RecordLog(tmp_path, 3).read(0) == b"whole"
 
 
 def test_a_process_that_was_forked_appends_to_a_file_of_its_own(tmp_path) -> None:
-    segments = Segments(tmp_path, 3)
+    segments = RecordLog(tmp_path, 3)
     segments.append(0, b"parent")
     child = os.fork()
     if child == 0:
@@ -287,9 +284,9 @@ def test_a_file_copied_from_another_folder_is_not_read(tmp_path, caplog) -> None
     one, other = tmp_path / "train-1", tmp_path / "train-2"
     for folder in (one, other):
         folder.mkdir()
-    Segments(one, 3).append(0, b"another dataset's")
+    RecordLog(one, 3).append(0, b"another dataset's")
     (file,) = one.iterdir()
     (other / file.name).write_bytes(file.read_bytes())
-    assert Segments(other, 3).read(0) is None
+    assert RecordLog(other, 3).read(0) is None
     assert "is damaged" in caplog.text
-    assert Segments(one, 3).read(0) == b"another dataset's"
+    assert RecordLog(one, 3).read(0) == b"another dataset's"

@@ -5,7 +5,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.data.splits import DataReference, Splits, collate
+from compress.data.batch import collate
+from compress.data.splits import DataReference, Splits
 
 
 class Listed(Dataset):

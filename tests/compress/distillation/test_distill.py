@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,8 +5,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import GateRefused, StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
@@ -59,7 +57,7 @@ def unlabelled(data):
 
 
 def test_a_student_learns_without_a_single_label_and_opens_in_a_fresh_process(
-    tmp_path, data, taught
+    tmp_path, data, taught, fresh_torch
 ):
     student, where = taught
     where = replace(where, root=tmp_path / "distilled", data=unlabelled(data))
@@ -77,7 +75,7 @@ def test_a_student_learns_without_a_single_label_and_opens_in_a_fresh_process(
         f"x, y = torch.load({str(tmp_path / 'expected.pt')!r}, weights_only=True); "
         f"assert torch.equal(EagerModel.from_directory({str(learnt.path)!r}).load()(*x), y)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    fresh_torch(code)
 
 
 def test_labels_count_only_by_their_weight(tmp_path, data, taught):

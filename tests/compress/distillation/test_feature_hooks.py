@@ -8,9 +8,9 @@ from pydantic import ValidationError
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
-from compress.distillation.distillation_objective import Lessons
+from compress.distillation.distillation_objective import DistillationObjective
 from compress.distillation.feature_hooks import pairs_of
-from compress.distillation.loss_terms import Hint
+from compress.distillation.feature_losses import Hint
 from compress.distillation.stage import Distill
 from compress.distillation.teacher import Teacher
 
@@ -52,16 +52,16 @@ def test_a_projection_is_trained_beside_the_student():
     teacher, student = torch.nn.Linear(3, 5), torch.nn.Linear(3, 2)
 
     class Fixed:
-        def answering(self, device, asked=()):
+        def load(self, device, modules=()):
             return lambda inputs: (student(*inputs).detach(), teacher(*inputs).detach())
 
     from compress.data.batch import Batch
     from compress.training.objectives.objective import TargetLoss
 
     term = Hint(loss="hint", student="0", teacher="x")
-    lessons = Lessons(Fixed(), (term,), ((("0", "x"),),), TargetLoss())  # type: ignore[arg-type]
+    objective = DistillationObjective(Fixed(), (term,), ((("0", "x"),),), TargetLoss())  # type: ignore[arg-type]
     module = torch.nn.Sequential(student)
-    loss, batch = lessons.prepare("cpu"), Batch((torch.randn(32, 3),), None)
+    loss, batch = objective.prepare("cpu"), Batch((torch.randn(32, 3),), None)
     loss.attach_(module, batch)
     own = dict(module.named_parameters())
     assert {name: tuple(p.shape) for name, p in own.items() if "beside" in name} == {
@@ -170,7 +170,7 @@ def test_a_misspelt_module_is_refused_with_those_that_are_near(school):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"losses": [HINT], "parallel": {"processes": 2, "strategy": "fsdp"}}, "found 2 processes"),
         ({"losses": [HINT], "parallel": {"processes": 2, "tensor": 2}}, "use strategy: ddp"),
@@ -185,12 +185,12 @@ def test_a_misspelt_module_is_refused_with_those_that_are_near(school):
         ({"losses": [{"loss": "kld"}]}, "losses"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_runs(settings, told):
-    with pytest.raises(ValidationError, match=told):
+def test_what_cannot_work_is_refused_before_anything_runs(settings, message):
+    with pytest.raises(ValidationError, match=message):
         Distill.model_validate({"teacher": "train", "epochs": 1} | settings)
 
 
 def test_a_teacher_that_is_no_module_is_refused_for_hints(school):
-    teacher = replace(Teacher.of(school.teacher), kind=None)
+    teacher = replace(Teacher.from_model(school.teacher), kind=None)
     with pytest.raises(StageFailed, match="the teacher is an onnx file, whose outputs alone"):
         _ = teacher.module

@@ -44,13 +44,13 @@ def mean(distance) -> torch.Tensor:
     ],
 )
 def test_a_term_is_the_mean_of_its_pairs(term, distance) -> None:
-    torch.testing.assert_close(term.of(None, PAIRS), mean(distance))
-    torch.testing.assert_close(term.of(None, PAIRS[:1]), distance(*PAIRS[0]))
+    torch.testing.assert_close(term.compute(None, PAIRS), mean(distance))
+    torch.testing.assert_close(term.compute(None, PAIRS[:1]), distance(*PAIRS[0]))
 
 
 def test_attention_is_compared_as_maps() -> None:
     images = torch.rand(2, 3, 4, 4), torch.rand(2, 5, 2, 2)
-    found = Attention(loss="attention", student="a").of(None, [images])
+    found = Attention(loss="attention", student="a").compute(None, [images])
     torch.testing.assert_close(found, losses.attention_distance(*images))
 
 

@@ -217,19 +217,19 @@ TERMS = {
 def test_each_pixel_of_a_map_is_a_sample(name):
     student, teacher, target = maps()
     target[0, 0, 0] = -100
-    whole = TERMS[name].of(OutputPair(student, teacher, target), [])
-    flat = TERMS[name].of(OutputPair(rows(student), rows(teacher), target.flatten()), [])
+    whole = TERMS[name].compute(OutputPair(student, teacher, target), [])
+    flat = TERMS[name].compute(OutputPair(rows(student), rows(teacher), target.flatten()), [])
     assert torch.allclose(whole, flat, atol=1e-6)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(2))
     mixed = [x.flatten(-2)[..., order].unflatten(-1, (3, 4)) for x in (student, teacher, target)]
-    assert torch.allclose(TERMS[name].of(OutputPair(*mixed), []), whole, atol=1e-6)
+    assert torch.allclose(TERMS[name].compute(OutputPair(*mixed), []), whole, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["dkd", "dist", "kl"])
 @pytest.mark.parametrize("shape", [(6,), (6, 1)])
 def test_one_output_has_no_classes_to_compare(name, shape):
     with pytest.raises(StageFailed, match=rf"loss: {name} compares probabilities of classes"):
-        TERMS[name].of(OutputPair(torch.zeros(shape), torch.ones(shape), None), [])
+        TERMS[name].compute(OutputPair(torch.zeros(shape), torch.ones(shape), None), [])
 
 
 def test_the_labels_of_a_map_are_the_tasks_loss_over_all_pixels():
@@ -239,11 +239,11 @@ def test_the_labels_of_a_map_are_the_tasks_loss_over_all_pixels():
         OutputPair(student, teacher, target, TargetLoss().mean("cpu")),
     )
     expected = torch.nn.functional.cross_entropy(rows(student), target.flatten())
-    assert torch.allclose(term.of(said, []), expected)
+    assert torch.allclose(term.compute(said, []), expected)
 
 
 def test_probabilities_as_targets_split_off_the_likeliest_class():
     student, teacher, _ = maps()
     soft = torch.randn(2, 5, 3, 4).softmax(1)
-    found = TERMS["dkd"].of(OutputPair(student, teacher, soft), [])
-    assert found == TERMS["dkd"].of(OutputPair(student, teacher, soft.argmax(1)), [])
+    found = TERMS["dkd"].compute(OutputPair(student, teacher, soft), [])
+    assert found == TERMS["dkd"].compute(OutputPair(student, teacher, soft.argmax(1)), [])

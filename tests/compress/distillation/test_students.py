@@ -1,8 +1,5 @@
 """Students cut from the input, and how their blocks are chosen."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from pydantic import ValidationError
@@ -13,7 +10,7 @@ from compress.common.errors import StageFailed
 from compress.distillation.student import SomeBlocks
 
 
-def test_named_layers_of_the_input_learn_and_load_again_elsewhere(school):
+def test_named_layers_of_the_input_learn_and_load_again_elsewhere(school, fresh_torch):
     learnt = school.distil(school.teacher, student={"layers": [0, 3]}, epochs=3)
     assert learnt.recipe.edits == (KeepBlocks(kept={"layers": (0, 3)}),)
     assert learnt.parameters() < school.teacher.parameters()
@@ -25,7 +22,7 @@ def test_named_layers_of_the_input_learn_and_load_again_elsewhere(school):
         f"x, y = torch.load({str(school.root / 'expected.pt')!r}, weights_only=True); "
         f"assert torch.equal(EagerModel.from_directory({str(learnt.path)!r}).load()(x), y)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh_torch(code)
 
 
 def spoilt(school, harmless: set[int]) -> EagerModel:
@@ -61,15 +58,15 @@ def test_a_student_of_another_factory_is_sealed_with_its_own_recipe(school, monk
 
 
 @pytest.mark.parametrize(
-    ("student", "told"),
+    ("student", "message"),
     [
         ({"layers": [0, 9]}, r"student.layers: 'layers' has 4 blocks, found \(0, 9\)"),
         ({"layers": 5}, "'layers' has 4 blocks, found 5"),
         ({"layers": [1], "blocks": "layer"}, "no list of blocks named 'layer'; those.*'layers'"),
     ],
 )
-def test_blocks_that_are_not_there_are_refused(school, student, told):
-    with pytest.raises(StageFailed, match=told):
+def test_blocks_that_are_not_there_are_refused(school, student, message):
+    with pytest.raises(StageFailed, match=message):
         school.distil(school.teacher, student=student)
 
 

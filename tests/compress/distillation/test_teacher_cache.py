@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from compress.common.errors import StageFailed
-from compress.data.batch import TaughtSample, collate
-from compress.data.record_log import Segments
+from compress.data.batch import SampleWithTeacher, collate
+from compress.data.record_log import RecordLog
 from compress.distillation import teacher_cache
 
 
@@ -66,15 +66,15 @@ def test_features_are_kept_where_that_is_asked_for(school, traced):
 
 def test_an_interrupted_run_goes_on_with_the_answers_there_are(school, traced, monkeypatch):
     trace, context = traced
-    keep, student = teacher_cache._keep, school.make()
+    append, student = RecordLog.append, school.make()
 
-    def stop(segments, index, given):
+    def stop(records, index, content):
         if index == 40:
             raise KeyboardInterrupt
-        keep(segments, index, given)
+        append(records, index, content)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(teacher_cache, "_keep", stop)
+        patch.setattr(RecordLog, "append", stop)
         school.distil(student, context, teacher="traced", keep="last")
     before = asked(trace)
     resumed = school.distil(student, context, teacher="traced", keep="last")
@@ -101,57 +101,58 @@ def test_two_processes_read_what_one_has_asked(school, traced):
 def test_samples_that_change_are_not_kept(school, caplog):
     context, student = school.context(school.data(kind="noisy")), school.make()
     school.distil(student, context)
-    assert "asked anew in each epoch: sample 0 of split 'train' differs" in caplog.text
+    assert "run in each epoch: sample 0 of split 'train' differs" in caplog.text
     with pytest.raises(StageFailed, match=r"cache_teacher: sample 0 of.*set cache_teacher: false"):
         school.distil(student, context, cache_teacher=True)
 
 
-def test_a_full_disk_is_told_before_it_is_full(school, monkeypatch, caplog):
+def test_too_small_a_disk_is_noticed_before_it_is_full(school, monkeypatch, caplog):
     little = shutil._ntuple_diskusage(100, 90, 1000)
     monkeypatch.setattr(teacher_cache.shutil, "disk_usage", lambda path: little)
     context, student = school.context(), school.make()
     with pytest.raises(StageFailed, match=r"answers would take 0 MiB, and .* has 0 MiB left"):
         school.distil(student, context, cache_teacher=True)
     school.distil(student, context)
-    assert "asked anew in each epoch: answers would take" in caplog.text
+    assert "run in each epoch: answers would take" in caplog.text
 
 
-def test_a_damaged_answer_is_told_and_asked_again(school, tmp_path):
+def test_a_damaged_record_is_refused_and_voided(school, tmp_path):
     dataset = school.data().datasets["train"]
-    segments = Segments(tmp_path, len(dataset))
-    segments.append(3, teacher_cache._to_bytes((torch.ones(2), torch.zeros(1, 4))))
-    taught = teacher_cache.TaughtDataset(dataset, tmp_path)
-    batch = collate([taught[3], TaughtSample(dataset[4], (torch.zeros(2), torch.ones(1, 4)))])
+    records = RecordLog(tmp_path, len(dataset))
+    records.append(3, teacher_cache._to_bytes((torch.ones(2), torch.zeros(1, 4))))
+    with_outputs = teacher_cache.DatasetWithTeacher(dataset, tmp_path)
+    other = SampleWithTeacher(dataset[4], (torch.zeros(2), torch.ones(1, 4)))
+    batch = collate([with_outputs[3], other])
     assert torch.equal(batch.inputs[0], dataset.tensors[0][3:5])
-    assert torch.equal(batch.taught[0], torch.tensor([[1.0, 1], [0, 0]]))
-    assert batch.taught[1].shape == (2, 1, 4)
+    assert torch.equal(batch.teacher_outputs[0], torch.tensor([[1.0, 1], [0, 0]]))
+    assert batch.teacher_outputs[1].shape == (2, 1, 4)
     assert len(batch.to("cpu").tensors()) == 4
     (file,) = tmp_path.iterdir()
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(StageFailed, match=r"the answer to sample 3 in .* is gone or damaged; run"):
-        taught[3]
-    assert Segments(tmp_path, len(dataset)).read(3) is None
+        with_outputs[3]
+    assert RecordLog(tmp_path, len(dataset)).read(3) is None
 
 
 def test_each_sample_gets_its_own_answer_whatever_the_order(school):
     context = school.context()
     stage_data = school.data(train=50)
-    from compress.distillation.distillation_objective import Lessons
+    from compress.distillation.distillation_objective import DistillationObjective
     from compress.distillation.teacher import Teacher
     from compress.training.config.training import Training
 
-    lessons = Lessons(Teacher.of(school.teacher), (), (), 0.0)
+    objective = DistillationObjective(Teacher.from_model(school.teacher), (), (), 0.0)
     from dataclasses import replace
 
-    data = teacher_cache.with_answers(
-        lessons, Training(epochs=1, batch_size=16), replace(context, data=stage_data), "t"
+    data = teacher_cache.with_teacher_outputs(
+        objective, Training(epochs=1, batch_size=16), replace(context, data=stage_data), "t"
     )
     expected = school.teacher.load()(stage_data.datasets["train"].tensors[0]).detach()
     order = torch.randperm(50).tolist()
     batches = list(data.read("train", order, 10))
-    found = torch.cat([batch.taught[0] for batch in batches])
+    found = torch.cat([batch.teacher_outputs[0] for batch in batches])
     assert torch.allclose(found, expected[order], atol=1e-6)
     targets = torch.cat([batch.target for batch in batches])
     assert Counter(targets.tolist()) == Counter(stage_data.datasets["train"].tensors[1].tolist())

@@ -88,7 +88,7 @@ def test_a_missing_file_is_refused_before_anything_runs(folder):
         Pipeline.from_yaml(folder / "pipeline.yaml")
 
 
-def test_a_wrong_checkpoint_is_told_in_one_line(school, tmp_path, monkeypatch):
+def test_a_wrong_checkpoint_is_reported_in_one_line(school, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(HERE)
     save_file({"other": torch.zeros(2)}, tmp_path / "wrong.safetensors")
     teacher = {"factory": "pupils:net", "checkpoint": str(tmp_path / "wrong.safetensors")}
@@ -114,7 +114,7 @@ def test_it_teaches_as_the_same_model_of_a_stage_does(school, tmp_path, monkeypa
 def test_exported_models_teach(school, tmp_path, cache):
     onnx = ExportOnnx()(school.teacher, school.context())
     script = ExportTorchScript()(school.teacher, school.context())
-    graph = GraphModel.of(school.teacher, tmp_path / "graph")
+    graph = GraphModel.from_eager(school.teacher, tmp_path / "graph")
     losses = [{"loss": "kl"}, {"loss": "cosine"}]
     settings = {"keep": "last", "cache_teacher": cache, "losses": losses}
     student = school.make()
@@ -144,7 +144,7 @@ def test_an_exported_model_teaches_two_processes(school):
     assert losses[1] < losses[0]
 
 
-def test_wrong_onnx_files_are_told_in_one_line(school, tmp_path):
+def test_wrong_onnx_files_are_reported_in_one_line(school, tmp_path):
     (tmp_path / "broken.onnx").write_bytes(b"no")
     with pytest.raises(ArtifactInvalid, match=r"^distill: teacher .*broken.onnx: onnxruntime cann"):
         school.distil(school.make(), teacher={"onnx": str(tmp_path / "broken.onnx")})
@@ -153,7 +153,7 @@ def test_wrong_onnx_files_are_told_in_one_line(school, tmp_path):
         school.distil(school.make(), teacher={"onnx": str(other.payload_path)})
     with pytest.raises(ArtifactInvalid, match=r"onnx: /.*/none.onnx: no such file"):
         OnnxFile(onnx="none.onnx").resolve_paths(tmp_path)
-    answer = Teacher.of(OnnxFile(onnx=str(other.payload_path))).answering("cpu")
+    answer = Teacher.from_model(OnnxFile(onnx=str(other.payload_path))).load("cpu")
     with pytest.raises(StageFailed, match=r"takes 1 inputs \(features\), and samples have 2"):
         answer((torch.zeros(1, 4), torch.zeros(1, 4)))
     with pytest.raises(StageFailed, match=r"teacher /.*"):

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import GateRefused
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context

@@ -10,9 +10,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import KeepIndices
-from compress.checkpoint.loading import import_checkpoint
+from compress.common.forward import run_in_eval
 from compress.common.signature import TensorSpec
 from compress.core.context import Context
 from compress.pruning.channels_stage import PruneChannels
@@ -131,7 +132,8 @@ def test_all_load_again_bit_identically_in_a_fresh_process(
     code = (
         "import json, sys, torch; torch.set_num_threads(1)\n"
         f"sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
+        "from compress.artifacts.eager_model import EagerModel\n"
+        "from compress.common.forward import run_in_eval\n"
         "def digest(path):\n"
         "    model = EagerModel.from_directory(path)\n"
         "    outputs = run_in_eval(model.load(), model.signature.example(seed=7))\n"

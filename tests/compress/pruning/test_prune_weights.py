@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import GateRefused, StageFailed
+from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import MinMetric

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from compress.artifacts.eager_model import EagerModel, name_outputs, run_in_eval
+from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
+from compress.common.forward import name_outputs, run_in_eval
 from compress.core.context import Context
 from compress.pruning.channels_stage import PruneChannels
 from export.onnx.stage import ExportOnnx
@@ -138,7 +139,8 @@ LOADING = """
 import json, sys, torch
 sys.path.insert(0, {folder!r})
 torch.set_num_threads(1)
-from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.eager_model import EagerModel
+from compress.common.forward import run_in_eval
 for path in {paths!r}:
     model = EagerModel.from_directory(path)
     outputs = run_in_eval(model.load(), model.signature.example(seed=7))

@@ -8,8 +8,8 @@ from torch.utils.data import TensorDataset
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context

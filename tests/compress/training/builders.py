@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.signature import Signature, TensorSpec
-from compress.data.splits import DataReference, Loading, Splits
+from compress.data.loader_config import Loading
+from compress.data.splits import DataReference, Splits
 
 HERE = Path(__file__).parent
 

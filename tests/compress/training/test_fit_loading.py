@@ -5,16 +5,17 @@ import psutil
 import pytest
 import torch
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import PipelineInvalid
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference
 from compress.training.config.training import Training
-from compress.training.fit import Fit, fit
+from compress.training.fit import fit
 from compress.training.objectives.objective import TargetLoss
+from compress.training.result import Fit
 from tests.compress.training.builders import import_net, load_data
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

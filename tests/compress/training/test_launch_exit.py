@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import DataReference

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import GateRefused
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context

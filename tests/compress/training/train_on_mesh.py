@@ -19,7 +19,7 @@ from transformers_here import batch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import StageFailed
-from compress.data.splits import Batch
+from compress.data.batch import Batch
 from compress.training.config.training import Training
 from compress.training.distributed.base import SingleProcess, process_group
 from compress.training.distributed.device_mesh import local

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress.artifacts.artifact import Predictor
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
+from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits

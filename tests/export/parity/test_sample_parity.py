@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from compress.artifacts.artifact import Predictor
 from compress.common.errors import StageFailed
+from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.artifacts.eager_model import EagerModel, name_outputs, run_in_eval
+from compress.artifacts.eager_model import EagerModel
 from compress.common.errors import CompressError
+from compress.common.forward import name_outputs, run_in_eval
 from compress.core.context import Context
 from export.aotinductor.stage import ExportAot
 from export.exported_program import ExportProgram

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import cli
-from compress.artifacts.eager_model import run_in_eval
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import PipelineInvalid, StageFailed
+from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.pruning.sensitivity_analysis import measure_sensitivity

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from compress.artifacts.artifact import Artifact
-from compress.checkpoint.sealed_json import seal_of_run
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, Unavailable
+from compress.common.strict_json import seal_of_run
 from pipelines.commands.verify import prove
 from pipelines.commands.verify_anchors import Given
 from serve import attestation

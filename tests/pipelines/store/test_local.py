@@ -18,7 +18,7 @@ import torch
 
 from compress.artifacts.artifact import Artifact
 from compress.common import atomic_files
-from compress.common.atomic_files import remove, sweep, write_atomically
+from compress.common.atomic_files import remove, remove_leftovers, write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from pipelines.commands.report import rewrite
 from pipelines.results import schema as report_module
@@ -202,17 +202,17 @@ def test_removing_leaves_the_whole_or_none(tmp_path, monkeypatch) -> None:
     remove(folder)
     assert not folder.exists()
     monkeypatch.undo()
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == [kept]
     link, elsewhere = tmp_path / "link", tmp_path / "elsewhere"
     elsewhere.mkdir()
     link.symlink_to(elsewhere)
     remove(link)
     (tmp_path / ".link.removed-1").symlink_to(elsewhere)
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert set(tmp_path.iterdir()) == {kept, elsewhere}
     write_atomically(tmp_path / "file", "whole")
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert (tmp_path / "file").read_text() == "whole"
 
 
@@ -231,7 +231,7 @@ def test_what_replaces_another_is_there_at_every_moment(tmp_path, monkeypatch) -
     child.join(60)
     assert child.exitcode == -signal.SIGKILL
     assert (old / "weights").read_text() == new.name
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == [old]
     for exchange in (atomic_files._exchange, _cannot_exchange):
         monkeypatch.setattr(atomic_files, "_exchange", exchange)
@@ -254,7 +254,7 @@ def test_a_file_written_while_a_run_begins_and_sweeps_up_is_written(tmp_path, mo
     def sweep_once(path: Path) -> None:
         if not swept:
             swept.append(path)
-            sweep(tmp_path, "*.json")
+            remove_leftovers(tmp_path, "*.json")
 
     monkeypatch.setattr(atomic_files, "sync", sweep_once)
     write_atomically(tmp_path / "sensitivity.json", "{}")

@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.edits.block_removal import alike_entries, blocks_of, keep_blocks_
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import KeepBlocks, KeepIndices, Recipe
-from compress.checkpoint.loading import import_checkpoint
+from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 
 NET = """
@@ -60,7 +61,7 @@ def test_blocks_that_stay_are_numbered_anew_and_counted(source: EagerModel) -> N
     assert torch.equal(module(x), expected)
 
 
-def test_a_fresh_process_answers_bit_identically(source, tmp_path, fresh_process) -> None:
+def test_a_fresh_process_answers_bit_identically(source, tmp_path, fresh_torch) -> None:
     edits = (
         KeepBlocks(kept={"layers": (0, 2)}),
         KeepIndices(kept={"layers.1.up.weight": {0: (1, 3)}, "layers.1.up.bias": {0: (1, 3)},
@@ -71,7 +72,7 @@ def test_a_fresh_process_answers_bit_identically(source, tmp_path, fresh_process
         edit.apply_(module)
     cut = source.derive(tmp_path / "cut", module, edits=edits)
     assert EagerModel.from_directory(cut.path).recipe.edits == edits
-    found = fresh_process(
+    found = fresh_torch(
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
         "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
         f"model = EagerModel.from_directory({str(cut.path)!r})\n"

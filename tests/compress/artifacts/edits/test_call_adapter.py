@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from compress import Context, EagerModel, GraphModel
-from compress.artifacts.edits.call_adapter import fit_call
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import CallByName, Recipe
-from compress.checkpoint.loading import import_checkpoint
+from compress.artifacts.recipe_inference import fit_call
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 
@@ -48,7 +48,7 @@ def named(model: EagerModel) -> list[str]:
     return [output.name for output in model.signature.outputs]
 
 
-def test_inputs_reach_the_parameters_of_their_names(tmp_path, fresh_process) -> None:
+def test_inputs_reach_the_parameters_of_their_names(tmp_path, fresh_torch) -> None:
     model = imported(tmp_path / "m", "Keywords", "shift", "ids", "x")
     assert model.recipe.edits == (CallByName(inputs=("shift", "ids", "x")),)
     assert named(model) == ["scores", "both_0", "both_1"]
@@ -60,7 +60,7 @@ def test_inputs_reach_the_parameters_of_their_names(tmp_path, fresh_process) -> 
         found = predict(SHIFT, IDS, X)
     assert torch.equal(found[0], expected["scores"])
     assert torch.equal(found[2], expected["both"][1])
-    answered = fresh_process(
+    answered = fresh_torch(
         "import torch\nfrom compress import EagerModel\n"
         f"model = EagerModel.from_directory({str(tmp_path / 'm')!r})\n"
         "x, ids = torch.arange(8.0).reshape(2, 4), torch.tensor([[1, 2], [3, 4]])\n"
@@ -75,7 +75,7 @@ def test_a_graph_and_an_onnx_file_bear_the_names(tmp_path) -> None:
     from export import ExportOnnx
 
     model = imported(tmp_path / "m", "Keywords", "ids", "x")
-    graph = GraphModel.of(model, tmp_path / "graph")
+    graph = GraphModel.from_eager(model, tmp_path / "graph")
     with model.open() as predict, graph.open() as traced:
         assert torch.allclose(predict(IDS, X)[0], traced(IDS, X)[0])
     exported = onnx.load(ExportOnnx()(model, Context(root=tmp_path / "onnx")).payload_path).graph

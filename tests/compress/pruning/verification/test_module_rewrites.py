@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.edits.split_attention import SplitMultiheadAttention
 from compress.artifacts.recipe import KeepIndices, SplitAttention
+from compress.common.forward import run_in_eval
 from compress.core.context import Context
 from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.verification.module_rewrites import rewrite_

@@ -27,10 +27,11 @@ from compress.quantization.pt2e.observed_layers import (
     weight_observer_of,
     weight_of,
 )
+from compress.quantization.pt2e.observer_ranges import fit_ranges_
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
 from compress.quantization.ptq.algorithm_sequence import Corrections
-from compress.quantization.ptq.calibrate import fit_ranges_, functional, observe_
+from compress.quantization.ptq.calibrate import functional, observe_
 from compress.quantization.stages.static import QuantizeStatic
 
 HERE = Path(__file__).parents[1]

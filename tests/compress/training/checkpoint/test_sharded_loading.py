@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import torch
 
-from compress.common.seeding import seeded
+from compress.common.process import seeded
 from compress.training.distributed.sampler import bucket_by_length, share_of_epoch, steps_per_epoch
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
-from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context

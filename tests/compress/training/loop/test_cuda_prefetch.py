@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from compress.data.splits import Batch
+from compress.data.batch import Batch
 from compress.training.loop.cuda_prefetch import on_device, one_ahead, start_copy
 
 STEPS = 20

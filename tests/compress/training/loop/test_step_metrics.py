@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from compress.common.errors import StageFailed
 from compress.core.stage import Context
-from compress.data.splits import Batch
+from compress.data.batch import Batch
 from compress.pruning.channels_stage import PruneChannels
 from compress.training.checkpoint.metadata import Epoch
 from compress.training.distributed.base import SingleProcess

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.artifacts.artifact import Predictor
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
+from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.graph.axis_bounds import trace

@@ -1,0 +1,104 @@
+"""Creates the first artifact of a pipeline: a user's checkpoint, or a module in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe_inference import fit_call
+from compress.checkpoint.loading import read_state_dict, without_wrappers
+from compress.checkpoint.state_dict import load_state_
+from compress.common.errors import ArtifactInvalid, CompressError, first_line
+from compress.common.forward import run_in_eval
+from compress.common.tensor_difference import identical
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from compress.artifacts.recipe import Recipe
+    from compress.common.signature import Signature
+
+
+def import_checkpoint(
+    path: Path,
+    recipe: Recipe,
+    signature: Signature,
+    *,
+    checkpoint: Path | None,
+    folder: Path | None,
+    seed: int = 0,
+) -> EagerModel:
+    """Create an artifact from a user's factory and checkpoint, unchanged.
+
+    Args:
+        path: directory of the artifact.
+        recipe: the factory and its arguments.
+        signature: the interface; it is checked by one forward pass.
+        checkpoint: weights, a file or a directory; None keeps the factory's own, seeded.
+        folder: where the factory's source lies.
+        seed: seed for the factory's initial weights.
+
+    Raises:
+        ArtifactInvalid: the checkpoint cannot be read, is of another model, or the model does not
+            take the declared inputs.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = recipe.build(folder)
+    if checkpoint is not None:
+        state = without_wrappers(read_state_dict(checkpoint), module.state_dict())
+        load_state_(module, state, f"checkpoint {checkpoint}")
+    return import_module(path, recipe, module, signature, folder=folder)
+
+
+def import_module(
+    path: Path,
+    recipe: Recipe,
+    module: torch.nn.Module,
+    signature: Signature,
+    *,
+    folder: Path | None = None,
+) -> EagerModel:
+    """Create an artifact from a module that its recipe built and that has its weights.
+
+    Args:
+        path: directory of the artifact.
+        recipe: how the module was built.
+        module: the module; it may be changed so that it takes its inputs by name.
+        signature: the interface; it is checked by one forward pass.
+        folder: where the factory's source lies.
+
+    Raises:
+        PipelineInvalid: the names of inputs or outputs contradict the model.
+        ArtifactInvalid: the model does not take the declared inputs, or has other outputs when it
+            is loaded again.
+    """
+    inputs = signature.example()
+    try:
+        edit, signature = fit_call(module, signature, inputs)
+    except CompressError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(
+            f"{s.name} {list(x.shape)} {s.dtype}"
+            for s, x in zip(signature.inputs, inputs, strict=True)
+        )
+        raise ArtifactInvalid(
+            f"model.inputs: {recipe.factory!r} does not take {shapes}: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
+    if edit is not None:
+        edit.apply_(module)
+        recipe = recipe.model_copy(update={"edits": (*recipe.edits, edit)})
+    outputs = run_in_eval(module, inputs)
+    model = EagerModel.create(path, recipe, module.state_dict(), signature, folder=folder)
+    # Outputs may depend on more than the code and the state dict.
+    reloaded = run_in_eval(model.load(), inputs)
+    if not all(identical(a, b) for a, b in zip(outputs, reloaded, strict=True)):
+        raise ArtifactInvalid(
+            f"factory {model.recipe.factory!r}: loaded again with the same weights, the model "
+            "answers differently; it draws random numbers, or keeps state outside its state_dict"
+        )
+    return model

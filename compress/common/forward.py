@@ -1,0 +1,220 @@
+"""Calling a model: in eval mode, on a number of threads, with any batch size; naming its outputs.
+
+torch is imported inside the functions, because reading a pipeline file imports this module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from compress.common.signature import OutputSpec, Signature
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+OUTPUT = "output"
+"""Name of an output that the model itself does not name."""
+
+
+class Predictor(Protocol):
+    """A loaded model that can be called, whatever its format."""
+
+    def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the flattened outputs for inputs in the signature's order."""
+        ...
+
+
+@contextmanager
+def torch_predictor(module: Any, device: str, threads: int) -> Iterator[Predictor]:
+    """Wrap a torch callable as a predictor that runs on a device with a number of CPU threads.
+
+    A call returns only when its outputs are computed, on a CUDA device too.
+    """
+    import torch
+
+    previous = torch.get_num_threads()
+    torch.set_num_threads(threads)
+
+    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.inference_mode():
+            outputs = flatten_outputs(module(*(x.to(device) for x in inputs)))
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        return outputs
+
+    try:
+        yield predict
+    finally:
+        torch.set_num_threads(previous)
+
+
+def accept_any_batch(predict: Predictor, signature: Signature) -> Predictor:
+    """Wrap a predictor of a fixed batch size so that it takes any number of samples.
+
+    Samples are passed in full batches; the last one is filled up with copies of the last sample,
+    whose outputs are dropped. Outputs must have the batch on their first axis. Predictors with a
+    dynamic batch are returned unchanged.
+    """
+    size = signature.inputs[0].shape[0] if signature.inputs[0].shape else None
+    if not isinstance(size, int):
+        return predict
+
+    def predict_in_batches(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        import torch
+
+        rows = len(inputs[0])
+        batches = []
+        for start in range(0, rows, size):
+            wanted = torch.arange(start, start + size).clamp(max=rows - 1)
+            batches.append(predict(*(x[wanted] for x in inputs)))
+        return tuple(torch.cat(column)[:rows] for column in zip(*batches, strict=True))
+
+    return predict_in_batches
+
+
+def run_in_eval(
+    module: torch.nn.Module, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Run a module in eval mode without gradients, then restore each submodule's own mode."""
+    import torch
+
+    with preserve_modes(module), torch.inference_mode():
+        return flatten_outputs(module.eval()(*inputs))
+
+
+@contextmanager
+def preserve_modes(module: torch.nn.Module) -> Iterator[None]:
+    """Restore each submodule's own mode, training or eval, at the end of a block."""
+    modes = {part: part.training for part in module.modules()}
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
+
+
+def flatten_outputs(output: Any) -> tuple[torch.Tensor, ...]:
+    """Return a model's output as a tuple of tensors.
+
+    A tensor, a (nested) sequence or mapping of them, or an object with ``.logits``.
+
+    Raises:
+        ArtifactInvalid: there is no tensor in it.
+    """
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        return (output,)
+    if hasattr(output, "logits"):
+        return (output.logits,)
+    values = output.values() if isinstance(output, dict) else output
+    if isinstance(output, dict | list | tuple):
+        tensors = tuple(t for v in values if v is not None for t in flatten_outputs(v))
+        if tensors:
+            return tensors
+    raise ArtifactInvalid(f"the model returned {type(output).__name__}, expected tensors")
+
+
+def outputs_by_name(output: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model's output by key; those without a key get a generated name."""
+    import torch
+
+    flat: dict[str, torch.Tensor] = {}
+    if _is_flat(output):
+        flat = dict(zip(_names_in(output), flatten_outputs(output), strict=True))
+    if hasattr(output, "_asdict"):
+        output = output._asdict()
+    if not isinstance(output, Mapping):
+        output = {"logits": output.logits} if hasattr(output, "logits") else {}
+    own = {str(key): v for key, v in output.items() if isinstance(v, torch.Tensor)}
+    return own | {name: tensor for name, tensor in flat.items() if name not in own}
+
+
+def match_outputs(output: Any, signature: Signature) -> tuple[tuple[str, ...], Signature]:
+    """Match the signature's output names with what a model returned.
+
+    Names that the model uses select among its outputs; other names rename all of them.
+
+    Returns:
+        The entries to select from the output (empty: all, in order), and the signature with a name
+        for each of them.
+
+    Raises:
+        PipelineInvalid: there are not as many tensors as names, or only some names are the model's.
+        ArtifactInvalid: the output holds anything but tensors.
+    """
+    wanted = [spec.name for spec in signature.outputs]
+    declared = "outputs" in signature.model_fields_set
+    entries = outputs_by_name(output)
+    known = [name for name in wanted if name in entries]
+    if declared and known == wanted:
+        in_order = _names_in(output) if _is_flat(output) else []
+        return (() if wanted == in_order else tuple(wanted)), signature
+    if declared and known:
+        raise PipelineInvalid(f"model.outputs names {wanted}, and the model returns {[*entries]}")
+    try:
+        flatten_outputs(output)
+    except ArtifactInvalid as error:
+        hint = f"; choose among {', '.join(entries)} with model.outputs" if entries else ""
+        raise ArtifactInvalid(f"{error}{hint}") from None
+    names: list[str] = []
+    taken = {spec.name for spec in signature.inputs}
+    for name in _names_in(output):  # made different from the inputs' names, and from each other
+        while name in taken or name in names:
+            name = f"{name}_{OUTPUT}"
+        names.append(name)
+    if not declared:
+        outputs = tuple(OutputSpec(name=name) for name in names)
+        return (), signature.model_copy(update={"outputs": outputs})
+    if len(names) != len(wanted) and entries:
+        raise PipelineInvalid(f"model.outputs names {wanted}, and the model returns {[*entries]}")
+    return (), name_outputs(signature, len(names))
+
+
+def name_outputs(signature: Signature, count: int) -> Signature:
+    """Return the signature with as many output names as the model has outputs.
+
+    Raises:
+        PipelineInvalid: names were declared, and the model has more or fewer outputs.
+    """
+    if len(signature.outputs) == count:
+        return signature
+    if "outputs" in signature.model_fields_set:
+        names = [spec.name for spec in signature.outputs]
+        raise PipelineInvalid(f"model.outputs names {names}, and the model returns {count} tensors")
+    outputs = tuple(OutputSpec(name=f"{OUTPUT}_{i}") for i in range(count))
+    return signature.model_copy(update={"outputs": outputs})
+
+
+def _is_flat(output: Any) -> bool:
+    """Whether :func:`flatten_outputs` takes an output."""
+    try:
+        flatten_outputs(output)
+    except ArtifactInvalid:
+        return False
+    return True
+
+
+def _names_in(output: Any, name: str = "") -> list[str]:
+    """Return a name for each tensor of an output, in the order of :func:`flatten_outputs`."""
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        return [name or OUTPUT]
+    if hasattr(output, "logits"):
+        return [f"{name}_logits" if name else "logits"]
+    if hasattr(output, "_asdict"):
+        output = output._asdict()
+    if isinstance(output, Mapping):
+        pairs = [(re.sub(r"\W", "_", str(key)), value) for key, value in output.items()]
+        pairs = [(f"{name}_{key}" if name else key, value) for key, value in pairs]
+    else:
+        pairs = [(f"{name or OUTPUT}_{i}", v) for i, v in enumerate(output) if v is not None]
+    names = [n for key, value in pairs if value is not None for n in _names_in(value, key)]
+    return [OUTPUT] if names == [f"{OUTPUT}_0"] else names
