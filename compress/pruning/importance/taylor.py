@@ -18,7 +18,7 @@ from compress.common.errors import CompressError
 from compress.core.loss import INFERRED, refuse_straight
 from compress.core.targets import with_target
 from compress.data.batch import Batch
-from compress.pruning.importance.layer_calls import refused
+from compress.pruning.importance.layer_calls import samples_refused
 from compress.pruning.importance.weight_norms import sums_by_channel
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ SAMPLES_PER_GRADIENT = 16
 
 def taylor(
     module: nn.Module,
-    families: Sequence[ChannelGroup],
+    groups: Sequence[ChannelGroup],
     graph: AxisGraph,
     batches: Sequence[Batch],
     device: str = "cpu",
@@ -49,17 +49,17 @@ def taylor(
     mean square over parts of the samples. Without labels, the change is that of the outputs along
     random directions, whose mean square is that of the outputs' change itself.
     """
-    twin, weights = _prepared(module, families, device)
+    twin, weights = _prepared(module, groups, device)
     on_targets = loss.function()
     generator = torch.Generator().manual_seed(seed)
-    totals = [torch.zeros(len(family.channels), dtype=torch.float64) for family in families]
+    totals = [torch.zeros(len(group.channels), dtype=torch.float64) for group in groups]
     count = 0
     for part in parts(labelled_or_all(batches)):
         value = _loss(twin, part.to(device), on_targets, generator)
         gradients = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
         products = {n: g * w for (n, w), g in zip(weights.items(), gradients, strict=True)}
-        for family, total in zip(families, totals, strict=True):
-            changes = sums_by_channel(family, graph, gates(family), products)
+        for group, total in zip(groups, totals, strict=True):
+            changes = sums_by_channel(group, graph, gates(group), products)
             total += len(part) * changes.square()
         count += len(part)
     return [(total / count).sqrt() for total in totals]
@@ -67,7 +67,7 @@ def taylor(
 
 def hessian(
     module: nn.Module,
-    families: Sequence[ChannelGroup],
+    groups: Sequence[ChannelGroup],
     graph: AxisGraph,
     batches: Sequence[Batch],
     device: str = "cpu",
@@ -84,14 +84,14 @@ def hessian(
         StageFailed: the loss has no second derivative.
     """
     refuse_straight(loss)
-    twin, weights = _prepared(module, families, device)
+    twin, weights = _prepared(module, groups, device)
     on_targets = loss.function()
     generator = torch.Generator().manual_seed(seed)
-    totals = [torch.zeros(len(family.channels), dtype=torch.float64) for family in families]
+    totals = [torch.zeros(len(group.channels), dtype=torch.float64) for group in groups]
     count = 0
     for part in parts(labelled_or_all(batches)):
         signs = torch.randint(0, 2, (graph.class_count,), generator=generator) * 2.0 - 1
-        probe = _signed(weights, families, graph, signs)
+        probe = _signed(weights, groups, graph, signs)
         # Fused attention has no second derivative.
         with sdpa_kernel(SDPBackend.MATH):
             value = _loss(twin, part.to(device), on_targets, None)
@@ -102,16 +102,16 @@ def hessian(
             slopes, list(weights.values()), list(probe.values()), materialize_grads=True
         )
         products = {n: c * w for (n, w), c in zip(weights.items(), curved, strict=True)}
-        for family, total in zip(families, totals, strict=True):
-            forms = sums_by_channel(family, graph, gates(family), products)
-            total += len(part) * forms * signs[list(family.channels)]
+        for group, total in zip(groups, totals, strict=True):
+            forms = sums_by_channel(group, graph, gates(group), products)
+            total += len(part) * forms * signs[list(group.channels)]
         count += len(part)
     return [(total / count).abs() / 2 for total in totals]
 
 
-def gates(family: ChannelGroup) -> tuple[Slot, ...]:
-    """Return where a family's channels are silenced: where they are read, or else everywhere."""
-    return family.read_by or family.slots
+def gates(group: ChannelGroup) -> tuple[Slot, ...]:
+    """Return where a group's channels are silenced: where they are read, or else everywhere."""
+    return group.consumed_slots or group.slots
 
 
 def labelled_or_all(batches: Sequence[Batch]) -> list[Batch]:
@@ -135,30 +135,30 @@ def parts(batches: Sequence[Batch], size: int = SAMPLES_PER_GRADIENT) -> Iterato
 
 
 def _prepared(
-    module: nn.Module, families: Sequence[ChannelGroup], device: str
+    module: nn.Module, groups: Sequence[ChannelGroup], device: str
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Return a copy that can be differentiated, and those of its weights that are gates."""
     twin = copy.deepcopy(module).eval().requires_grad_(False).to(device)
     named = dict(twin.named_parameters(remove_duplicate=False))
-    names = dict.fromkeys(tensor for family in families for tensor, _ in gates(family))
+    names = dict.fromkeys(tensor for group in groups for tensor, _ in gates(group))
     weights = {name: named[name].requires_grad_() for name in names if name in named}
     return twin, weights
 
 
 def _signed(
     weights: dict[str, torch.Tensor],
-    families: Sequence[ChannelGroup],
+    groups: Sequence[ChannelGroup],
     graph: AxisGraph,
     signs: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """Return weights times the sign of the channel that each entry belongs to; others are zero."""
     probe = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    for family in families:
-        for name, axis in gates(family):
+    for group in groups:
+        for name, axis in gates(group):
             if name in weights:
                 weight = weights[name].detach()
                 classes = graph.classes[name, axis]
-                own = signs * torch.isin(torch.arange(len(signs)), torch.tensor(family.channels))
+                own = signs * torch.isin(torch.arange(len(signs)), torch.tensor(group.channels))
                 shape = [-1 if i == axis else 1 for i in range(weight.dim())]
                 probe[name] += weight * own[classes].to(weight).view(shape)
     return probe
@@ -176,7 +176,7 @@ def _loss(
     except CompressError:
         raise
     except Exception as error:
-        raise refused(batch, error) from error
+        raise samples_refused(batch, error) from error
     floating = [x for x in outputs if x.is_floating_point()]
     if generator is None:
         return sum((x - x.detach()).square().sum() for x in floating) / (2 * len(batch))  # type: ignore[return-value]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.pruning.importance.layer_calls import watched
-from compress.pruning.importance.moments import LARGEST, Moments
+from compress.pruning.importance.layer_calls import observe_layer_calls
+from compress.pruning.importance.moments import MAX_COLUMNS, Moments
 from compress.pruning.unstructured.masks import sparsegpt, wanda
 from compress.pruning.unstructured.weight_layout import in_groups
 
@@ -80,19 +80,21 @@ def _moments(
     moments = {name: Moments() for name in layouts}
 
     def watch(call: LayerCall) -> None:
-        if call.weight in moments and call.columns <= LARGEST:
+        if call.weight in moments and call.columns <= MAX_COLUMNS:
             layout = layouts[call.weight]
             for columns_gpi, _ in call.parts():
                 moments[call.weight].add_(layout.columns(columns_gpi))
 
-    watched(module, batches, watch, device)
+    observe_layer_calls(module, batches, watch, device)
     return moments
 
 
 def _unusable(moments: Moments) -> str | None:
     """Return why nothing can be learnt from what a layer was seen to read."""
-    if not moments.places:
-        return f"it was not called on the calibration data, or reads more than {LARGEST} numbers"
+    if not moments.positions:
+        return (
+            f"it was not called on the calibration data, or reads more than {MAX_COLUMNS} numbers"
+        )
     if not bool(torch.isfinite(moments.gram_gii).all()):
         return "what it reads on the calibration data is not finite"
     return None

@@ -14,7 +14,7 @@ from torch import nn
 from compress.common.errors import PipelineInvalid
 from compress.data.batch import Batch
 from compress.pruning.depth.block_search import all_blocks
-from compress.pruning.importance.layer_calls import watched
+from compress.pruning.importance.layer_calls import observe_layer_calls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -113,7 +113,7 @@ def places(
         calls.setdefault(call.weight, WeightLayout.of(call))
 
     device = str(inputs[0].device)
-    elsewhere = watched(module, [Batch(tuple(inputs), None)], note, device)
+    elsewhere = observe_layer_calls(module, [Batch(tuple(inputs), None)], note, device)
     shapes = {name: p.dim() for name, p in module.named_parameters() if p.is_floating_point()}
     matrices = [name for name in (*calls, *_unseen(module)) if shapes.get(name, 0) > 1]
     chosen = _matching(list(shapes), include, "include") if include else set(matrices)

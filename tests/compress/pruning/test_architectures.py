@@ -133,7 +133,7 @@ def test_all_load_again_bit_identically_in_a_fresh_process(
         f"sys.path.insert(0, {str(Path.cwd())!r})\n"
         "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
         "def digest(path):\n"
-        "    model = EagerModel.at(path)\n"
+        "    model = EagerModel.from_directory(path)\n"
         "    outputs = run_in_eval(model.load(), model.signature.example(seed=7))\n"
         "    return [hash(tuple(x.flatten().tolist())) for x in outputs]\n"
         f"paths = {[str(model.path) for model in models.values()]!r}\n"

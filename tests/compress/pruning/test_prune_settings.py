@@ -18,7 +18,7 @@ from compress.core.metrics import Metric
 from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.pruning.allocation.targets import Target
-from compress.pruning.channel_pruner import ChannelPruner, composed
+from compress.pruning.channel_pruner import ChannelPruner, compose_kept
 from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.finetune import Finetune
 from compress.training.config.training import Training
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
-    """Return a trained-like network of 4 features with three families."""
+    """Return a trained-like network of 4 features with three groups."""
     root = tmp_path_factory.mktemp("wide")
     (root / "widenet.py").write_text(
         "import torch\nfrom torch import nn\n\n"
@@ -162,7 +162,9 @@ def test_a_model_that_is_not_faster_is_warned_of(
 ) -> None:
     for ratio in (0.7, 1.2):
         compared = SimpleNamespace(share=ratio)
-        monkeypatch.setattr(ChannelPruner, "_compared", lambda *_, found=compared, **__: found)
+        monkeypatch.setattr(
+            ChannelPruner, "_compare_latency", lambda *_, found=compared, **__: found
+        )
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             PruneChannels(ratio=0.5)(wide, Context(root=tmp_path / str(ratio)))
@@ -172,7 +174,8 @@ def test_a_model_that_is_not_faster_is_warned_of(
 
 
 def test_the_latency_ratio_is_that_of_two_models(wide: EagerModel, tmp_path: Path) -> None:
-    pruner = ChannelPruner(PruneChannels(ratio=0.5), wide, Context(root=tmp_path / "slim"))
+    config = PruneChannels(ratio=0.5).pruning_config()
+    pruner = ChannelPruner(config, wide, Context(root=tmp_path / "slim"))
     slow = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(400)))
     assert pruner._latency(slow, batch=1) > 5
 
@@ -213,4 +216,4 @@ def test_unverified_cuts_may_be_an_error(tmp_path: Path) -> None:
 def test_indices_of_two_cuts_are_one() -> None:
     first = {"a": {0: (1, 3, 5, 7), 1: (0, 2)}}
     second = {"a": {0: (0, 3)}, "b": {1: (4,)}}
-    assert composed(first, second) == {"a": {0: (1, 7), 1: (0, 2)}, "b": {1: (4,)}}
+    assert compose_kept(first, second) == {"a": {0: (1, 7), 1: (0, 2)}, "b": {1: (4,)}}

@@ -38,7 +38,7 @@ def answers_of(model: EagerModel, fresh_process: Callable[[str], str]) -> object
             "import torch; torch.set_num_threads(1)\n"
             f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
             "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
-            f"model = EagerModel.at({str(model.path)!r})\n"
+            f"model = EagerModel.from_directory({str(model.path)!r})\n"
             "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
         )
     )
@@ -146,7 +146,7 @@ def test_entries_that_only_longer_inputs_read_stay() -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", "length", 4)),))
     inputs = signature.example()
     fooled, wise = (
-        ranking.prove(ranking.allocate(0.5, limits))
+        ranking.verify(ranking.allocate(0.5, limits))
         for ranking in (
             rank(net, inputs),
             rank(net, inputs, others=other_sizes(signature, seed=0)),

@@ -69,7 +69,7 @@ def test_a_fresh_process_answers_bit_identically(
     found = fresh_process(
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
         "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
-        f"model = EagerModel.at({str(slim.path)!r})\n"
+        f"model = EagerModel.from_directory({str(slim.path)!r})\n"
         "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
     )
     expected = run_in_eval(slim.load(), slim.signature.example(seed=7))[0]

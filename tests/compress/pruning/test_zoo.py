@@ -140,7 +140,7 @@ sys.path.insert(0, {folder!r})
 torch.set_num_threads(1)
 from compress.artifacts.eager_model import EagerModel, run_in_eval
 for path in {paths!r}:
-    model = EagerModel.at(path)
+    model = EagerModel.from_directory(path)
     outputs = run_in_eval(model.load(), model.signature.example(seed=7))
     print(json.dumps([x.double().tolist() for x in outputs]))
 """

@@ -49,7 +49,7 @@ def test_a_fresh_process_answers_bit_identically(
         "import torch; torch.set_num_threads(1)\n"
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
         "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
-        f"model = EagerModel.at({str(pruned.path)!r})\n"
+        f"model = EagerModel.from_directory({str(pruned.path)!r})\n"
         "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
     )
     before = torch.get_num_threads()
