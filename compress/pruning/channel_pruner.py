@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.eager_model import predicting
@@ -133,12 +134,15 @@ class ChannelPruner:
             shown = "; ".join(reasons[:REASONS_SHOWN]) or "it has no layer with channels"
             raise StageFailed(f"{config.title}: no channel can be removed ({shown}{more})")
         self._log_speedup()
-        costs = {
-            name: {"before": int(count(self._unpruned)), "after": int(count(self._module))}
-            for name, count in (("parameters", parameters_of), ("macs", self._macs))
+        before, after = self._unpruned, self._module
+        inputs = self._one_sample
+        facts = {
+            "families": list(self._groups.values()),
+            "pinned": plan.pinned,
+            "parameters": {"before": parameters_of(before), "after": parameters_of(after)},
+            "macs": {"before": count_macs(before, inputs), "after": count_macs(after, inputs)},
+            **self._facts,
         }
-        families = list(self._groups.values())
-        facts = {"families": families, "pinned": plan.pinned, **costs, **self._facts}
         return self._weights, [*self._rewrites, *self._slices], facts
 
     def _rewrite_(self) -> SlicePlan | None:
@@ -197,7 +201,7 @@ class ChannelPruner:
             count: Callable[[torch.nn.Module], int] = parameters_of
             estimate = parameter_estimate(self._module, ranking.graph)
         else:
-            count = self._macs
+            count = partial(count_macs, inputs=self._one_sample)
             estimate = mac_estimate(self._module, ranking.graph, self._one_sample)
 
         def cost(plan: SlicePlan) -> float:
@@ -214,8 +218,9 @@ class ChannelPruner:
         self._weights = self._module
         self._kept = compose_kept(self._kept, plan.kept)
         for one in plan.groups:
-            fact = {"modules": list(one.group.producers), "before": one.before}
-            self._groups.setdefault(one.group.producers, fact)["after"] = one.after
+            size, modules = len(one.group.channels), one.group.producers
+            fact = self._groups.setdefault(modules, {"modules": list(modules), "before": size})
+            fact["after"] = size - len(one.removed)
 
     def _recover_(self) -> None:
         """Refit layers and re-estimate BatchNorm statistics, if there are samples."""
@@ -248,9 +253,6 @@ class ChannelPruner:
         smaller = shallow_copy(self._module)
         keep_indices_(smaller, plan.kept, plan.attributes)
         return smaller
-
-    def _macs(self, module: torch.nn.Module) -> int:
-        return count_macs(module, self._one_sample)
 
     def _latency(self, module: torch.nn.Module, batch: int) -> float:
         """Return a module's latency over that of the unpruned model.

@@ -18,14 +18,14 @@ from compress.pruning.verification.masked_equivalence import MaskedEquivalence
 from compress.pruning.verification.verified_slices import verify_slices
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
     from torch import nn
 
     from compress.core.loss import Loss
     from compress.data.batch import Batch
-    from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup, SlicePlan
+    from compress.pruning.dependency.channel_groups import AxisGraph, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
 
 OnUnverified: TypeAlias = Literal["pin", "error"]
@@ -139,14 +139,20 @@ def rank(
         module, selected, graph, importance, batches=batches, device=device, seed=seed, loss=loss
     )
     ranked = []
+    modules = dict(module.named_modules())
     for group, found in zip(selected, scores, strict=True):
         if isinstance(found, str):
             pinned[group.name] = found
         else:
-            entries = min(graph.entries(slot, group.channels[0]) for slot in group.slots)
             original = (originals or {}).get(group.slots, len(found))
-            structure = _structure(module, group, graph)
-            ranked.append(RankedGroup(group, found, entries, original, structure))
+            # Groups have the same structure if they lie along the same axes of the same kinds of
+            # layers, whatever their widths.
+            parts = set()
+            for (tensor, axis), count in zip(group.slots, group.entries, strict=True):
+                owner, _, short = tensor.rpartition(".")
+                parts.add((type(modules[owner]).__name__, short, axis, count))
+            structure = tuple(sorted(parts))
+            ranked.append(RankedGroup(group, found, min(group.entries), original, structure))
     equivalence = MaskedEquivalence(module, inputs, others, real)
     return Ranking(module, graph, tuple(ranked), pinned, importance in COMPARABLE, equivalence)
 
@@ -178,17 +184,6 @@ def plan_slices(
     """
     ranking = rank(module, inputs, importance, exclude=exclude, seed=seed)
     return ranking.verify(ranking.allocate(ratio, Limits(round_to=round_to)))
-
-
-def _structure(module: nn.Module, group: ChannelGroup, graph: AxisGraph) -> Hashable:
-    """Return what groups of the same structure have in common: layers and axes, never widths."""
-    modules = dict(module.named_modules())
-    parts = set()
-    for tensor, axis in group.slots:
-        owner, _, short = tensor.rpartition(".")
-        entries = graph.entries((tensor, axis), group.channels[0])
-        parts.add((type(modules[owner]).__name__, short, axis, entries))
-    return tuple(sorted(parts))
 
 
 def modules_matching(

@@ -35,10 +35,10 @@ class ChannelGroup:
     consumed_slots: tuple[Slot, ...]
     """The slots along which the next layers only read the channels."""
 
-    @property
-    def producers(self) -> tuple[str, ...]:
-        """What outputs the channels: names of modules, or of the outermost module's own weights."""
-        return tuple(dict.fromkeys(_owner_name(slot) for slot in self.produced_slots))
+    producers: tuple[str, ...]
+    """What outputs the channels: names of modules, or of the outermost module's own weights."""
+    entries: tuple[int, ...]
+    """Indices that one channel takes in each slot, such as a head's width."""
 
     @property
     def producer_modules(self) -> tuple[str, ...]:
@@ -69,11 +69,8 @@ class AxisGraph:
     """Tensor → all names it is registered under (tied weights have several), its own first."""
     weightless: Mapping[str, torch.Tensor]
     """Layer without weights whose attributes count its channels → the class of each channel."""
-
-    @property
-    def class_count(self) -> int:
-        """Number of classes, pinned ones included."""
-        return 1 + max((int(column.max()) for column in self.classes.values()), default=-1)
+    class_count: int
+    """Number of classes, pinned ones included."""
 
     def entries(self, slot: Slot, *channels: int) -> int:
         """Count the indices of an axis that belong to some channels."""
@@ -158,16 +155,21 @@ class SlicePlan:
         return cls(graph.kept(removed), attributes, tuple(slices), pinned)
 
 
-def build_axis_graph(book: LabelBook, names: Mapping[str, tuple[str, ...]]) -> AxisGraph:
+def build_axis_graph(
+    book: LabelBook,
+    labels_to_class: torch.Tensor,
+    reasons: Mapping[int, str],
+    names: Mapping[str, tuple[str, ...]],
+) -> AxisGraph:
     """Derive channel groups from the labels that the operators' rules assigned and equated.
 
     Args:
-        book: labels of the whole graph; some more may be pinned here.
+        book: the resolved labels of the whole graph.
+        labels_to_class: the class of each label.
+        reasons: class → why it is pinned; some more are found here.
         names: tensor → all names it is registered under.
     """
-    _equate_overlapping_parts(book)
-    book.resolve_broadcasts()
-    labels_to_class, reasons = book.solve()
+    reasons = dict(reasons)
     classes: dict[Slot, torch.Tensor] = {}
     for (tensor, axes), labels in book.parts.items():
         part_classes = labels_to_class[labels]
@@ -194,27 +196,14 @@ def build_axis_graph(book: LabelBook, names: Mapping[str, tuple[str, ...]]) -> A
                     reason = reasons.get(channel, "its channels can only leave all together")
                     pinned.setdefault(_owner_name(slot), reason)
     weightless = {name: labels_to_class[labels] for name, labels in book.weightless.items()}
-    return AxisGraph(groups, classes, {**book.opaque_layers, **pinned}, names, weightless)
-
-
-def _equate_overlapping_parts(book: LabelBook) -> None:
-    """Equate the labels of an axis that operators labelled in several combinations of axes."""
-    parts_of: dict[str, list[tuple[int, ...]]] = {}
-    for name, axes in book.parts:
-        for others in parts_of.setdefault(name, []):
-            every = sorted({*axes, *others})
-            if len(every) < len(axes) + len(others):
-                both = (
-                    book.parts[name, part].view(
-                        [
-                            book.parts[name, part].shape[part.index(a)] if a in part else 1
-                            for a in every
-                        ]
-                    )
-                    for part in (axes, others)
-                )
-                book.equate(*both)
-        parts_of[name].append(axes)
+    return AxisGraph(
+        groups=groups,
+        classes=classes,
+        pinned={**book.opaque_layers, **pinned},
+        names=names,
+        weightless=weightless,
+        class_count=1 + max((int(column.max()) for column in classes.values()), default=-1),
+    )
 
 
 def _classes_along_axes(classes: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -247,6 +236,10 @@ def _group_channels(
             tuple(channels),
             produced_slots=tuple(slot for slot in slots if slot in book.produced),
             consumed_slots=tuple(slot for slot in slots if slot in only_read),
+            producers=tuple(
+                dict.fromkeys(_owner_name(slot) for slot in slots if slot in book.produced)
+            ),
+            entries=tuple(int((classes[slot] == channels[0]).sum()) for slot in slots),
         )
         for slots, channels in channels_of.items()
         # Entries that no layer outputs were left out of this run, like positions past its length.

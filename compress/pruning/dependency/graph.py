@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from torch.export import ExportedProgram
 
+TENSORS = (torch.Tensor, Weight)
+"""What stands for a tensor while the graph runs on labels."""
 RULES: dict[str, Rule] = {
     **conv_norm.RULES,
     **matmul.RULES,
@@ -45,7 +47,9 @@ def trace(module: nn.Module, inputs: Sequence[torch.Tensor]) -> AxisGraph:
     """
     names = _registered_names(module)
     book = _propagate_labels(export_graph(module, inputs), module, names)
-    return build_axis_graph(book, {own[0]: own for own in names.values()})
+    labels_to_class, reasons = book.resolve()
+    first_to_all = {own[0]: own for own in names.values()}
+    return build_axis_graph(book, labels_to_class, reasons, first_to_all)
 
 
 def export_graph(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedProgram:
@@ -119,7 +123,7 @@ def _propagate_labels(
             values[node] = value
         elif node.op == "output":
             for result in node.all_input_nodes:
-                if isinstance(values[result], torch.Tensor | Weight):
+                if isinstance(values[result], TENSORS):
                     book.pin(values[result], "it is an output of the model")
         elif node.target is operator.getitem:
             values[node] = values[node.args[0]][node.args[1]]
@@ -184,6 +188,7 @@ def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Call:
         operator=name.rstrip("_"),
         target=node.target,
         arguments=arguments,
+        tensors=[x for x in pytree.tree_leaves(list(arguments.values())) if isinstance(x, TENSORS)],
         shapes=[tuple(getattr(result, "shape", ())) for result in results] if has_tensors else [],
         gives_list=isinstance(value, list | tuple),
         module=str(stack[-1]).partition("@")[0] if stack else "",  # name@1 is its second call

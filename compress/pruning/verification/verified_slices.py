@@ -82,7 +82,8 @@ class _VerifiedSetSearch:
     def run(self, pinned: Mapping[str, str]) -> SlicePlan:
         """Search, and return the plan of the verified slices in the order of the wanted ones."""
         verified = self._largest_verified(self._wanted) if self._wanted else []
-        verified = self._with_dependents(verified)
+        if self._refused:
+            verified = self._with_dependents(verified)
         order = {one.group: i for i, one in enumerate(self._wanted)}
         verified.sort(key=lambda one: order[one.group])
         refused = {group.name: reason for group, reason in reversed(self._refused.items())}

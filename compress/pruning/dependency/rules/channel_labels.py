@@ -52,26 +52,29 @@ class Weight:
     """Its values, if it is a mask or an index that does not depend on the input."""
 
 
+@dataclass
 class LabelBook:
     """The labels of a graph: which exist, which are equal, and which are pinned and why."""
 
-    def __init__(self) -> None:
-        self.parts: dict[Part, Labels] = {}
-        """Labels of the weight axes that operators used as channels, alone or several together."""
-        self.produced: set[Slot] = set()
-        """The axes along which layers output channels."""
-        self.consumed: set[Slot] = set()
-        """The axes along which layers read channels."""
-        self.opaque_layers: dict[str, str] = {}
-        """Layer whose channels cannot be followed, so that they stay → why."""
-        self.weightless: dict[str, Labels] = {}
-        """Layer without weights whose attributes count its channels → their labels."""
-        self.is_dead_code = False
-        """Whether the current operator's result is unused: it can couple channels, not pin them."""
-        self._count = 0
-        self._edges: list[torch.Tensor] = []
-        self._broadcasts: list[tuple[Labels, Labels]] = []
-        self._reasons: dict[str, int] = {}
+    parts: dict[Part, Labels] = field(default_factory=dict)
+    """Labels of the weight axes that operators used as channels, alone or several together."""
+    produced: set[Slot] = field(default_factory=set)
+    """The axes along which layers output channels."""
+    consumed: set[Slot] = field(default_factory=set)
+    """The axes along which layers read channels."""
+    opaque_layers: dict[str, str] = field(default_factory=dict)
+    """Layer whose channels cannot be followed, so that they stay → why."""
+    weightless: dict[str, Labels] = field(default_factory=dict)
+    """Layer without weights whose attributes count its channels → their labels."""
+    is_dead_code: bool = False
+    """Whether the current operator's result is unused: it can couple channels, not pin them."""
+    _count: int = 0
+    """Labels handed out so far."""
+    _edges: list[torch.Tensor] = field(default_factory=list)
+    """Pairs of equal labels, `(2, pairs)` each."""
+    _broadcasts: list[tuple[Labels, Labels]] = field(default_factory=list)
+    _reasons: dict[str, int] = field(default_factory=dict)
+    """Reason → the label that is pinned for it."""
 
     def axis(self, weight: Weight, *axes: int) -> Labels:
         """Return the labels of one axis of a weight, or of several in the given order."""
@@ -144,8 +147,12 @@ class LabelBook:
         if not self.is_dead_code:
             self._broadcasts.append((narrow, wide))
 
-    def resolve_broadcasts(self) -> None:
-        """Equate broadcast entries with channels if those are of one class; pin the others."""
+    def resolve(self) -> tuple[torch.Tensor, dict[int, str]]:
+        """Resolve all statements; return the class of each label, and why classes are pinned.
+
+        Broadcast entries are equated with channels if those are of one class, and pinned otherwise.
+        """
+        self._equate_overlapping_parts()
         pending, self._broadcasts = self._broadcasts, []
         while pending:
             classes = torch.cat([self._classes(), torch.tensor([WILD])])  # WILD is the last index
@@ -157,6 +164,26 @@ class LabelBook:
                 break
         for narrow, _ in pending:
             self.pin(narrow, BROADCAST)
+        return self.solve()
+
+    def _equate_overlapping_parts(self) -> None:
+        """Equate the labels of an axis that operators labelled in several combinations of axes."""
+        parts_of: dict[str, list[tuple[int, ...]]] = {}
+        for name, axes in self.parts:
+            for others in parts_of.setdefault(name, []):
+                every = sorted({*axes, *others})
+                if len(every) < len(axes) + len(others):
+                    both = (
+                        self.parts[name, part].view(
+                            [
+                                self.parts[name, part].shape[part.index(a)] if a in part else 1
+                                for a in every
+                            ]
+                        )
+                        for part in (axes, others)
+                    )
+                    self.equate(*both)
+            parts_of[name].append(axes)
 
     def is_table(self, labels: Labels) -> bool:
         """Whether labels are of single elements of one weight, along axes that no layer outputs."""
@@ -173,7 +200,7 @@ class LabelBook:
         return set(classes[labels[labels != WILD]].tolist()) <= set(reasons)
 
     def solve(self) -> tuple[torch.Tensor, dict[int, str]]:
-        """Return the class of each label, and why each pinned class is pinned."""
+        """Return the class of each label so far, and why each pinned class is pinned."""
         classes = self._classes()
         why: dict[int, list[str]] = {}
         for reason, label in self._reasons.items():

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils import _pytree as pytree
 
 from compress.pruning.dependency.rules.channel_labels import WILD, LabelBook, Labels, Weight
 
@@ -29,6 +28,8 @@ class Call:
     """Name without the underscore of its in-place variant."""
     target: Any
     arguments: dict[str, Any]
+    tensors: list[Labels | Weight]
+    """All tensors among the arguments, in order."""
     shapes: list[tuple[int, ...]]
     """Shapes of the results."""
     gives_list: bool
@@ -47,12 +48,6 @@ class Call:
     def shape(self) -> tuple[int, ...]:
         """Shape of the first result."""
         return self.shapes[0]
-
-    @property
-    def tensors(self) -> list[Labels | Weight]:
-        """All tensors among the arguments."""
-        leaves = pytree.tree_leaves(list(self.arguments.values()))
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | Weight)]
 
     def results(self, label: int) -> Result:
         """Return results whose elements all have one label."""
