@@ -1,8 +1,8 @@
-"""How much each channel matters, by derivatives of a loss on calibration samples.
+"""Score channels by derivatives of a loss on calibration samples.
 
-With targets it is the task's loss. Without, it is the nearness of the outputs to what they are now.
-Channels are silenced where the next layers read them: the derivative by those weights, times the
-weights, is that by a gate on the channel itself (Molchanov et al., 2019, section 3.2).
+With targets it is the task's loss, without targets the change of the outputs. A channel's gate is
+where the next layers read it: the derivative with respect to these weights, times the weights, is
+the derivative with respect to a factor on the channel itself (Molchanov et al., 2019, section 3.2).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
     from compress.pruning.dependency.rules.channel_labels import Slot
 
+# At a minimum of the loss, the gradients of many samples together cancel.
 SAMPLES_PER_GRADIENT = 16
-"""Of more samples together, gradients cancel where a trained model has found its minimum."""
 
 
 def taylor(
@@ -43,7 +43,7 @@ def taylor(
     seed: int = 0,
     loss: Loss = INFERRED,
 ) -> list[torch.Tensor]:
-    """Return the change of the loss, to first order, when each channel is silenced.
+    """Score each channel by the first-order change of the loss when it is zeroed.
 
     Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019), of groups: the root
     mean square over parts of the samples. Without labels, the change is that of the outputs along
@@ -74,7 +74,7 @@ def hessian(
     seed: int = 0,
     loss: Loss = INFERRED,
 ) -> list[torch.Tensor]:
-    """Return the change of the loss, to second order, when each channel is silenced at a minimum.
+    """Score each channel by the second-order change of the loss when it is zeroed at a minimum.
 
     LeCun, Denker and Solla, "Optimal Brain Damage" (1990), with a channel's whole block of the
     Hessian instead of the diagonal: half of w'Hw, estimated for all channels at once by random
@@ -110,12 +110,12 @@ def hessian(
 
 
 def gates(group: ChannelGroup) -> tuple[Slot, ...]:
-    """Return where a group's channels are silenced: where they are read, or else everywhere."""
+    """Return the slots at which a group's channels are gated: where they are read, or all slots."""
     return group.consumed_slots or group.slots
 
 
 def labelled_or_all(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the samples that have a target, or else all of them, without targets."""
+    """Return the samples that have a target, or all of them without targets if none has."""
     labelled = []
     for batch in batches:
         if batch.target is not None:
@@ -137,7 +137,7 @@ def parts(batches: Sequence[Batch], size: int = SAMPLES_PER_GRADIENT) -> Iterato
 def _prepared(
     module: nn.Module, groups: Sequence[ChannelGroup], device: str
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Return a copy that can be differentiated, and those of its weights that are gates."""
+    """Copy the module for differentiation, and return the weights that are gates."""
     twin = copy.deepcopy(module).eval().requires_grad_(False).to(device)
     named = dict(twin.named_parameters(remove_duplicate=False))
     names = dict.fromkeys(tensor for group in groups for tensor, _ in gates(group))
@@ -167,9 +167,10 @@ def _signed(
 def _loss(
     module: nn.Module, batch: Batch, on_targets: Mean, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """Return what is differentiated: see the functions above."""
+    """Return the value to differentiate: the task's loss, or a function of the outputs' change."""
     try:
-        with torch.backends.cudnn.flags(enabled=False):  # its recurrent layers: in training only
+        # cuDNN differentiates recurrent layers in training mode only.
+        with torch.backends.cudnn.flags(enabled=False):
             outputs = flatten_outputs(module(*batch.inputs))
         if batch.target is not None:
             return on_targets(outputs[0], batch.target, label_smoothing=0.0)
