@@ -89,10 +89,10 @@ def test_a_refit_brings_outputs_nearer_and_says_so(
 ) -> None:
     context = Context(root=tmp_path / "refit", data=unlabelled(blobs))
     slim = PruneChannels(ratio=0.5)(wide, context)
-    told = slim.manifest.facts["refit"]
-    assert told["samples"] == 120  # all there are
-    assert set(told["layers"]) == {"2.weight", "4.weight", "6.weight"}
-    assert told["output_error"]["refit"] < 0.2 * told["output_error"]["cut"]
+    refit = slim.manifest.facts["refit"]
+    assert refit["samples"] == 120  # all there are
+    assert set(refit["layers"]) == {"2.weight", "4.weight", "6.weight"}
+    assert refit["output_error"]["refit"] < 0.2 * refit["output_error"]["cut"]
     plain = PruneChannels(ratio=0.5, refit=False)(wide, context.with_root(tmp_path / "plain"))
     x = blobs.datasets["test"].tensors[0]
     answers = [run_in_eval(m.load(), (x,))[0] for m in (wide, plain, slim)]

@@ -1,11 +1,10 @@
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.checkpoint.loading import import_checkpoint
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
@@ -56,18 +55,10 @@ def test_half_the_channels_are_a_quarter_of_the_parameters(
     assert pruned.manifest.lineage[-1].stage == "prune_channels"
 
 
-def test_a_fresh_process_answers_bit_identically(
-    pruned: EagerModel, fresh_process: Callable[[str], str]
+def test_outputs_are_identical_in_another_process(
+    pruned: EagerModel, assert_reloads_identically: Callable[[EagerModel], None]
 ) -> None:
-    found = fresh_process(
-        "import torch; torch.set_num_threads(1)\n"
-        f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
-        f"model = EagerModel.from_directory({str(pruned.path)!r})\n"
-        "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
-    )
-    expected = run_in_eval(pruned.load(), pruned.signature.example(seed=7))[0]
-    assert json.loads(found) == expected.tolist()
+    assert_reloads_identically(pruned)
 
 
 def test_a_pruned_model_is_pruned_again(pruned: EagerModel, tmp_path: Path) -> None:

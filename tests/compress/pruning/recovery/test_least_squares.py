@@ -203,12 +203,12 @@ def test_new_statistics_stay_only_where_they_help() -> None:
     net.eval()[1].running_mean.add_(3)  # statistics that no data has
     smaller, kept = cut(net, everything(given)[:2])
     mean = smaller[1].running_mean.clone()
-    told = recover_(smaller, net, kept, given)
-    assert set(told["output_error"]) == {"cut", "refit"}
+    report = recover_(smaller, net, kept, given)
+    assert set(report["output_error"]) == {"cut", "refit"}
     assert torch.equal(smaller[1].running_mean, mean)
     without, _ = cut(net, everything(given)[:2])
-    told = recover_(without, net, kept, given, refit=False)
-    assert set(told["output_error"]) == {"cut", "batch_norm"} and told["layers"] == {}
+    report = recover_(without, net, kept, given, refit=False)
+    assert set(report["output_error"]) == {"cut", "batch_norm"} and report["layers"] == {}
     assert not torch.equal(without[1].running_mean, mean)
 
 

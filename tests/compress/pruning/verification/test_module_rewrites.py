@@ -1,4 +1,3 @@
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,21 +41,10 @@ def test_heads_leave_torchs_own_transformer(pruned: EagerModel) -> None:
     assert f"{names[0]}.q_proj" in found
 
 
-def test_a_fresh_process_answers_bit_identically(
-    pruned: EagerModel, fresh_process: Callable[[str], str]
+def test_outputs_are_identical_in_another_process(
+    pruned: EagerModel, assert_reloads_identically: Callable[[EagerModel], None]
 ) -> None:
-    found = fresh_process(
-        "import torch; torch.set_num_threads(1)\n"
-        f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
-        f"model = EagerModel.from_directory({str(pruned.path)!r})\n"
-        "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
-    )
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    expected = run_in_eval(pruned.load(), pruned.signature.example(seed=7))[0]
-    torch.set_num_threads(before)
-    assert json.loads(found) == expected.tolist()
+    assert_reloads_identically(pruned)
 
 
 def test_what_was_cut_learns_on_and_drops_out(pruned: EagerModel) -> None:
