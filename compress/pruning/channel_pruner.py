@@ -117,7 +117,7 @@ class ChannelPruner:
         # What the refit aims at: the outputs of this module, of whose tensors `kept` is left.
         self._reference, self._kept = copy.deepcopy(self._module), dict[str, Any]()
         for step in range(1, config.iterations + 1):
-            context.progress(config.title, step - 1, config.iterations, "plan and prove")
+            context.progress(config.title, step - 1, config.iterations, "plan and verify")
             if step == config.iterations == 1 and plan_for_rewrites:
                 plan = plan_for_rewrites
             else:

@@ -222,7 +222,7 @@ def _nearest(plan_of_cost: dict[float, SlicePlan], goal: float) -> SlicePlan:
         smallest = (
             f"the smallest that was found is {min(plan_of_cost):.4g}"
             if plan_of_cost
-            else "no cut is proven"
+            else "no slice is verified"
         )
         raise StageFailed(
             f"the target of {goal:.4g} cannot be reached: {smallest}; ask for more to remain, or "

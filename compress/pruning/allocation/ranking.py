@@ -75,7 +75,7 @@ class Ranking:
         unverified = [one.group.name for one in wanted if one.group not in verified]
         if unverified and on_unverified == "error":
             raise StageFailed(
-                f"the cut of {unverified[0]!r} cannot be proven: {plan.pinned[unverified[0]]}; "
+                f"the slice of {unverified[0]!r} cannot be verified: {plan.pinned[unverified[0]]}; "
                 "exclude it, or set on_unverified: pin"
             )
         return plan

@@ -67,12 +67,12 @@ def optimal_brain_surgeon(consumers: Sequence[Consumer]) -> torch.Tensor:
     while len(alive):
         rises = torch.stack([state.rises(alive) for state in states]).sum(0)
         order = rises.argsort(stable=True)[:per_round]
-        leaving = alive[order]
-        scores[leaving] = rises[order].clamp_min(floor)
-        floor = float(scores[leaving].max())
-        alive = alive[~torch.isin(alive, leaving)]
+        removed = alive[order]
+        scores[removed] = rises[order].clamp_min(floor)
+        floor = float(scores[removed].max())
+        alive = alive[~torch.isin(alive, removed)]
         for state in states:
-            state.remove_(leaving)
+            state.remove_(removed)
     return scores
 
 

@@ -74,8 +74,8 @@ def smallest_of_neighbours(score: torch.Tensor, n_of_m: NofM) -> torch.Tensor:
     """Mask the smallest scores along the last axis, so that of each m neighbours n stay."""
     n, m = n_of_m
     groups = score.reshape(-1, m)
-    leaving = groups.topk(m - n, largest=False).indices
-    zeros = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, leaving, True)
+    removed = groups.topk(m - n, largest=False).indices
+    zeros = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, removed, True)
     return zeros.reshape(score.shape)
 
 
@@ -97,8 +97,8 @@ def wanda(
     score = weight_goi.abs() * norm_gi.unsqueeze(-2)
     if n_of_m:
         return smallest_of_neighbours(score, n_of_m)
-    leaving = score.topk(round(amount * score.shape[-1]), largest=False).indices
-    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, leaving, True)
+    removed = score.topk(round(amount * score.shape[-1]), largest=False).indices
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, removed, True)
 
 
 def sparsegpt(
@@ -156,8 +156,8 @@ def _treat_block_(
 def _smallest(score_goi: torch.Tensor, amount: float) -> torch.Tensor:
     """Mask the smallest entries of each group."""
     flat = score_goi.flatten(1)
-    leaving = flat.topk(round(amount * flat.shape[1]), largest=False).indices
-    return torch.zeros_like(flat, dtype=torch.bool).scatter_(1, leaving, True).view_as(score_goi)
+    removed = flat.topk(round(amount * flat.shape[1]), largest=False).indices
+    return torch.zeros_like(flat, dtype=torch.bool).scatter_(1, removed, True).view_as(score_goi)
 
 
 def _chosen(choose: L1Unstructured | RandomUnstructured, weight: torch.Tensor) -> torch.Tensor:

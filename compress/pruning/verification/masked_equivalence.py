@@ -289,9 +289,9 @@ def zero_masked(module: nn.Module, kept: Kept) -> nn.Module:
         old = tensors[name]
         new = old.detach().clone()
         for axis, indices in axes.items():
-            leaves = torch.ones(old.shape[axis], dtype=torch.bool, device=old.device)
-            leaves[list(indices)] = False
-            new.index_fill_(axis, leaves.nonzero().flatten(), 0)
+            is_removed = torch.ones(old.shape[axis], dtype=torch.bool, device=old.device)
+            is_removed[list(indices)] = False
+            new.index_fill_(axis, is_removed.nonzero().flatten(), 0)
         memo[id(old)] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
     return copy.deepcopy(module, memo)
 

@@ -207,7 +207,7 @@ def test_unverified_cuts_may_be_an_error(tmp_path: Path) -> None:
     context = Context(root=tmp_path / "slim")
     slim = PruneChannels(ratio=0.5)(source, context)
     assert "masked twin" in slim.manifest.facts["pinned"]["first"]
-    with pytest.raises(StageFailed, match="the cut of 'first' cannot be proven"):
+    with pytest.raises(StageFailed, match="the slice of 'first' cannot be verified"):
         PruneChannels(ratio=0.5, on_unverified="error")(
             source, replace(context, root=tmp_path / "strict")
         )

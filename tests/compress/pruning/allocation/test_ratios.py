@@ -240,7 +240,7 @@ def test_an_unproven_family_may_be_an_error() -> None:
     ranking: Ranking = rank(linear_nets.SplitByNumber().eval(), (torch.randn(2, 4),))
     keep = ranking.allocate(0.5, Limits())
     assert not ranking.verify(keep).groups
-    with pytest.raises(StageFailed, match=r"'first' cannot be proven: .*; exclude it, or set"):
+    with pytest.raises(StageFailed, match=r"'first' cannot be verified: .*; exclude it, or set"):
         ranking.verify(keep, "error")
 
 
