@@ -32,7 +32,7 @@ def deep(tmp_path: Path) -> EagerModel:
     return sealed(tmp_path / "deep", "Deep")
 
 
-def test_the_blocks_that_do_least_leave(deep: EagerModel, tmp_path: Path) -> None:
+def test_blocks_with_the_least_error_are_removed(deep: EagerModel, tmp_path: Path) -> None:
     progress = []
     context = Context(root=tmp_path / "slim", progress=lambda *step: progress.append(step))
     slim = PruneLayers(remove=2)(deep, context)
@@ -50,7 +50,7 @@ def test_the_blocks_that_do_least_leave(deep: EagerModel, tmp_path: Path) -> Non
     assert difference < 0.02
 
 
-def test_a_pair_is_searched_for_and_not_added_up(tmp_path: Path) -> None:
+def test_the_best_pair_is_not_the_two_best_blocks(tmp_path: Path) -> None:
     model = sealed(tmp_path / "source", "Together")
     slim = PruneLayers(keep=2)(model, Context(root=tmp_path / "slim"))
     harm = {k: v["distance"] for k, v in slim.manifest.facts["harm_alone"].items()}
@@ -81,14 +81,14 @@ def test_blocks_that_change_the_shape_stay(tmp_path: Path) -> None:
         PruneLayers(keep=1)(model, Context(root=tmp_path / "none"))
 
 
-def test_a_forward_that_counts_by_itself_is_refused(tmp_path: Path) -> None:
+def test_a_forward_with_a_hard_coded_block_count_is_refused(tmp_path: Path) -> None:
     model = sealed(tmp_path / "source", "Indexed")
     with pytest.raises(StageFailed, match=r"blocks.0: the model without it fails: IndexError"):
         PruneLayers(remove=1)(model, Context(root=tmp_path / "slim"))
     assert not (tmp_path / "slim").exists()
 
 
-def test_the_metric_judges_where_there_are_targets(
+def test_errors_are_metric_drops_if_there_are_targets(
     deep: EagerModel, blobs: Splits, tmp_path: Path
 ) -> None:
     context = Context(root=tmp_path / "slim", data=blobs)

@@ -189,9 +189,7 @@ class Net(nn.Module):
 """
 
 
-def test_what_a_head_reads_in_training_alone_keeps_its_channels(
-    tmp_path: Path, blobs: Splits
-) -> None:
+def test_channels_read_by_a_training_only_head_stay(tmp_path: Path, blobs: Splits) -> None:
     (tmp_path / "auxiliary.py").write_text(AUXILIARY)
     model = sealed(tmp_path / "source", "auxiliary:Net", (4,), tmp_path)
     tuned = PruneChannels(ratio=0.5, finetune={"epochs": 1, "batch_size": 24})(

@@ -41,7 +41,7 @@ def shares(model: EagerModel) -> dict[str, float]:
     return {name: float((p == 0).double().mean()) for name, p in named}
 
 
-def test_half_of_each_layer_is_zero_and_the_file_says_no_more(
+def test_half_of_each_layer_is_zero_without_edits_in_the_recipe(
     wide: EagerModel, tmp_path: Path
 ) -> None:
     slim = PruneWeights(amount=0.5)(wide, Context(root=tmp_path / "slim"))
@@ -72,7 +72,7 @@ def test_outputs_are_identical_in_another_process(
 
 
 @pytest.mark.slow
-def test_what_calibration_knows_helps(digits: Splits, tmp_path: Path) -> None:
+def test_calibrated_methods_have_less_error(digits: Splits, tmp_path: Path) -> None:
     model = sealed(tmp_path / "source", "Many", 1, 8, 8)
     x = next(digits.batches("val")).inputs
     before = run_in_eval(model.load(), x)[0]

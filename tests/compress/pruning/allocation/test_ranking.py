@@ -122,14 +122,14 @@ def test_a_pruned_net_answers_as_its_masked_twin(name: str) -> None:
         assert reason in cut.pinned[module_name]
 
 
-def test_every_wrong_cut_is_refused() -> None:
+def test_a_wrong_slice_is_refused() -> None:
     cut = plan_slices(built(linear_nets.SplitByNumber), (torch.randn(2, 4),), ratio=0.5)
     assert not cut.groups
     assert "masked twin" in cut.pinned["first"]
 
 
 @pytest.mark.parametrize(("change", "is_proven"), [(0.0, True), (1e-3, False)])
-def test_a_module_that_insists_on_float32_is_proven_in_it(change: float, is_proven: bool) -> None:
+def test_a_module_that_requires_float32_is_verified_in_it(change: float, is_proven: bool) -> None:
     module = built(lambda: linear_nets.FloatAlone(change))
     cut = plan_slices(module, (torch.randn(2, 4),), ratio=0.5)
     assert bool(cut.groups) == is_proven
@@ -137,7 +137,7 @@ def test_a_module_that_insists_on_float32_is_proven_in_it(change: float, is_prov
         assert "masked twin (by 1.0e-03)" in cut.pinned["first"]
 
 
-def test_layers_that_are_not_followed_say_why() -> None:
+def test_opaque_layers_have_a_reason() -> None:
     pinned = plan_slices(built(linear_nets.Computed), (torch.randn(2, 5, 4),), ratio=0.5).pinned
     assert "its weight is computed from others" in pinned["normed"]
     assert "its weight is computed from others" in pinned["linear"]
@@ -149,7 +149,7 @@ def test_weights_of_the_outermost_module_go_by_their_own_names() -> None:
     assert group.group.producer_modules == ("",)
 
 
-def test_the_number_of_heads_goes_with_the_cut() -> None:
+def test_the_number_of_heads_changes_with_the_slice() -> None:
     module = built(lambda: linear_nets.Transformer(4, 2))
     cut = plan_slices(module, (torch.randint(0, 11, (2, 8)),), ratio=0.5)
     assert cut.attributes == {"attention.heads": 2, "attention.key_heads": 1}
@@ -222,7 +222,7 @@ def test_the_module_is_not_changed() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
 
 
-def test_least_important_channels_leave() -> None:
+def test_least_important_channels_are_removed() -> None:
     module = built(linear_nets.mlp)
     with torch.no_grad():
         module[0].weight[::2] *= 0.01
@@ -256,7 +256,7 @@ def test_an_excluded_normalisation_keeps_its_channels() -> None:
     assert cut.pinned["stem"] == "excluded by 'norm'"
 
 
-def test_a_pattern_reaches_what_lies_inside() -> None:
+def test_a_pattern_matches_inner_modules() -> None:
     module = built(linear_nets.Transformer)
     assert modules_matching(module, ["attention"])["attention.query"] == "attention"
     with pytest.raises(PipelineInvalid, match=r"no module matches 'atention'.*'attention'"):

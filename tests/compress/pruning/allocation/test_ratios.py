@@ -68,7 +68,7 @@ def test_the_nearest_multiple_stays(
 
 @pytest.mark.parametrize("comparable", [True, False])
 @pytest.mark.parametrize("ratio", [0.2, 0.45, 0.7, 0.95])
-def test_of_all_channels_the_best_stay(ratio: float, comparable: bool) -> None:
+def test_global_keeps_the_best_of_all_channels(ratio: float, comparable: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     groups = [
         RankedGroup(SimpleNamespace(), torch.rand(n, generator=generator) * size, 1, original)
@@ -103,7 +103,7 @@ def test_global_compares_all_channels_up_to_a_cap() -> None:
     assert allocate(ranked(STRONG, [9.0, 0.1, 0.1, 0.1]), 0.375, everything) == [4, 1]
 
 
-def test_isomorphic_compares_families_of_one_structure() -> None:
+def test_isomorphic_compares_groups_of_one_structure() -> None:
     groups = ranked(STRONG, WEAK, [0.4, 0.3], kinds="aab")
     limits = Limits("isomorphic", 1, 1, max_ratio=0.99)
     assert allocate(groups, 0.5, limits, comparable=True) == [3, 1, 1]
@@ -118,9 +118,7 @@ def test_caps_and_minima_are_rounded_up() -> None:
 @pytest.mark.parametrize(
     ("channels", "max_ratio", "least"), [(10, 0.75, 3), (7, 0.5, 4), (9, 0.3, 7)]
 )
-def test_no_family_loses_more_than_the_largest_share(
-    channels: int, max_ratio: float, least: int
-) -> None:
+def test_no_group_loses_more_than_max_ratio(channels: int, max_ratio: float, least: int) -> None:
     """Where the share is no whole number of channels, one more stays and not one less."""
     groups = ranked([9.0] * channels, [0.0] * channels)
     limits = Limits("global", 1, 1, max_ratio=max_ratio)
@@ -129,7 +127,7 @@ def test_no_family_loses_more_than_the_largest_share(
     assert channels - least <= max_ratio * channels < channels - least + 1
 
 
-def test_families_of_one_structure_are_found() -> None:
+def test_groups_of_one_structure_are_found() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*(p for _ in range(3) for p in (nn.Linear(8, 8), nn.ReLU())))
     ranking = rank(net.eval(), (torch.randn(2, 8),))
@@ -138,7 +136,7 @@ def test_families_of_one_structure_are_found() -> None:
     assert len({one.structure for one in ranking.ranked}) == 2  # heads and hidden units
 
 
-def test_included_modules_alone_are_cut() -> None:
+def test_only_included_modules_are_pruned() -> None:
     net = nets.Dense().eval()
     ranking = rank(net, (torch.randn(2, 1, 8, 8),), include=("growth*",), exclude=("growth2",))
     assert [one.group.name for one in ranking.ranked] == ["growth1"]
@@ -228,7 +226,7 @@ def test_latency_is_searched_among_few_candidates(goal: float) -> None:
         plan_for_latency(ranking, Limits(round_to=4), 0.05, measure)
 
 
-def test_what_cannot_be_proven_is_left_out_of_a_target() -> None:
+def test_unverified_groups_are_left_out_of_a_target() -> None:
     torch.manual_seed(0)
     net, inputs = linear_nets.HiddenWidth().eval(), torch.randn(2, 4)
     smaller, goal, _ = to_target(net, inputs, "parameters", 0.8, Limits(round_to=1))
@@ -236,7 +234,7 @@ def test_what_cannot_be_proven_is_left_out_of_a_target() -> None:
     assert smaller.first.weight.shape == net.first.weight.shape
 
 
-def test_an_unproven_family_may_be_an_error() -> None:
+def test_an_unverified_group_may_be_an_error() -> None:
     ranking: Ranking = rank(linear_nets.SplitByNumber().eval(), (torch.randn(2, 4),))
     keep = ranking.allocate(0.5, Limits())
     assert not ranking.verify(keep).groups

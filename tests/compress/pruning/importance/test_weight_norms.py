@@ -49,16 +49,16 @@ def by_hand() -> nn.Module:
     return net
 
 
-def test_norms_cover_all_that_belongs_to_a_channel(by_hand: nn.Module) -> None:
+def test_norms_cover_all_entries_of_a_channel(by_hand: nn.Module) -> None:
     assert scores(by_hand, "l1", 2).tolist() == [19, 1]
     assert scores(by_hand, "l2", 2).tolist() == [13, 1]  # 3, 4 and 12
 
 
-def test_lamp_is_the_share_of_what_is_not_smaller(by_hand: nn.Module) -> None:
+def test_lamp_divides_by_the_sum_of_those_not_smaller(by_hand: nn.Module) -> None:
     assert scores(by_hand, "lamp", 2).tolist() == pytest.approx([1, 1 / 170])
 
 
-def test_geometric_median_is_far_from_nobody() -> None:
+def test_channels_near_the_geometric_median_score_lowest() -> None:
     net = line(1, 3, 1, bias=False)
     with torch.no_grad():
         net[0].weight.copy_(torch.tensor([[0.0], [3.0], [9.0]]))
@@ -73,7 +73,7 @@ def test_geometric_median_takes_all_weights_of_a_channel() -> None:
     torch.testing.assert_close(scores(net, "fpgm", 3), distances.sum(1))
 
 
-def test_geometric_median_tells_channels_apart_that_are_nearly_equal() -> None:
+def test_geometric_median_distinguishes_nearly_equal_channels() -> None:
     net = line(1, 30, 1, bias=False)
     with torch.no_grad():
         net[0].weight.copy_(1e6 + 1e-3 * torch.arange(30).double()[:, None])
@@ -90,7 +90,7 @@ def test_scales_of_batch_norm_alone_count() -> None:
     assert scores(net, "bn_scale", 1, 4, 4).tolist() == [0.5, 2, 1]
 
 
-def test_what_a_criterion_cannot_rank_says_so() -> None:
+def test_a_criterion_that_cannot_score_gives_a_reason() -> None:
     graph, group = graph_of(line(2, 2, 1), 2)
     (reason,) = score_groups(line(2, 2, 1), [group], graph, "bn_scale")
     assert reason == "no BatchNorm scales its channels, so bn_scale cannot rank them"

@@ -28,7 +28,7 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
     return PruneChannels(ratio=0.5)(source, Context(root=root / "slim"))
 
 
-def test_heads_leave_torchs_own_transformer(pruned: EagerModel) -> None:
+def test_heads_of_torchs_transformer_layer_are_removed(pruned: EagerModel) -> None:
     rewriting, cut = pruned.recipe.edits
     names = tuple(f"encoder.layers.{i}.self_attn" for i in range(2))
     assert rewriting == SplitAttention(modules=names)
@@ -47,7 +47,7 @@ def test_outputs_are_identical_in_another_process(
     assert_reloads_identically(pruned)
 
 
-def test_what_was_cut_learns_on_and_drops_out(pruned: EagerModel) -> None:
+def test_sliced_attention_trains_with_dropout(pruned: EagerModel) -> None:
     module, tokens = pruned.load().train(), torch.randint(0, 13, (8, 6))
     one, two = module(tokens), module(tokens)
     assert not torch.equal(one, two)
@@ -55,7 +55,7 @@ def test_what_was_cut_learns_on_and_drops_out(pruned: EagerModel) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
 
 
-def test_a_cut_model_is_cut_again(pruned: EagerModel, tmp_path: Path) -> None:
+def test_a_sliced_model_is_sliced_again(pruned: EagerModel, tmp_path: Path) -> None:
     again = PruneChannels(ratio=0.5)(pruned, Context(root=tmp_path / "again"))
     assert [type(edit) for edit in again.recipe.edits] == [SplitAttention, KeepIndices, KeepIndices]
     assert again.load().encoder.layers[0].self_attn.num_heads == 1
@@ -90,7 +90,7 @@ class Plain(nn.Module):
         return self.attention(x, x, x)[0]
 
 
-def test_only_what_answers_as_before_is_rewritten() -> None:
+def test_only_equivalent_rewrites_are_made() -> None:
     module = nn.Sequential(Plain(), Reader(), Plain()).eval()
     x = torch.randn(3, 5, 16)
     expected = run_in_eval(module, (x,))[0]

@@ -67,7 +67,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("name", "operator"), BROKEN)
-def test_a_broken_rule_costs_channels_never_truth(
+def test_wrong_labels_cost_channels_never_correctness(
     name: str, operator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, called = CASES[name], []
@@ -85,7 +85,7 @@ def test_a_broken_rule_costs_channels_never_truth(
     assert_right(module, cut, case.inputs(3))
 
 
-def test_a_rule_that_forgets_what_it_mixes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_does_not_couple_channels_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["softmax_over_channels"]
     monkeypatch.setitem(graph.RULES, "softmax", graph.elementwise.identity)
     module = case.build()
@@ -116,7 +116,7 @@ class Branches(nn.Module):
     ("layers", "wrong", "most"),
     [(16, (), 1), (16, (5,), 12), (16, (3, 9), 20), (8, range(8), 23)],
 )
-def test_families_are_proven_together(
+def test_groups_are_verified_together(
     layers: int, wrong: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = []
@@ -138,7 +138,7 @@ def test_families_are_proven_together(
     assert len(compared) <= most
 
 
-def test_attributes_of_several_families_add_up() -> None:
+def test_changes_of_one_attribute_by_several_groups_add_up() -> None:
     class TwoParts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -156,7 +156,7 @@ def test_attributes_of_several_families_add_up() -> None:
     assert_right(module, cut, (torch.randn(3, 4),))
 
 
-def test_one_configuration_changes_for_all_who_read_it() -> None:
+def test_a_shared_configuration_changes_for_all_its_modules() -> None:
     case = CASES["shared_configuration"]
     module = case.build()
     cut = plan_slices(module, case.inputs(2), ratio=0.5)
@@ -167,7 +167,7 @@ def test_one_configuration_changes_for_all_who_read_it() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-6])
-def test_a_branch_that_hardly_counts_is_proven_too(scale: float) -> None:
+def test_a_branch_scaled_to_almost_zero_is_verified_too(scale: float) -> None:
     """Residual branches begin at zero, or at 1e-6 (LayerScale): a wrong cut must still be seen."""
 
     class Residual(nn.Module):
@@ -187,7 +187,7 @@ def test_a_branch_that_hardly_counts_is_proven_too(scale: float) -> None:
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_what_computes_in_float32_inside_is_compared_as_such(right: bool) -> None:
+def test_modules_that_cast_to_float32_have_a_larger_tolerance(right: bool) -> None:
     class Casting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -203,7 +203,7 @@ def test_what_computes_in_float32_inside_is_compared_as_such(right: bool) -> Non
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_border_that_moves_by_one_channel_is_seen(seed: int) -> None:
+def test_an_index_off_by_one_channel_is_caught(seed: int) -> None:
     """Half of all channels are clamped in place; one more or less shows only where it matters."""
     case = CASES["in_place_on_a_view"]
     module = case.build(seed)
@@ -226,7 +226,7 @@ def test_random_numbers_in_a_forward_are_the_same_for_both() -> None:
     torch.randn(2, 4)
 
 
-def test_what_is_written_into_the_code_is_named() -> None:
+def test_reasons_contain_the_hard_coded_size() -> None:
     for name, layer, constant in (
         ("written_view", "conv2", "256"),
         ("written_heads", "query", "4, 8"),
@@ -243,7 +243,7 @@ class TwoLayers(nn.Module):
         self.first, self.second = nn.Linear(4, 32), nn.Linear(32, 3)
 
 
-def test_nan_in_a_later_output_refutes() -> None:
+def test_nan_in_a_later_output_is_a_mismatch() -> None:
     class NanWhereNarrow(TwoLayers):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             y = self.first(x).relu()
@@ -255,7 +255,7 @@ def test_nan_in_a_later_output_refutes() -> None:
     assert "answers otherwise than its masked twin (by nan)" in cut.pinned["first"]
 
 
-def test_a_model_that_answers_nan_proves_nothing() -> None:
+def test_a_model_that_returns_nan_cannot_be_verified() -> None:
     class Undefined(TwoLayers):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return self.second(self.first(x).relu()), x * torch.nan
@@ -319,7 +319,7 @@ class Pixels(nn.Module):
 """
 
 
-def test_a_branch_that_real_samples_alone_reach_is_proven_on_them(tmp_path: Path) -> None:
+def test_a_branch_that_only_real_samples_reach_is_verified(tmp_path: Path) -> None:
     (tmp_path / "pixels.py").write_text(PIXELS)
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 16)),))
     recipe = Recipe(factory="pixels:Pixels")
