@@ -36,7 +36,7 @@ from compress.common.tensor_difference import (  # noqa: E402
     largest_finite,
 )
 from compress.graph.flops import count_macs  # noqa: E402
-from compress.pruning.allocation.ranking import plan_cut  # noqa: E402
+from compress.pruning.allocation.ranking import plan_slices  # noqa: E402
 from compress.pruning.verification.masked_equivalence import zero_masked  # noqa: E402
 from compress.pruning.verification.module_rewrites import rewrite_  # noqa: E402
 from tests.compress.pruning.zoo.architectures import TRANSFORMERS  # noqa: E402
@@ -78,7 +78,7 @@ def ours(case: Case) -> dict[str, object]:
     module, inputs = case.build(), case.signature.example()
     original = copy.deepcopy(module)
     rewrite_(module, inputs)
-    cut = plan_cut(module, inputs, ratio=0.5)
+    cut = plan_slices(module, inputs, ratio=0.5)
     smaller = copy.deepcopy(module)
     keep_indices_(smaller, cut.kept, cut.attributes)
     others = case.signature.example(batch=3, seed=5)

@@ -71,15 +71,15 @@ def model(name: str, depth: int) -> tuple[torch.nn.Module, tuple[torch.Tensor, .
 
 def warm_up() -> None:
     """Import what the first use of torch.export and of the planner imports."""
-    from compress.pruning.allocation.ranking import plan_cut
+    from compress.pruning.allocation.ranking import plan_slices
 
     small = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    plan_cut(small.eval(), (torch.randn(2, 4),), ratio=0.5)
+    plan_slices(small.eval(), (torch.randn(2, 4),), ratio=0.5)
 
 
 def measured(name: str, depth: int, what: str) -> tuple[float, float, float]:
     """Return seconds of the processor, seconds of the clock, and MiB above what was there."""
-    from compress.pruning.allocation.ranking import plan_cut
+    from compress.pruning.allocation.ranking import plan_slices
     from compress.pruning.dependency.graph import trace
 
     module, inputs = model(name, depth)
@@ -89,7 +89,7 @@ def measured(name: str, depth: int, what: str) -> tuple[float, float, float]:
     if what == "trace":
         assert trace(module, inputs).groups
     else:
-        assert plan_cut(module, inputs, ratio=0.5).groups
+        assert plan_slices(module, inputs, ratio=0.5).groups
     seconds = time.process_time() - work, time.perf_counter() - clock
     return *seconds, (memory_kib("VmHWM") - before) / 1024
 
@@ -99,14 +99,14 @@ def split(name: str, depth: int) -> tuple[int, float, float]:
     from compress.pruning.dependency import graph
 
     module, inputs = model(name, depth)
-    export, spent = graph._export, []
+    export, spent = graph.export_graph, []
 
     def timed(*arguments):
         start = time.process_time()
         spent.append((export(*arguments), time.process_time() - start))
         return spent[-1][0]
 
-    graph._export = timed
+    graph.export_graph = timed
     start = time.process_time()
     graph.trace(module, inputs)
     whole = time.process_time() - start

@@ -62,7 +62,7 @@ def _score(folder: Path, tasks: list, seed: int, options: argparse.Namespace, kn
         module = cut(source, splits, folder / "-".join(map(str, key)))
         if module is not None:
             line = _measured(module, source.load(), splits, options.epochs, seed)
-            _tell(options.results, known, key, line)
+            _record(options.results, known, key, line)
 
 
 def _time(options: argparse.Namespace, known: dict) -> None:
@@ -77,7 +77,7 @@ def _time(options: argparse.Namespace, known: dict) -> None:
                 if module is not None:
                     x = splits.datasets["test"].tensors[0]
                     ratio = _latency_ratio(source.load(), module, x)
-                    _tell(options.results, known, width, {"latency": ratio})
+                    _record(options.results, known, width, {"latency": ratio})
 
 
 def _parsed() -> argparse.Namespace:
@@ -252,7 +252,7 @@ def _latency_ratio(before: nn.Module, after: nn.Module, x: torch.Tensor) -> floa
     return compare_latency(*map(predictor, sessions), [(x[:32],)]).share or math.nan
 
 
-def _tell(results: Path | None, known: dict, key: tuple, line: dict[str, float]) -> None:
+def _record(results: Path | None, known: dict, key: tuple, line: dict[str, float]) -> None:
     known[key] = line
     text = json.dumps({"key": key, **{name: round(v, 4) for name, v in line.items()}})
     print(text, flush=True)

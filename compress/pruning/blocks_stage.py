@@ -1,4 +1,4 @@
-"""The stage that removes whole blocks."""
+"""The stage `prune_layers`: remove whole blocks."""
 
 from __future__ import annotations
 
@@ -8,31 +8,29 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import model_validator
 
-from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import KeepBlocks
 from compress.common.config import Count, Ratio
 from compress.common.errors import StageFailed
-from compress.core.stage import Stage
-from compress.pruning.finetune import AnyFinetune
+from compress.pruning.finetune import AnyFinetune, PruningStage
 
 if TYPE_CHECKING:
     import torch
     from pydantic import JsonValue
 
+    from compress.artifacts.eager_model import EagerModel
     from compress.checkpoint.state_dict import Weights
     from compress.core.context import Context
-    from compress.core.loss import Loss
     from compress.pruning.depth.block_search import Block, Removal
 
 log = logging.getLogger(__name__)
 
 
-class PruneLayers(Stage[EagerModel, EagerModel]):
-    """Remove whole blocks, such as transformer layers or residual blocks, by measured harm.
+class PruneLayers(PruningStage):
+    """Remove whole blocks, such as transformer layers or residual blocks, by measured output error.
 
-    Each removal is tried on the model itself, and the block that is missed least leaves; then the
-    next one is looked for among those that are left. A block whose output does not fit in for its
-    input stays, with the reason among the facts.
+    Each removal is tried on the model itself, and the block with the least error is removed; then
+    the next one is searched among the others. A block whose output has another shape than its input
+    stays, and the artifact's facts say why.
     """
 
     stage: Literal["prune_layers"] = "prune_layers"
@@ -45,16 +43,16 @@ class PruneLayers(Stage[EagerModel, EagerModel]):
     exclude: tuple[str, ...] = ()
     """Names of blocks, or of modules around them, that stay; `*` matches any characters."""
     judged_by: Literal["metric", "outputs"] | None = None
-    """What harm is: how much worse the `metric` on `val` is, or how far the `outputs` lie from
-    those before; by default the metric where `val` has targets. Without data the outputs on seeded
+    """What the error is: the drop of the `metric` on `val`, or the distance of the `outputs` from
+    those before; by default the metric if `val` has targets. Without data the outputs on seeded
     inputs are compared."""
     samples: Count = 512
-    """Samples of `val` that each removal is judged on, at most."""
+    """Samples of `val` on which each removal is measured, at most."""
     finetune: AnyFinetune | None = None
-    """How the smaller model is trained; it stays as it was cut unless an epoch is better."""
+    """How the smaller model is trained; its weights change only if an epoch improves the metric."""
 
     @model_validator(mode="after")
-    def _one_says_how_many(self) -> Self:
+    def _exactly_one_count(self) -> Self:
         given = [name for name in ("remove", "keep", "ratio") if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
@@ -63,31 +61,21 @@ class PruneLayers(Stage[EagerModel, EagerModel]):
 
     @property
     def needs_data(self) -> bool:
-        """Whether there is fine-tuning to do, or a metric to measure."""
+        """Whether there is fine-tuning, or a metric to measure."""
         return self.finetune is not None or self.judged_by == "metric"
 
     @property
-    def uses_loss(self) -> bool:
-        """Whether fine-tuning minimizes the loss on targets."""
-        return self.finetune is not None and self.finetune.uses_targets
-
-    def check_loss(self, loss: Loss) -> None:
-        """Refuse settings that do not go with the task's loss."""
-        if self.finetune is not None:
-            self.finetune.check_loss(loss)
-
-    @property
     def uses_data(self) -> bool:
-        """Always: removals are judged on it."""
+        """Always: errors are measured on it, if there is any."""
         return True
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
-        """Search, cut, and fine-tune.
+        """Search the blocks to remove, remove them, and fine-tune.
 
         Raises:
             PipelineInvalid: a pattern of ``exclude`` matches no module.
-            StageFailed: the model has no repeated blocks or fewer that can be removed, or there is
-                no data for what is asked.
+            StageFailed: the model has no repeated blocks or fewer that can be removed, or a setting
+                requires data and there is none.
         """
         if self.needs_data:
             context.need_data(f"{self.title} with finetune or judged_by: metric")
@@ -107,7 +95,7 @@ class PruneLayers(Stage[EagerModel, EagerModel]):
     def _search(
         self, model: EagerModel, context: Context
     ) -> tuple[KeepBlocks, dict[str, JsonValue]]:
-        from compress.pruning.allocation.ranking import modules_excluded
+        from compress.pruning.allocation.ranking import modules_matching
         from compress.pruning.depth.block_search import (
             all_blocks,
             kept_without,
@@ -118,7 +106,7 @@ class PruneLayers(Stage[EagerModel, EagerModel]):
 
         module = model.load()
         blocks = all_blocks(module)
-        excluded = modules_excluded(module, self.exclude, "prune_layers.exclude")
+        excluded = modules_matching(module, self.exclude, "prune_layers.exclude")
         refused = {
             b.name: f"excluded by {excluded[b.name]!r}" for b in blocks if b.name in excluded
         }
@@ -126,15 +114,15 @@ class PruneLayers(Stage[EagerModel, EagerModel]):
         refused |= reasons_to_stay(module, inputs, [b for b in blocks if b.name not in refused])
         free = [block for block in blocks if block.name not in refused]
         count = self._count(blocks, len(free))
-        judge = OutputErrorMeter(module, model.signature, context, self.judged_by, self.samples)
+        meter = OutputErrorMeter(module, model.signature, context, self.judged_by, self.samples)
         try:
-            removal = search(module, free, count, judge, refused, context.progress)
+            removal = search(module, free, count, meter, refused, context.progress)
         except StageFailed as error:
             raise StageFailed(f"{self.title}: {error}") from None
         removed = [block for block, _ in removal.steps]
         log.info("%s: without %s", self.title, ", ".join(block.name for block in removed))
         kept = kept_without(module, removed)
-        return KeepBlocks(kept=kept), _facts(removal, judge.judged_by, kept)
+        return KeepBlocks(kept=kept), _facts(removal, meter.judged_by, kept)
 
     def _count(self, blocks: list[Block], free: int) -> int:
         """Return how many blocks are to be removed.
@@ -149,11 +137,11 @@ class PruneLayers(Stage[EagerModel, EagerModel]):
             )
         if self.remove is not None:
             return self.remove
-        asked = f"keep: {self.keep}" if self.keep else f"ratio: {self.ratio:g}"
+        setting = f"keep: {self.keep}" if self.keep else f"ratio: {self.ratio:g}"
         count = len(blocks) - self.keep if self.keep else floor((self.ratio or 0) * len(blocks))
         if count < 1:
             raise StageFailed(
-                f"{self.title}: {asked} of {len(blocks)} blocks removes none; "
+                f"{self.title}: {setting} of {len(blocks)} blocks removes none; "
                 f"{free} of them can be removed"
             )
         return count
@@ -162,11 +150,11 @@ class PruneLayers(Stage[EagerModel, EagerModel]):
 def _facts(
     removal: Removal, judged_by: str, kept: dict[str, tuple[int, ...]]
 ) -> dict[str, JsonValue]:
-    """Return the harm of each block, what left, and what could not and why."""
+    """Return the error of each block, the removed ones, and the ones that stay and why."""
     return {
         "judged_by": judged_by,
-        "harm_alone": {block.name: dict(harm.facts()) for block, harm in removal.alone.items()},
-        "removed": [{"block": block.name, **harm.facts()} for block, harm in removal.steps],
+        "harm_alone": {block.name: dict(error.facts()) for block, error in removal.alone.items()},
+        "removed": [{"block": block.name, **error.facts()} for block, error in removal.steps],
         "kept": {container: list(indices) for container, indices in kept.items()},
         "stayed": dict(removal.refused),
     }

@@ -1,9 +1,11 @@
-"""A model on its way from cut to cut: planned, proven, cut, refitted, fine-tuned."""
+"""Remove channels from a model in steps: rank, allocate, verify, slice, recover."""
 
 from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.edits.slicing import keep_indices_
@@ -11,22 +13,25 @@ from compress.artifacts.recipe import KeepIndices
 from compress.common.errors import StageFailed
 from compress.common.forward import torch_predictor
 from compress.core.stage import DEFAULT_CALIBRATION_SAMPLES
+from compress.graph.flops import count_macs
 from compress.profiling.benchmark import compare_latency, unmeasurable
-from compress.pruning.allocation.budget_search import cut_to_cost, cut_to_latency
-from compress.pruning.allocation.cost_model import (
+from compress.pruning.allocation.budget_search import (
     mac_estimate,
-    macs_of,
     parameter_estimate,
     parameters_of,
+    plan_for_cost,
+    plan_for_latency,
 )
 from compress.pruning.allocation.ranking import rank
-from compress.pruning.allocation.ratios import Limits
-from compress.pruning.recovery.recovery import repair_
+from compress.pruning.finetune import finetune
+from compress.pruning.recovery.recovery import recover_
 from compress.pruning.verification.masked_equivalence import shallow_copy
 from compress.pruning.verification.module_rewrites import edits_needed, rewrite_
 from compress.pruning.verification.verification_inputs import other_sizes, real_inputs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from compress.artifacts.eager_model import EagerModel
@@ -35,272 +40,292 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.profiling.benchmark import Comparison
-    from compress.pruning.allocation.ranking import Ranking
-    from compress.pruning.channels_stage import PruneChannels
-    from compress.pruning.dependency.channel_groups import Kept
-    from compress.pruning.dependency.group_slices import SlicePlan
+    from compress.pruning.allocation.ranking import OnUnverified, Ranking
+    from compress.pruning.allocation.ratios import Limits
+    from compress.pruning.allocation.targets import Target
+    from compress.pruning.dependency.channel_groups import Kept, SlicePlan
     from compress.pruning.dependency.rules.channel_labels import Slot
+    from compress.pruning.finetune import Finetune
+    from compress.pruning.importance.criteria import Criterion
 
 log = logging.getLogger(__name__)
 
 REASONS_SHOWN = 3
 MEASURED_SECONDS = 0.2
-"""For which each model is measured, to see whether it became faster."""
+"""Seconds for which each model is called when latencies are compared."""
+
+
+@dataclass(frozen=True)
+class ChannelPruningConfig:
+    """Settings of `prune_channels` as plain data; see the fields of the stage."""
+
+    title: str
+    """Name of the stage, for messages and progress."""
+    ratio: float | None
+    target: Target | None
+    importance: Criterion
+    limits: Limits
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    on_unverified: OnUnverified
+    iterations: int
+    refit: bool
+    calibration_samples: int | None
+    needs_samples: bool
+    """Whether missing calibration samples are an error."""
+    uses_loss: bool
+    finetune: Finetune | None
 
 
 class ChannelPruner:
-    """Cuts a model in steps, and remembers what was cut and why the rest was not."""
+    """Removes channels from one model, and records what was removed and why the rest was not."""
 
-    def __init__(self, stage: PruneChannels, model: EagerModel, context: Context) -> None:
-        """Take the settings, the model, and where and on which samples to work."""
-        self._stage, self._source, self._context = stage, model, context
-        self._batches = samples(stage, context)
-        self._loss = context.loss.infer_targets(context.data if stage.uses_loss else None)
-        self._inputs = model.signature.example(seed=context.seed)
-        self._others = other_sizes(model.signature, context.seed)
-        self._real = real_inputs(model.signature, context, self._batches)
-        self._one = model.signature.example(batch=1, seed=context.seed)
-        self._original = model.load()
-        self._before: dict[tuple[Slot, ...], int] = {}
-        self._families: dict[tuple[str, ...], dict[str, Any]] = {}
+    def __init__(self, config: ChannelPruningConfig, model: EagerModel, context: Context) -> None:
+        """Load the model and the calibration samples.
+
+        Raises:
+            StageFailed: a setting needs samples and there are none, or fewer than asked for.
+        """
+        self._config, self._source, self._context = config, model, context
+        self._batches = calibration_batches(config, context)
+        self._loss = context.loss.infer_targets(context.data if config.uses_loss else None)
+        signature, seed = model.signature, context.seed
+        self._inputs = signature.example(seed=seed)
+        self._one_sample = signature.example(batch=1, seed=seed)
+        self._other_inputs = other_sizes(signature, seed)
+        self._real_inputs = real_inputs(signature, context, self._batches)
+        self._unpruned, self._module = model.load(), model.load()
+        self._weights: torch.nn.Module | Weights = self._module
+        self._rewrites: tuple[AnyEdit, ...] = ()
+        self._slices: list[AnyEdit] = []
+        self._original_sizes: dict[tuple[Slot, ...], int] = {}
+        """Slots of a group → its channels before the first step."""
+        self._groups: dict[tuple[str, ...], dict[str, Any]] = {}
+        """Producers of a group → the fact about its channels before and after."""
         self._facts: dict[str, Any] = {}
-        self._pinned: dict[str, str] = {}
-        self.module = model.load()
-        self._whole_cut: SlicePlan | None = None
-        self._rewriting = self._rewrite_()
-        self.edits: list[AnyEdit] = list(self._rewriting)
-        """The changes to the architecture so far."""
-        self.weights: torch.nn.Module | Weights = self.module
-        """The weights so far."""
-        self._reference, self._kept = copy.deepcopy(self.module), dict[str, Any]()
 
-    def prune_step_(self, share: float) -> None:
-        """Cut a share of all that is to be cut, and repair and train what is left.
+    def run(self) -> tuple[torch.nn.Module | Weights, list[AnyEdit], dict[str, Any]]:
+        """Prune in ``iterations`` steps; return the weights, the edits that led to them, and facts.
 
         Raises:
-            StageFailed: nothing can be cut in the last step.
+            PipelineInvalid: a pattern matches no module.
+            StageFailed: the model cannot be traced, no channel can be removed, or a target cannot
+                be reached.
         """
-        cut = self._whole_cut if self._whole_cut and share == 1 else self._plan(share)
-        self._whole_cut = None  # the next step has another module to cut
-        self._pinned = cut.pinned
-        if not cut.groups:
-            return
-        edit = KeepIndices(kept=cut.kept, attributes=dict(cut.attributes))
-        edit.apply_(self.module)
-        self.edits.append(edit)
-        self._record(cut)
-        self._kept = composed(self._kept, cut.kept)
-        self._repair_()
-        self.weights = self.module
-        if self._stage.finetune is not None:
-            self._finetune_()
-
-    def require_pruned(self) -> None:
-        """Refuse a plan that removes nothing.
-
-        Raises:
-            StageFailed: nothing was cut; the message says why.
-        """
-        if self._families:
-            return
-        reasons = [f"{name}: {reason}" for name, reason in self._pinned.items()]
-        more = f" and {len(reasons) - REASONS_SHOWN} more" * (len(reasons) > REASONS_SHOWN)
-        found = "; ".join(reasons[:REASONS_SHOWN]) or "it has no layer with channels"
-        raise StageFailed(f"{self._stage.title}: no channel can be removed ({found}{more})")
-
-    def facts(self) -> dict[str, Any]:
-        """Return what was cut, what was not and why, and what it brought."""
-        costs = {
-            name: {"before": int(count(self._original)), "after": int(count(self.module))}
-            for name, count in (("parameters", parameters_of), ("macs", self._macs))
+        config, context = self._config, self._context
+        plan_for_rewrites = self._rewrite_()
+        # What the refit aims at: the outputs of this module, of whose tensors `kept` is left.
+        self._reference, self._kept = copy.deepcopy(self._module), dict[str, Any]()
+        for step in range(1, config.iterations + 1):
+            context.progress(config.title, step - 1, config.iterations, "plan and verify")
+            if step == config.iterations == 1 and plan_for_rewrites:
+                plan = plan_for_rewrites
+            else:
+                ranking = self._rank()
+                plan = self._allocate_and_verify(ranking, step / config.iterations)
+            if plan.groups:
+                self._slice_(plan)
+                self._recover_()
+                if config.finetune is not None:
+                    self._finetune_(config.finetune)
+        if not self._groups:
+            reasons = [f"{name}: {reason}" for name, reason in plan.pinned.items()]
+            more = f" and {len(reasons) - REASONS_SHOWN} more" * (len(reasons) > REASONS_SHOWN)
+            shown = "; ".join(reasons[:REASONS_SHOWN]) or "it has no layer with channels"
+            raise StageFailed(f"{config.title}: no channel can be removed ({shown}{more})")
+        self._log_speedup()
+        before, after = self._unpruned, self._module
+        inputs = self._one_sample
+        facts = {
+            "families": list(self._groups.values()),
+            "pinned": plan.pinned,
+            "parameters": {"before": parameters_of(before), "after": parameters_of(after)},
+            "macs": {"before": count_macs(before, inputs), "after": count_macs(after, inputs)},
+            **self._facts,
         }
-        families = list(self._families.values())
-        return {"families": families, "pinned": self._pinned, **costs, **self._facts}
+        return self._weights, [*self._rewrites, *self._slices], facts
 
-    def warn_unless_faster(self) -> None:
-        """Log a warning where the model is not faster than it was, measured call by call."""
-        compared = self._compared(self.module, batch=1)
-        ratio = compared.share
-        if ratio is None:
-            why = unmeasurable("the speed of what is left", compared.interval.unreliable_reason)
-            log.info("%s: %s", self._stage.title, why)
-            return
-        title, found = self._stage.title, self._families.values()
-        before, after = (sum(family[end] for family in found) for end in ("before", "after"))
-        log.info("%s: %d of %d channels stay, %.2f of the time", title, after, before, ratio)
-        if ratio >= 1:
-            log.warning(
-                "%s: the smaller model is not faster here: %.2f of the time of a call; its layers "
-                "may be too small to matter, or round_to not what this device likes",
-                title,
-                ratio,
-            )
+    def _rewrite_(self) -> SlicePlan | None:
+        """Replace modules that cannot be sliced by equivalent ones, where a full plan slices them.
 
-    def _rewrite_(self) -> tuple[AnyEdit, ...]:
-        """Put parts that can be cut in the place of those that will be and cannot; return how."""
-        edits = rewrite_(self.module, self._inputs, self._real)
+        Returns the full plan if it is still valid, that is if all replacements were needed.
+        """
+        edits = rewrite_(self._module, self._inputs, self._real_inputs)
         if not edits:
-            return ()
-        cut = self._plan(1)
-        needed = edits_needed(edits, cut)
-        if needed == edits:  # the module stays as it is, and so would the plan
-            self._whole_cut = cut
-            return edits
-        self._before.clear()
-        self.module = self._source.load()
-        for edit in needed:
-            edit.apply_(self.module)
-        return needed
+            return None
+        plan = self._allocate_and_verify(self._rank(), share=1)
+        self._rewrites = edits_needed(edits, plan)
+        if self._rewrites == edits:
+            return plan
+        self._original_sizes.clear()
+        self._weights = self._module = self._source.load()
+        for edit in self._rewrites:
+            edit.apply_(self._module)
+        return None
 
-    def _plan(self, share: float) -> SlicePlan:
-        stage, context = self._stage, self._context
+    def _rank(self) -> Ranking:
+        """Trace the dependency graph and score the channels of each group."""
         ranking = rank(
-            self.module,
+            self._module,
             self._inputs,
-            stage.importance,
-            others=self._others,
-            real=self._real,
-            include=stage.include,
-            exclude=stage.exclude,
-            originals=self._before,
+            self._config.importance,
+            others=self._other_inputs,
+            real=self._real_inputs,
+            include=self._config.include,
+            exclude=self._config.exclude,
+            originals=self._original_sizes,
             batches=self._batches,
-            device=context.device,
-            seed=context.seed,
+            device=self._context.device,
+            seed=self._context.seed,
             loss=self._loss,
         )
         for one in ranking.ranked:
-            self._before.setdefault(one.family.slots, one.original)
-        limits = Limits(stage.scope, stage.round_to, stage.min_channels, stage.max_ratio)
-        if stage.ratio is None:
-            return self._to_target(ranking, limits, share)
-        keep = ranking.allocate(stage.ratio * share, limits)
-        return ranking.prove(keep, stage.on_unverified)
+            self._original_sizes.setdefault(one.group.slots, one.original)
+        return ranking
 
-    def _to_target(self, ranking: Ranking, limits: Limits, share: float) -> SlicePlan:
-        target = self._stage.target
-        if target is None:
-            raise TypeError("ratio or target is set")
-        goal = 1 - (1 - target.share) * share
-        how = self._stage.on_unverified
-        if target.quantity == "latency":
-            batch = target.batch
-            return cut_to_latency(
-                ranking, limits, goal, lambda cut: self._latency(self._cut(cut), batch), how
-            )
-        count: Any = parameters_of if target.quantity == "parameters" else self._macs
-        if target.quantity == "parameters":
-            estimate = parameter_estimate(self.module, ranking.graph)
+    def _allocate_and_verify(self, ranking: Ranking, share: float) -> SlicePlan:
+        """Plan slices that reach a share of the ratio or target, verified by the masked twin."""
+        config, limits = self._config, self._config.limits
+        if config.target is None:
+            keep = ranking.allocate((config.ratio or 0.0) * share, limits)
+            return ranking.verify(keep, config.on_unverified)
+        goal = 1 - (1 - config.target.share) * share
+        if config.target.quantity == "latency":
+            batch = config.target.batch
+
+            def latency(plan: SlicePlan) -> float:
+                return self._latency(self._sliced(plan), batch)
+
+            return plan_for_latency(ranking, limits, goal, latency, config.on_unverified)
+        if config.target.quantity == "parameters":
+            count: Callable[[torch.nn.Module], int] = parameters_of
+            estimate = parameter_estimate(self._module, ranking.graph)
         else:
-            estimate = mac_estimate(self.module, ranking.graph, self._one)
-        return cut_to_cost(
-            ranking,
-            limits,
-            goal * count(self._original),
-            lambda removed: estimate.of(channel for own in removed for channel in own),
-            lambda cut: float(count(self._cut(cut))),
-            how,
-        )
+            count = partial(count_macs, inputs=self._one_sample)
+            estimate = mac_estimate(self._module, ranking.graph, self._one_sample)
 
-    def _cut(self, cut: SlicePlan) -> torch.nn.Module:
-        """Return a copy of the module with a cut."""
-        smaller = shallow_copy(self.module)
-        keep_indices_(smaller, cut.kept, cut.attributes)
+        def cost(plan: SlicePlan) -> float:
+            return float(count(self._sliced(plan)))
+
+        max_cost = goal * count(self._unpruned)
+        return plan_for_cost(ranking, limits, max_cost, estimate, cost, config.on_unverified)
+
+    def _slice_(self, plan: SlicePlan) -> None:
+        """Remove the channels from the module, and record the edit and the groups' sizes."""
+        edit = KeepIndices(kept=plan.kept, attributes=dict(plan.attributes))
+        edit.apply_(self._module)
+        self._slices.append(edit)
+        self._weights = self._module
+        self._kept = compose_kept(self._kept, plan.kept)
+        for one in plan.groups:
+            size, modules = len(one.group.channels), one.group.producers
+            fact = self._groups.setdefault(modules, {"modules": list(modules), "before": size})
+            fact["after"] = size - len(one.removed)
+
+    def _recover_(self) -> None:
+        """Refit layers and re-estimate BatchNorm statistics, if there are samples."""
+        if self._batches:
+            self._facts["refit"] = recover_(
+                self._module,
+                self._reference,
+                self._kept,
+                self._batches,
+                self._context.device,
+                refit=self._config.refit,
+            )
+
+    def _finetune_(self, training: Finetune) -> None:
+        """Train the sliced model; the next step continues from the trained weights."""
+        source, work, number = self._source, self._context.work, len(self._slices)
+        edits = [*self._rewrites, *self._slices]
+        start = source.derive(work / f"cut{number}", self._module, edits=edits)
+        fitted = finetune(start, source, training, self._context, self._config.title)
+        self._weights = fitted.weights
+        self._facts |= fitted.facts()
+        if number < self._config.iterations:
+            tuned = source.derive(work / f"tuned{number}", fitted.weights, edits=edits)
+            self._module = tuned.load()
+            # The trained model's outputs are better than the unpruned one's: refit to them.
+            self._reference, self._kept = copy.deepcopy(self._module), {}
+
+    def _sliced(self, plan: SlicePlan) -> torch.nn.Module:
+        """Return a sliced copy of the module."""
+        smaller = shallow_copy(self._module)
+        keep_indices_(smaller, plan.kept, plan.attributes)
         return smaller
 
-    def _macs(self, module: torch.nn.Module) -> int:
-        return macs_of(module, self._one)
-
     def _latency(self, module: torch.nn.Module, batch: int) -> float:
-        """Return a module's latency over that of the model as it came in.
+        """Return a module's latency over that of the unpruned model.
 
         Raises:
             StageFailed: the machine is too busy to measure it.
         """
-        compared = self._compared(module, batch)
+        compared = self._compare_latency(module, batch)
         if compared.share is None:
             raise StageFailed(
                 unmeasurable("the latency of a cut", compared.interval.unreliable_reason)
             )
         return compared.share
 
-    def _compared(self, module: torch.nn.Module, batch: int) -> Comparison:
-        """Measure a module in turn with the model as it came in; a fixed batch has its own size."""
+    def _compare_latency(self, module: torch.nn.Module, batch: int) -> Comparison:
+        """Measure a module alternating with the unpruned model; a fixed batch size wins."""
         device, threads = self._context.device, self._context.threads
         signature = self._source.signature
         size = batch if signature.batch_axis else signature.smallest_batch
         batches = self._context.measured_batches(signature, size)
         with (
-            torch_predictor(self._original.to(device), device, threads) as slow,
+            torch_predictor(self._unpruned.to(device), device, threads) as slow,
             torch_predictor(module.to(device), device, threads) as fast,
         ):
             compared = compare_latency(slow, fast, batches, seconds=MEASURED_SECONDS)
-        self._original.cpu(), module.cpu()
+        self._unpruned.cpu(), module.cpu()
         return compared
 
-    def _record(self, cut: SlicePlan) -> None:
-        for one in cut.groups:
-            modules = list(one.group.producers_slots)
-            known = self._families.setdefault(
-                tuple(modules), {"modules": modules, "before": one.before}
+    def _log_speedup(self) -> None:
+        """Log the measured latency of the pruned model, as a warning if it is not faster."""
+        title, groups = self._config.title, self._groups.values()
+        compared = self._compare_latency(self._module, batch=1)
+        ratio = compared.share
+        if ratio is None:
+            reason = unmeasurable("the speed of what is left", compared.interval.unreliable_reason)
+            log.info("%s: %s", title, reason)
+            return
+        before, after = (sum(group[end] for group in groups) for end in ("before", "after"))
+        log.info("%s: %d of %d channels stay, %.2f of the time", title, after, before, ratio)
+        if ratio >= 1:
+            log.warning(
+                "%s: the smaller model is not faster here: %.2f of the time of a call; its layers "
+                "may be too small to matter, or round_to may not suit this device",
+                title,
+                ratio,
             )
-            known["after"] = one.after
-
-    def _repair_(self) -> None:
-        if not self._batches:
-            return
-        self._facts["refit"] = repair_(
-            self.module,
-            self._reference,
-            self._kept,
-            self._batches,
-            self._context.device,
-            refit=self._stage.refit,
-        )
-
-    def _finetune_(self) -> None:
-        from compress.training.fit import fit
-
-        training, context, title = self._stage.finetune, self._context, self._stage.title
-        if training is None:
-            return
-        number = len(self.edits) - len(self._rewriting)
-        start = self._source.derive(context.work / f"cut{number}", self.module, edits=self.edits)
-        objective = training.objective(self._source, context)
-        fitted = fit(start, training, objective, context, title, accept_start=True)
-        self.weights = fitted.weights
-        self._facts |= fitted.facts()
-        if number < self._stage.iterations:
-            tuned = context.work / f"tuned{number}"
-            self.module = self._source.derive(tuned, fitted.weights, edits=self.edits).load()
-            # Trained layers answer otherwise than the original's, and better.
-            self._reference, self._kept = copy.deepcopy(self.module), {}
 
 
-def samples(stage: PruneChannels, context: Context) -> list[Batch]:
-    """Return the calibration samples; none where there is no data and nothing needs them.
+def calibration_batches(config: ChannelPruningConfig, context: Context) -> list[Batch]:
+    """Return the calibration samples; none if there is no data and no setting needs them.
 
     Raises:
-        StageFailed: something needs them and they are not there, or there are fewer than asked for.
+        StageFailed: a setting needs samples and there are none, or fewer than asked for.
     """
-    if stage.calibration_samples == 0:
+    if config.calibration_samples == 0:
         return []
-    if context.data is None and not stage.needs_samples:
+    if context.data is None and not config.needs_samples:
         return []
-    data = context.need_data(stage.title)
+    data = context.need_data(config.title)
     name = data.calibration_split
-    if name not in data.datasets and not stage.needs_samples:
+    if name not in data.datasets and not config.needs_samples:
         return []
-    there: Any = data.split(name)
-    count = stage.calibration_samples or min(DEFAULT_CALIBRATION_SAMPLES, len(there))
+    split: Any = data.split(name)
+    count = config.calibration_samples or min(DEFAULT_CALIBRATION_SAMPLES, len(split))
     return list(data.calibration(count, context.seed))
 
 
-def composed(first: Kept, second: Kept) -> Kept:
-    """Return what is left of tensors that are cut twice, as indices into the uncut ones."""
+def compose_kept(first: Kept, second: Kept) -> Kept:
+    """Compose two slices in turn: indices into the tensors before the first one."""
     kept = {name: dict(axes) for name, axes in first.items()}
     for name, axes in second.items():
         for axis, indices in axes.items():
             before = first.get(name, {}).get(axis)
-            now = indices if before is None else tuple(before[i] for i in indices)
-            kept.setdefault(name, {})[axis] = now
+            composed = indices if before is None else tuple(before[i] for i in indices)
+            kept.setdefault(name, {})[axis] = composed
     return kept

@@ -1,98 +1,91 @@
-"""The stage that removes whole channels, heads and neurons."""
+"""The stage `prune_channels`: remove whole channels, heads and neurons."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from compress.artifacts.eager_model import EagerModel
 from compress.common.config import Count, Ratio
 from compress.core.loss import refuse_without_curvature
-from compress.core.stage import Stage
 from compress.pruning.allocation.targets import Target
-from compress.pruning.finetune import Finetune
+from compress.pruning.finetune import AnyFinetune, PruningStage
 from compress.pruning.importance.criteria import FROM_DATA, OF_GRADIENTS, Criterion
-from compress.training.config.training import Training
 
 if TYPE_CHECKING:
+    from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
     from compress.core.loss import Loss
+    from compress.pruning.channel_pruner import ChannelPruningConfig
 
 
-class PruneChannels(Stage[EagerModel, EagerModel]):
+class PruneChannels(PruningStage):
     """Remove whole channels, heads and neurons, so that the model is really smaller and faster.
 
-    Which channels belong together is read from the model's own graph; no layer has to be annotated.
-    Every cut is proven to answer as the model with the same channels silenced. What cannot be
-    proven stays, with the reason among the facts.
+    Which channels are coupled follows from the exported graph; no layer has to be annotated. Every
+    sliced model is compared with its masked twin: the unsliced model with the same channels set to
+    zero. Channels whose removal cannot be verified stay, and the artifact's facts say why.
     """
 
     stage: Literal["prune_channels"] = "prune_channels"
     ratio: Ratio | None = None
-    """Fraction of the channels to remove, in every place where they can be removed."""
+    """Fraction of the channels to remove from every group of coupled channels."""
     target: Target | None = None
-    """Instead of `ratio`: what share of the model's cost remains."""
+    """Instead of `ratio`: the share of the model's cost that remains."""
     importance: Criterion = "l2"
     """How channels are ranked. By weights: `l1` or `l2` norm, `fpgm` (distance to the others),
     `lamp`, `bn_scale`, `random`. By calibration samples: `taylor` and `hessian` (change of the
-    loss, of the outputs without labels), `wanda` (weight times activation), `obs` (error that the
-    next layers cannot make up for)."""
+    loss, or of the outputs without labels), `wanda` (weight times activation), `obs` (error that
+    the next layers cannot compensate)."""
     scope: Literal["uniform", "global", "isomorphic"] = "uniform"
-    """Among which channels the least important are looked for: within each family, all of them, or
-    families of the same structure together."""
+    """Among which channels the least important are selected: within each group of coupled channels
+    (`uniform`), among all (`global`), or among groups of the same structure (`isomorphic`)."""
     max_ratio: Ratio = 0.8
-    """Largest fraction of a family that leaves with scope `global` or `isomorphic`."""
+    """Largest fraction of a group that is removed with scope `global` or `isomorphic`."""
     round_to: Count = 16
-    """Keep multiples of this many channels; of fewer in layers narrower than twice as many."""
+    """Keep a multiple of this many channels; in layers narrower than twice as many, of a half, a
+    quarter … of it."""
     min_channels: Count = 1
-    """Channels of a family that stay in any case."""
+    """Channels of a group that stay in any case."""
     include: tuple[str, ...] = ()
-    """Names of modules; where there are any, only channels that they make leave."""
+    """Names of modules; if given, only channels that they produce are removed."""
     exclude: tuple[str, ...] = ()
     """Names of modules whose channels all stay; `*` matches any characters."""
     on_unverified: Literal["pin", "error"] = "pin"
-    """Whether channels whose cut cannot be proven stay, or stop the stage."""
+    """Whether channels whose removal cannot be verified stay, or fail the stage."""
     iterations: Count = 1
-    """Cuts in which the channels leave, a like number in each; importance is judged anew, and
-    layers are refitted and the model fine-tuned, after each."""
+    """Pruning steps, each removing about as many channels; before each, importance is measured
+    again, and after each, layers are refitted and the model is fine-tuned."""
     refit: bool = True
-    """Whether the layers after a cut are refitted by least squares, so that they answer as before:
-    no training and no labels. Without data there is none."""
+    """Whether layers that lost inputs are refitted by least squares to their earlier outputs: no
+    training and no labels. Without data nothing is refitted."""
     calibration_samples: Annotated[int, Field(ge=0)] | None = None
-    """Samples on which importance is judged, layers are refitted and BatchNorm statistics averaged
-    anew. By default 512, or all there are; 0 does nothing of it, and cuts are still proven on a few
-    samples."""
-    finetune: Finetune | None = None
-    """How the smaller model is trained; it stays as it was cut unless an epoch is better."""
-
-    @field_validator("finetune", mode="before")
-    @classmethod
-    def _any_training(cls, given: Any) -> Any:
-        if isinstance(given, Training) and not isinstance(given, Finetune):
-            return {name: getattr(given, name) for name in given.model_fields_set}
-        return given
+    """Samples on which importance is measured, layers are refitted and BatchNorm statistics are
+    re-estimated. By default 512, or all there are; 0 skips all of this, and slices are still
+    verified on a few samples."""
+    finetune: AnyFinetune | None = None
+    """How the smaller model is trained; its weights change only if an epoch improves the metric."""
 
     @model_validator(mode="after")
-    def _ratio_or_target(self) -> Self:
+    def _exactly_one_of_ratio_and_target(self) -> Self:
         if (self.ratio is None) == (self.target is None):
-            found = "neither" if self.ratio is None else "both"
-            raise ValueError(f"prune_channels needs ratio or target, found {found}; keep one")
+            given = "neither" if self.ratio is None else "both"
+            raise ValueError(f"prune_channels needs ratio or target, found {given}; keep one")
         return self
 
     @model_validator(mode="after")
-    def _goes_with_scope(self) -> Self:
+    def _max_ratio_fits_scope(self) -> Self:
         if self.scope == "uniform" and "max_ratio" in self.model_fields_set:
             raise ValueError("max_ratio is for scope global or isomorphic, found uniform")
         if self.scope != "uniform" and self.ratio and self.ratio > self.max_ratio:
             raise ValueError(
-                f"ratio {self.ratio:g} is above max_ratio {self.max_ratio:g}, more than any family "
-                "may lose; raise max_ratio"
+                f"ratio {self.ratio:g} is above max_ratio {self.max_ratio:g}, the most that any "
+                "group of channels may lose; raise max_ratio"
             )
         return self
 
     @model_validator(mode="after")
-    def _has_samples(self) -> Self:
+    def _samples_for_data_settings(self) -> Self:
         if self.calibration_samples == 0 and self.needs_samples:
             raise ValueError(
                 f"{self._needing_data[0]} needs samples, found calibration_samples: 0; leave it out"
@@ -101,62 +94,75 @@ class PruneChannels(Stage[EagerModel, EagerModel]):
 
     @property
     def needs_samples(self) -> bool:
-        """Whether calibration samples were asked for, and not only welcome."""
+        """Whether a setting requires calibration samples; else they are used if there are any."""
         return bool(set(self._needing_data) - {"finetune"})
 
     @property
     def needs_data(self) -> bool:
-        """Whether there is something to judge, repair or train on data."""
+        """Whether a setting requires data."""
         return bool(self._needing_data)
 
     @property
     def uses_loss(self) -> bool:
         """Whether channels are ranked by derivatives of the loss, or fine-tuning minimizes it."""
-        tuned = self.finetune is not None and self.finetune.uses_targets
-        return tuned or self.importance in OF_GRADIENTS
+        return super().uses_loss or self.importance in OF_GRADIENTS
 
     def check_loss(self, loss: Loss) -> None:
-        """Refuse settings that do not go with the task's loss."""
+        """Refuse settings that cannot be combined with the task's loss."""
         if self.importance == "hessian":
             refuse_without_curvature(loss)
-        if self.finetune is not None:
-            self.finetune.check_loss(loss)
+        super().check_loss(loss)
 
     @property
     def _needing_data(self) -> list[str]:
-        """The settings that need data."""
-        asked = {
+        """The settings that require data."""
+        required = {
             f"importance: {self.importance}": self.importance in FROM_DATA,
             "refit": "refit" in self.model_fields_set and self.refit,
             "calibration_samples": bool(self.calibration_samples),
             "finetune": self.finetune is not None,
         }
-        return [name for name, needed in asked.items() if needed]
+        return [name for name, needs_data in required.items() if needs_data]
 
     @property
     def uses_data(self) -> bool:
-        """Whether data, where there is any, changes the result: cuts are proven on it."""
+        """Always: slices are verified on data if there is any, which can change the result."""
         return True
 
     def run(self, model: EagerModel, context: Context) -> EagerModel:
-        """Cut, refit, average BatchNorm statistics anew, and fine-tune.
+        """Remove channels in ``iterations`` steps; see ``ChannelPruner.run`` for the algorithm.
 
         Raises:
             PipelineInvalid: a pattern matches no module.
             StageFailed: the model cannot be traced, nothing can be removed, a target cannot be
-                reached, or there is no data for what needs it.
+                reached, or a setting requires data and there is none.
         """
         from compress.pruning.channel_pruner import ChannelPruner
 
         if self.needs_data:
             context.need_data(f"{self.title} with {' and '.join(self._needing_data)}")
-        pruner = ChannelPruner(self, model, context)
-        for step in range(1, self.iterations + 1):
-            context.progress(self.title, step - 1, self.iterations, "plan and prove")
-            pruner.prune_step_(step / self.iterations)
-        pruner.require_pruned()
-        pruner.warn_unless_faster()
-        lineage, facts = self.lineage(model), pruner.facts()
-        return model.derive(
-            context.root, pruner.weights, edits=pruner.edits, lineage=lineage, facts=facts
+        weights, edits, facts = ChannelPruner(self.pruning_config(), model, context).run()
+        lineage = self.lineage(model)
+        return model.derive(context.root, weights, edits=edits, lineage=lineage, facts=facts)
+
+    def pruning_config(self) -> ChannelPruningConfig:
+        """Return the settings as plain data."""
+        from compress.pruning.allocation.ratios import Limits
+        from compress.pruning.channel_pruner import ChannelPruningConfig
+
+        return ChannelPruningConfig(
+            title=self.title,
+            ratio=self.ratio,
+            target=self.target,
+            importance=self.importance,
+            limits=Limits(self.scope, self.round_to, self.min_channels, self.max_ratio),
+            include=self.include,
+            exclude=self.exclude,
+            on_unverified=self.on_unverified,
+            iterations=self.iterations,
+            refit=self.refit,
+            calibration_samples=self.calibration_samples,
+            needs_samples=self.needs_samples,
+            uses_loss=self.uses_loss,
+            finetune=self.finetune,
         )

@@ -1,4 +1,4 @@
-"""Training after a cut."""
+"""Fine-tuning of a pruned model, and the base of the stages that prune."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator
 
+from compress.artifacts.eager_model import EagerModel
+from compress.core.stage import Stage
 from compress.training.config.training import Training
 from compress.training.objectives.teacher_objective import Teaching  # noqa: TC001 - a field's type
 
 if TYPE_CHECKING:
-    from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
     from compress.core.loss import Loss
     from compress.training.objectives.objective import Objective
@@ -19,29 +20,29 @@ if TYPE_CHECKING:
 
 
 class Finetune(Training):
-    """How the smaller model is trained after a cut; `epochs` alone is enough."""
+    """How a pruned model is trained; `epochs` alone is enough."""
 
     teaching: Teaching | None = None
-    """How the model learns from the answers of the model before the cut; without it from labels
-    alone. Data without labels needs it."""
+    """How the model learns from the outputs of the unpruned model; without it from labels alone.
+    Data without labels needs it."""
 
     @property
     def uses_targets(self) -> bool:
-        """Whether the loss on the targets is part of what is minimized."""
+        """Whether the loss on the targets is part of the training objective."""
         return self.teaching is None or self.teaching.labels_weight > 0
 
     def check_loss(self, loss: Loss) -> None:
-        """Refuse settings that do not go with the task's loss."""
+        """Refuse settings that cannot be combined with the task's loss."""
         if self.uses_targets:
             self.check_targets_loss(loss)
         if self.teaching is not None:
             self.teaching.check_loss(loss)
 
     def objective(self, teacher: EagerModel, context: Context) -> Objective:
-        """Return what the training minimizes.
+        """Build the training objective: loss on targets, distillation from the teacher, or both.
 
         Args:
-            teacher: the model before the cut.
+            teacher: the unpruned model.
             context: the task's loss, and the data.
         """
         from compress.training.objectives.objective import TargetLoss
@@ -57,7 +58,26 @@ def _any_training(given: Any) -> Any:
 
 
 AnyFinetune = Annotated[Finetune, BeforeValidator(_any_training)]
-"""Settings of a fine-tuning, also given as those of a training."""
+"""Settings of a fine-tuning; those of a plain training are accepted too."""
+
+
+class PruningStage(Stage[EagerModel, EagerModel]):
+    """Base of the stages that prune a model and may then fine-tune it."""
+
+    if TYPE_CHECKING:
+        # Each stage declares this field itself: one of a base class would come first in the
+        # settings, whose order is part of the JSON schema and the recorded settings.
+        finetune: AnyFinetune | None
+
+    @property
+    def uses_loss(self) -> bool:
+        """Whether fine-tuning minimizes the loss on targets."""
+        return self.finetune is not None and self.finetune.uses_targets
+
+    def check_loss(self, loss: Loss) -> None:
+        """Refuse settings that cannot be combined with the task's loss."""
+        if self.finetune is not None:
+            self.finetune.check_loss(loss)
 
 
 def finetune(
@@ -68,15 +88,15 @@ def finetune(
     task: str,
     constraint: Constraint | None = None,
 ) -> Fit:
-    """Train a pruned model; it stays as it was unless an epoch is better by the metric.
+    """Train a pruned model; its weights change only if an epoch improves the metric.
 
     Args:
         start: the pruned model.
-        unpruned: the model it was made from, which teaches where there is teaching.
+        unpruned: the model it was made from, the teacher if ``training.teaching`` is set.
         training: the hyper-parameters.
         context: data, metric, device and seed.
-        task: what the progress is shown as.
-        constraint: what the weights must satisfy in every step.
+        task: name under which progress is shown.
+        constraint: condition that the weights must satisfy after every step.
     """
     from compress.training.fit import fit
 

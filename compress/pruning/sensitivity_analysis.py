@@ -1,8 +1,7 @@
-"""Sensitivity: what cutting one family of channels alone does to a model, and what it brings."""
+"""Sensitivity analysis: the accuracy loss and the speedup of pruning each channel group alone."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from compress.artifacts.edits.slicing import keep_indices_
@@ -12,7 +11,7 @@ from compress.graph.flops import count_macs
 from compress.profiling.benchmark import compare_latency
 from compress.pruning.allocation.ranking import rank
 from compress.pruning.allocation.ratios import Limits
-from compress.pruning.dependency.group_slices import joined
+from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.depth.output_error import OutputErrorMeter
 from compress.pruning.importance.criteria import FROM_DATA
 from compress.pruning.verification.masked_equivalence import shallow_copy
@@ -20,7 +19,7 @@ from compress.pruning.verification.module_rewrites import rewrite_
 from compress.pruning.verification.verification_inputs import real_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import torch
     from torch import nn
@@ -28,94 +27,55 @@ if TYPE_CHECKING:
     from compress.artifacts.eager_model import EagerModel
     from compress.core.context import Context
     from compress.data.batch import Batch
-    from compress.pruning.allocation.ranking import Ranking
-    from compress.pruning.dependency.channel_groups import AxisGraph
-    from compress.pruning.dependency.group_slices import GroupSlice
+    from compress.pruning.dependency.channel_groups import GroupSlice
     from compress.pruning.importance.criteria import Criterion
 
 MEASURED_SECONDS = 0.3
-"""For which each model is measured, in turn with the whole one."""
+"""Seconds for which a pruned and the unpruned model are called when latencies are compared."""
 RATIOS = (0.25, 0.5, 0.75)
 
 
 class Point(Settings):
-    """One family cut at one ratio, all others whole."""
+    """One group pruned at one ratio, all others unpruned."""
 
     ratio: float
-    """Fraction of the family's channels asked to be removed."""
+    """Fraction of the group's channels that was asked to be removed."""
     removed: int
     """Channels removed."""
     distance: float
-    """Norm of the difference of the outputs, over the norm of the outputs before."""
+    """Norm of the difference of the outputs, over the norm of the unpruned outputs."""
     points: float | None
-    """How much worse the metric is, in hundredths, where there are targets to measure it."""
+    """Drop of the metric in hundredths (percentage points); None without targets."""
     macs: float
-    """Multiply-accumulates left, as a share of the whole model's."""
+    """Remaining multiply-accumulates, as a share of the unpruned model's."""
     latency: float | None
-    """Latency left, as a share of the whole model's, both measured in turn; None where it was not
-    asked for, or the machine was too busy to measure it."""
+    """Remaining latency, as a share of the unpruned model's, measured alternating; None if not
+    asked for, or if the machine was too busy to measure it."""
 
 
 class FamilySensitivity(Settings):
-    """One family of channels that can only leave together."""
+    """Results for one group of channels."""
 
     name: str
     modules: tuple[str, ...]
-    """Modules that make the channels."""
+    """Modules that output the channels."""
     channels: int
     points: tuple[Point, ...]
 
 
 class Sensitivity(Settings):
-    """How a model answers to the cut of each family alone."""
+    """How sensitive a model is to pruning each channel group alone."""
 
     judged_by: str
-    """What families are ranked by: `metric`, or `outputs` where there are no targets."""
+    """What groups are ranked by: `metric`, or `outputs` if there are no targets."""
     metric: str | None
     value: float | None
-    """The metric of the whole model on the samples judged on."""
+    """The metric of the unpruned model on the same samples."""
     samples: int
     families: tuple[FamilySensitivity, ...]
     """The least sensitive first."""
     pinned: dict[str, str]
     """Module whose channels stay → why."""
-
-
-@dataclass(frozen=True)
-class _Measuring:
-    """What each cut is measured with."""
-
-    module: nn.Module
-    graph: AxisGraph
-    judge: OutputErrorMeter
-    inputs: tuple[torch.Tensor, ...]
-    macs: int
-    timed: list[tuple[torch.Tensor, ...]]
-    """What latency is measured on; nothing where it is not asked for."""
-    context: Context
-
-    def point(self, cut: GroupSlice, ratio: float) -> Point:
-        """Cut a copy, and return what it does and brings."""
-        trial = shallow_copy(self.module)
-        alone = joined([cut], {}, self.graph)
-        keep_indices_(trial, alone.kept, alone.attributes)
-        harm = self.judge.harm(trial)
-        return Point(
-            ratio=ratio,
-            removed=len(cut.removed),
-            distance=harm.distance,
-            points=harm.points,
-            macs=count_macs(trial, self.inputs) / self.macs,
-            latency=self._latency(trial) if self.timed else None,
-        )
-
-    def _latency(self, trial: nn.Module) -> float | None:
-        device, threads = self.context.device, self.context.threads
-        with (
-            torch_predictor(self.module, device, threads) as whole,
-            torch_predictor(trial, device, threads) as cut,
-        ):
-            return compare_latency(whole, cut, self.timed, seconds=MEASURED_SECONDS).share
 
 
 def measure_sensitivity(
@@ -129,25 +89,30 @@ def measure_sensitivity(
     samples: int = 512,
     latency: bool = True,
 ) -> Sensitivity:
-    """Return what cutting each family of channels alone does to a model; nothing is trained.
+    """Measure what pruning each channel group alone does to a model; nothing is trained.
 
     Args:
         model: the model; it is not changed.
         context: data, metric, device and threads.
-        ratios: fractions of each family's channels that are removed in turn.
-        importance: which channels leave first.
-        include: patterns of module names; where there are any, only their channels are cut.
+        ratios: fractions of each group's channels that are removed in turn.
+        importance: which channels are removed first.
+        include: patterns of module names; if given, only channels of these modules are removed.
         exclude: patterns of module names whose channels stay.
-        samples: samples of `val` that answers are compared on; without data a few seeded ones.
-        latency: whether the latency of each cut is measured, in turn with the whole model.
+        samples: samples of `val` that outputs are compared on; without data a few seeded ones.
+        latency: whether the latency of each pruned model is measured, alternating with the model's.
 
     Raises:
         PipelineInvalid: a pattern matches no module.
-        StageFailed: the model cannot be traced or asked.
+        StageFailed: the model cannot be traced or run.
     """
     module, inputs = model.load(), model.signature.example(seed=context.seed)
     real = real_inputs(model.signature, context)
     rewrite_(module, inputs, real)
+    batches: list[Batch] = []
+    if importance in FROM_DATA:
+        data = context.need_data(f"importance: {importance}")
+        split: Any = data.split(data.calibration_split)
+        batches = list(data.calibration(min(samples, len(split)), context.seed))
     ranking = rank(
         module,
         inputs,
@@ -155,73 +120,77 @@ def measure_sensitivity(
         real=real,
         include=include,
         exclude=exclude,
-        batches=_samples(importance, samples, context),
+        batches=batches,
         device=context.device,
         seed=context.seed,
         loss=context.loss.infer_targets(context.data),
     )
-    cuts, pinned = _cuts(ranking, ratios)
-    one = tuple(x.to(context.device) for x in model.signature.example(1, context.seed))
-    judge = OutputErrorMeter(module, model.signature, context, None, samples)
-    macs = count_macs(module, one)
+    # All groups are sliced and verified together; each verified slice is then measured alone.
+    slices: dict[tuple[str, float], GroupSlice] = {}
+    pinned: dict[str, str] = {}
+    for ratio in ratios:
+        plan = ranking.verify(ranking.allocate(ratio, Limits(round_to=1)))
+        slices |= {(one.group.name, ratio): one for one in plan.groups}
+        pinned |= plan.pinned
+    one_sample = tuple(x.to(context.device) for x in model.signature.example(1, context.seed))
+    meter = OutputErrorMeter(module, model.signature, context, None, samples)
+    macs = count_macs(module, one_sample)
     timed = (
         context.measured_batches(model.signature, model.signature.smallest_batch) if latency else []
     )
-    measuring = _Measuring(module, ranking.graph, judge, one, macs, timed, context)
     points: dict[str, list[Point]] = {}
-    for done, ((name, ratio), cut) in enumerate(cuts.items(), 1):
-        points.setdefault(name, []).append(measuring.point(cut, ratio))
-        context.progress("sensitivity", done, len(cuts), f"{name} at {ratio:g}")
+    for done, ((name, ratio), one) in enumerate(slices.items(), 1):
+        pruned = shallow_copy(module)
+        plan = SlicePlan.combine([one], {}, ranking.graph)
+        keep_indices_(pruned, plan.kept, plan.attributes)
+        error = meter.measure(pruned)
+        point = Point(
+            ratio=ratio,
+            removed=len(one.removed),
+            distance=error.distance,
+            points=error.points,
+            macs=count_macs(pruned, one_sample) / macs,
+            latency=_latency_share(module, pruned, timed, context) if timed else None,
+        )
+        points.setdefault(name, []).append(point)
+        context.progress("sensitivity", done, len(slices), f"{name} at {ratio:g}")
+    families = [
+        FamilySensitivity(
+            name=group.name,
+            modules=group.producers,
+            channels=len(group.channels),
+            points=tuple(points[group.name]),
+        )
+        for group in (one.group for one in ranking.ranked)
+        if group.name in points
+    ]
     return Sensitivity(
-        judged_by=judge.judged_by,
-        metric=None if judge.base is None else context.metric.name,
-        value=judge.base,
-        samples=len(judge.expected),
-        families=_ranked(ranking, points),
+        judged_by=meter.judged_by,
+        metric=None if meter.base is None else context.metric.name,
+        value=meter.base,
+        samples=len(meter.expected),
+        families=tuple(sorted(families, key=_mean_error)),
         pinned={name: reason for name, reason in pinned.items() if name not in points},
     )
 
 
-def _samples(importance: Criterion, samples: int, context: Context) -> list[Batch]:
-    """Return the samples that an importance looks at; most look at weights alone."""
-    if importance not in FROM_DATA:
-        return []
-    data = context.need_data(f"importance: {importance}")
-    split: Any = data.split(data.calibration_split)
-    return list(data.calibration(min(samples, len(split)), context.seed))
+def _latency_share(
+    module: nn.Module,
+    pruned: nn.Module,
+    batches: list[tuple[torch.Tensor, ...]],
+    context: Context,
+) -> float | None:
+    """Measure a pruned module's latency over the module's, or None on a busy machine."""
+    device, threads = context.device, context.threads
+    with (
+        torch_predictor(module, device, threads) as slow,
+        torch_predictor(pruned, device, threads) as fast,
+    ):
+        return compare_latency(slow, fast, batches, seconds=MEASURED_SECONDS).share
 
 
-def _cuts(
-    ranking: Ranking, ratios: Sequence[float]
-) -> tuple[dict[tuple[str, float], GroupSlice], dict[str, str]]:
-    """Return the proven cut of each family at each ratio, and why others stay."""
-    cuts: dict[tuple[str, float], GroupSlice] = {}
-    pinned: dict[str, str] = {}
-    for ratio in ratios:
-        proven = ranking.prove(ranking.allocate(ratio, Limits(round_to=1)))
-        cuts |= {(cut.group.name, ratio): cut for cut in proven.groups}
-        pinned |= proven.pinned
-    return cuts, pinned
-
-
-def _ranked(
-    ranking: Ranking, points: Mapping[str, Sequence[Point]]
-) -> tuple[FamilySensitivity, ...]:
-    """Return the families that were cut, the least sensitive first."""
-    found = [
-        FamilySensitivity(
-            name=family.name,
-            modules=family.producers_slots,
-            channels=len(family.channels),
-            points=tuple(points[family.name]),
-        )
-        for family in (one.family for one in ranking.ranked)
-        if family.name in points
-    ]
-    return tuple(sorted(found, key=_mean_harm))
-
-
-def _mean_harm(family: FamilySensitivity) -> tuple[float, float]:
+def _mean_error(family: FamilySensitivity) -> tuple[float, float]:
+    """Return the mean metric drop and output error over the ratios."""
     count = len(family.points)
     return (
         sum(point.points or 0.0 for point in family.points) / count,

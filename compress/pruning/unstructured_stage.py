@@ -1,4 +1,4 @@
-"""The stage that sets single weights to zero."""
+"""The stage `prune_weights`: set single weights to zero."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from compress.artifacts.eager_model import EagerModel
 from compress.common.config import Count, Ratio
 from compress.common.errors import StageFailed
-from compress.core.stage import Stage
-from compress.pruning.finetune import AnyFinetune
+from compress.pruning.finetune import AnyFinetune, PruningStage
 
 if TYPE_CHECKING:
     import torch
     from pydantic import JsonValue
 
+    from compress.artifacts.eager_model import EagerModel
     from compress.checkpoint.state_dict import Weights
     from compress.core.context import Context
-    from compress.core.loss import Loss
     from compress.pruning.finetune import Finetune
     from compress.pruning.unstructured.weight_layout import PrunableWeights
     from compress.training.objectives.weight_constraint import Constraint
@@ -30,40 +28,40 @@ log = logging.getLogger(__name__)
 UNSTRUCTURED = "unstructured"
 
 
-class PruneWeights(Stage[EagerModel, EagerModel]):
+class PruneWeights(PruningStage):
     """Set single weights to zero, for a smaller compressed file or for sparse kernels of a GPU.
 
     Zeros alone make no dense kernel faster; to compute less, use `prune_channels` or
-    `prune_layers`. What they do to the size of the compressed weights is measured and told among
-    the facts.
+    `prune_layers`. The artifact's facts contain the measured size of the compressed weights.
     """
 
     stage: Literal["prune_weights"] = "prune_weights"
     amount: Ratio | None = None
-    """Share of zeros; left out where `pattern` says it."""
+    """Share of zeros; omit it if `pattern` determines the share."""
     method: Literal["l1", "random", "wanda", "sparsegpt"] = "l1"
-    """Which weights become zero: the smallest (`l1`), any (`random`), those that contribute least
-    on calibration data (`wanda`), or the same with the others changed to make up for them
+    """Which weights become zero: the smallest (`l1`), random ones (`random`), those that contribute
+    least on calibration data (`wanda`), or the same with the others changed to compensate
     (`sparsegpt`, by far the best without training)."""
     scope: Literal["layer", "global"] = "layer"
     """Whether each layer gets the same share of zeros, or all weights are ranked together, for `l1`
     and `random`."""
     pattern: Annotated[str, Field(pattern=r"^(unstructured|[1-9]\d*:[1-9]\d*)$")] = UNSTRUCTURED
-    """Where zeros may be: anywhere, or n:m, so that of m neighbouring inputs n are left; 2:4 is
-    what sparse kernels of CUDA devices take."""
+    """Where zeros may be: anywhere, or n:m, so that of m neighbouring inputs n are nonzero; sparse
+    kernels of CUDA devices require 2:4."""
     include: tuple[str, ...] = ()
     """Names of weights, or of modules around them, that get zeros; `*` matches any characters. By
-    default all matrices and kernels of layers, embeddings not."""
+    default all matrices and kernels of layers, except embeddings."""
     exclude: tuple[str, ...] = ()
     """Names of those that get none."""
     calibration_samples: Count = 128
-    """Samples that `wanda` and `sparsegpt` look at."""
+    """Calibration samples of `wanda` and `sparsegpt`."""
     finetune: AnyFinetune | None = None
-    """How the other weights are trained. Zeros stay zero; the model stays as it was unless an epoch
-    is better."""
+    """How the other weights are trained. Zeros stay zero; the weights change only if an epoch
+    improves the metric."""
     schedule: Literal["one_shot", "linear", "cubic"] = "one_shot"
-    """When zeros are made: all before `finetune`, or in its course, the smallest weights first:
-    evenly (`linear`), or fast at first (`cubic`). Only an epoch with all zeros is kept then."""
+    """When zeros are set: all before `finetune` (`one_shot`), or during it, the smallest weights
+    first: evenly (`linear`), or fast at first (`cubic`). Then only an epoch with all zeros is
+    accepted."""
     until: Annotated[float, Field(gt=0, le=1)] = 0.75
     """Share of the steps of `finetune` in which `linear` and `cubic` add zeros."""
     updates: Count = 50
@@ -71,7 +69,7 @@ class PruneWeights(Stage[EagerModel, EagerModel]):
 
     @field_validator("pattern", mode="before")
     @classmethod
-    def _not_a_time(cls, pattern: object) -> object:
+    def _undo_sexagesimal(cls, pattern: object) -> object:
         # YAML 1.1 reads 2:4 as minutes and seconds: 124.
         return "{}:{}".format(*divmod(pattern, 60)) if isinstance(pattern, int) else pattern
 
@@ -92,7 +90,7 @@ class PruneWeights(Stage[EagerModel, EagerModel]):
         return self
 
     @model_validator(mode="after")
-    def _methods_can(self) -> Self:
+    def _method_fits_scope_and_schedule(self) -> Self:
         if self.scope == "global" and self.calibrates:
             raise ValueError(f"method: {self.method} ranks within layers; leave out scope: global")
         if self.schedule != "one_shot" and self.method != "l1":
@@ -103,7 +101,7 @@ class PruneWeights(Stage[EagerModel, EagerModel]):
         return self
 
     @model_validator(mode="after")
-    def _training_can(self) -> Self:
+    def _finetune_fits_schedule(self) -> Self:
         if self.schedule != "one_shot":
             if self.finetune is None:
                 raise ValueError("schedule is for fine-tuning; add finetune, or leave it out")
@@ -116,7 +114,7 @@ class PruneWeights(Stage[EagerModel, EagerModel]):
         return self
 
     @model_validator(mode="after")
-    def _processes_hold_whole_weights(self) -> Self:
+    def _processes_hold_unsharded_weights(self) -> Self:
         parallel = self.finetune.parallel if self.finetune else None
         if parallel is None:
             return self
@@ -135,7 +133,7 @@ class PruneWeights(Stage[EagerModel, EagerModel]):
 
     @property
     def n_of_m(self) -> tuple[int, int] | None:
-        """How many of how many neighbours are left, where the pattern says so."""
+        """N and m of an n:m pattern, or None if zeros may be anywhere."""
         if self.pattern == UNSTRUCTURED:
             return None
         n, m = self.pattern.split(":")
@@ -143,79 +141,62 @@ class PruneWeights(Stage[EagerModel, EagerModel]):
 
     @property
     def calibrates(self) -> bool:
-        """Whether the method looks at calibration data."""
+        """Whether the method uses calibration data."""
         return self.method in ("wanda", "sparsegpt")
 
     @property
     def needs_data(self) -> bool:
-        """Whether there is fine-tuning or calibration to do."""
+        """Whether there is fine-tuning or calibration."""
         return self.finetune is not None or self.calibrates
 
-    @property
-    def uses_loss(self) -> bool:
-        """Whether fine-tuning minimizes the loss on targets."""
-        return self.finetune is not None and self.finetune.uses_targets
-
-    def check_loss(self, loss: Loss) -> None:
-        """Refuse settings that do not go with the task's loss."""
-        if self.finetune is not None:
-            self.finetune.check_loss(loss)
-
     def run(self, model: EagerModel, context: Context) -> EagerModel:
-        """Set zeros, fine-tune, and measure what they bring.
+        """Select weights, set zeros, fine-tune, and measure the compressed size.
 
         Raises:
             PipelineInvalid: a pattern of names matches nothing.
-            StageFailed: there is nothing to prune, or no data for what is asked.
+            StageFailed: there is nothing to prune, or a setting requires data and there is none.
         """
-        from compress.pruning.unstructured.sparsity_report import facts_of_zeros
+        from compress.pruning.unstructured.sparsity_report import sparsity_facts
+        from compress.pruning.unstructured.weight_layout import prunable_weights
 
         if self.needs_data:
             context.need_data(f"{self.title} with finetune or method: {self.method}")
         module = model.load()
-        found = self._places(module, model, context)
-        if self.schedule == "one_shot":
-            found = self._set_zeros_(module, found, context)
+        prunable = prunable_weights(
+            module, model.signature.example(seed=context.seed), self.include, self.exclude
+        )
+        if self.n_of_m or self.calibrates:
+            prunable = prunable.with_known_layout(self.n_of_m)
+        self._require_weights(prunable)
+        if self.schedule == "one_shot" and self.calibrates:
+            prunable = self._set_calibrated_zeros_(module, prunable, context)
+        elif self.schedule == "one_shot":
+            self._set_uncalibrated_zeros_(module, prunable, context.seed)
         weights: torch.nn.Module | Weights = module
         training: dict[str, JsonValue] = {}
         if self.finetune is not None:
             start = model.derive(context.work / "zeros", module)
-            fitted = self._finetune(start, model, self.finetune, found, context)
+            fitted = self._finetune(start, model, self.finetune, prunable, context)
             weights, module, training = fitted.weights, fitted.module, fitted.facts()
-        facts = {**facts_of_zeros(model.load(), module, found, self.n_of_m), **training}
+        facts = {**sparsity_facts(model.load(), module, prunable, self.n_of_m), **training}
         return model.derive(context.root, weights, lineage=self.lineage(model), facts=facts)
 
-    def _places(
-        self, module: torch.nn.Module, model: EagerModel, context: Context
-    ) -> PrunableWeights:
-        from compress.pruning.unstructured.weight_layout import places
-
-        inputs = model.signature.example(seed=context.seed)
-        found = places(module, inputs, self.include, self.exclude)
-        if self.n_of_m or self.calibrates:
-            found = found.readable(self.n_of_m)
-        self._need_some(found)
-        return found
-
-    def _need_some(self, found: PrunableWeights) -> None:
-        if not found.layouts:
-            shown = [f"{name}: {reason}" for name, reason in list(found.left.items())[:3]]
+    def _require_weights(self, prunable: PrunableWeights) -> None:
+        if not prunable.layouts:
+            shown = [f"{name}: {reason}" for name, reason in list(prunable.left.items())[:3]]
             why = "; ".join(shown) or "it has no layer with a matrix"
             raise StageFailed(f"{self.title}: no weight can be set to zero ({why})")
 
-    def _set_zeros_(
-        self, module: torch.nn.Module, found: PrunableWeights, context: Context
+    def _set_calibrated_zeros_(
+        self, module: torch.nn.Module, prunable: PrunableWeights, context: Context
     ) -> PrunableWeights:
-        """Set zeros in place, and return where; calibration may find more to leave alone."""
-        if not self.calibrates:
-            self._set_uncalibrated_zeros_(module, found, context.seed)
-            return found
+        """Set zeros in place, and return the pruned weights: calibration may exclude more."""
         from compress.pruning.unstructured.obs_masks import set_calibrated_zeros_
 
         data = context.need_data(f"method: {self.method}")
         left = set_calibrated_zeros_(
             module,
-            {name: layout for name, layout in found.layouts.items() if layout},
+            {name: layout for name, layout in prunable.layouts.items() if layout},
             list(data.calibration(self.calibration_samples, context.seed)),
             method=self.method,
             amount=self.amount or 0.0,
@@ -224,27 +205,27 @@ class PruneWeights(Stage[EagerModel, EagerModel]):
             progress=context.progress,
         )
         module.cpu()
-        found = found.without(left)
-        self._need_some(found)
-        return found
+        prunable = prunable.without(left)
+        self._require_weights(prunable)
+        return prunable
 
     def _set_uncalibrated_zeros_(
-        self, module: torch.nn.Module, found: PrunableWeights, seed: int
+        self, module: torch.nn.Module, prunable: PrunableWeights, seed: int
     ) -> None:
         import torch
 
-        from compress.pruning.unstructured.masks import neighbours, unstructured
+        from compress.pruning.unstructured.masks import n_of_m_masks, unstructured_masks
         from compress.pruning.unstructured.sparsity_schedule import set_zeros_
 
         parameters = dict(module.named_parameters())
-        weights = {name: parameters[name] for name in found.layouts}
+        weights = {name: parameters[name] for name in prunable.layouts}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if self.n_of_m:
-                zeros = neighbours(weights, found.layouts, self.n_of_m, self.method)
+                zeros = n_of_m_masks(weights, prunable.layouts, self.n_of_m, self.method)
             else:
-                whole = self.scope == "global"
-                zeros = unstructured(weights, self.amount or 0.0, self.method, whole)
+                is_global = self.scope == "global"
+                zeros = unstructured_masks(weights, self.amount or 0.0, self.method, is_global)
         set_zeros_(weights, zeros)
 
     def _finetune(
@@ -252,13 +233,13 @@ class PruneWeights(Stage[EagerModel, EagerModel]):
         start: EagerModel,
         unpruned: EagerModel,
         training: Finetune,
-        found: PrunableWeights,
+        prunable: PrunableWeights,
         context: Context,
     ) -> Fit:
         from compress.pruning.finetune import finetune
         from compress.pruning.unstructured.sparsity_schedule import AddZeros, KeepZeros
 
-        names = tuple(found.layouts)
+        names = tuple(prunable.layouts)
         zeros: Constraint = KeepZeros(names)
         if self.schedule != "one_shot":
             zeros = AddZeros(

@@ -1,1 +1,1 @@
-"""How many channels leave each layer, and within which budget."""
+"""Allocate how many channels of each group stay, and search plans within a budget."""

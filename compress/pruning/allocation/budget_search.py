@@ -1,140 +1,209 @@
-"""Finding the proven cut whose cost is nearest to a goal and not above it."""
+"""Search the verified slices whose cost is nearest to a target and not above it."""
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from compress.common.errors import StageFailed
+from compress.data.batch import Batch
+from compress.graph.flops import count_macs
+from compress.pruning.importance.layer_calls import LayerCall, observe_layer_calls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    import torch
+    from torch import nn
 
     from compress.pruning.allocation.ranking import OnUnverified, Ranking
     from compress.pruning.allocation.ratios import Limits
-    from compress.pruning.dependency.group_slices import SlicePlan
+    from compress.pruning.dependency.channel_groups import AxisGraph, SlicePlan
 
+# 20 halvings separate ratios that differ by 1e-6: no group has more channels than that.
 BISECTIONS = 20
 ATTEMPTS = 6
-"""Cuts that are proven and measured, at most."""
+"""Plans that are verified and measured, at most."""
 FILLS = 8
-"""Smaller ratios from which families are given back what still fits."""
-MOST = 0.99
+"""Smaller ratios from which single groups are given back channels that still fit."""
+MAX_RATIO = 0.99
 """Largest fraction of channels that is tried."""
 
 
-def cut_to_cost(
+@dataclass(frozen=True)
+class CostEstimate:
+    """A cost as a sum over weights, each in proportion to its size, and a constant rest."""
+
+    graph: AxisGraph
+    shapes: Mapping[str, tuple[int, ...]]
+    per_entry: Mapping[str, float]
+    """Weight → cost of each of its entries."""
+    rest: float
+
+    def without(self, removed: Iterable[int]) -> float:
+        """Estimate the cost after some channels are removed."""
+        kept = self.graph.kept(removed)
+        total = self.rest
+        for name, shape in self.shapes.items():
+            axes = {axis: len(indices) for axis, indices in kept.get(name, {}).items()}
+            total += self.per_entry[name] * prod(axes.get(i, n) for i, n in enumerate(shape))
+        return total
+
+
+def parameters_of(module: nn.Module) -> int:
+    """Count a module's weights, tied ones once."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def parameter_estimate(module: nn.Module, graph: AxisGraph) -> CostEstimate:
+    """Build the estimate of a module's number of weights, which is exact."""
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    return CostEstimate(graph, shapes, dict.fromkeys(shapes, 1.0), 0.0)
+
+
+def mac_estimate(
+    module: nn.Module, graph: AxisGraph, inputs: Sequence[torch.Tensor]
+) -> CostEstimate:
+    """Build the estimate of a module's multiply-accumulates; products of attention are constant."""
+    positions: dict[str, float] = {}
+
+    def count_positions(call: LayerCall) -> None:
+        axis = call.channel_axis
+        count = call.output.numel() / call.output.shape[axis] / len(inputs[0])
+        positions[call.weight] = positions.get(call.weight, 0.0) + count
+
+    batch = Batch(tuple(inputs), None)
+    observe_layer_calls(copy.deepcopy(module), [batch], count_positions, "cpu")
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if name in positions}
+    known = sum(positions[name] * prod(shape) for name, shape in shapes.items())
+    rest = max(0.0, count_macs(module, inputs) - known)
+    return CostEstimate(graph, shapes, positions, rest)
+
+
+def plan_for_cost(
     ranking: Ranking,
     limits: Limits,
     goal: float,
-    estimate: Callable[[Sequence[tuple[int, ...]]], float],
+    estimate: CostEstimate,
     measure: Callable[[SlicePlan], float],
     on_unverified: OnUnverified = "pin",
 ) -> SlicePlan:
-    """Return a proven cut that costs at most ``goal``, and as near to it as rounding allows.
+    """Return a verified plan that costs at most ``goal``, and as near to it as rounding allows.
 
-    An estimate steers the search and is corrected by what the cuts it leads to really cost.
+    An estimate guides the search and is corrected by the measured cost of the plans it leads to.
 
     Args:
-        ranking: the families.
-        limits: what must be observed.
+        ranking: the groups.
+        limits: constraints on the channels kept.
         goal: the cost not to be exceeded.
-        estimate: the channels removed from each family → about what is left of the cost.
-        measure: a proven cut → its cost.
-        on_unverified: whether a family that cannot be proven is an error.
+        estimate: estimates the cost without some channels.
+        measure: measures the cost of a verified plan.
+        on_unverified: whether a group that cannot be verified is an error.
 
     Raises:
-        StageFailed: the largest cut still costs more.
+        StageFailed: the largest slices still cost more.
     """
-    found: dict[float, SlicePlan] = {}
-    off: dict[tuple[int, ...], float] = {}
+    plan_of_cost: dict[float, SlicePlan] = {}
+    errors: dict[tuple[int, ...], float] = {}
+    """Channels kept → measured cost minus estimate."""
+
+    def estimated(keep: Sequence[int]) -> float:
+        return estimate.without(channel for own in ranking.removed(keep) for channel in own)
+
     for _ in range(ATTEMPTS):
-        keep = _next(ranking, limits, goal, estimate, list(off.values()), set(off))
+        keep = _next_counts(ranking, limits, goal, estimated, list(errors.values()), set(errors))
         if keep is None:
             break
-        cut = ranking.prove(keep, on_unverified)
-        refused = _refused(ranking, keep, cut)
-        if refused:
-            ranking, off = ranking.without(refused, cut.pinned), {}
+        plan = ranking.verify(keep, on_unverified)
+        verified = {one.group for one in plan.groups}
+        unverified = {
+            one.group.name
+            for one, count in zip(ranking.ranked, keep, strict=True)
+            if count < len(one.scores) and one.group not in verified
+        }
+        if unverified:
+            ranking, errors = ranking.without(unverified, plan.pinned), {}
             continue
-        cost = measure(cut)
-        found[cost] = cut
-        off[keep] = cost - estimate(ranking.removed(keep))
-    return _nearest(found, goal)
+        cost = measure(plan)
+        plan_of_cost[cost] = plan
+        errors[keep] = cost - estimated(keep)
+    return _nearest(plan_of_cost, goal)
 
 
-def cut_to_latency(
+def plan_for_latency(
     ranking: Ranking,
     limits: Limits,
     goal: float,
     measure: Callable[[SlicePlan], float],
     on_unverified: OnUnverified = "pin",
 ) -> SlicePlan:
-    """Return a proven cut that was measured to take at most ``goal``, among a few candidates.
+    """Return a verified plan that was measured to take at most ``goal``, among a few candidates.
 
-    Whole models are measured: the sum of its layers' times tells little of a model's.
+    Whole models are measured: the sum of its layers' times is a poor estimate of a model's.
 
     Args:
-        ranking: the families.
-        limits: what must be observed.
-        goal: the share of the uncut model's latency.
-        measure: a proven cut → its latency over the uncut model's.
-        on_unverified: whether a family that cannot be proven is an error.
+        ranking: the groups.
+        limits: constraints on the channels kept.
+        goal: the share of the unpruned model's latency.
+        measure: measures a verified plan's latency over the unpruned model's.
+        on_unverified: whether a group that cannot be verified is an error.
 
     Raises:
         StageFailed: none of the candidates is fast enough.
     """
-    measured: dict[tuple[int, ...], float] = {}
-    found: dict[float, SlicePlan] = {}
-    low, high = 0.0, MOST
+    latency_of: dict[tuple[int, ...], float] = {}
+    plan_of_latency: dict[float, SlicePlan] = {}
+    low, high = 0.0, MAX_RATIO
     for attempt in range(ATTEMPTS):
-        # A ratio near the goal comes first; where that is too slow, the largest one may be, too.
-        ratio = min(1 - goal, MOST) if attempt == 0 else (low + high) / 2
+        # Start near the goal; if that is too slow, bisect up to the largest ratio.
+        ratio = min(1 - goal, MAX_RATIO) if attempt == 0 else (low + high) / 2
         keep = tuple(ranking.allocate(ratio, limits))
-        if keep not in measured:
-            cut = ranking.prove(keep, on_unverified)
-            measured[keep] = measure(cut)
-            found[measured[keep]] = cut
-        low, high = (low, ratio) if measured[keep] <= goal else (ratio, high)
-    return _nearest(found, goal)
+        if keep not in latency_of:
+            plan = ranking.verify(keep, on_unverified)
+            latency_of[keep] = measure(plan)
+            plan_of_latency[latency_of[keep]] = plan
+        low, high = (low, ratio) if latency_of[keep] <= goal else (ratio, high)
+    return _nearest(plan_of_latency, goal)
 
 
-def _next(
+def _next_counts(
     ranking: Ranking,
     limits: Limits,
     goal: float,
-    estimate: Callable[[Sequence[tuple[int, ...]]], float],
-    off: Sequence[float],
+    estimated: Callable[[Sequence[int]], float],
+    errors: Sequence[float],
     tried: Collection[tuple[int, ...]],
 ) -> tuple[int, ...] | None:
-    """Return the largest counts that should reach a goal and were not tried, or None.
+    """Return the largest untried counts that should reach a goal, or None.
 
-    What the estimate was last found to be off by is added to it; where that leads back to counts
-    that were tried, the worst that was found.
+    The estimate is corrected by its last error; if that leads to counts that were tried, by its
+    largest.
     """
-    for correction in (off[-1], max(off)) if off else (0.0,):
-        keep = _largest(
-            ranking,
-            limits,
-            lambda kept: correction + estimate(ranking.removed(kept)),  # noqa: B023 - used at once
-            goal,
-        )
-        if tuple(keep) not in tried:
-            return tuple(keep)
+    for correction in (errors[-1], max(errors)) if errors else (0.0,):
+        keep = tuple(_largest_counts(ranking, limits, goal, estimated, correction))
+        if keep not in tried:
+            return keep
     return None
 
 
-def _largest(
-    ranking: Ranking, limits: Limits, expected: Callable[[Sequence[int]], float], goal: float
+def _largest_counts(
+    ranking: Ranking,
+    limits: Limits,
+    goal: float,
+    estimated: Callable[[Sequence[int]], float],
+    correction: float,
 ) -> list[int]:
     """Return the counts with the largest cost not above a goal, or the smallest there are.
 
-    Families are rounded in steps, and often all at the same ratio; so channels that smaller ratios
-    would keep are given back, family by family, where they still fit.
+    Groups are rounded in steps, and often all at the same ratio. So channels that smaller ratios
+    would keep are given back, group by group, as far as they fit.
     """
-    low, high = 0.0, MOST
+    low, high = 0.0, MAX_RATIO
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        if expected(ranking.allocate(middle, limits)) <= goal:
+        if correction + estimated(ranking.allocate(middle, limits)) <= goal:
             high = middle
         else:
             low = middle
@@ -142,28 +211,21 @@ def _largest(
     for step in range(FILLS):
         for i, count in enumerate(ranking.allocate(low * (1 - step / FILLS), limits)):
             with_more = [*keep[:i], count, *keep[i + 1 :]]
-            if count > keep[i] and expected(with_more) <= goal:
+            if count > keep[i] and correction + estimated(with_more) <= goal:
                 keep = with_more
     return keep
 
 
-def _refused(ranking: Ranking, keep: Sequence[int], cut: SlicePlan) -> set[str]:
-    """Return the names of the families that were to lose channels and could not be proven."""
-    proven = {one.group.name for one in cut.groups}
-    wanted = {
-        one.family.name
-        for one, count in zip(ranking.ranked, keep, strict=True)
-        if count < len(one.scores)
-    }
-    return wanted - proven
-
-
-def _nearest(found: dict[float, SlicePlan], goal: float) -> SlicePlan:
-    reached = [cost for cost in found if cost <= goal]
+def _nearest(plan_of_cost: dict[float, SlicePlan], goal: float) -> SlicePlan:
+    reached = [cost for cost in plan_of_cost if cost <= goal]
     if not reached:
-        least = f"the smallest that was found is {min(found):.4g}" if found else "no cut is proven"
+        smallest = (
+            f"the smallest that was found is {min(plan_of_cost):.4g}"
+            if plan_of_cost
+            else "no slice is verified"
+        )
         raise StageFailed(
-            f"the target of {goal:.4g} cannot be reached: {least}; ask for more to remain, or "
+            f"the target of {goal:.4g} cannot be reached: {smallest}; ask for more to remain, or "
             "lower round_to, min_channels or what is excluded"
         )
-    return found[max(reached)]
+    return plan_of_cost[max(reached)]

@@ -1,4 +1,4 @@
-"""How much of a model should remain, instead of how many channels should leave."""
+"""Pruning targets: the share of a model's cost that should remain."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Quantity: TypeAlias = Literal["macs", "parameters", "latency"]
 
 
 class Target(Settings):
-    """The share of the model's cost that remains after the cut; exactly one quantity."""
+    """The share of the model's cost that remains after pruning; exactly one quantity."""
 
     macs: Ratio | None = None
     """Share of the multiply-accumulates that remains: 0.5 leaves at most half of them."""
     parameters: Ratio | None = None
     """Share of the weights that remains."""
     latency: Ratio | None = None
-    """Share of the time of a call that remains, measured in eager mode on whole candidates, call by
-    call in turn with the uncut model. Timing varies, so two runs may cut differently."""
+    """Share of the latency of a call that remains, measured in eager mode on whole candidates,
+    alternating with the unpruned model. Timing varies, so two runs may prune differently."""
     batch: Count = 1
     """Samples per call when `latency` is measured."""
 
@@ -38,14 +38,14 @@ class Target(Settings):
 
     @property
     def quantity(self) -> Quantity:
-        """What is to be smaller."""
+        """The quantity to reduce."""
         if self.macs:
             return "macs"
         return "parameters" if self.parameters else "latency"
 
     @property
     def undisturbed(self) -> bool:
-        """Whether time is measured, which nothing else may take meanwhile."""
+        """Whether latency is measured, so that nothing else may run at the same time."""
         return self.latency is not None
 
     @property

@@ -1,1 +1,1 @@
-"""Which channels are coupled: labels propagated through the exported graph."""
+"""Trace which channels are coupled: labels propagated through the exported graph."""

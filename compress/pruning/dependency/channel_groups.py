@@ -1,204 +1,256 @@
-"""From equal labels to families of channels, and from removed channels to the indices that stay."""
+"""Channel groups, slices of them, and how they follow from the labels of a traced graph.
+
+Entries of weights with equal labels belong to one *channel class*: they can only be removed
+together. Channels whose entries lie in the same tensors along the same axes form a group.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from compress.pruning.dependency.rules.channel_labels import LabelBook, Slot
 
 Kept = dict[str, dict[int, tuple[int, ...]]]
 """Tensor name → axis → indices that stay, ascending."""
+Value = int | list[int]
+"""Value of an attribute: a number of channels or of blocks of channels, or the sizes of parts."""
 
 
 @dataclass(frozen=True)
 class ChannelGroup:
-    """Channels that are alike: each of them has entries in the same tensors along the same axes."""
+    """Interchangeable channels: each has entries in the same tensors along the same axes."""
 
     slots: tuple[Slot, ...]
+    """The tensors and axes that hold the channels."""
     channels: tuple[int, ...]
-    """Class of each channel, in the order in which the first tensor holds them."""
-    made_by: tuple[Slot, ...]
-    """Those of the slots along which a layer makes the channels."""
-    read_by: tuple[Slot, ...]
-    """Those along which the next layers read them."""
+    """Class of each channel, in the order of the first slot's indices."""
+    produced_slots: tuple[Slot, ...]
+    """The slots along which a layer outputs the channels, such as a convolution's axis 0."""
+    consumed_slots: tuple[Slot, ...]
+    """The slots along which the next layers only read the channels."""
+
+    producers: tuple[str, ...]
+    """What outputs the channels: names of modules, or of the outermost module's own weights."""
+    entries: tuple[int, ...]
+    """Indices that one channel takes in each slot, such as a head's width."""
 
     @property
-    def producers(self) -> tuple[str, ...]:
-        """Modules that make the channels; the outermost one's name is empty."""
-        return _owners(self.made_by)
+    def producer_modules(self) -> tuple[str, ...]:
+        """Modules that output the channels; the outermost one's name is empty."""
+        return _modules(self.produced_slots)
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """Modules whose own channels these are: they make, normalise, scale or shift them."""
-        return _owners(slot for slot in self.slots if slot not in self.read_by)
-
-    @property
-    def producers_slots(self) -> tuple[str, ...]:
-        """What makes the channels, by name: modules, or the outermost module's own weights."""
-        return tuple(dict.fromkeys(_name(slot) for slot in self.made_by))
+        """Modules that output, normalise, scale or shift the channels, not those that read them."""
+        return _modules(slot for slot in self.slots if slot not in self.consumed_slots)
 
     @property
     def name(self) -> str:
-        """The first maker of the channels, or the first tensor that holds them."""
-        return next(iter(self.producers_slots), self.slots[0][0])
+        """The first producer of the channels, or the first tensor that holds them."""
+        return next(iter(self.producers), self.slots[0][0])
 
 
 @dataclass(frozen=True)
 class AxisGraph:
-    """What can be cut out of a module, and what cannot and why."""
+    """Which channels of a module can be removed together, and which not at all and why."""
 
     groups: tuple[ChannelGroup, ...]
     classes: Mapping[Slot, torch.Tensor]
-    """Tensor and axis → the class of each index."""
+    """Tensor and axis → the class of each index, `(axis size,)`."""
     pinned: Mapping[str, str]
-    """Module → why some or all of its channels stay."""
+    """Module → why some or all of its channels cannot be removed."""
     names: Mapping[str, tuple[str, ...]]
-    """Tensor → all names it is held under, its own first."""
-    passed: Mapping[str, torch.Tensor]
-    """Layer without weights whose attributes count its channels → the class of each."""
-
-    @property
-    def class_count(self) -> int:
-        """How many classes there are, pinned ones included."""
-        return 1 + max((int(column.max()) for column in self.classes.values()), default=-1)
+    """Tensor → all names it is registered under (tied weights have several), its own first."""
+    weightless: Mapping[str, torch.Tensor]
+    """Layer without weights whose attributes count its channels → the class of each channel."""
+    class_count: int
+    """Number of classes, pinned ones included."""
 
     def entries(self, slot: Slot, *channels: int) -> int:
-        """Return how many indices of an axis channels take."""
+        """Count the indices of an axis that belong to some channels."""
         return int(torch.isin(self.classes[slot], torch.tensor(channels)).sum())
 
     def kept(self, removed: Iterable[int]) -> Kept:
-        """Return the indices that stay, for every tensor that loses some."""
-        leaving = torch.tensor(sorted(removed), dtype=torch.int64)
+        """Compute the indices that stay when classes are removed, for every tensor that shrinks."""
+        removed_classes = torch.tensor(sorted(removed), dtype=torch.int64)
         kept: Kept = {}
         for (tensor, axis), classes in self.classes.items():
-            leaves = torch.isin(classes, leaving)
-            if leaves.any():
-                stays = tuple((~leaves).nonzero().flatten().tolist())
+            is_removed = torch.isin(classes, removed_classes)
+            if is_removed.any():
+                stays = tuple((~is_removed).nonzero().flatten().tolist())
                 for name in self.names[tensor]:
                     kept.setdefault(name, {})[axis] = stays
         return kept
 
 
-def solve(book: LabelBook, names: Mapping[str, tuple[str, ...]]) -> AxisGraph:
-    """Return the axis graph that a book of labels describes.
+@dataclass(frozen=True, eq=False)
+class Change:
+    """An attribute that counts channels, such as a number of heads, and so changes with a slice."""
+
+    attribute: str
+    """Dotted name in the module."""
+    counted: torch.Tensor
+    """Classes of the channels that it counts."""
+    unit: int | tuple[int, ...] = 1
+    """Channels counted as one, or the sizes of the parts into which they are split."""
+
+    def value(self, removed: torch.Tensor) -> Value:
+        """Compute the attribute's value after some classes were removed."""
+        stays = ~torch.isin(self.counted, removed)
+        if isinstance(self.unit, int):
+            return int(stays.sum()) // self.unit
+        return [int(part.sum()) for part in torch.split(stays, list(self.unit))]
+
+
+@dataclass(frozen=True)
+class GroupSlice:
+    """The channels to remove from one group."""
+
+    group: ChannelGroup
+    removed: tuple[int, ...]
+    """Classes of the channels to remove."""
+    changes: tuple[Change, ...] = field(default=(), compare=False)
+    """Attributes that change with it."""
+
+    @property
+    def before(self) -> int:
+        """Channels of the group before slicing."""
+        return len(self.group.channels)
+
+    @property
+    def after(self) -> int:
+        """Channels of the group after slicing."""
+        return self.before - len(self.removed)
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """Slices of several groups of a module together, and why other channels stay."""
+
+    kept: Kept
+    attributes: dict[str, Value]
+    """Dotted attribute → value after slicing."""
+    groups: tuple[GroupSlice, ...]
+    pinned: dict[str, str]
+    """Module whose channels stay → why."""
+
+    @classmethod
+    def combine(
+        cls, slices: Sequence[GroupSlice], pinned: dict[str, str], graph: AxisGraph
+    ) -> SlicePlan:
+        """Combine slices of several groups into one plan for the whole module."""
+        removed = [channel for one in slices for channel in one.removed]
+        removed_classes = torch.tensor(sorted(removed), dtype=torch.int64)
+        attributes = {
+            change.attribute: change.value(removed_classes)
+            for one in slices
+            for change in one.changes
+        }
+        return cls(graph.kept(removed), attributes, tuple(slices), pinned)
+
+
+def build_axis_graph(
+    book: LabelBook,
+    labels_to_class: torch.Tensor,
+    reasons: Mapping[int, str],
+    names: Mapping[str, tuple[str, ...]],
+) -> AxisGraph:
+    """Derive channel groups from the labels that the operators' rules assigned and equated.
 
     Args:
-        book: the labels, after the whole graph was walked; some more may be pinned here.
-        names: tensor → all names it is held under.
+        book: the resolved labels of the whole graph.
+        labels_to_class: the class of each label.
+        reasons: class → why it is pinned; some more are found here.
+        names: tensor → all names it is registered under.
     """
-    _join_parts(book)
-    book.settle()
-    labels_to_class, reasons = book.solve()
+    reasons = dict(reasons)
     classes: dict[Slot, torch.Tensor] = {}
-    for (name, axes), labels in book.parts.items():
-        found = _axes_of(labels_to_class[labels])
-        classes |= {(name, axes[i]): column for i, column in found.items()}
-        held = {c for column in found.values() for c in column.tolist()}
-        for stray in set(labels_to_class[labels].flatten().tolist()) - held:
-            reasons.setdefault(stray, f"{name} holds it along no single axis")
-    for stray in _only_read(classes, book):
-        reasons.setdefault(stray, "it reads constants or integers")
-    families = _families(classes, set(reasons), book)
-    pinned = _pinned(classes, reasons, book.produced, families)
-    passed = {name: labels_to_class[labels] for name, labels in book.passed.items()}
-    return AxisGraph(families, classes, {**book.left_alone, **pinned}, names, passed)
-
-
-def _join_parts(book: LabelBook) -> None:
-    """Make labels of one axis equal where a tensor is told apart in several ways."""
-    parts_of: dict[str, list[tuple[int, ...]]] = {}
-    for name, axes in book.parts:
-        for others in parts_of.setdefault(name, []):
-            every = sorted({*axes, *others})
-            if len(every) < len(axes) + len(others):
-                both = (
-                    book.parts[name, part].view(
-                        [
-                            book.parts[name, part].shape[part.index(a)] if a in part else 1
-                            for a in every
-                        ]
-                    )
-                    for part in (axes, others)
-                )
-                book.equate(*both)
-        parts_of[name].append(axes)
-
-
-def _only_read(classes: Mapping[Slot, torch.Tensor], book: LabelBook) -> set[int]:
-    """Return the classes that layers read and no tensor of the module makes or holds."""
+    for (tensor, axes), labels in book.parts.items():
+        part_classes = labels_to_class[labels]
+        columns = _classes_along_axes(part_classes)
+        classes |= {(tensor, axes[i]): column for i, column in columns.items()}
+        along_an_axis = {c for column in columns.values() for c in column.tolist()}
+        for stray in set(part_classes.flatten().tolist()) - along_an_axis:
+            reasons.setdefault(stray, f"{tensor} holds it along no single axis")
+    # Classes that layers only read, and no tensor of the module produces or holds.
+    only_read = book.consumed - book.produced
     read: set[int] = set()
     held: set[int] = set()
     for slot, column in classes.items():
-        only_read = slot in book.consumed and slot not in book.produced
-        (read if only_read else held).update(column.tolist())
-    return read - held
+        (read if slot in only_read else held).update(column.tolist())
+    for stray in read - held:
+        reasons.setdefault(stray, "it reads constants or integers")
+    groups = _group_channels(classes, set(reasons), book)
+    free = {channel for group in groups for channel in group.channels}
+    pinned: dict[str, str] = {}
+    for slot, column in classes.items():
+        if slot in book.produced:
+            for channel in dict.fromkeys(column.tolist()):
+                if channel not in free:
+                    reason = reasons.get(channel, "its channels can only leave all together")
+                    pinned.setdefault(_owner_name(slot), reason)
+    weightless = {name: labels_to_class[labels] for name, labels in book.weightless.items()}
+    return AxisGraph(
+        groups=groups,
+        classes=classes,
+        pinned={**book.opaque_layers, **pinned},
+        names=names,
+        weightless=weightless,
+        class_count=1 + max((int(column.max()) for column in classes.values()), default=-1),
+    )
 
 
-def _axes_of(classes: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return the axes along which a tensor's classes change and every slice is of one class."""
+def _classes_along_axes(classes: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Find the axes along which a tensor's classes change while every slice is of one class."""
     if classes.dim() == 1:
         return {0: classes}
-    found = {}
+    columns = {}
     for axis in range(classes.dim()):
         slices = classes.movedim(axis, 0).reshape(classes.size(axis), -1)
         if (slices == slices[:, :1]).all() and (slices[:, 0] != slices[0, 0]).any():
-            found[axis] = slices[:, 0].contiguous()
-    return found
+            columns[axis] = slices[:, 0].contiguous()
+    return columns
 
 
-def _families(
+def _group_channels(
     classes: Mapping[Slot, torch.Tensor], pinned: set[int], book: LabelBook
 ) -> tuple[ChannelGroup, ...]:
     slots_of: dict[int, list[Slot]] = {}
     for slot, column in classes.items():
         for channel in dict.fromkeys(column.tolist()):
             slots_of.setdefault(channel, []).append(slot)
-    only_read = book.consumed - book.produced
-    alike: dict[tuple[Slot, ...], list[int]] = {}
+    channels_of: dict[tuple[Slot, ...], list[int]] = {}
     for channel, slots in slots_of.items():
         if channel not in pinned:
-            alike.setdefault(tuple(slots), []).append(channel)
+            channels_of.setdefault(tuple(slots), []).append(channel)
+    only_read = book.consumed - book.produced
     return tuple(
         ChannelGroup(
             slots,
             tuple(channels),
-            made_by=tuple(slot for slot in slots if slot in book.produced),
-            read_by=tuple(slot for slot in slots if slot in only_read),
+            produced_slots=tuple(slot for slot in slots if slot in book.produced),
+            consumed_slots=tuple(slot for slot in slots if slot in only_read),
+            producers=tuple(
+                dict.fromkeys(_owner_name(slot) for slot in slots if slot in book.produced)
+            ),
+            entries=tuple(int((classes[slot] == channels[0]).sum()) for slot in slots),
         )
-        for slots, channels in alike.items()
-        # What no layer makes are entries that this run left aside, like positions past its length.
+        for slots, channels in channels_of.items()
+        # Entries that no layer outputs were left out of this run, like positions past its length.
         if len(channels) > 1 and not book.produced.isdisjoint(slots)
     )
 
 
-def _pinned(
-    classes: Mapping[Slot, torch.Tensor],
-    reasons: Mapping[int, str],
-    produced: set[Slot],
-    families: tuple[ChannelGroup, ...],
-) -> dict[str, str]:
-    """Return, for each module with channels that are in no family, why."""
-    free = {channel for family in families for channel in family.channels}
-    pinned: dict[str, str] = {}
-    for slot, column in classes.items():
-        if slot in produced:
-            for channel in dict.fromkeys(column.tolist()):
-                if channel not in free:
-                    reason = reasons.get(channel, "its channels can only leave all together")
-                    pinned.setdefault(_name(slot), reason)
-    return pinned
-
-
-def _owners(slots: Iterable[Slot]) -> tuple[str, ...]:
+def _modules(slots: Iterable[Slot]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.rpartition(".")[0] for name, _ in slots))
 
 
-def _name(slot: Slot) -> str:
-    """Return the module that holds a tensor, or the tensor where that is the outermost module."""
+def _owner_name(slot: Slot) -> str:
+    """Return the module that holds a tensor, or the tensor if that is the outermost module."""
     return slot[0].rpartition(".")[0] or slot[0]

@@ -1,10 +1,9 @@
-"""The axis graph: which channels of which tensors can only be removed together.
+"""Trace a module's axis graph: which channels of which tensors can only be removed together.
 
 torch.export's ATen graph is executed on integer labels instead of numbers (see
-``compress.pruning.dependency.rules.channel_labels``). The idea of grouping coupled channels is that
-of Fang et al.,
-"DepGraph: Towards Any Structural Pruning" (2023); here the groups follow from the traced operators,
-so that no layer has to be annotated.
+``compress.pruning.dependency.rules.channel_labels``). Grouping coupled channels is the idea of Fang
+et al., "DepGraph: Towards Any Structural Pruning" (2023); here the groups follow from the traced
+operators, so that no layer has to be annotated.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from compress.common.errors import StageFailed, first_line
-from compress.pruning.dependency.channel_groups import AxisGraph, solve
+from compress.pruning.dependency.channel_groups import AxisGraph, build_axis_graph
 from compress.pruning.dependency.rules import conv_norm, elementwise, layout, matmul, rnn
 from compress.pruning.dependency.rules.channel_labels import WILD, LabelBook, Labels, Weight
 from compress.pruning.dependency.rules.op_call import Call, Result, Rule, pin_all
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 
     from torch.export import ExportedProgram
 
+TENSORS = (torch.Tensor, Weight)
+"""What stands for a tensor while the graph runs on labels."""
 RULES: dict[str, Rule] = {
     **conv_norm.RULES,
     **matmul.RULES,
@@ -39,29 +40,33 @@ RULES: dict[str, Rule] = {
 
 
 def trace(module: nn.Module, inputs: Sequence[torch.Tensor]) -> AxisGraph:
-    """Return the axis graph of a module in eval mode.
+    """Trace the axis graph of a module in eval mode.
 
     Raises:
         StageFailed: torch.export cannot trace the module.
     """
-    book = LabelBook()
-    first_names, names = _names(module)
-    _propagate_labels(exported(module, inputs), first_names, book)
-    return solve(book, names)
+    names = _registered_names(module)
+    book = _propagate_labels(export_graph(module, inputs), module, names)
+    labels_to_class, reasons = book.resolve()
+    first_to_all = {own[0]: own for own in names.values()}
+    return build_axis_graph(book, labels_to_class, reasons, first_to_all)
 
 
-def exported(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedProgram:
-    """Return a module's ATen graph.
+def export_graph(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedProgram:
+    """Export a module's ATen graph.
 
     Raises:
         StageFailed: torch.export cannot trace it.
     """
-    # With gradients torch.export refuses in-place operators on views.
+    # With gradients enabled, torch.export refuses in-place operators on views.
     with warnings.catch_warnings(), torch.no_grad():
         # torch 2.13 warns that recurrent layers keep a list of their weights.
         warnings.filterwarnings("ignore", "The tensor attributes? self", UserWarning)
         try:
-            _register_output(module, inputs)
+            # torch.export accepts a dataclass as output only if it is registered.
+            output_type = type(module(*inputs))
+            if is_dataclass(output_type) and output_type not in pytree.SUPPORTED_NODES:
+                torch.export.register_dataclass(output_type)
             return torch.export.export(module, tuple(inputs), strict=False)
         except Exception as error:
             raise StageFailed(
@@ -70,74 +75,69 @@ def exported(module: nn.Module, inputs: Sequence[torch.Tensor]) -> ExportedProgr
             ) from error
 
 
-def _register_output(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-    """Tell torch.export of a dataclass that a module returns, which it takes only then."""
-    kind = type(module(*inputs))
-    if is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
-        torch.export.register_dataclass(kind)
+def _registered_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Return the id of each tensor → its name in each module that registers it.
 
-
-def _names(module: nn.Module) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-    """Return every tensor name → the tensor's first name → its name in each module it is held by.
-
-    Tied weights have one name in each of their modules; a module that is itself held under two
-    names gives its tensors two names, of which surgery needs only the first.
+    Tied weights have one name in each of their modules. A module that is itself registered under
+    two names counts once, because slicing changes the module, not its registration.
     """
-    held: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for prefix, owner in module.named_modules():
         for short, tensor in (*owner._parameters.items(), *owner._buffers.items()):
             if tensor is not None:
-                held.setdefault(id(tensor), []).append(f"{prefix}.{short}".lstrip("."))
+                names.setdefault(id(tensor), []).append(f"{prefix}.{short}".lstrip("."))
+    return {key: tuple(own) for key, own in names.items()}
+
+
+def _propagate_labels(
+    program: ExportedProgram, module: nn.Module, names: dict[int, tuple[str, ...]]
+) -> LabelBook:
+    """Run the exported graph on labels, operator by operator, and return all that was stated."""
+    book = LabelBook()
     every_name = (
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     )
-    first_names = {name: held[id(tensor)][0] for name, tensor in every_name}
-    return first_names, {names[0]: tuple(names) for names in held.values()}
-
-
-def _propagate_labels(
-    program: ExportedProgram, first_names: dict[str, str], book: LabelBook
-) -> None:
+    first_names = {name: names[id(tensor)][0] for name, tensor in every_name}
     signature = program.graph_signature
-    held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    weights = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     features = set(signature.user_inputs)
     constants = _constants(program)
     values: dict[fx.Node, Any] = {}
-    live = _live(program.graph)
+    # Nodes that the outputs depend on; attention weights, for one, are often computed and dropped.
+    live: set[fx.Node] = set()
+    for node in reversed(program.graph.nodes):
+        if node.is_impure() or any(user in live for user in node.users):
+            live.add(node)
     users = {node: len(node.users) for node in program.graph.nodes}
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            name = held.get(node.name)
+            name = weights.get(node.name)
             name = None if name is None else first_names.get(name, name)
-            values[node] = _placeholder(node, name, node.name in features, book)
+            value = _placeholder(node, name, node.name in features, book)
             if node.name in constants:
-                values[node] = _known(node, constants[node.name], values[node])
+                constant = constants[node.name]
+                if not isinstance(value, Weight):
+                    value = Weight(node.name, constant.shape, tuple(range(constant.dim())), True)
+                value = replace(value, value=constant)
+            values[node] = value
         elif node.op == "output":
             for result in node.all_input_nodes:
-                if isinstance(values[result], torch.Tensor | Weight):
+                if isinstance(values[result], TENSORS):
                     book.pin(values[result], "it is an output of the model")
         elif node.target is operator.getitem:
             values[node] = values[node.args[0]][node.args[1]]
         elif node.op == "call_function":
-            book.is_moot = node not in live
+            book.is_dead_code = node not in live
             values[node] = _execute(_call(node, values), book)
-            book.is_moot = False
+            book.is_dead_code = False
         else:
             values[node] = None  # a subgraph, whose caller has no rule
         for used in node.all_input_nodes:
             users[used] -= 1
             if not users[used]:
                 del values[used]
-
-
-def _live(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that matter for the outputs; attention weights are often not read."""
-    live: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.is_impure() or any(user in live for user in node.users):
-            live.add(node)
-    return live
+    return book
 
 
 def _placeholder(
@@ -147,35 +147,30 @@ def _placeholder(
     if not isinstance(value, torch.Tensor):
         return None
     if weight is not None:
-        # A vector of flags or integers may have one for each channel; a table of them has none.
+        # A vector of flags or integers may have one entry per channel; a table has no channels.
         is_vector = sum(size > 1 for size in value.shape) == 1
         is_constant = value.numel() == 1 or not (value.is_floating_point() or is_vector)
         return Weight(weight, tuple(value.shape), tuple(range(value.dim())), is_constant)
     is_features = is_user_input and value.is_floating_point()
-    label = book.pinned("it is an input of the model") if is_features else WILD
+    label = book.pinned_label("it is an input of the model") if is_features else WILD
     return torch.tensor(label).expand(value.shape)
 
 
 def _constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """Return the indices and masks that are known before the model runs, by placeholder."""
+    """Return the indices and masks that do not depend on the input, by placeholder."""
     signature = program.graph_signature
     stored = {**program.state_dict, **program.constants}
     names = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
-    found = ((placeholder, stored.get(name)) for placeholder, name in names.items())
+    values = ((placeholder, stored.get(name)) for placeholder, name in names.items())
     return {
         placeholder: value
-        for placeholder, value in found
+        for placeholder, value in values
         if isinstance(value, torch.Tensor) and not value.is_floating_point()
     }
 
 
-def _known(node: fx.Node, value: torch.Tensor, found: Labels | Weight | None) -> Weight:
-    axes = tuple(range(value.dim()))
-    weight = found if isinstance(found, Weight) else Weight(node.name, value.shape, axes, True)
-    return replace(weight, value=value)
-
-
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Call:
+    """Collect a node's arguments by name, with labels in place of tensors."""
     given = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
     arguments = {str(i): value for i, value in enumerate(given[0])} | dict(given[1])
     name = str(node.target)
@@ -187,24 +182,21 @@ def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Call:
         arguments |= given[1]
     value = node.meta.get("val")
     results = pytree.tree_leaves(value)
+    stack = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
     has_tensors = any(isinstance(result, torch.Tensor) for result in results)
     return Call(
         operator=name.rstrip("_"),
         target=node.target,
         arguments=arguments,
+        tensors=[x for x in pytree.tree_leaves(list(arguments.values())) if isinstance(x, TENSORS)],
         shapes=[tuple(getattr(result, "shape", ())) for result in results] if has_tensors else [],
         gives_list=isinstance(value, list | tuple),
-        module=_module(node),
+        module=str(stack[-1]).partition("@")[0] if stack else "",  # name@1 is its second call
     )
 
 
-def _module(node: fx.Node) -> str:
-    """Return the name of the module that an operator was called in."""
-    stack = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-    return str(stack[-1]).partition("@")[0] if stack else ""  # name@1 is its second call
-
-
 def _execute(call: Call, book: LabelBook) -> Result | Weight | None:
+    """Apply an operator's rule; unknown elementwise operators join, all others pin."""
     if not call.shapes:
         return None
     rule = RULES.get(call.operator)

@@ -1,15 +1,16 @@
-"""Numbers written into a module, like its number of heads, that must change with a cut."""
+"""Numbers stored in a module, like its number of heads, that must change when it is sliced."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager, suppress
+from functools import reduce
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from compress.pruning.dependency.attribute_reads import is_configuration
-from compress.pruning.dependency.group_slices import Change
+from compress.pruning.dependency.channel_groups import Change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,22 +19,25 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Each combination costs a verification, that is several forward passes: 5 attributes have 31.
 MOST_COMBINED = 5
-"""Attributes tried in every combination; of more, only all together."""
+"""Most attributes that are tried in every combination; more are only tried all together."""
 
-COUNTERS = (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, nn.modules.batchnorm._BatchNorm)
-"""torch's layers that count their channels even when they have no weights."""
+NORMS = (
+    nn.GroupNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.modules.batchnorm._BatchNorm,
+)
+"""torch's layers that store their number of channels even without weights."""
 
 
-def certain_changes(
-    module: nn.Module, family: ChannelGroup, graph: AxisGraph
-) -> tuple[Change, ...]:
-    """Return the changes that a cut makes to torch's own layers without weights."""
+def certain_changes(module: nn.Module, group: ChannelGroup, graph: AxisGraph) -> tuple[Change, ...]:
+    """Return the changes that a slice requires in torch's own layers without weights."""
     modules = dict(module.named_modules())
     found = []
-    for name, classes in graph.passed.items():
+    for name, classes in graph.weightless.items():
         layer = modules.get(name)
-        if isinstance(layer, COUNTERS) and _meets(classes, family):
+        if isinstance(layer, NORMS) and _meets(classes, group):
             count = "num_channels" if isinstance(layer, nn.GroupNorm) else "num_features"
             found.append(Change(f"{name}.{count}".lstrip("."), classes))
             if isinstance(layer, nn.GroupNorm):
@@ -44,68 +48,69 @@ def certain_changes(
 
 def possible_changes(
     module: nn.Module,
-    family: ChannelGroup,
+    group: ChannelGroup,
     graph: AxisGraph,
     removed: Sequence[int],
     is_read: Callable[[str], bool],
 ) -> Iterator[tuple[Change, ...]]:
-    """Yield sets of changes that may go with a cut, the smallest first; a proof has to choose.
+    """Yield sets of changes that a slice may require, the smallest first, for verification.
 
-    An attribute is a candidate when the forward reads it, its value is a size that the cut changes
+    An attribute is a candidate if the forward reads it, its value is a size that the slice changes
     (a number of channels or heads, an axis's length, the sizes of an axis's parts) and it belongs
-    to a module that makes the family's channels or to one around it; the nearest are tried first.
-    The smallest set that is proven is right: of numbers that happen to be equal, like a number of
-    positions, none is changed without need.
+    to a module that outputs the group's channels or to one around it; the nearest are tried first.
+    The smallest set that passes verification is taken: numbers that happen to be equal, like a
+    number of positions, are not changed without need.
 
     Args:
-        module: the module before the cut.
-        family: the channels.
-        graph: says how many entries of each axis the channels take.
-        removed: the channels that go.
+        module: the module before slicing.
+        group: the channels.
+        graph: the module's axis graph, for the number of entries of each channel.
+        removed: the channels to remove.
         is_read: whether the forward reads an attribute, given its dotted name.
     """
     yield ()
-    sizes = _sizes(family, graph, removed)
-    makers = (*family.producers, *(n for n, c in graph.passed.items() if _meets(c, family)))
-    near = dict.fromkeys(name for made_by in makers for name in (made_by, _parent(made_by)))
-    every = dict.fromkeys(name for made_by in makers for name in _around(made_by))
+    sizes = _sizes(group, graph, removed)
+    weightless = (name for name, classes in graph.weightless.items() if _meets(classes, group))
+    modules = (*group.producer_modules, *weightless)
+    near = dict.fromkeys(name for module_name in modules for name in _ancestors(module_name)[:2])
+    every = dict.fromkeys(name for module_name in modules for name in _ancestors(module_name))
     tried: list[dict[str, Change]] = []
     for owners, is_deep in ((near, False), (near, True), (every, True)):
-        every_one = _candidates(module, owners, sizes, is_deep)
-        candidates = {c.attribute: c for c in every_one if is_read(c.attribute)}
+        found = _candidates(module, owners, sizes, is_deep)
+        candidates = {c.attribute: c for c in found if is_read(c.attribute)}
         if candidates and candidates not in tried:
             tried.append(candidates)
             yield from combined(list(candidates.values()))
 
 
 def all_changes(
-    module: nn.Module, family: ChannelGroup, graph: AxisGraph, removed: Sequence[int]
+    module: nn.Module, group: ChannelGroup, graph: AxisGraph, removed: Sequence[int]
 ) -> tuple[Change, ...]:
-    """Return all candidates at once."""
-    every = dict.fromkeys(name for made_by in family.producers for name in _around(made_by))
-    return tuple(_candidates(module, every, _sizes(family, graph, removed), True))
+    """Return every change that a slice may require, whether the forward reads it or not."""
+    every = dict.fromkeys(name for owner in group.producer_modules for name in _ancestors(owner))
+    return tuple(_candidates(module, every, _sizes(group, graph, removed), True))
 
 
 def combined(candidates: Sequence[T]) -> Iterator[tuple[T, ...]]:
-    """Yield all sets of a few candidates, the smallest first; of many only the whole."""
+    """Yield all subsets of a few candidates, the smallest first; of many only all together."""
     fewest = 1 if len(candidates) <= MOST_COMBINED else len(candidates)
     for count in range(fewest, len(candidates) + 1):
         yield from combinations(candidates, count)
 
 
 def _sizes(
-    family: ChannelGroup, graph: AxisGraph, removed: Sequence[int]
+    group: ChannelGroup, graph: AxisGraph, removed: Sequence[int]
 ) -> dict[int, tuple[torch.Tensor, int]]:
-    """Return each size that a cut changes → the classes counted, and how many count as one."""
-    block = min(graph.entries(slot, removed[0]) for slot in family.slots)
-    sizes = {len(family.channels): (torch.tensor(family.channels), 1)}
-    for slot in family.slots:
+    """Return each size that a slice changes → the classes counted, and how many count as one."""
+    block = min(graph.entries(slot, removed[0]) for slot in group.slots)
+    sizes = {len(group.channels): (torch.tensor(group.channels), 1)}
+    for slot in group.slots:
         classes = graph.classes[slot]
         sizes.setdefault(len(classes), (classes, 1))
         # A group of heads that share keys takes several blocks of a head's width.
         sizes.setdefault(len(classes) // block, (classes, block))
-    for classes in graph.passed.values():
-        if _meets(classes, family):
+    for classes in graph.weightless.values():
+        if _meets(classes, group):
             unit = int((classes == classes[0]).sum())
             sizes.setdefault(len(classes), (classes, 1))
             sizes.setdefault(len(classes) // unit, (classes, unit))
@@ -120,7 +125,7 @@ def _candidates(
 ) -> Iterator[Change]:
     modules = dict(module.named_modules())
     for owner in owners:
-        # torch's own layers are mended by the surgery, which knows what their attributes mean.
+        # keep_indices_ updates torch's own layers, whose attributes it knows.
         if type(modules[owner]).__module__.startswith("torch.nn."):
             continue
         for name, value in _attributes(modules[owner], is_deep):
@@ -132,7 +137,7 @@ def _candidates(
 
 
 def _attributes(module: nn.Module, is_deep: bool) -> Iterator[tuple[str, Any]]:
-    """Yield a module's own attributes; of a configuration that it holds, too, if deep."""
+    """Yield a module's own attributes and, if deep, those of configuration objects it holds."""
     for name, value in vars(module).items():
         if name.startswith("_"):
             continue
@@ -149,16 +154,64 @@ def _is_split(value: object) -> bool:
     )
 
 
-def _meets(classes: torch.Tensor, family: ChannelGroup) -> bool:
-    return bool(torch.isin(classes, torch.tensor(family.channels)).any())
+def _meets(classes: torch.Tensor, group: ChannelGroup) -> bool:
+    return bool(torch.isin(classes, torch.tensor(group.channels)).any())
 
 
-def _around(name: str) -> Iterator[str]:
-    while name:
-        yield name
-        name = _parent(name)
-    yield name
+def _ancestors(name: str) -> list[str]:
+    """Return a module's name, then those of the modules around it; the outermost is empty."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+class AttributeReads:
+    """Records which attributes a forward pass reads of modules and of their configurations."""
+
+    def __init__(self) -> None:
+        self._read: set[tuple[int, str]] = set()
+        self._recorded: dict[int, tuple[Any, type]] = {}
+
+    def __contains__(self, key: tuple[int, str]) -> bool:
+        """Whether an object's attribute was read, or may have been because recording failed."""
+        return key in self._read or key[0] not in self._recorded
+
+    @contextmanager
+    def recording(self, module: nn.Module) -> Iterator[None]:
+        """Record reads within the context: each object temporarily gets a recording subclass."""
+        try:
+            for part in list(module.modules()):
+                for owner in (part, *filter(is_configuration, vars(part).values())):
+                    self._record(owner)
+            yield
+        finally:
+            for owner, original in self._recorded.values():
+                object.__setattr__(owner, "__class__", original)
+
+    def _record(self, owner: Any) -> None:
+        original: Any = type(owner)
+        read = self._read
+
+        def look_up(self: Any, name: str) -> Any:
+            read.add((id(self), name))
+            return original.__getattribute__(self, name)
+
+        if id(owner) not in self._recorded:
+            with suppress(TypeError):  # the class is final, or its layout does not allow it
+                recording = type(original.__name__, (original,), {"__getattribute__": look_up})
+                object.__setattr__(owner, "__class__", recording)
+                self._recorded[id(owner)] = owner, original
+
+
+def attribute_key(module: nn.Module, attribute: str) -> tuple[int, str]:
+    """Resolve a dotted attribute to the id of the object that holds it and its last name."""
+    *path, short = attribute.split(".")
+    return id(reduce(getattr, path, module)), short
+
+
+def is_configuration(value: object) -> bool:
+    """Whether an object only holds attributes, like a model's configuration."""
+    return (
+        hasattr(value, "__dict__")
+        and not callable(value)
+        and not isinstance(value, nn.Module | torch.Tensor)
+    )

@@ -1,1 +1,1 @@
-"""Which blocks can be left out, by the output error that this causes."""
+"""Search the blocks to remove, by the output error that their removal causes."""

@@ -1,4 +1,4 @@
-"""Which blocks a model can do without: those that may leave, and a search among them."""
+"""Search the blocks whose removal changes a model least."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from compress.pruning.depth.output_error import OutputError, OutputErrorMeter
 
 Shapes = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
-"""Of the first tensor that goes in, and of the first that comes out."""
+"""Shapes of a block's first input tensor and of its first output tensor."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block by its place."""
+    """A block of a container such as a `ModuleList`."""
 
     container: str
     index: int
@@ -36,18 +36,18 @@ class Block:
 
 @dataclass(frozen=True)
 class Removal:
-    """The blocks that a search took out, and what it learnt about the others."""
+    """The blocks that a search removed, and the errors and reasons of the others."""
 
     steps: tuple[tuple[Block, OutputError], ...]
-    """Each block in the order of removal, and the harm with all until it gone."""
+    """Each block in the order of removal, with the error after all removals so far."""
     alone: Mapping[Block, OutputError]
-    """The harm of each block's removal alone."""
+    """The error of each block's removal alone."""
     refused: Mapping[str, str]
     """Block that cannot be removed → why."""
 
 
 def all_blocks(module: nn.Module) -> list[Block]:
-    """Return the alike blocks of all lists and sequences, the outer ones first."""
+    """Return the repeated blocks of all lists and sequences, the outer ones first."""
     found = []
     for container, part in module.named_modules():
         keys = list(part._modules)
@@ -60,20 +60,20 @@ def all_blocks(module: nn.Module) -> list[Block]:
 def reasons_to_stay(
     module: nn.Module, inputs: Sequence[torch.Tensor], blocks: Iterable[Block]
 ) -> dict[str, str]:
-    """Return blocks that cannot be left out → why: their output does not fit in for their input."""
+    """Return blocks that cannot be skipped → why: input and output have different shapes."""
     shapes = _shapes_of_calls(module, inputs, blocks)
     reasons = {}
     for name, calls in shapes.items():
-        odd = next((call for call in calls if call[0] != call[1] or None in call), None)
+        mismatch = next((call for call in calls if call[0] != call[1] or None in call), None)
         if not calls:
             reasons[name] = "it is not called"
-        elif odd:
-            reasons[name] = f"its input has shape {odd[0]} and its output {odd[1]}"
+        elif mismatch:
+            reasons[name] = f"its input has shape {mismatch[0]} and its output {mismatch[1]}"
     return reasons
 
 
 def kept_without(module: nn.Module, removed: Collection[Block]) -> dict[str, tuple[int, ...]]:
-    """Return what stays in each container that loses blocks: its entries' indices."""
+    """Return, for each container that loses blocks, the indices of the entries that stay."""
     kept = {}
     for container in dict.fromkeys(block.container for block in removed):
         leaving = {block.index for block in removed if block.container == container}
@@ -86,25 +86,25 @@ def search(
     module: nn.Module,
     blocks: Sequence[Block],
     count: int,
-    judge: OutputErrorMeter,
+    meter: OutputErrorMeter,
     refused: Mapping[str, str],
     progress: Progress,
 ) -> Removal:
-    """Return the removal of so many blocks, each time the one that then does the least harm.
+    """Remove blocks one after the other, each time the one with the least output error.
 
-    Greedy, because which blocks can go depends on which are gone: the best pair is seldom made of
-    the two that do the least harm alone.
+    Greedy, because errors depend on the blocks already removed: the best pair is seldom made of the
+    two blocks with the least errors alone.
 
     Args:
         module: the module; it is not changed.
-        blocks: those that may leave.
-        count: how many are to leave.
-        judge: measures harm.
-        refused: blocks that stay, and why; more may be found.
-        progress: told of each trial.
+        blocks: blocks that may be removed.
+        count: how many to remove.
+        meter: measures the output error.
+        refused: blocks that stay → why; more may be found.
+        progress: called for each trial.
 
     Raises:
-        StageFailed: fewer can leave.
+        StageFailed: fewer can be removed.
     """
     refused = dict(refused)
     alone: dict[Block, OutputError] = {}
@@ -113,28 +113,35 @@ def search(
     tried = 0
     while len(steps) < count:
         gone = [block for block, _ in steps]
-        harms: dict[Block, OutputError] = {}
-        for block in _next(module, blocks, gone):
+        errors: dict[Block, OutputError] = {}
+        for block in _removable(module, blocks, gone):
             tried += 1
             progress("remove blocks", min(tried, total), total, f"{len(steps)} of {count} removed")
-            found = _try(module, [*gone, block], judge)
-            if isinstance(found, str):
-                refused.setdefault(block.name, found)
+            error = _error_without(module, [*gone, block], meter)
+            if isinstance(error, str):
+                refused.setdefault(block.name, error)
             else:
-                harms[block] = found
-        alone = alone or harms
-        best = _least_harmful(module, gone, harms, judge, refused)
-        if best is None:
-            raise StageFailed(_too_few(len(steps), count, refused))
-        steps.append((best, harms[best]))
-        blocks = [block for block in blocks if block in harms and block.name not in refused]
-    if tried < total:  # some could not be tried, which nobody knew before
+                errors[block] = error
+        alone = alone or errors
+        for block in sorted(errors, key=lambda block: errors[block].order):
+            reason = _untrainable(module, [*gone, block], meter)
+            if reason is None:
+                steps.append((block, errors[block]))
+                break
+            refused[block.name] = reason
+        else:
+            shown = [f"{name}: {reason}" for name, reason in list(refused.items())[:3]]
+            more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+            why = f" ({'; '.join(shown)}{more})" if shown else ", because each list keeps one block"
+            raise StageFailed(f"{count} blocks are to be removed and {len(steps)} can be{why}")
+        blocks = [block for block in blocks if block in errors and block.name not in refused]
+    if tried < total:  # fewer trials than expected, because blocks within removed ones are skipped
         progress("remove blocks", total, total)
     return Removal(tuple(steps), alone, refused)
 
 
-def _next(module: nn.Module, blocks: Sequence[Block], gone: Sequence[Block]) -> list[Block]:
-    """Return the blocks that may leave next: within none that left, and not a list's last one."""
+def _removable(module: nn.Module, blocks: Sequence[Block], gone: Sequence[Block]) -> list[Block]:
+    """Return the blocks that are not inside a removed one and not the last of their container."""
     kept = kept_without(module, gone)
     return [
         block
@@ -145,42 +152,28 @@ def _next(module: nn.Module, blocks: Sequence[Block], gone: Sequence[Block]) -> 
     ]
 
 
-def _try(module: nn.Module, removed: Sequence[Block], judge: OutputErrorMeter) -> OutputError | str:
-    """Return the harm of removing blocks, or why it cannot be done."""
+def _error_without(
+    module: nn.Module, removed: Sequence[Block], meter: OutputErrorMeter
+) -> OutputError | str:
+    """Return the output error of removing blocks, or why they cannot be removed."""
     trial = shallow_copy(module)
     try:
         keep_blocks_(trial, kept_without(module, removed))
-        return judge.harm(trial)
+        return meter.measure(trial)
     except StageFailed as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - a forward may fail in any way
         return f"the model without it fails: {type(error).__name__}: {first_line(error)}"
 
 
-def _least_harmful(
-    module: nn.Module,
-    gone: Sequence[Block],
-    harms: Mapping[Block, OutputError],
-    judge: OutputErrorMeter,
-    refused: dict[str, str],
-) -> Block | None:
-    """Return the block that is missed least, of those without which the model can be trained.
-
-    Others that are missed less are added to the refused ones.
-    """
-    for block in sorted(harms, key=lambda block: harms[block].order):
-        reason = _untrainable(module, [*gone, block], judge)
-        if reason is None:
-            return block
-        refused[block.name] = reason
-    return None
-
-
 def _untrainable(
-    module: nn.Module, removed: Sequence[Block], judge: OutputErrorMeter
+    module: nn.Module, removed: Sequence[Block], meter: OutputErrorMeter
 ) -> str | None:
-    """Return why the model without some blocks cannot run in training mode, where the whole can."""
-    inputs = tuple(x.to(judge.context.device) for x in judge.batches[0].inputs)
+    """Return why the model without some blocks cannot run in training mode, or None if it can.
+
+    None is also returned if the unpruned model does not run in training mode.
+    """
+    inputs = tuple(x.to(meter.context.device) for x in meter.batches[0].inputs)
     try:
         expected = shapes_in_training(module, inputs)
     except Exception:  # noqa: BLE001 - a forward may fail in any way
@@ -196,29 +189,22 @@ def _untrainable(
     return None if found == expected else "the outputs of the model without it differ in training"
 
 
-def _too_few(found: int, wanted: int, refused: Mapping[str, str]) -> str:
-    shown = [f"{name}: {reason}" for name, reason in list(refused.items())[:3]]
-    more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
-    why = f" ({'; '.join(shown)}{more})" if shown else ", because each list keeps one block"
-    return f"{wanted} blocks are to be removed and {found} can be{why}"
-
-
 def _shapes_of_calls(
     module: nn.Module, inputs: Sequence[torch.Tensor], blocks: Iterable[Block]
 ) -> dict[str, list[Shapes]]:
-    """Return the shapes that go in and out of each block in each of its calls."""
+    """Return the input and output shapes of each block in each of its calls."""
     shapes: dict[str, list[Shapes]] = {}
     handles = []
 
-    def watch(name: str, block: nn.Module) -> None:
-        def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def add_hook(name: str, block: nn.Module) -> None:
+        def record(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             shapes[name].append((_first_shape((args, kwargs)), _first_shape(output)))
 
         shapes[name] = []
-        handles.append(block.register_forward_hook(note, with_kwargs=True))
+        handles.append(block.register_forward_hook(record, with_kwargs=True))
 
     for block in blocks:
-        watch(block.name, module.get_submodule(block.name))
+        add_hook(block.name, module.get_submodule(block.name))
     try:
         run_in_eval(module, inputs)
     finally:

@@ -1,4 +1,4 @@
-"""Harm: how much worse a changed model answers than the model it was made from."""
+"""Output error: how much worse a changed model is than the model it was made from."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ JudgedBy: TypeAlias = Literal["metric", "outputs"]
 
 @dataclass(frozen=True)
 class OutputError:
-    """What a change did to a model's answers."""
+    """Effect of a change on a model's outputs."""
 
     distance: float
-    """Norm of the difference of the outputs, over the norm of the outputs before."""
+    """Norm of the difference of the outputs, over the norm of the unchanged outputs."""
     points: float | None = None
-    """How much worse the metric is, in hundredths, where there are targets to measure it."""
+    """Drop of the metric in hundredths (percentage points); None without targets."""
 
     @property
     def order(self) -> tuple[float, float]:
-        """What changes are ranked by: the metric, and among equals the outputs."""
+        """Sort key: the metric drop, and among equals the distance of the outputs."""
         return (self.points or 0.0, self.distance)
 
     def facts(self) -> dict[str, float]:
-        """Return the harm as it is written down."""
+        """Return the error as rounded facts."""
         points = {} if self.points is None else {"points": round(self.points, 6)}
         return {**points, "distance": float(f"{self.distance:.6g}")}
 
 
 class OutputErrorMeter:
-    """Compares changed modules with the one they came from, on the same samples."""
+    """Compares changed modules with the unchanged one on the same samples."""
 
     def __init__(
         self,
@@ -56,21 +56,21 @@ class OutputErrorMeter:
         judged_by: JudgedBy | None = None,
         samples: int = 512,
     ) -> None:
-        """Ask the unchanged module, which is moved to the context's device.
+        """Run the unchanged module, which is moved to the context's device.
 
         Args:
             module: the unchanged module, in eval mode.
             signature: its interface.
             context: data, metric, device and threads.
-            judged_by: `metric` or `outputs`; by default the metric where `val` has targets.
-            samples: samples of `val` at most; without data a few seeded ones are asked.
+            judged_by: `metric` or `outputs`; by default the metric if `val` has targets.
+            samples: samples of `val` at most; without data a few seeded ones are used.
 
         Raises:
             StageFailed: the metric is asked for and cannot be measured.
         """
         self.signature, self.context = signature, context
         self.batches = list(_batches(signature, context, samples))
-        self.expected, self.targets = self._ask(module.to(context.device))
+        self.expected, self.targets = self._run(module.to(context.device))
         if context.metric.name == "fidelity" and judged_by != "outputs":
             self.targets = predicted_decisions(self.expected)
         if judged_by == "metric" and self.targets is None:
@@ -83,29 +83,30 @@ class OutputErrorMeter:
 
     @property
     def judged_by(self) -> JudgedBy:
-        """What harm is ranked by."""
+        """What errors are ranked by."""
         return "outputs" if self.base is None else "metric"
 
-    def harm(self, changed: nn.Module) -> OutputError:
-        """Return the harm that a change did.
+    def measure(self, changed: nn.Module) -> OutputError:
+        """Measure the error of a changed module.
 
         Raises:
             StageFailed: the outputs have another shape, or are NaN or infinite where they were not.
         """
-        found = self._ask(changed)[0]
-        if found.shape != self.expected.shape:
+        outputs = self._run(changed)[0]
+        if outputs.shape != self.expected.shape:
             raise StageFailed(
-                f"the outputs' shape becomes {tuple(found.shape)}, from "
+                f"the outputs' shape becomes {tuple(outputs.shape)}, from "
                 f"{tuple(self.expected.shape)}"
             )
-        distance = relative_error(self.expected, found)
+        distance = relative_error(self.expected, outputs)
         if not math.isfinite(distance):
             raise StageFailed("the outputs are NaN or infinite where they were not")
         if self.base is None:
             return OutputError(distance)
-        return OutputError(distance, self.context.metric.drop_points(self.base, self._score(found)))
+        drop = self.context.metric.drop_points(self.base, self._score(outputs))
+        return OutputError(distance, drop)
 
-    def _ask(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _run(self, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
         with torch_predictor(module.eval(), self.context.device, self.context.threads) as predict:
             return predict_batches(accept_any_batch(predict, self.signature), self.batches)
 

@@ -1,1 +1,1 @@
-"""How much a channel or weight matters: norms, activations, gradients."""
+"""Score channels: weight norms, activations, gradients."""

@@ -1,4 +1,4 @@
-"""Names of the criteria by which channels are ranked, and what each of them looks at."""
+"""Names of the criteria by which channels are ranked, and what each of them needs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Criterion: TypeAlias = Literal[
 ]
 
 FROM_DATA: tuple[Criterion, ...] = ("taylor", "hessian", "wanda", "obs")
-"""Those that look at activations or gradients."""
+"""Criteria that need samples: they use activations or gradients."""
 
 OF_GRADIENTS: tuple[Criterion, ...] = ("taylor", "hessian")
-"""Those that look at derivatives of the loss."""
+"""Criteria that use derivatives of the loss."""
 
 COMPARABLE: tuple[Criterion, ...] = ("taylor", "hessian", "lamp", "obs")
-"""Those whose scores mean the same in every family; others are compared relative to their mean."""
+"""Criteria whose scores of different groups can be compared; others are divided by their mean."""

@@ -1,7 +1,7 @@
-"""Calls: what each layer with a weight reads and answers while a module runs.
+"""Observe the inputs and outputs of each layer with a weight while a module runs.
 
 Layers are recognised by the functions they call on their weights, not by their classes, so that a
-weight used through ``F.conv2d``, or in a layer of another library, is seen too.
+weight used through ``F.conv2d``, or in a layer of another library, is observed too.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from compress.data.batch import Batch
 
-LARGEST_PART = 1 << 22
-"""Numbers in the columns that are made at once."""
+MAX_PART = 1 << 22
+"""Most elements of unfolded inputs (im2col) that are computed at once: 32 MiB in float64."""
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _SIGNATURES: dict[Any, tuple[tuple[str, ...], int]] = {
     F.linear: (("input", "weight", "bias"), 1),
@@ -36,22 +36,21 @@ _SIGNATURES: dict[Any, tuple[tuple[str, ...], int]] = {
     **dict.fromkeys((torch.Tensor.matmul, torch.Tensor.mm), (("input", "weight"), 0)),
     torch.Tensor.__matmul__: (("input", "weight"), 0),
 }
-"""Function → its arguments, and the weight's axis along which it reads."""
+"""Function → its arguments, and the weight's input axis."""
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a layer: the weight's name, what it read, and what it answered."""
+    """One call of a layer: the weight's name, the input and the output."""
 
     weight: str
     bias: str | None
     read_axis: int
-    """The weight's axis along which it reads; it makes channels along the other of the first two.
-    """
+    """The weight's input axis; its output axis is the other of the first two."""
     input: torch.Tensor
     output: torch.Tensor
     kernel: tuple[int, ...]
-    """Size of a convolution's window; empty for a product."""
+    """Size of a convolution's window; empty for a matrix product."""
     stride: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
     """Zeros before and after each axis of the window."""
@@ -59,12 +58,12 @@ class LayerCall:
     groups: int
 
     def without_values(self) -> LayerCall:
-        """Return the same call with shapes alone, which holds no memory."""
+        """Return the same call with meta tensors, which hold no memory."""
         return replace(self, input=self.input.to("meta"), output=self.output.to("meta"))
 
     @property
     def columns(self) -> int:
-        """How many numbers of the input go into one of the output."""
+        """Number of input elements that one output element is computed from."""
         if not self.kernel:
             return self.input.shape[-1]
         channels = self.input.shape[-len(self.kernel) - 1]
@@ -72,30 +71,30 @@ class LayerCall:
 
     @property
     def channel_axis(self) -> int:
-        """The axis of the output along which its channels lie."""
+        """The channel axis of the output."""
         return self.output.dim() - len(self.kernel) - 1
 
     def parts(
         self, answers: torch.Tensor | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield columns and answers as stacks of matrices, a few samples at a time.
+        """Yield unfolded inputs (im2col) and outputs as stacked matrices, a few samples at a time.
 
-        A product of the columns with the weight, flattened, gives the answers: both are of shape
-        [groups, places, entries], in double precision.
+        The product of the columns with the flattened weight gives the answers. Both have shape
+        `(groups, positions, columns or channels)` and are float64.
 
         Args:
-            answers: a tensor like ``output``, with any number of channels; by default that.
+            answers: a tensor like ``output``, with any number of channels; by default ``output``.
         """
         answers = self.output if answers is None else answers
         if not self.kernel:
             columns, rows = (x.reshape(1, -1, x.shape[-1]) for x in (self.input, answers))
-            step = max(1, LARGEST_PART // columns.shape[-1])
+            step = max(1, MAX_PART // columns.shape[-1])
             for i in range(0, columns.shape[1], step):
                 yield columns[:, i : i + step].double(), rows[:, i : i + step].double()
             return
         inputs, answers = (self._with_batch(x) for x in (self.input, answers))
         size = prod(answers.shape[2:]) * inputs.shape[1] * prod(self.kernel)
-        step = max(1, LARGEST_PART // size)
+        step = max(1, MAX_PART // size)
         for i in range(0, len(inputs), step):
             yield self._unfolded(inputs[i : i + step]), self._grouped(answers[i : i + step])
 
@@ -108,7 +107,7 @@ class LayerCall:
         for axis in range(spatial):
             reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1
             x = x.unfold(axis + 2, reach, self.stride[axis])[..., :: self.dilation[axis]]
-        # [samples, channels, *places, *kernel] -> [groups, samples and places, channels and kernel]
+        # [samples, channels, *positions, *kernel] -> [groups, samples·positions, channels·kernel]
         x = x.reshape(len(x), self.groups, -1, *x.shape[2:]).movedim(1, 0)
         x = x.movedim(2, 2 + spatial)
         return x.reshape(self.groups, prod(x.shape[1 : 2 + spatial]), -1)
@@ -119,25 +118,25 @@ class LayerCall:
         return answers.movedim(1, 0).reshape(self.groups, -1, answers.shape[-1])
 
 
-class Enough(Exception):
-    """What a watcher raises to end a forward pass early."""
+class StopForward(Exception):
+    """Raised by a callback to end a forward pass early."""
 
 
-class Calls(TorchFunctionMode):
-    """Hands over each call of a layer whose weight is a parameter of a module."""
+class LayerCallMode(TorchFunctionMode):
+    """Passes each call of a layer whose weight is a parameter of a module to a callback."""
 
-    def __init__(self, module: nn.Module, watch: Callable[[LayerCall], None]) -> None:
-        """Take the module that will run, and what is told of its calls."""
+    def __init__(self, module: nn.Module, on_call: Callable[[LayerCall], None]) -> None:
+        """Observe ``module``; ``on_call`` gets each layer call."""
         super().__init__()
         self._names = {id(p): name for name, p in module.named_parameters()}
-        self._watch = watch
-        self.used_otherwise: set[str] = set()
-        """Parameters that other functions took, too."""
+        self._on_call = on_call
+        self.used_elsewhere: set[str] = set()
+        """Parameters that functions other than a layer's used, too."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function, and tell of it where it is a layer."""
+        """Run a function, and pass it to the callback if it is a layer."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         given, read_axis = _arguments(func, args, kwargs)
@@ -146,12 +145,11 @@ class Calls(TorchFunctionMode):
         if name and given["weight"].dim() > 1 and isinstance(result, torch.Tensor):
             own = (given["weight"], given.get("bias"))
             bias = self._name(given.get("bias"))
-            call = _call(name, bias, given, read_axis, result)
-            self._watch(call)
+            self._on_call(_layer_call(name, bias, given, read_axis, result))
         if isinstance(result, torch.Tensor):
             others = (x for x in pytree.tree_leaves((args, kwargs)) if id(x) in self._names)
-            self.used_otherwise |= {
-                self._names[id(x)] for x in others if not any(x is known for known in own)
+            self.used_elsewhere |= {
+                self._names[id(x)] for x in others if not any(x is parameter for parameter in own)
             }
         return result
 
@@ -159,31 +157,31 @@ class Calls(TorchFunctionMode):
         return self._names.get(id(tensor)) if tensor is not None else None
 
 
-def watched(
-    module: nn.Module, batches: Sequence[Batch], watch: Callable[[LayerCall], None], device: str
+def observe_layer_calls(
+    module: nn.Module, batches: Sequence[Batch], on_call: Callable[[LayerCall], None], device: str
 ) -> set[str]:
-    """Run a module over batches, tell of every layer's call, and return what is used otherwise.
+    """Run a module over batches and pass every layer call to a callback, without gradients.
 
-    Gradients are off. A watcher may end a batch by raising :class:`Enough`.
+    Returns the parameters that functions other than a layer's used, too.
 
     Args:
         module: a module in eval mode, on the device.
-        batches: what it is asked.
-        watch: takes each call.
-        device: where batches go.
+        batches: its inputs.
+        on_call: gets each call; it may end a batch by raising :class:`StopForward`.
+        device: where batches are moved to.
 
     Raises:
         StageFailed: the module does not take the batches.
     """
-    mode = Calls(module, watch)
+    mode = LayerCallMode(module, on_call)
     for batch in batches:
-        run_one(module, batch.to(device), mode)
-    return mode.used_otherwise
+        run_batch(module, batch.to(device), mode)
+    return mode.used_elsewhere
 
 
 @torch.no_grad()
-def run_one(module: nn.Module, batch: Batch, mode: Calls) -> None:
-    """Run a module on one batch, watched.
+def run_batch(module: nn.Module, batch: Batch, mode: LayerCallMode) -> None:
+    """Run a module on one batch in a mode.
 
     Raises:
         StageFailed: the module does not take the batch.
@@ -191,14 +189,14 @@ def run_one(module: nn.Module, batch: Batch, mode: Calls) -> None:
     try:
         with mode:
             module(*batch.inputs)
-    except Enough:
+    except StopForward:
         return
     except Exception as error:
-        raise refused(batch, error) from error
+        raise samples_refused(batch, error) from error
 
 
-def refused(batch: Batch, error: Exception) -> StageFailed:
-    """Return the error that says that a model does not take the calibration samples."""
+def samples_refused(batch: Batch, error: Exception) -> StageFailed:
+    """Build the error that says that a model does not take the calibration samples."""
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in batch.inputs)
     return StageFailed(
         f"the model does not take the calibration samples, a batch of shape {shapes}: "
@@ -213,11 +211,11 @@ def _arguments(
     if func not in _SIGNATURES:
         return {}, 0
     names, read_axis = _SIGNATURES[func]
-    # torch.addmm calls its bias "input", in a call by keywords it is not recognised.
+    # torch.addmm names its bias "input", so a call with keywords is not recognised.
     return {**dict(zip(names, args, strict=False)), **kwargs}, read_axis
 
 
-def _call(
+def _layer_call(
     name: str, bias: str | None, given: dict[str, Any], read_axis: int, output: torch.Tensor
 ) -> LayerCall:
     kernel = tuple(given["weight"].shape[2:])

@@ -1,4 +1,4 @@
-"""Sums of products over samples: all that least squares needs to know of activations."""
+"""Second moments of a layer's inputs and outputs: what least squares needs of activations."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-LARGEST = 12288
-"""Columns of the widest layer whose products are held: they take 1.2 GB."""
+MAX_COLUMNS = 12288
+"""Columns of the widest layer whose Gram matrix is computed: it takes 1.2 GB in float64."""
 
 
 @dataclass
 class Moments:
-    """Sums over places, for each group: of columns, answers, and their products.
+    """Sums over positions, for each group: of columns, answers, and their products.
 
-    g: groups, i: columns (a weight's entries for one output), o: answers.
+    g: groups, i: columns (a weight's entries for one output), o: answers (output channels).
     """
 
-    # Any: nothing until the first matrices come, then tensors.
-    places: int = 0
+    # Any: numbers until the first matrices are added, then tensors.
+    positions: int = 0
     columns_gi: Any = 0.0
     answers_go: Any = 0.0
     gram_gii: Any = 0.0
@@ -29,8 +29,8 @@ class Moments:
     """Sum of squared answers."""
 
     def add_(self, columns_gpi: torch.Tensor, answers_gpo: torch.Tensor | None = None) -> None:
-        """Add matrices of places by columns and of places by answers, in place."""
-        self.places += columns_gpi.shape[1]
+        """Add matrices of positions by columns and of positions by answers, in place."""
+        self.positions += columns_gpi.shape[1]
         self.columns_gi = self.columns_gi + columns_gpi.sum(1)
         self.gram_gii = self.gram_gii + columns_gpi.mT @ columns_gpi
         if answers_gpo is None:

@@ -1,4 +1,4 @@
-"""Scores of all channels of a module, by any criterion."""
+"""Score the channels of groups by any criterion."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
 
 Scores = list[torch.Tensor | str]
-"""For each family a score for each channel, in their order, or why there is none."""
+"""For each group the score of each channel, `(channels,)`, or why there is none."""
 
 
-def score_families(
+def score_groups(
     module: nn.Module,
-    families: Sequence[ChannelGroup],
+    groups: Sequence[ChannelGroup],
     graph: AxisGraph,
     criterion: Criterion,
     *,
@@ -34,16 +34,16 @@ def score_families(
     seed: int = 0,
     loss: Loss = INFERRED_LOSS,
 ) -> Scores:
-    """Return how much each channel matters, or why a criterion cannot tell; nothing is changed.
+    """Score the importance of each channel, or say why a criterion cannot; nothing is changed.
 
     Args:
         module: a module in eval mode.
-        families: the families to score.
+        groups: the groups to score.
         graph: the module's axis graph.
-        criterion: how channels are ranked.
+        criterion: how channels are scored.
         batches: calibration samples, for the criteria that need them.
         device: where samples are run.
-        seed: of what is drawn at random.
+        seed: of random scores and probes.
         loss: whose derivatives `taylor` and `hessian` take, where samples have targets.
 
     Raises:
@@ -53,51 +53,37 @@ def score_families(
     if criterion in FROM_DATA and not batches:
         raise ValueError(f"importance {criterion!r} needs calibration samples")
     if criterion in OF_GRADIENTS:
-        judge = taylor.taylor if criterion == "taylor" else taylor.hessian
-        return list(judge(module, families, graph, batches, device, seed, loss))
+        by_gradients = taylor.taylor if criterion == "taylor" else taylor.hessian
+        return list(by_gradients(module, groups, graph, batches, device, seed, loss))
     if criterion in ("wanda", "obs"):
-        return _by_readers(module, families, graph, criterion, batches, device)
+        by_consumers = (
+            activation_saliency.wanda
+            if criterion == "wanda"
+            else activation_saliency.optimal_brain_surgeon
+        )
+        reason = f"no product or convolution reads its channels, so {criterion} cannot rank them"
+        consumers_of = activation_saliency.consumers(module, groups, graph, batches, device)
+        return [by_consumers(own) if own else reason for own in consumers_of]
     generator = torch.Generator().manual_seed(seed)
-    return [_by_weights(module, family, graph, criterion, generator) for family in families]
-
-
-def _by_readers(
-    module: nn.Module,
-    families: Sequence[ChannelGroup],
-    graph: AxisGraph,
-    criterion: Criterion,
-    batches: Sequence[Batch],
-    device: str,
-) -> Scores:
-    judge = (
-        activation_saliency.wanda
-        if criterion == "wanda"
-        else activation_saliency.optimal_brain_surgeon
-    )
-    missing = f"no product or convolution reads its channels, so {criterion} cannot rank them"
-    found = activation_saliency.readings_of(module, families, graph, batches, device)
-    return [judge(readings) if readings else missing for readings in found]
+    return [_by_weights(module, group, graph, criterion, generator) for group in groups]
 
 
 def _by_weights(
     module: nn.Module,
-    family: ChannelGroup,
+    group: ChannelGroup,
     graph: AxisGraph,
     criterion: Criterion,
     generator: torch.Generator,
 ) -> torch.Tensor | str:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     if criterion == "random":
-        return torch.rand(len(family.channels), generator=generator, dtype=torch.float64)
+        return torch.rand(len(group.channels), generator=generator, dtype=torch.float64)
     if criterion == "bn_scale":
-        scales = weight_norms.batch_norm_scale(family, graph, module)
-        return (
-            "no BatchNorm scales its channels, so bn_scale cannot rank them"
-            if (scales is None)
-            else scales
-        )
+        scales = weight_norms.batch_norm_scale(group, graph, module)
+        no_scale = "no BatchNorm scales its channels, so bn_scale cannot rank them"
+        return no_scale if scales is None else scales
     if criterion == "fpgm":
-        return weight_norms.geometric_median_distance(family, graph, parameters)
+        return weight_norms.geometric_median_distance(group, graph, parameters)
     if criterion == "lamp":
-        return weight_norms.lamp(family, graph, parameters)
-    return weight_norms.norm(family, graph, parameters, 1 if criterion == "l1" else 2)
+        return weight_norms.lamp(group, graph, parameters)
+    return weight_norms.norm(group, graph, parameters, 1 if criterion == "l1" else 2)

@@ -1,8 +1,8 @@
-"""How much each channel matters, by derivatives of a loss on calibration samples.
+"""Score channels by derivatives of a loss on calibration samples.
 
-With targets it is the task's loss. Without, it is the nearness of the outputs to what they are now.
-Channels are silenced where the next layers read them: the derivative by those weights, times the
-weights, is that by a gate on the channel itself (Molchanov et al., 2019, section 3.2).
+With targets it is the task's loss, without targets the change of the outputs. A channel's gate is
+where the next layers read it: the derivative with respect to these weights, times the weights, is
+the derivative with respect to a factor on the channel itself (Molchanov et al., 2019, section 3.2).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from compress.common.forward import flatten_outputs
 from compress.core.loss import INFERRED_LOSS, refuse_without_curvature
 from compress.core.task_targets import has_target
 from compress.data.batch import Batch
-from compress.pruning.importance.layer_calls import refused
+from compress.pruning.importance.layer_calls import samples_refused
 from compress.pruning.importance.weight_norms import sums_by_channel
 
 if TYPE_CHECKING:
@@ -30,36 +30,36 @@ if TYPE_CHECKING:
     from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
     from compress.pruning.dependency.rules.channel_labels import Slot
 
+# At a minimum of the loss, the gradients of many samples together cancel.
 SAMPLES_PER_GRADIENT = 16
-"""Of more samples together, gradients cancel where a trained model has found its minimum."""
 
 
 def taylor(
     module: nn.Module,
-    families: Sequence[ChannelGroup],
+    groups: Sequence[ChannelGroup],
     graph: AxisGraph,
     batches: Sequence[Batch],
     device: str = "cpu",
     seed: int = 0,
     loss: Loss = INFERRED_LOSS,
 ) -> list[torch.Tensor]:
-    """Return the change of the loss, to first order, when each channel is silenced.
+    """Score each channel by the first-order change of the loss when it is zeroed.
 
     Molchanov et al., "Importance Estimation for Neural Network Pruning" (2019), of groups: the root
     mean square over parts of the samples. Without labels, the change is that of the outputs along
     random directions, whose mean square is that of the outputs' change itself.
     """
-    twin, weights = _prepared(module, families, device)
+    twin, weights = _prepared(module, groups, device)
     on_targets = loss.function()
     generator = torch.Generator().manual_seed(seed)
-    totals = [torch.zeros(len(family.channels), dtype=torch.float64) for family in families]
+    totals = [torch.zeros(len(group.channels), dtype=torch.float64) for group in groups]
     count = 0
     for part in parts(labelled_or_all(batches)):
         value = _loss(twin, part.to(device), on_targets, generator)
         gradients = torch.autograd.grad(value, list(weights.values()), materialize_grads=True)
         products = {n: g * w for (n, w), g in zip(weights.items(), gradients, strict=True)}
-        for family, total in zip(families, totals, strict=True):
-            changes = sums_by_channel(family, graph, gates(family), products)
+        for group, total in zip(groups, totals, strict=True):
+            changes = sums_by_channel(group, graph, gates(group), products)
             total += len(part) * changes.square()
         count += len(part)
     return [(total / count).sqrt() for total in totals]
@@ -67,14 +67,14 @@ def taylor(
 
 def hessian(
     module: nn.Module,
-    families: Sequence[ChannelGroup],
+    groups: Sequence[ChannelGroup],
     graph: AxisGraph,
     batches: Sequence[Batch],
     device: str = "cpu",
     seed: int = 0,
     loss: Loss = INFERRED_LOSS,
 ) -> list[torch.Tensor]:
-    """Return the change of the loss, to second order, when each channel is silenced at a minimum.
+    """Score each channel by the second-order change of the loss when it is zeroed at a minimum.
 
     LeCun, Denker and Solla, "Optimal Brain Damage" (1990), with a channel's whole block of the
     Hessian instead of the diagonal: half of w'Hw, estimated for all channels at once by random
@@ -84,14 +84,14 @@ def hessian(
         StageFailed: the loss has no second derivative.
     """
     refuse_without_curvature(loss)
-    twin, weights = _prepared(module, families, device)
+    twin, weights = _prepared(module, groups, device)
     on_targets = loss.function()
     generator = torch.Generator().manual_seed(seed)
-    totals = [torch.zeros(len(family.channels), dtype=torch.float64) for family in families]
+    totals = [torch.zeros(len(group.channels), dtype=torch.float64) for group in groups]
     count = 0
     for part in parts(labelled_or_all(batches)):
         signs = torch.randint(0, 2, (graph.class_count,), generator=generator) * 2.0 - 1
-        probe = _signed(weights, families, graph, signs)
+        probe = _signed(weights, groups, graph, signs)
         # Fused attention has no second derivative.
         with sdpa_kernel(SDPBackend.MATH):
             value = _loss(twin, part.to(device), on_targets, None)
@@ -102,20 +102,20 @@ def hessian(
             slopes, list(weights.values()), list(probe.values()), materialize_grads=True
         )
         products = {n: c * w for (n, w), c in zip(weights.items(), curved, strict=True)}
-        for family, total in zip(families, totals, strict=True):
-            forms = sums_by_channel(family, graph, gates(family), products)
-            total += len(part) * forms * signs[list(family.channels)]
+        for group, total in zip(groups, totals, strict=True):
+            forms = sums_by_channel(group, graph, gates(group), products)
+            total += len(part) * forms * signs[list(group.channels)]
         count += len(part)
     return [(total / count).abs() / 2 for total in totals]
 
 
-def gates(family: ChannelGroup) -> tuple[Slot, ...]:
-    """Return where a family's channels are silenced: where they are read, or else everywhere."""
-    return family.read_by or family.slots
+def gates(group: ChannelGroup) -> tuple[Slot, ...]:
+    """Return the slots at which a group's channels are gated: where they are read, or all slots."""
+    return group.consumed_slots or group.slots
 
 
 def labelled_or_all(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the samples that have a target, or else all of them, without targets."""
+    """Return the samples that have a target, or all of them without targets if none has."""
     labelled = []
     for batch in batches:
         if batch.target is not None:
@@ -135,30 +135,30 @@ def parts(batches: Sequence[Batch], size: int = SAMPLES_PER_GRADIENT) -> Iterato
 
 
 def _prepared(
-    module: nn.Module, families: Sequence[ChannelGroup], device: str
+    module: nn.Module, groups: Sequence[ChannelGroup], device: str
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Return a copy that can be differentiated, and those of its weights that are gates."""
+    """Copy the module for differentiation, and return the weights that are gates."""
     twin = copy.deepcopy(module).eval().requires_grad_(False).to(device)
     named = dict(twin.named_parameters(remove_duplicate=False))
-    names = dict.fromkeys(tensor for family in families for tensor, _ in gates(family))
+    names = dict.fromkeys(tensor for group in groups for tensor, _ in gates(group))
     weights = {name: named[name].requires_grad_() for name in names if name in named}
     return twin, weights
 
 
 def _signed(
     weights: dict[str, torch.Tensor],
-    families: Sequence[ChannelGroup],
+    groups: Sequence[ChannelGroup],
     graph: AxisGraph,
     signs: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """Return weights times the sign of the channel that each entry belongs to; others are zero."""
     probe = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    for family in families:
-        for name, axis in gates(family):
+    for group in groups:
+        for name, axis in gates(group):
             if name in weights:
                 weight = weights[name].detach()
                 classes = graph.classes[name, axis]
-                own = signs * torch.isin(torch.arange(len(signs)), torch.tensor(family.channels))
+                own = signs * torch.isin(torch.arange(len(signs)), torch.tensor(group.channels))
                 shape = [-1 if i == axis else 1 for i in range(weight.dim())]
                 probe[name] += weight * own[classes].to(weight).view(shape)
     return probe
@@ -167,16 +167,17 @@ def _signed(
 def _loss(
     module: nn.Module, batch: Batch, on_targets: LossFunction, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """Return what is differentiated: see the functions above."""
+    """Return the value to differentiate: the task's loss, or a function of the outputs' change."""
     try:
-        with torch.backends.cudnn.flags(enabled=False):  # its recurrent layers: in training only
+        # cuDNN differentiates recurrent layers in training mode only.
+        with torch.backends.cudnn.flags(enabled=False):
             outputs = flatten_outputs(module(*batch.inputs))
         if batch.target is not None:
             return on_targets(outputs[0], batch.target, label_smoothing=0.0)
     except CompressError:
         raise
     except Exception as error:
-        raise refused(batch, error) from error
+        raise samples_refused(batch, error) from error
     floating = [x for x in outputs if x.is_floating_point()]
     if generator is None:
         return sum((x - x.detach()).square().sum() for x in floating) / (2 * len(batch))  # type: ignore[return-value]

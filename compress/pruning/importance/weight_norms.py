@@ -1,7 +1,7 @@
-"""How much each channel of a family matters, by its weights alone.
+"""Score the channels of a group by their weights alone.
 
-Every score is a group's: it covers a channel's entries in all tensors of its family, not one filter
-(Fang et al., "DepGraph", 2023). Buffers do not count.
+Every score covers a channel's entries in all tensors of its group, not only one filter (Fang et
+al., "DepGraph", 2023). Buffers do not count.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 def sums_by_channel(
-    family: ChannelGroup,
+    group: ChannelGroup,
     graph: AxisGraph,
     slots: Iterable[Slot],
     values: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return, for each channel of a family, the sum of its entries' values.
+    """Sum the values of each channel's entries.
 
     Args:
-        family: the channels.
-        graph: says which entries belong to each.
-        slots: the tensors and axes to sum over; those that have no values add nothing.
+        group: the channels.
+        graph: the axis graph, with the class of each entry.
+        slots: the tensors and axes to sum over; those without values add nothing.
         values: tensor name → a value for each of its entries.
     """
     totals = torch.zeros(graph.class_count, dtype=torch.float64)
@@ -41,53 +41,53 @@ def sums_by_channel(
                 graph.classes[tensor, axis],
                 value.flatten(1).sum(1) if value.dim() > 1 else value,
             )
-    return totals[list(family.channels)]
+    return totals[list(group.channels)]
 
 
 def norm(
-    family: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor], power: int
+    group: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor], power: int
 ) -> torch.Tensor:
-    """Return the L1 or L2 norm of each channel's weights.
+    """Compute the L1 or L2 norm of each channel's weights.
 
     Li et al., "Pruning Filters for Efficient ConvNets" (2017).
     """
-    slots = [slot for slot in family.slots if slot[0] in parameters]
+    slots = [slot for slot in group.slots if slot[0] in parameters]
     powers = {name: parameters[name].detach().double().abs().pow(power) for name, _ in slots}
-    return sums_by_channel(family, graph, slots, powers).pow(1 / power)
+    return sums_by_channel(group, graph, slots, powers).pow(1 / power)
 
 
 def lamp(
-    family: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor]
+    group: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return each channel's squared norm over the sum of those not smaller, its own among them.
+    """Divide each channel's squared norm by the sum of all that are not smaller, including itself.
 
     Lee et al., "Layer-adaptive Sparsity for the Magnitude-based Pruning" (2021), of groups: the
-    order within a family is that of ``l2``; between families it weighs what else would be left.
+    order within a group is that of ``l2``; scores of different groups are comparable.
     """
-    squares = norm(family, graph, parameters, 2).square()
+    squares = norm(group, graph, parameters, 2).square()
     order = squares.argsort(stable=True)
-    left = squares[order].flip(0).cumsum(0).flip(0)
+    not_smaller = squares[order].flip(0).cumsum(0).flip(0)
     scores = torch.empty_like(squares)
-    scores[order] = squares[order] / left.clamp_min(torch.finfo(left.dtype).tiny)
+    scores[order] = squares[order] / not_smaller.clamp_min(torch.finfo(squares.dtype).tiny)
     return scores
 
 
 def geometric_median_distance(
-    family: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor]
+    group: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return the sum of each channel's distances to all others of its family.
+    """Sum each channel's distances to all others of its group.
 
-    He et al., "Filter Pruning via Geometric Median" (2019): what lies in the middle of the others
-    can be replaced by them.
+    He et al., "Filter Pruning via Geometric Median" (2019): a channel near the geometric median is
+    redundant, as the others can represent it.
     """
-    vectors = channel_vectors(family, graph, parameters)
+    vectors = channel_vectors(group, graph, parameters)
     return torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist").sum(1)
 
 
 def batch_norm_scale(
-    family: ChannelGroup, graph: AxisGraph, module: nn.Module
+    group: ChannelGroup, graph: AxisGraph, module: nn.Module
 ) -> torch.Tensor | None:
-    """Return the size of the scale that BatchNorm gives each channel, or None where there is none.
+    """Sum the absolute BatchNorm scales of each channel, or return None if there are none.
 
     Liu et al., "Learning Efficient Convolutional Networks through Network Slimming" (2017).
     """
@@ -96,20 +96,20 @@ def batch_norm_scale(
         for name, layer in module.named_modules()
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.weight is not None
     }
-    slots = [slot for slot in family.slots if slot[0] in scales]
-    return sums_by_channel(family, graph, slots, scales) if slots else None
+    slots = [slot for slot in group.slots if slot[0] in scales]
+    return sums_by_channel(group, graph, slots, scales) if slots else None
 
 
 def channel_vectors(
-    family: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor]
+    group: ChannelGroup, graph: AxisGraph, parameters: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return all weights of each channel as a row; channels with fewer entries end in zeros."""
+    """Concatenate each channel's weights to a row; shorter rows are padded with zeros."""
     columns = []
-    for tensor, axis in family.slots:
+    for tensor, axis in group.slots:
         if tensor in parameters:
             rows = parameters[tensor].detach().double().cpu().movedim(axis, 0)
             rows = rows.reshape(len(rows), -1)
             classes = graph.classes[tensor, axis]
-            own = [rows[classes == channel].flatten() for channel in family.channels]
+            own = [rows[classes == channel].flatten() for channel in group.channels]
             columns.append(nn.utils.rnn.pad_sequence(own, batch_first=True))
     return torch.cat(columns, 1)

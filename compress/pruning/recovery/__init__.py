@@ -1,1 +1,1 @@
-"""Least-squares refit and BatchNorm statistics after a cut."""
+"""Least-squares refit and BatchNorm re-estimation after slicing."""

@@ -1,9 +1,9 @@
-"""Refitting: layers that read fewer channels answer as nearly as they can as they did before.
+"""Refit layers that lost input channels to their outputs before slicing, by least squares.
 
 Closed-form least squares on activations, without labels and without a training step, as He, Zhang
 and Sun reconstruct layers in "Channel Pruning for Accelerating Very Deep Neural Networks" (2017).
-Layers are taken in the order in which they run, each with the inputs that the smaller model now
-gives it, so that it also makes up for the errors before it.
+Layers are refitted in the order in which they run, each on the inputs that it gets in the smaller
+model, so that it also compensates the errors of the layers before it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.pruning.importance.layer_calls import Calls, Enough, LayerCall, run_one, watched
-from compress.pruning.importance.moments import LARGEST, Moments
+from compress.pruning.importance.layer_calls import (
+    LayerCall,
+    LayerCallMode,
+    StopForward,
+    observe_layer_calls,
+    run_batch,
+)
+from compress.pruning.importance.moments import MAX_COLUMNS, Moments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,12 +35,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RIDGE = 1e-4
-"""Weight of staying as it is, relative to the mean square of a layer's inputs."""
+"""Penalty on changes of the weights, relative to the mean square of a layer's inputs."""
 
 
 @dataclass(frozen=True)
-class Refitted:
-    """How far a layer's answers lie from those before the cut, squared, relative to their size."""
+class RefitResult:
+    """Squared error of a refitted layer's outputs, relative to their energy before slicing."""
 
     weight: str
     before: float
@@ -42,16 +48,16 @@ class Refitted:
 
 
 @dataclass(frozen=True)
-class Reader:
-    """A layer that reads fewer channels than before, and may be refitted."""
+class RefittableLayer:
+    """A layer that lost input channels and can be refitted."""
 
     weight: str
     bias: str | None
-    """Its bias, where no other layer has the same."""
+    """Its bias, if no other layer uses it."""
     read_axis: int
     groups: int
     calls: int
-    """How many times a forward pass calls it."""
+    """Calls in one forward pass."""
 
 
 @torch.no_grad()
@@ -62,126 +68,130 @@ def refit_(
     batches: Sequence[Batch],
     device: str = "cpu",
     ridge: float = RIDGE,
-) -> list[Refitted]:
-    """Refit, in place, the weights and biases of the layers that read fewer channels.
+) -> list[RefitResult]:
+    """Refit, in place, the weights and biases of the layers that lost input channels.
 
-    Products with a weight and convolutions are refitted where nothing else uses their weight; other
-    layers stay as they were cut.
+    Linear layers and convolutions are refitted if nothing else uses their weight; other layers stay
+    as they were sliced.
 
     Args:
-        module: the cut module, in eval mode.
-        reference: the module as it was before, which is not changed.
-        kept: what of the reference's tensors is left.
-        batches: samples that both are asked.
+        module: the sliced module, in eval mode.
+        reference: the module before slicing, which is not changed.
+        kept: tensor of the reference → axis → indices that are left.
+        batches: samples on which both are run.
         device: where they run.
-        ridge: how strongly weights are held where they are; see :data:`RIDGE`.
+        ridge: penalty on changes of the weights; see :data:`RIDGE`.
 
     Raises:
         StageFailed: the modules do not take the batches.
     """
-    refitted = []
+    results = []
     for part in (module, reference):
         part.eval().to(device)
-    for reader in readers(module, kept, batches[0], device):
-        moments, size = _errors(reader, module, reference, kept, batches, device)
-        refitted.append(_solve_(reader, module, moments, size, ridge))
+    for layer in refittable_layers(module, kept, batches[0], device):
+        moments, energy = _error_moments(layer, module, reference, kept, batches, device)
+        results.append(_refit_layer_(layer, module, moments, energy, ridge))
     for part in (module, reference):
         part.cpu()
-    return refitted
+    return results
 
 
-def readers(module: nn.Module, kept: Kept, batch: Batch, device: str) -> list[Reader]:
+def refittable_layers(
+    module: nn.Module, kept: Kept, batch: Batch, device: str
+) -> list[RefittableLayer]:
     """Return the layers to refit, in the order in which they run."""
     calls: dict[str, list[LayerCall]] = {}
 
-    def watch(call: LayerCall) -> None:
+    def record(call: LayerCall) -> None:
         calls.setdefault(call.weight, []).append(call.without_values())
 
-    otherwise = watched(module, [batch], watch, device)
+    used_elsewhere = observe_layer_calls(module, [batch], record, device)
     owners = Counter(bias for own in calls.values() for bias in {call.bias for call in own})
-    found = []
+    layers = []
     for weight, own in calls.items():
         last = own[-1]
-        cut = last.read_axis in kept.get(weight, {})
+        is_sliced = last.read_axis in kept.get(weight, {})
         alike = len({(call.read_axis, call.bias) for call in own}) == 1
-        if cut and alike and weight not in otherwise and last.columns <= LARGEST:
-            bias = last.bias if owners[last.bias] == 1 and last.bias not in otherwise else None
-            found.append(Reader(weight, bias, last.read_axis, last.groups, len(own)))
-    return found
+        if is_sliced and alike and weight not in used_elsewhere and last.columns <= MAX_COLUMNS:
+            bias = last.bias if owners[last.bias] == 1 and last.bias not in used_elsewhere else None
+            layers.append(RefittableLayer(weight, bias, last.read_axis, last.groups, len(own)))
+    return layers
 
 
-def _errors(
-    reader: Reader,
+def _error_moments(
+    layer: RefittableLayer,
     module: nn.Module,
     reference: nn.Module,
     kept: Kept,
     batches: Sequence[Batch],
     device: str,
 ) -> tuple[Moments, float]:
-    """Return the moments of a layer's inputs with its errors, and the size of right answers."""
-    moments, size = Moments(), 0.0
-    rows = kept[reader.weight].get(1 - reader.read_axis)
+    """Return the moments of a layer's inputs with its output errors, and the targets' energy."""
+    moments, energy = Moments(), 0.0
+    rows = kept[layer.weight].get(1 - layer.read_axis)
     for batch in batches:
-        right = [call.output for call in _calls_of(reader, reference, batch, device)]
-        found = _calls_of(reader, module, batch, device)
-        for expected, call in zip(right, found, strict=True):
+        targets = [call.output for call in _calls_of(layer, reference, batch, device)]
+        calls = _calls_of(layer, module, batch, device)
+        for expected, call in zip(targets, calls, strict=True):
             if rows is not None:
                 index = torch.tensor(rows, device=expected.device)
                 expected = expected.index_select(call.channel_axis, index)
-            size += float(expected.double().square().sum())
+            energy += float(expected.double().square().sum())
             for columns, errors in call.parts(expected - call.output):
                 moments.add_(columns, errors)
-    return moments, size
+    return moments, energy
 
 
-def _calls_of(reader: Reader, module: nn.Module, batch: Batch, device: str) -> list[LayerCall]:
-    """Return a layer's calls on one batch; the pass ends with the last of them."""
-    found: list[LayerCall] = []
+def _calls_of(
+    layer: RefittableLayer, module: nn.Module, batch: Batch, device: str
+) -> list[LayerCall]:
+    """Return a layer's calls on one batch; the forward pass ends with the last of them."""
+    calls: list[LayerCall] = []
 
-    def watch(call: LayerCall) -> None:
-        if call.weight == reader.weight:
-            found.append(call)
-            if len(found) == reader.calls:
-                raise Enough
+    def record(call: LayerCall) -> None:
+        if call.weight == layer.weight:
+            calls.append(call)
+            if len(calls) == layer.calls:
+                raise StopForward
 
-    run_one(module, batch.to(device), Calls(module, watch))
-    return found
+    run_batch(module, batch.to(device), LayerCallMode(module, record))
+    return calls
 
 
-def _solve_(
-    reader: Reader, module: nn.Module, moments: Moments, size: float, ridge: float
-) -> Refitted:
-    """Change a layer's weight and bias so that its squared error is least, in place."""
-    change_gio, shift_go = least_squares(moments, ridge, intercept=reader.bias is not None)
-    weight = module.get_parameter(reader.weight)
+def _refit_layer_(
+    layer: RefittableLayer, module: nn.Module, moments: Moments, energy: float, ridge: float
+) -> RefitResult:
+    """Change a layer's weight and bias so that its squared error is minimal, in place."""
+    change_gio, shift_go = least_squares(moments, ridge, intercept=layer.bias is not None)
+    weight = module.get_parameter(layer.weight)
     change_OI = change_gio.mT.reshape(-1, change_gio.shape[1])
-    change = change_OI.mT if reader.read_axis == 0 else change_OI.reshape(weight.shape)
+    change = change_OI.mT if layer.read_axis == 0 else change_OI.reshape(weight.shape)
     weight.add_(change.to(weight))
-    if reader.bias is not None:
-        bias = module.get_parameter(reader.bias)
+    if layer.bias is not None:
+        bias = module.get_parameter(layer.bias)
         bias.add_(shift_go.flatten().to(bias))
     gained = 2 * (change_gio * moments.cross_gio).sum() + 2 * (shift_go * moments.answers_go).sum()
     moved = (change_gio * (moments.gram_gii @ change_gio)).sum()
     moved += 2 * (shift_go * (moments.columns_gi[:, None] @ change_gio)[:, 0]).sum()
-    moved += moments.places * shift_go.square().sum()
-    left = max(0.0, moments.energy - float(gained - moved))
-    size = max(size, 1e-30)
-    return Refitted(reader.weight, moments.energy / size, left / size)
+    moved += moments.positions * shift_go.square().sum()
+    remaining = max(0.0, moments.energy - float(gained - moved))
+    energy = max(energy, 1e-30)
+    return RefitResult(layer.weight, moments.energy / energy, remaining / energy)
 
 
 def least_squares(
     moments: Moments, ridge: float, *, intercept: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the matrices, and shifts, that give the answers from the columns with least error.
+    """Solve for the matrices and shifts that map columns to answers with the least squared error.
 
     Args:
-        moments: what is known of columns and answers.
-        ridge: weight of small matrices, relative to the columns' mean square.
-        intercept: whether there is a shift; where not it is zero.
+        moments: second moments of columns and answers.
+        ridge: penalty on the matrices, relative to the columns' mean square.
+        intercept: whether there is a shift; otherwise it is zero.
     """
     gram_gii, cross_gio = moments.gram_gii, moments.cross_gio
     if intercept:
-        mean_gi = moments.columns_gi / moments.places
+        mean_gi = moments.columns_gi / moments.positions
         gram_gii = gram_gii - mean_gi[:, :, None] * moments.columns_gi[:, None]
         cross_gio = cross_gio - mean_gi[:, :, None] * moments.answers_go[:, None]
     damping = (ridge * moments.gram_gii.diagonal(dim1=1, dim2=2).mean()).clamp_min(1e-30)
@@ -190,4 +200,4 @@ def least_squares(
     if not intercept:
         return matrix_gio, torch.zeros_like(moments.answers_go)
     shift_go = moments.answers_go - (moments.columns_gi[:, None] @ matrix_gio)[:, 0]
-    return matrix_gio, shift_go / moments.places
+    return matrix_gio, shift_go / moments.positions

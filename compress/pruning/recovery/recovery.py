@@ -1,4 +1,4 @@
-"""What a cut network can win back without training."""
+"""Recover a sliced module's outputs without training: refit and BatchNorm re-estimation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from compress.common.forward import flatten_outputs
 from compress.common.tensor_difference import measured
-from compress.pruning.importance.layer_calls import refused
+from compress.pruning.importance.layer_calls import samples_refused
 from compress.pruning.recovery.least_squares import refit_
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from compress.pruning.dependency.channel_groups import Kept
 
 
-def repair_(
+def recover_(
     module: nn.Module,
     reference: nn.Module,
     kept: Kept,
@@ -30,14 +30,14 @@ def repair_(
     *,
     refit: bool = True,
 ) -> dict[str, JsonValue]:
-    """Refit layers and average BatchNorm statistics anew, in place, and return what it brought.
+    """Refit layers and re-estimate BatchNorm statistics, in place; return the errors as facts.
 
-    After a refit new statistics stay only where they bring the outputs nearer to the reference's.
+    After a refit, new statistics are only taken if they reduce the output error.
 
     Args:
-        module: the cut module.
-        reference: the module as it was before.
-        kept: what of the reference's tensors is left.
+        module: the sliced module.
+        reference: the module before slicing.
+        kept: tensor of the reference → axis → indices that are left.
         batches: calibration samples.
         device: where they are run.
         refit: whether layers are refitted.
@@ -49,7 +49,7 @@ def repair_(
     layers: dict[str, JsonValue] = {}
     if refit:
         for one in refit_(module, reference, kept, batches, device):
-            layers[one.weight] = [_short(one.before), _short(one.after)]
+            layers[one.weight] = [_rounded(one.before), _rounded(one.after)]
         errors["refit"] = output_error(module, reference, batches, device)
     if batch_norms(module):
         before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -62,7 +62,7 @@ def repair_(
     samples = sum(map(len, batches))
     return {
         "samples": samples,
-        "output_error": {name: _short(error) for name, error in errors.items()},
+        "output_error": {name: _rounded(error) for name, error in errors.items()},
         "layers": layers,
     }
 
@@ -71,7 +71,7 @@ def repair_(
 def output_error(
     module: nn.Module, reference: nn.Module, batches: Iterable[Batch], device: str = "cpu"
 ) -> float:
-    """Return the squared error of the outputs, relative to the size of the reference's.
+    """Return the squared error of the outputs, relative to the energy of the reference's.
 
     Equal infinities, as of masked scores, are left out.
 
@@ -80,21 +80,21 @@ def output_error(
     """
     module.eval().to(device)
     reference.eval().to(device)
-    error, size = 0.0, 0.0
+    error, energy = 0.0, 0.0
     for batch in batches:
         moved = batch.to(device)
-        found, right = (_run(part, moved) for part in (module, reference))
-        for x, y in zip(found, right, strict=True):
-            right_part, found_part = measured(y, x)
-            error += float((found_part - right_part).square().sum())
-            size += float(right_part.square().sum())
+        outputs, targets = (_run(part, moved) for part in (module, reference))
+        for output, target in zip(outputs, targets, strict=True):
+            target_part, output_part = measured(target, output)
+            error += float((output_part - target_part).square().sum())
+            energy += float(target_part.square().sum())
     module.cpu()
     reference.cpu()
-    return error / max(size, 1e-30)
+    return error / max(energy, 1e-30)
 
 
 def batch_norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
-    """Return the layers that keep running statistics."""
+    """Return the BatchNorm layers with running statistics."""
     return [
         layer
         for layer in module.modules()
@@ -106,15 +106,15 @@ def batch_norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
 def reestimate_batch_norms_(
     module: nn.Module, batches: Iterable[Batch], device: str = "cpu"
 ) -> None:
-    """Average BatchNorm statistics anew over batches, in place, and leave the module in eval mode.
+    """Re-estimate BatchNorm statistics over batches, in place; the module is left in eval mode.
 
-    Removed channels shift the statistics of all that follow (Li et al., "EagleEye", 2020).
+    Removed channels shift the statistics of all later layers (Li et al., "EagleEye", 2020).
 
     Raises:
         StageFailed: the module does not take the batches.
     """
     norms = batch_norms(module)
-    # One sample has no variance where BatchNorm sees no other axis.
+    # One sample has no variance if the batch is the only axis that BatchNorm reduces.
     usable = [batch for batch in batches if len(batch) > 1]
     if not norms or not usable:
         return
@@ -122,7 +122,7 @@ def reestimate_batch_norms_(
     module.eval().to(device)
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # a plain average over all batches
+        norm.momentum = None  # cumulative average over all batches
         norm.train()
     for batch in usable:
         _run(module, batch.to(device))
@@ -136,8 +136,8 @@ def _run(module: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
     try:
         return flatten_outputs(module(*batch.inputs))
     except Exception as error:
-        raise refused(batch, error) from error
+        raise samples_refused(batch, error) from error
 
 
-def _short(value: float) -> float:
+def _rounded(value: float) -> float:
     return float(f"{value:.4g}")

@@ -1,1 +1,1 @@
-"""Single weights set to zero: masks, patterns, schedules."""
+"""Set single weights to zero: masks, layouts, schedules."""

@@ -1,4 +1,4 @@
-"""Which entries of weights become zero: by size, at random, or by what they are multiplied with."""
+"""Masks of the weights that become zero: by magnitude, at random, or by calibration data."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ if TYPE_CHECKING:
 
 Method: TypeAlias = Literal["l1", "random", "wanda", "sparsegpt"]
 NofM: TypeAlias = "tuple[int, int]"
-"""How many of how many neighbours may differ from zero."""
+"""n and m: of m neighbouring inputs n stay nonzero."""
 
+# As in the paper: within a block, each column is compensated at once; later blocks once per block.
 BLOCK = 128
-"""Columns that SparseGPT treats at a time."""
+"""Columns that SparseGPT prunes at a time."""
 
 
-def unstructured(
-    weights: Mapping[str, torch.Tensor], amount: float, method: Method, whole: bool
+def unstructured_masks(
+    weights: Mapping[str, torch.Tensor], amount: float, method: Method, is_global: bool
 ) -> dict[str, torch.Tensor]:
-    """Return for each weight where it becomes zero: its smallest entries, or any.
+    """Return for each weight where it becomes zero: its smallest entries, or random ones.
 
     Args:
         weights: the weights by name.
         amount: share of zeros.
         method: `l1` or `random`.
-        whole: whether all weights are ranked together.
+        is_global: whether all weights are ranked together.
     """
     choose = (L1Unstructured if method == "l1" else RandomUnstructured)(amount)
-    if not whole:
+    if not is_global:
         return {name: _chosen(choose, weight) for name, weight in weights.items()}
     together = torch.cat([weight.flatten() for weight in weights.values()])
     sizes = [weight.numel() for weight in weights.values()]
@@ -45,7 +46,7 @@ def unstructured(
     }
 
 
-def neighbours(
+def n_of_m_masks(
     weights: Mapping[str, torch.Tensor],
     layouts: Mapping[str, WeightLayout | None],
     n_of_m: NofM,
@@ -55,9 +56,9 @@ def neighbours(
 
     Args:
         weights: the weights by name.
-        layouts: how each is read; a weight without a layout gets no zeros.
-        n_of_m: how many of how many stay.
-        method: `l1` keeps the largest, `random` any.
+        layouts: how layers read them; a weight without a layout gets no zeros.
+        n_of_m: of m neighbours n stay.
+        method: `l1` keeps the largest, `random` random ones.
     """
     zeros = {}
     for name, weight in weights.items():
@@ -70,51 +71,50 @@ def neighbours(
 
 
 def smallest_of_neighbours(score: torch.Tensor, n_of_m: NofM) -> torch.Tensor:
-    """Return where the last axis becomes zero so that of each m neighbours n stay: the highest."""
+    """Mask the smallest scores along the last axis, so that of each m neighbours n stay."""
     n, m = n_of_m
     groups = score.reshape(-1, m)
-    leaving = groups.topk(m - n, largest=False).indices
-    zeros = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, leaving, True)
+    removed = groups.topk(m - n, largest=False).indices
+    zeros = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, removed, True)
     return zeros.reshape(score.shape)
 
 
 def wanda(
     weight_goi: torch.Tensor, gram_gii: torch.Tensor, amount: float, n_of_m: NofM | None
 ) -> torch.Tensor:
-    """Return where a matrix becomes zero: what contributes least to each of its outputs.
+    """Mask the entries of a matrix that contribute least to each of its outputs.
 
-    An entry counts as its size times the norm of what it is multiplied with; entries are compared
-    within a row (Sun et al., "A Simple and Effective Pruning Approach for Large Language Models",
-    2023).
+    The score of an entry is its magnitude times the norm of its input; entries are compared within
+    a row (Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", 2023).
 
     Args:
         weight_goi: groups, outputs, inputs.
-        gram_gii: sums of products of inputs.
+        gram_gii: Gram matrix of the inputs.
         amount: share of zeros in each row.
-        n_of_m: or so many of so many neighbours stay.
+        n_of_m: instead of an amount, of m neighbours n stay.
     """
     norm_gi = gram_gii.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
     score = weight_goi.abs() * norm_gi.unsqueeze(-2)
     if n_of_m:
         return smallest_of_neighbours(score, n_of_m)
-    leaving = score.topk(round(amount * score.shape[-1]), largest=False).indices
-    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, leaving, True)
+    removed = score.topk(round(amount * score.shape[-1]), largest=False).indices
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, removed, True)
 
 
 def sparsegpt(
     weight_goi: torch.Tensor, gram_gii: torch.Tensor, amount: float, n_of_m: NofM | None
 ) -> torch.Tensor:
-    """Return a matrix with zeros, its other entries changed to make up for them.
+    """Return a matrix with zeros whose other entries are changed to compensate them.
 
-    Columns are treated from left to right; what zeros in one do to the outputs is undone, as far as
-    it can be, by all columns right of it (Frantar and Alistarh, "SparseGPT: Massive Language Models
-    Can Be Accurately Pruned in One-Shot", 2023, algorithm 1).
+    Columns are pruned from left to right; the effect of zeros in one on the outputs is compensated,
+    as far as possible, by all columns right of it (Frantar and Alistarh, "SparseGPT: Massive
+    Language Models Can Be Accurately Pruned in One-Shot", 2023, algorithm 1).
 
     Args:
         weight_goi: groups, outputs, inputs; in double precision.
-        gram_gii: sums of products of inputs.
+        gram_gii: Gram matrix of the inputs.
         amount: share of zeros in each block of columns.
-        n_of_m: or so many of so many neighbours stay.
+        n_of_m: instead of an amount, of m neighbours n stay.
     """
     weight_goi = weight_goi.clone()
     always_zero_gi = gram_gii.diagonal(dim1=-2, dim2=-1) == 0
@@ -133,7 +133,7 @@ def sparsegpt(
 def _treat_block_(
     block_goi: torch.Tensor, factor_gii: torch.Tensor, amount: float, n_of_m: NofM | None
 ) -> torch.Tensor:
-    """Set entries of a block to zero and mend those right of them, in place; return the errors."""
+    """Prune a block and compensate within it, in place; return the errors for later blocks."""
     diagonal_gi = factor_gii.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
     if n_of_m:
         zeros = torch.zeros_like(block_goi, dtype=torch.bool)
@@ -154,10 +154,10 @@ def _treat_block_(
 
 
 def _smallest(score_goi: torch.Tensor, amount: float) -> torch.Tensor:
-    """Return where the smallest entries of each group lie."""
+    """Mask the smallest entries of each group."""
     flat = score_goi.flatten(1)
-    leaving = flat.topk(round(amount * flat.shape[1]), largest=False).indices
-    return torch.zeros_like(flat, dtype=torch.bool).scatter_(1, leaving, True).view_as(score_goi)
+    removed = flat.topk(round(amount * flat.shape[1]), largest=False).indices
+    return torch.zeros_like(flat, dtype=torch.bool).scatter_(1, removed, True).view_as(score_goi)
 
 
 def _chosen(choose: L1Unstructured | RandomUnstructured, weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Zeros where they matter least to what layers answer on calibration data."""
+"""Set zeros by calibration data, block by block: Wanda and SparseGPT."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.pruning.importance.layer_calls import watched
-from compress.pruning.importance.moments import LARGEST, Moments
+from compress.pruning.importance.layer_calls import observe_layer_calls
+from compress.pruning.importance.moments import MAX_COLUMNS, Moments
 from compress.pruning.unstructured.masks import sparsegpt, wanda
-from compress.pruning.unstructured.weight_layout import in_groups
+from compress.pruning.unstructured.weight_layout import group_by_block
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,32 +35,32 @@ def set_calibrated_zeros_(
     device: str,
     progress: Progress,
 ) -> dict[str, str]:
-    """Set entries of weights to zero, in place, and return those left alone and why.
+    """Set entries of weights to zero, in place; return the weights that were skipped → why.
 
-    Block by block, so that each sees what those before it now answer.
+    Blocks are pruned in order, so that each is calibrated on the outputs of the pruned ones before.
 
     Args:
-        module: a module in eval mode, which ends up on the device.
-        layouts: weight in the order of its use → how it is read.
+        module: a module in eval mode; it is moved to the device.
+        layouts: weight in the order of its use → how its layer reads it.
         batches: calibration data.
         method: `wanda` or `sparsegpt`, which changes other entries, too.
         amount: share of zeros.
-        n_of_m: or so many of so many neighbours stay.
+        n_of_m: instead of an amount, of m neighbours n stay.
         device: where to compute.
-        progress: told of each block.
+        progress: called after each block.
 
     Raises:
         StageFailed: the module does not take the batches.
     """
     module.to(device)
-    weights, left = dict(module.named_parameters()), {}
-    groups = in_groups(module, list(layouts))
+    weights, skipped = dict(module.named_parameters()), {}
+    groups = group_by_block(module, list(layouts))
     for done, group in enumerate(groups, 1):
         moments = _moments(module, {name: layouts[name] for name in group}, batches, device)
         for name in group:
             reason = _unusable(moments[name])
             if reason:
-                left[name] = reason
+                skipped[name] = reason
                 continue
             layout, gram = layouts[name], moments[name].gram_gii
             matrix = layout.matrix(weights[name].detach().double())
@@ -70,29 +70,31 @@ def set_calibrated_zeros_(
                 matrix = matrix.masked_fill(wanda(matrix, gram, amount, n_of_m), 0)
             weights[name].copy_(layout.weight(matrix, weights[name].shape))
         progress(method, done, len(groups))
-    return left
+    return skipped
 
 
 def _moments(
     module: nn.Module, layouts: Mapping[str, WeightLayout], batches: Sequence[Batch], device: str
 ) -> dict[str, Moments]:
-    """Return the products of what some weights are multiplied with."""
+    """Return the second moments of the inputs of some weights."""
     moments = {name: Moments() for name in layouts}
 
-    def watch(call: LayerCall) -> None:
-        if call.weight in moments and call.columns <= LARGEST:
+    def add_to_moments(call: LayerCall) -> None:
+        if call.weight in moments and call.columns <= MAX_COLUMNS:
             layout = layouts[call.weight]
             for columns_gpi, _ in call.parts():
                 moments[call.weight].add_(layout.columns(columns_gpi))
 
-    watched(module, batches, watch, device)
+    observe_layer_calls(module, batches, add_to_moments, device)
     return moments
 
 
 def _unusable(moments: Moments) -> str | None:
-    """Return why nothing can be learnt from what a layer was seen to read."""
-    if not moments.places:
-        return f"it was not called on the calibration data, or reads more than {LARGEST} numbers"
+    """Return why moments cannot be used, or None if they can."""
+    if not moments.positions:
+        return (
+            f"it was not called on the calibration data, or reads more than {MAX_COLUMNS} numbers"
+        )
     if not bool(torch.isfinite(moments.gram_gii).all()):
         return "what it reads on the calibration data is not finite"
     return None

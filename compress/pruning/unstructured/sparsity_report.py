@@ -1,4 +1,4 @@
-"""What zeros came to: their share in each layer, and what compressing the weights then saves."""
+"""Facts about zeros: their share in each layer, and the size of the compressed weights."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ SPARSE = (
 )
 
 
-def facts_of_zeros(
-    before: nn.Module, after: nn.Module, found: PrunableWeights, n_of_m: tuple[int, int] | None
+def sparsity_facts(
+    before: nn.Module, after: nn.Module, pruned: PrunableWeights, n_of_m: tuple[int, int] | None
 ) -> dict[str, JsonValue]:
     """Return the share of zeros by layer and in all, and the measured size of compressed weights.
 
     Args:
-        before: the module as it came in.
+        before: the unpruned module.
         after: the module with zeros.
-        found: where zeros were set, and what was left alone and why.
-        n_of_m: the pattern, where there is one.
+        pruned: where zeros were set, and which weights were skipped and why.
+        n_of_m: the pattern, if there is one.
     """
     weights = dict(after.named_parameters())
-    shares = {name: _share_of_zeros([weights[name]]) for name in found.layouts}
+    shares = {name: _share_of_zeros([weights[name]]) for name in pruned.layouts}
     return {
         "zeros": {
             "by_weight": {name: round(share, 6) for name, share in shares.items()},
             "pruned_weights": round(_share_of_zeros([weights[n] for n in shares]), 6),
             "all_weights": round(_share_of_zeros(list(weights.values())), 6),
         },
-        "left": dict(found.left),
+        "left": dict(pruned.left),
         "deflated_bytes": {"before": deflated_bytes(before), "after": deflated_bytes(after)},
         "speed": DENSE if n_of_m is None else SPARSE,
     }
 
 
 def deflated_bytes(module: nn.Module) -> int:
-    """Return how many bytes a module's weights and buffers have once a zip file holds them."""
+    """Return the bytes of a module's weights and buffers, compressed by zlib as in a zip file."""
     packer, size, seen = zlib.compressobj(), 0, set()
     for tensor in module.state_dict().values():
         if tensor.data_ptr() in seen and tensor.numel():

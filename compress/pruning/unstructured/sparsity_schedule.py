@@ -1,4 +1,4 @@
-"""Zeros in a training: those that stay, and those that are added step by step."""
+"""Zeros during training: constraints that keep them, or add them step by step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
-from compress.pruning.unstructured.masks import unstructured
+from compress.pruning.unstructured.masks import unstructured_masks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,14 +20,14 @@ Schedule: TypeAlias = Literal["linear", "cubic"]
 
 @dataclass(frozen=True)
 class KeepZeros:
-    """Zeros of some weights stay zero: their gradients are left out, and nothing moves them."""
+    """Keeps zeros of some weights, by masked gradients and restored values."""
 
     tensors: tuple[str, ...]
     """Names of the weights."""
 
     @contextmanager
     def around(self, module: nn.Module, step: int, steps: int) -> Iterator[None]:
-        """Take the optimizer's step without the gradients of zeros, and put them back."""
+        """Context around the optimizer's step: mask gradients before it, restore zeros after it."""
         weights = _weights(module, self.tensors)
         zeros = {name: weight == 0 for name, weight in weights.items()}
         for name, weight in weights.items():
@@ -37,22 +37,24 @@ class KeepZeros:
         set_zeros_(weights, zeros)
 
     def is_met(self, share: float) -> bool:
-        """Always: the zeros are there from the beginning."""
+        """Always: the zeros exist from the beginning."""
         return True
 
 
+# The repr of a constraint is part of the key by which an interrupted training is resumed: class and
+# field names must stay.
 @dataclass(frozen=True)
 class AddZeros:
-    """Zeros become more while weights are trained, the smallest weights first.
+    """Adds zeros while weights are trained, the smallest weights first.
 
     Their share rises with the steps: evenly, or fast at first and slower later, as in Zhu and
-    Gupta, "To prune, or not to prune" (2017), equation 1. What is zero stays zero.
+    Gupta, "To prune, or not to prune" (2017), equation 1. Zeros stay zero.
     """
 
     tensors: tuple[str, ...]
     """Names of the weights."""
     amount: float
-    """Share of zeros in the end."""
+    """Final share of zeros."""
     whole: bool
     """Whether all weights are ranked together."""
     schedule: Schedule
@@ -63,26 +65,27 @@ class AddZeros:
 
     @contextmanager
     def around(self, module: nn.Module, step: int, steps: int) -> Iterator[None]:
-        """Take the optimizer's step, put zeros back, and add some where it is time."""
+        """Context around the optimizer's step: restore zeros after it, and add some when due."""
         with KeepZeros(self.tensors).around(module, step, steps):
             yield
         before, after = self._done(step / steps), self._done((step + 1) / steps)
         if after > before:
             weights = _weights(module, self.tensors)
-            set_zeros_(weights, unstructured(weights, self.amount_at(after), "l1", self.whole))
+            amount = self.amount_at(after)
+            set_zeros_(weights, unstructured_masks(weights, amount, "l1", self.whole))
 
     def is_met(self, share: float) -> bool:
-        """Whether all zeros have been made."""
+        """Whether all zeros have been set after a share of the steps."""
         return self._done(share) == self.updates
 
     def amount_at(self, done: int) -> float:
-        """Return the share of zeros after so many of the updates."""
-        left = 1 - done / self.updates
-        return self.amount * (1 - (left**3 if self.schedule == "cubic" else left))
+        """Return the share of zeros after a number of updates."""
+        remaining = 1 - done / self.updates
+        return self.amount * (1 - (remaining**3 if self.schedule == "cubic" else remaining))
 
     def _done(self, share: float) -> int:
-        """Return how many of the updates lie within a share of the steps."""
-        # Steps are whole numbers: 0.75 of them must not be missed by rounding.
+        """Return how many updates are due within a share of the steps."""
+        # 1e-9: rounding must not miss the last update, due at exactly `until` of the steps.
         return min(self.updates, int(share / self.until * self.updates + 1e-9))
 
 

@@ -1,4 +1,4 @@
-"""Which weights can be set to zero, and as which matrices layers read them."""
+"""Find the weights that can be pruned, and as which matrices layers read them."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from torch import nn
 from compress.common.errors import PipelineInvalid
 from compress.data.batch import Batch
 from compress.pruning.depth.block_search import all_blocks
-from compress.pruning.importance.layer_calls import watched
+from compress.pruning.importance.layer_calls import observe_layer_calls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from compress.pruning.importance.layer_calls import LayerCall
 
-UNSEEN = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvTransposeNd)
-"""Layers of torch whose weights are matrices, though no call shows how they are read."""
+UNOBSERVED = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvTransposeNd)
+"""Layers of torch with matrices for weights whose calls :mod:`layer_calls` does not observe."""
 
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """How a layer reads its weight: as a matrix for each of its groups."""
+    """How a layer reads its weight as one matrix for each of its groups."""
 
     read_axis: int
     groups: int
     channels: int
     """Channels that each group reads."""
     kernel: int
-    """Places of a convolution's window; 1 for a product."""
+    """Positions of a convolution's window; 1 for a linear layer."""
 
     @classmethod
-    def of(cls, call: LayerCall) -> WeightLayout:
-        """Return the layout that a call shows."""
+    def from_call(cls, call: LayerCall) -> WeightLayout:
+        """Build the layout from an observed call."""
         kernel = prod(call.kernel)
         return cls(call.read_axis, call.groups, call.columns // kernel, kernel)
 
     def columns(self, matrix_gxi: torch.Tensor) -> torch.Tensor:
-        """Return a matrix whose columns are in the order of a call's, window last, window first.
+        """Reorder columns from (channel, window position) to (window position, channel).
 
-        So channels of one place are neighbours, as sparse kernels want them.
+        Then channels of one position are neighbours, as sparse kernels require.
         """
         by_channel = matrix_gxi.reshape(*matrix_gxi.shape[:-1], self.channels, self.kernel)
         return by_channel.transpose(-1, -2).reshape(matrix_gxi.shape)
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight as [groups, outputs, columns]; channels of one place are neighbours."""
+        """Reshape a weight to `(groups, outputs, columns)`, channels of one position adjacent."""
         rows = weight.t() if self.read_axis == 0 else weight
         return self.columns(rows.reshape(self.groups, -1, self.channels * self.kernel))
 
     def weight(self, matrix_goi: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return a matrix in the shape of the weight it was made from."""
-        by_place = matrix_goi.reshape(*matrix_goi.shape[:-1], self.kernel, self.channels)
-        rows = by_place.transpose(-1, -2)
+        """Undo ``matrix``: return a matrix in the shape of its weight."""
+        by_position = matrix_goi.reshape(*matrix_goi.shape[:-1], self.kernel, self.channels)
+        rows = by_position.transpose(-1, -2)
         if self.read_axis == 0:
             return rows.reshape(shape[1], shape[0]).t()
         return rows.reshape(shape)
@@ -66,15 +66,15 @@ class WeightLayout:
 
 @dataclass(frozen=True)
 class PrunableWeights:
-    """The weights that zeros go to."""
+    """The weights that can be set to zero, and why others cannot."""
 
     layouts: Mapping[str, WeightLayout | None]
-    """Tensor in the order of its first use → how it is read, where a call shows it."""
+    """Tensor in the order of its first use → its layout, or None if no call was observed."""
     left: Mapping[str, str]
-    """Tensor that is left alone → why."""
+    """Tensor that is not pruned → why."""
 
-    def readable(self, n_of_m: tuple[int, int] | None = None) -> PrunableWeights:
-        """Return those whose matrices are known, and whose rows divide into groups of ``m``."""
+    def with_known_layout(self, n_of_m: tuple[int, int] | None = None) -> PrunableWeights:
+        """Keep the weights with a layout, and with a multiple of ``m`` channels."""
         left = dict(self.left)
         for name, layout in self.layouts.items():
             if layout is None:
@@ -84,38 +84,38 @@ class PrunableWeights:
         return self.without(left)
 
     def without(self, left: Mapping[str, str]) -> PrunableWeights:
-        """Return the others, where some are left alone."""
+        """Return the same without some weights → why these are not pruned."""
         layouts = {name: layout for name, layout in self.layouts.items() if name not in left}
         return PrunableWeights(layouts, {**self.left, **left})
 
 
-def places(
+def prunable_weights(
     module: nn.Module,
     inputs: Sequence[torch.Tensor],
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> PrunableWeights:
-    """Return the matrices and kernels of a module, embeddings and vectors left alone.
+    """Find the matrices and kernels of a module, without embeddings and vectors.
 
     Args:
         module: a module in eval mode.
-        inputs: what its forward takes.
+        inputs: inputs that its forward takes.
         include: patterns of tensors, or of modules around them; all by default.
-        exclude: those that stay.
+        exclude: patterns of those that are not pruned.
 
     Raises:
         PipelineInvalid: a pattern matches nothing.
         StageFailed: the module does not take the inputs.
     """
-    calls: dict[str, WeightLayout] = {}
+    layout_of: dict[str, WeightLayout] = {}
 
-    def note(call: LayerCall) -> None:
-        calls.setdefault(call.weight, WeightLayout.of(call))
+    def record(call: LayerCall) -> None:
+        layout_of.setdefault(call.weight, WeightLayout.from_call(call))
 
     device = str(inputs[0].device)
-    elsewhere = watched(module, [Batch(tuple(inputs), None)], note, device)
+    elsewhere = observe_layer_calls(module, [Batch(tuple(inputs), None)], record, device)
     shapes = {name: p.dim() for name, p in module.named_parameters() if p.is_floating_point()}
-    matrices = [name for name in (*calls, *_unseen(module)) if shapes.get(name, 0) > 1]
+    matrices = [name for name in (*layout_of, *_unobserved(module)) if shapes.get(name, 0) > 1]
     chosen = _matching(list(shapes), include, "include") if include else set(matrices)
     chosen -= _matching(list(shapes), exclude, "exclude")
     layouts, left = {}, {}
@@ -127,12 +127,12 @@ def places(
         elif name in elsewhere and not include:
             left[name] = "it is used otherwise than by a layer, too"
         else:
-            layouts[name] = calls.get(name)
+            layouts[name] = layout_of.get(name)
     return PrunableWeights(layouts, left)
 
 
-def in_groups(module: nn.Module, names: Sequence[str]) -> list[list[str]]:
-    """Return tensors that lie in one block together, the others alone, in the order given."""
+def group_by_block(module: nn.Module, names: Sequence[str]) -> list[list[str]]:
+    """Group tensors of one repeated block; others stay alone. The order is kept."""
     blocks = [block.name for block in all_blocks(module)]
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -141,17 +141,17 @@ def in_groups(module: nn.Module, names: Sequence[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _unseen(module: nn.Module) -> list[str]:
+def _unobserved(module: nn.Module) -> list[str]:
     return [
         f"{prefix}.{name}".lstrip(".")
         for prefix, part in module.named_modules()
-        if isinstance(part, UNSEEN)
+        if isinstance(part, UNOBSERVED)
         for name, _ in part.named_parameters()
     ]
 
 
 def _matching(names: Sequence[str], patterns: Sequence[str], setting: str) -> set[str]:
-    """Return tensors that patterns name, or in modules that they name."""
+    """Return the tensors whose names, or modules around them, patterns match."""
     around = {name: _prefixes(name) for name in names}
     matched: set[str] = set()
     for pattern in patterns:

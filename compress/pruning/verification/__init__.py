@@ -1,1 +1,1 @@
-"""Checks that a sliced model answers like its masked twin."""
+"""Check that a sliced model gives the outputs of its masked twin."""

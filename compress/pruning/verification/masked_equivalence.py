@@ -1,15 +1,16 @@
-"""Proof that a cut is right: the smaller module answers as the original with the channels silenced.
+"""Verify a slice: the smaller module must give the outputs of its masked twin.
 
-Tracing can miss what Python did outside the graph: a width written into a ``view``, a mean over
-channels computed from a shape, an index into channels. So no cut is trusted: it is made on a copy
-and compared, on real samples where there are any and on seeded inputs, with its masked twin, in
-which every entry that would go is zero. A zero row is silent whatever comes between it and its
-readers, because their columns are zero too. Real samples count because a model's code may take a
-branch that numbers of size 1 never reach: pixels go to 255.
+The masked twin is the unsliced module in which every weight that the slice removes is zero. Tracing
+can miss what Python did outside the graph: a width written into a ``view``, a mean over channels
+computed from a shape, an index into channels. So each slice is made on a copy and compared with its
+masked twin, on real samples if there are any and on seeded inputs. A zeroed channel has no effect
+whatever lies between it and the layers that read it, because their columns are zero too. Real
+samples matter because a model's code may take a branch that values near 1 never reach: pixels go
+to 255.
 
-Whether a cut is right depends on no value of the weights, so it is compared several times, with
-other signs of them: a channel that lands on the wrong side of a border shows only where a ReLU
-behind the border meets a negative number.
+Whether a slice is right does not depend on the values of the weights, so the comparison is repeated
+with other signs: an index that is off by some channels may only show where a ReLU that follows gets
+a negative number.
 """
 
 from __future__ import annotations
@@ -29,33 +30,34 @@ from compress.common.errors import StageFailed, first_line
 from compress.common.forward import flatten_outputs, run_in_eval
 from compress.common.tensor_difference import largest, largest_difference, largest_finite
 from compress.data.batch import Batch
-from compress.pruning.dependency.attribute_reads import AttributesRead, place_of
-from compress.pruning.dependency.graph import exported
-from compress.pruning.importance.layer_calls import refused
+from compress.pruning.dependency.graph import export_graph
+from compress.pruning.dependency.module_attributes import AttributeReads, attribute_key
+from compress.pruning.importance.layer_calls import samples_refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from compress.pruning.dependency.channel_groups import Kept
-    from compress.pruning.dependency.group_slices import Value
+    from compress.pruning.dependency.channel_groups import Kept, Value
 
 log = logging.getLogger(__name__)
 
 Outputs: TypeAlias = tuple[torch.Tensor, ...]
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Largest difference, relative to the largest output; in exact arithmetic there is none."""
-CAST_INSIDE = 1e-6
-"""The same where a module of doubles casts some of them to fewer bits and back."""
+"""Largest difference relative to the largest output: rounding alone, as exact arithmetic has none.
+"""
+TOLERANCE_WITH_CASTS = 1e-6
+"""The same for a float64 module that casts some results to fewer bits and back."""
+# Layers of large modules compute more numbers per comparison, so fewer repetitions find an error.
 VARIANTS, FEW_VARIANTS, SMALL = 8, 3, 1_000_000
-"""How often a cut is compared, with other signs of the weights each time: of a module with fewer
-weights than `SMALL`, or of one with more, whose layers see more numbers in each comparison."""
+"""Comparisons with other signs of the weights, for modules with fewer weights than `SMALL` and for
+larger ones."""
 ZERO_FILLING = 0.1
-"""Spread of the numbers in place of a parameter that is zero throughout."""
+"""Standard deviation of the random values that replace an all-zero parameter."""
 
 
 class MaskedEquivalence:
-    """Compares cuts of a module with their masked twins, in double precision where it runs."""
+    """Compares sliced copies of a module with their masked twins, in float64 where possible."""
 
     def __init__(
         self,
@@ -64,37 +66,41 @@ class MaskedEquivalence:
         others: Iterable[Sequence[torch.Tensor]] = (),
         real: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Take what is asked.
+        """Run the unsliced module on all inputs once, to see which of them are usable.
 
         Args:
             module: a module, which is not changed.
             inputs: seeded inputs that its forward takes.
-            others: inputs of other sizes, at which a cut must be right as well: entries that are
-                read at some sizes only, like late positions, do not show at others. Those that
-                the module refuses, or answers with NaN, are left out.
-            real: a batch of real samples, where there are any; asked first.
+            others: inputs of other sizes, at which a slice must be right as well: entries that are
+                read at some sizes only, like late positions, do not show at others. Those for which
+                the module fails or returns NaN are left out.
+            real: a batch of real samples, if there are any; compared first.
+
+        Raises:
+            StageFailed: the module does not take the real samples.
         """
         self.must_trace = False
-        """Whether a smaller model that torch.export cannot trace is refuted, too."""
+        """Whether a smaller model that torch.export cannot trace is a mismatch, too."""
         self.must_train = False
-        """Whether a smaller model that cannot run in training mode is refuted, too."""
+        """Whether a smaller model that cannot run in training mode is a mismatch, too."""
         self._expected: tuple[Kept | None, list[Outputs]] | None = None
         try:
             self._prepare(module, inputs, torch.float64)
-        except Exception:  # noqa: BLE001 - whatever a forward does when it insists on float32
+        except Exception:  # noqa: BLE001 - a forward that insists on float32 may fail in any way
             self._prepare(module, inputs, torch.float32)
-        asked = [] if real is None else self._real_inputs(real)
-        if not _any_nan(_answers(self._module, self._inputs)):
-            asked.append(self._inputs)
-        self._questions = [(variant, x) for x in asked for variant in range(self._variants)]
-        self._questions += [(0, other) for other in map(self._cast, others) if self._takes(other)]
+        usable = [] if real is None else self._usable_real_inputs(real)
+        if not _any_nan(_outputs(self._module, self._inputs)):
+            usable.append(self._inputs)
+        self._comparisons = [(variant, x) for x in usable for variant in range(self._variants)]
+        self._comparisons += [(0, x) for x in map(self._cast, others) if self._is_usable(x)]
+        """Variant of the weights' signs, and inputs, of each comparison."""
 
     def find_mismatch(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
-        """Return why a cut is wrong, or None when it is proven.
+        """Return why a slice is wrong, or None if it is verified.
 
         Args:
             kept: tensor → axis → indices that stay.
-            attributes: dotted attribute → value that goes with the cut.
+            attributes: dotted attribute → value after slicing.
         """
         reason = self._compare(lambda part: keep_indices_(part, kept, attributes), kept)
         if reason is None and self.must_train:
@@ -102,21 +108,21 @@ class MaskedEquivalence:
         return reason or (self.untraced(kept, attributes) if self.must_trace else None)
 
     def untraced(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
-        """Return why torch.export cannot trace the smaller model, or None when it can."""
+        """Return why torch.export cannot trace the smaller model, or None if it can."""
         smaller = shallow_copy(self._module)
         keep_indices_(smaller, kept, attributes)
         try:
-            exported(smaller, self._inputs)
+            export_graph(smaller, self._inputs)
         except StageFailed as error:
             return str(error)
         return None
 
     def untrainable(self, kept: Kept, attributes: Mapping[str, Value]) -> str | None:
-        """Return why the smaller model cannot run in training mode, or None when it can.
+        """Return why the smaller model cannot run in training mode, or None if it can.
 
-        Modules that run in training alone, such as auxiliary heads, are in no graph of evaluation:
-        what they read must keep its size. Of a model that does not run so as it is, nothing is
-        known, and None is returned.
+        Modules that run in training only, such as auxiliary heads, are not in the traced graph:
+        what they read must keep its size. None is also returned if the unsliced model itself does
+        not run in training mode.
         """
         smaller = shallow_copy(self._module)
         keep_indices_(smaller, kept, attributes)
@@ -133,35 +139,35 @@ class MaskedEquivalence:
 
     @cached_property
     def _in_training(self) -> list[torch.Size] | None:
-        """Shapes of the whole model's outputs in training mode, where it runs so."""
+        """Shapes of the unsliced model's outputs in training mode, or None if it fails there."""
         try:
             return shapes_in_training(self._module, self._inputs)
         except Exception:  # noqa: BLE001 - a forward may fail in any way
             return None
 
     def is_read(self, attribute: str) -> bool:
-        """Return whether the module's forward reads an attribute, given its dotted name."""
-        return place_of(self._module, attribute) in self._read
+        """Whether the module's forward reads an attribute, given its dotted name."""
+        return attribute_key(self._module, attribute) in self._attribute_reads
 
     @cached_property
-    def _read(self) -> AttributesRead:
-        read = AttributesRead()
-        with read.watching(self._module):
-            _answers(self._module, self._inputs)
-        return read
+    def _attribute_reads(self) -> AttributeReads:
+        reads = AttributeReads()
+        with reads.recording(self._module):
+            _outputs(self._module, self._inputs)
+        return reads
 
     def find_change_mismatch(self, change_: Callable[[nn.Module], None]) -> str | None:
-        """Return why a change in place does not keep the answers, or None when it does."""
+        """Return why a change in place does not keep the outputs, or None if it does."""
         return self._compare(change_, None)
 
     def _compare(self, change_: Callable[[nn.Module], None], kept: Kept | None) -> str | None:
-        if not self._questions:
+        if not self._comparisons:
             return "the model itself answers NaN to all inputs: nothing can be proven"
-        for variant, inputs, expected in self._expected_answers(kept):
+        for variant, inputs, expected in self._expected_outputs(kept):
             smaller = self._variant(variant)
             try:
                 change_(smaller)
-                found = _answers(smaller, inputs)
+                found = _outputs(smaller, inputs)
             except Exception as error:  # noqa: BLE001 - a forward may fail in any way
                 return f"the smaller model fails: {type(error).__name__}: {first_line(error)}"
             if [x.shape for x in found] != [x.shape for x in expected]:
@@ -171,25 +177,25 @@ class MaskedEquivalence:
                 return f"the smaller model answers otherwise than its masked twin (by {worst:.1e})"
         return None
 
-    def _expected_answers(
+    def _expected_outputs(
         self, kept: Kept | None
     ) -> Iterator[tuple[int, Sequence[torch.Tensor], Outputs]]:
-        """Yield variants, what they are asked and the masked twin's answers, once found out."""
+        """Yield variants, inputs and the masked twin's outputs, cached for the last ``kept``."""
         if self._expected is None or self._expected[0] != kept:
             self._expected = kept, []
         known = self._expected[1]
-        for place, (variant, inputs) in enumerate(self._questions):
-            if place == len(known):
+        for i, (variant, inputs) in enumerate(self._comparisons):
+            if i == len(known):
                 module = self._variant(variant)
                 masked = module if kept is None else zero_masked(module, kept)
-                known.append(_answers(masked, inputs))
-            # Other signs may take a model where it was never meant to be, like a root of less
-            # than nothing. Infinities may be masked scores, which are compared.
-            if variant == 0 or not _any_nan(known[place]):
-                yield variant, inputs, known[place]
+                known.append(_outputs(masked, inputs))
+            # Other signs may give a model values that it was not made for, like the square root of
+            # a negative number. Infinities may be masked scores, which are compared.
+            if variant == 0 or not _any_nan(known[i]):
+                yield variant, inputs, known[i]
 
     def _variant(self, variant: int) -> nn.Module:
-        """Return the module, or one whose weights have other signs; it shares the rest."""
+        """Copy the module, with other signs of weights unless ``variant`` is 0; share the rest."""
         if variant == 0:
             return shallow_copy(self._module)
         generator = torch.Generator().manual_seed(variant)
@@ -208,43 +214,43 @@ class MaskedEquivalence:
         _fill_zeros_(self._module)
         self._dtype = dtype
         self._inputs = self._cast(inputs)
-        with _Casts(dtype) as casts:
-            _answers(self._module, self._inputs)
+        with _LowerPrecisionDetector(dtype) as casts:
+            _outputs(self._module, self._inputs)
         weights = sum(parameter.numel() for parameter in module.parameters())
         self._variants = VARIANTS if weights < SMALL else FEW_VARIANTS
-        self._tolerance = CAST_INSIDE if casts.found else TOLERANCE[dtype]
+        self._tolerance = TOLERANCE_WITH_CASTS if casts.found else TOLERANCE[dtype]
 
     def _cast(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [x.to(self._dtype) if x.is_floating_point() else x for x in inputs]
 
-    def _takes(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether the module takes inputs, and does not answer NaN, which equals nothing."""
+    def _is_usable(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether the module takes inputs and does not return NaN, which equals nothing."""
         try:
-            return not _any_nan(_answers(self._module, inputs))
-        except Exception:  # noqa: BLE001 - a forward refuses sizes in any way
+            return not _any_nan(_outputs(self._module, inputs))
+        except Exception:  # noqa: BLE001 - a forward may refuse sizes in any way
             return False
 
-    def _real_inputs(self, real: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Return a batch of real samples as the only one to ask; none where answers are NaN.
+    def _usable_real_inputs(self, real: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return the batch of real samples in a list, empty if the module returns NaN for it.
 
         Raises:
             StageFailed: the module does not take the samples.
         """
         inputs = self._cast(real)
         try:
-            answers = _answers(self._module, inputs)
+            outputs = _outputs(self._module, inputs)
         except Exception as error:
-            raise refused(Batch(tuple(real), None), error) from error
-        if _any_nan(answers):
+            raise samples_refused(Batch(tuple(real), None), error) from error
+        if _any_nan(outputs):
             log.warning(
-                "the model answers NaN to real samples: cuts are proven on seeded inputs alone"
+                "the model returns NaN for real samples: slices are verified on seeded inputs only"
             )
             return []
         return [inputs]
 
 
-class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices results that have fewer bits than the module."""
+class _LowerPrecisionDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Detects operators whose results have fewer bits than the module."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -263,9 +269,9 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @torch.no_grad()
 def _fill_zeros_(module: nn.Module) -> None:
-    """Give parameters that are zero throughout random values, in place.
+    """Replace all-zero parameters by random values, in place.
 
-    Whether a cut is right depends on no value, and what a zero silences could not be compared.
+    Whether a slice is right does not depend on values, and zeros would hide an error.
     """
     generator = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
@@ -276,22 +282,22 @@ def _fill_zeros_(module: nn.Module) -> None:
 
 @torch.no_grad()
 def zero_masked(module: nn.Module, kept: Kept) -> nn.Module:
-    """Return a copy in which all entries that a cut would remove are zero; it shares the rest."""
+    """Copy a module with all entries that a slice would remove set to zero; share the rest."""
     tensors = _tensors(module)
     memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors.values()}
     for name, axes in kept.items():
         old = tensors[name]
         new = old.detach().clone()
         for axis, indices in axes.items():
-            leaves = torch.ones(old.shape[axis], dtype=torch.bool, device=old.device)
-            leaves[list(indices)] = False
-            new.index_fill_(axis, leaves.nonzero().flatten(), 0)
+            is_removed = torch.ones(old.shape[axis], dtype=torch.bool, device=old.device)
+            is_removed[list(indices)] = False
+            new.index_fill_(axis, is_removed.nonzero().flatten(), 0)
         memo[id(old)] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
     return copy.deepcopy(module, memo)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """Return a copy that shares its tensors; fit for surgery, which replaces them."""
+    """Copy a module but share its tensors, which slicing replaces in the copy alone."""
     return copy.deepcopy(module, {id(tensor): tensor for tensor in _tensors(module).values()})
 
 
@@ -302,23 +308,23 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _answers(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Outputs:
-    """Run a module, with the same random numbers every time."""
+def _outputs(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Outputs:
+    """Run a module with the same random numbers every time."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         return run_in_eval(module, inputs)
 
 
 def shapes_in_training(module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Size]:
-    """Run a copy of a module in training mode, which changes buffers, and return output shapes."""
+    """Run a copy (training changes buffers) in training mode, and return the outputs' shapes."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         return [x.shape for x in flatten_outputs(copy.deepcopy(module).train()(*inputs))]
 
 
-def _any_nan(answers: Outputs) -> bool:
-    return any(bool(x.isnan().any()) for x in answers)
+def _any_nan(outputs: Outputs) -> bool:
+    return any(bool(x.isnan().any()) for x in outputs)
 
 
 def _relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference over the largest finite number that is expected."""
+    """Return the largest difference over the largest finite expected number."""
     return largest_difference(expected, found) / max(largest_finite(expected), 1e-12)

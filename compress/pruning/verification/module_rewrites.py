@@ -1,4 +1,4 @@
-"""Putting parts that can be cut in the place of parts that cannot, where the answers stay equal."""
+"""Replace modules that cannot be sliced by equivalent ones that can."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compress.artifacts.recipe import AnyEdit
-    from compress.pruning.dependency.group_slices import SlicePlan
+    from compress.pruning.dependency.channel_groups import SlicePlan
 
 
 log = logging.getLogger(__name__)
@@ -27,49 +27,53 @@ def rewrite_(
     inputs: Sequence[torch.Tensor],
     real: Sequence[torch.Tensor] | None = None,
 ) -> tuple[AnyEdit, ...]:
-    """Make more of a module's channels cuttable, in place, and return the edits that did.
+    """Make more of a module's channels removable, in place, and return the edits that did.
 
-    Each ``nn.MultiheadAttention`` gives way to a
-    :class:`~compress.artifacts.edits.split_attention.SplitMultiheadAttention` where the module
-    answers as before.
+    Each ``nn.MultiheadAttention`` is replaced by a
+    :class:`~compress.artifacts.edits.split_attention.SplitMultiheadAttention` if the module's
+    outputs stay the same.
 
     Args:
         module: a module in eval mode.
         inputs: seeded inputs that its forward takes.
-        real: a batch of real samples, where there are any.
+        real: a batch of real samples, if there are any.
     """
-    names = _attention(module)
+    names = _splittable_attention(module)
     if not names:
         return ()
-    proof = MaskedEquivalence(module, inputs, real=real)
-    if _refuted(proof, names):
-        reasons = {name: _refuted(proof, [name]) for name in names}
-        for name, reason in reasons.items():
-            if reason:
-                log.info("%s keeps its heads: taken apart, %s", name, reason)
-        names = [name for name, reason in reasons.items() if reason is None]
+    equivalence = MaskedEquivalence(module, inputs, real=real)
     edit = SplitAttention(modules=tuple(names))
-    if not names or _refuted(proof, names):
-        return ()
+    if equivalence.find_change_mismatch(edit.apply_) is not None:
+        verified = []
+        for name in names:
+            alone = SplitAttention(modules=(name,))
+            reason = equivalence.find_change_mismatch(alone.apply_)
+            if reason is None:
+                verified.append(name)
+            else:
+                log.info("%s keeps its heads: with separate projections, %s", name, reason)
+        edit = SplitAttention(modules=tuple(verified))
+        if not verified or equivalence.find_change_mismatch(edit.apply_) is not None:
+            return ()
     edit.apply_(module)
     return (edit,)
 
 
-def edits_needed(edits: Iterable[AnyEdit], cut: SlicePlan) -> tuple[AnyEdit, ...]:
-    """Return the edits without which a cut cannot be made; of what is not cut none is needed."""
+def edits_needed(edits: Iterable[AnyEdit], plan: SlicePlan) -> tuple[AnyEdit, ...]:
+    """Return the edits that a plan requires, without those of modules that it does not slice."""
     needed: list[AnyEdit] = []
     for edit in edits:
         if not isinstance(edit, SplitAttention):
             needed.append(edit)
             continue
-        modules = [m for m in edit.modules if any(name.startswith(f"{m}.") for name in cut.kept)]
+        modules = [m for m in edit.modules if any(name.startswith(f"{m}.") for name in plan.kept)]
         if modules:
             needed.append(SplitAttention(modules=tuple(modules)))
     return tuple(needed)
 
 
-def _attention(module: nn.Module) -> list[str]:
-    """Return the names of attention modules that can be taken apart; each module once."""
+def _splittable_attention(module: nn.Module) -> list[str]:
+    """Return the names of the attention modules that can be split, each module once."""
     holders: dict[int, int] = {}
     for part in module.modules():
         for parameter in part._parameters.values():
@@ -80,10 +84,6 @@ def _attention(module: nn.Module) -> list[str]:
         for name, part in module.named_modules()
         if name
         and is_splittable(part)
-        # Taking apart copies, so it would untie a weight that another module holds too.
+        # Splitting copies, so it would untie a weight that another module holds too.
         and all(holders[id(p)] == 1 for p in part._parameters.values() if p is not None)
     ]
-
-
-def _refuted(proof: MaskedEquivalence, names: Sequence[str]) -> str | None:
-    return proof.find_change_mismatch(SplitAttention(modules=tuple(names)).apply_)

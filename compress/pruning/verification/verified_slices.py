@@ -1,8 +1,8 @@
-"""From the cuts that are wanted to those that are proven.
+"""Find the largest set of group slices that are verified together.
 
-All of them are proven in one comparison; only where that is refuted are they halved, down to the
-single families that are at fault. A module of n families of which k cannot be cut costs about
-k · log₂ n comparisons instead of n.
+All wanted slices are compared at once with their masked twin; only if that fails, the set is
+halved, down to the single groups at fault. A module of n groups of which k cannot be sliced costs
+about k · log₂ n comparisons instead of n.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from compress.pruning.dependency.attribute_reads import place_of
-from compress.pruning.dependency.group_slices import SlicePlan, joined
+from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.dependency.module_attributes import (
     all_changes,
+    attribute_key,
     certain_changes,
     combined,
     possible_changes,
@@ -24,153 +24,158 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
-    from compress.pruning.dependency.group_slices import Change, GroupSlice
+    from compress.pruning.dependency.channel_groups import (
+        AxisGraph,
+        Change,
+        ChannelGroup,
+        GroupSlice,
+    )
     from compress.pruning.verification.masked_equivalence import MaskedEquivalence
 
 
-def prove(
+def verify_slices(
     module: nn.Module,
     wanted: Sequence[GroupSlice],
     pinned: Mapping[str, str],
     graph: AxisGraph,
-    proof: MaskedEquivalence,
+    equivalence: MaskedEquivalence,
 ) -> SlicePlan:
-    """Return a cut that is proven as a whole, and why each family that is not in it stays.
+    """Return the wanted slices that are verified together, and why the other groups stay.
 
     Args:
         module: the module, which is not changed.
-        wanted: the channels that should leave each family.
+        wanted: the channels to remove from each group.
         pinned: module → why its channels stay, known before.
         graph: the module's axis graph.
-        proof: what compares cuts with their masked twins.
+        equivalence: compares sliced copies of the module with their masked twins.
     """
-    found = _proven(module, wanted, pinned, graph, proof)
-    # Both are slow to find out, and seldom so: asked of the whole cut first.
-    if found.groups and proof.untrainable(found.kept, found.attributes) is not None:
-        proof.must_train = True
-        found = _proven(module, wanted, pinned, graph, proof)
-    # An attribute may matter to tracing alone, which takes other paths through a model's code.
-    if found.groups and proof.untraced(found.kept, found.attributes) is not None:
-        proof.must_trace = True
-        found = _proven(module, wanted, pinned, graph, proof)
-    return found
+    wanted = [replace(c, changes=certain_changes(module, c.group, graph)) for c in wanted]
+    plan = _VerifiedSetSearch(module, wanted, graph, equivalence).run(pinned)
+    # Both checks are slow and seldom fail, so they are first made of the whole plan. An attribute
+    # may matter to tracing alone, which takes other paths through a model's code.
+    if plan.groups and equivalence.untrainable(plan.kept, plan.attributes) is not None:
+        equivalence.must_train = True
+        plan = _VerifiedSetSearch(module, wanted, graph, equivalence).run(pinned)
+    if plan.groups and equivalence.untraced(plan.kept, plan.attributes) is not None:
+        equivalence.must_trace = True
+        plan = _VerifiedSetSearch(module, wanted, graph, equivalence).run(pinned)
+    return plan
 
 
-def _proven(
-    module: nn.Module,
-    wanted: Sequence[GroupSlice],
-    pinned: Mapping[str, str],
-    graph: AxisGraph,
-    proof: MaskedEquivalence,
-) -> SlicePlan:
-    search = _Search(module, graph, proof)
-    cuts = [replace(c, changes=certain_changes(module, c.group, graph)) for c in wanted]
-    proven = search.largest(cuts) if cuts else []
-    proven = search.with_companions(proven, cuts)
-    order = {cut.group: place for place, cut in enumerate(wanted)}
-    proven.sort(key=lambda cut: order[cut.group])
-    refused = {family.name: reason for family, reason in reversed(search.refused.items())}
-    return joined(proven, {**pinned, **refused}, graph)
+class _VerifiedSetSearch:
+    """Bisects a set of slices into those that are verified together and those refused."""
 
-
-class _Search:
-    """Finds cuts that are right together."""
-
-    def __init__(self, module: nn.Module, graph: AxisGraph, proof: MaskedEquivalence) -> None:
-        self.refused: dict[ChannelGroup, str] = {}
-        """Family → why it stays."""
+    def __init__(
+        self,
+        module: nn.Module,
+        wanted: Sequence[GroupSlice],
+        graph: AxisGraph,
+        equivalence: MaskedEquivalence,
+    ) -> None:
+        self._refused: dict[ChannelGroup, str] = {}
+        """Group → why it stays."""
         self._module = module
+        self._wanted = wanted
         self._graph = graph
-        self._proof = proof
+        self._equivalence = equivalence
 
-    def largest(self, cuts: Sequence[GroupSlice]) -> list[GroupSlice]:
-        """Return those of some cuts that are right, proven together."""
-        if len(cuts) == 1:
-            return self._alone(cuts[0])
-        if self._refuted(cuts) is None:
-            return list(cuts)
-        half = len(cuts) // 2
-        left, right = self.largest(cuts[:half]), self.largest(cuts[half:])
+    def run(self, pinned: Mapping[str, str]) -> SlicePlan:
+        """Search, and return the plan of the verified slices in the order of the wanted ones."""
+        verified = self._largest_verified(self._wanted) if self._wanted else []
+        if self._refused:
+            verified = self._with_dependents(verified)
+        order = {one.group: i for i, one in enumerate(self._wanted)}
+        verified.sort(key=lambda one: order[one.group])
+        refused = {group.name: reason for group, reason in reversed(self._refused.items())}
+        return SlicePlan.combine(verified, {**pinned, **refused}, self._graph)
+
+    def _largest_verified(self, slices: Sequence[GroupSlice]) -> list[GroupSlice]:
+        """Return a verified subset, by bisection."""
+        if len(slices) == 1:
+            return self._verified_alone(slices[0])
+        if self._mismatch(slices) is None:
+            return list(slices)
+        half = len(slices) // 2
+        left, right = self._largest_verified(slices[:half]), self._largest_verified(slices[half:])
         return self._extended(left, right) if left and right else left or right
 
-    def with_companions(
-        self, proven: list[GroupSlice], cuts: Sequence[GroupSlice]
-    ) -> list[GroupSlice]:
-        """Return a proven set with those refused alone that are right together.
-
-        Modules may share a configuration that says how wide all of them are, or, as those of T5's
-        decoder do, a tensor that one of them makes as wide as itself.
-        """
-        refused = [cut for cut in cuts if cut.group in self.refused]
-        for group in self._companions(refused):
-            for more in self._changed_alike(group):
-                if self._refuted([*proven, *more]) is None:
-                    for cut in more:
-                        del self.refused[cut.group]
-                    return self.with_companions([*proven, *more], cuts)
-        return proven
-
-    def _companions(self, refused: Sequence[GroupSlice]) -> list[list[GroupSlice]]:
-        """Return families that share an attribute, and those of one kind of module."""
-        modules = dict(self._module.named_modules())
-        groups: dict[object, list[GroupSlice]] = {}
-        for cut in refused:
-            places = {place_of(self._module, c.attribute) for c in self._read_changes(cut)}
-            owners = (name.rpartition(".")[0] for name in cut.group.producers)
-            kind = (*(type(modules[name]) for name in owners), cut.before, cut.after)
-            for key in (*sorted(places), kind):
-                groups.setdefault(key, []).append(cut)
-        return [group for group in groups.values() if len(group) > 1]
-
-    def _changed_alike(self, cuts: Sequence[GroupSlice]) -> Iterator[list[GroupSlice]]:
-        """Yield the cuts with sets of changes, of attributes of the same names in all of them."""
-        read = (_short(change) for cut in cuts for change in self._read_changes(cut))
-        for names in combined(list(dict.fromkeys(read))):
-            yield [
-                replace(
-                    cut,
-                    changes=(*cut.changes, *(c for c in self._changes(cut) if _short(c) in names)),
-                )
-                for cut in cuts
-            ]
-
-    def _changes(self, cut: GroupSlice) -> tuple[Change, ...]:
-        return all_changes(self._module, cut.group, self._graph, cut.removed)
-
-    def _read_changes(self, cut: GroupSlice) -> list[Change]:
-        return [c for c in self._changes(cut) if self._proof.is_read(c.attribute)]
+    def _verified_alone(self, one: GroupSlice) -> list[GroupSlice]:
+        """Return a slice with the attributes that must change with it, or nothing."""
+        first_reason = None
+        for changes in possible_changes(
+            self._module, one.group, self._graph, one.removed, self._equivalence.is_read
+        ):
+            changed = replace(one, changes=(*one.changes, *changes))
+            reason = self._mismatch([changed])
+            if reason is None:
+                return [changed]
+            first_reason = first_reason or reason
+        self._refused[one.group] = str(first_reason)
+        return []
 
     def _extended(self, base: list[GroupSlice], more: Sequence[GroupSlice]) -> list[GroupSlice]:
-        """Return a proven set with those of another set that are right beside it."""
-        reason = self._refuted([*base, *more])
+        """Return a verified set, extended by those of another that are verified with it."""
+        reason = self._mismatch([*base, *more])
         if reason is None:
             return [*base, *more]
         if len(more) == 1:
-            self.refused[more[0].group] = f"together with other cuts, {reason}"
+            self._refused[more[0].group] = f"together with other cuts, {reason}"
             return base
         half = len(more) // 2
         return self._extended(self._extended(base, more[:half]), more[half:])
 
-    def _alone(self, cut: GroupSlice) -> list[GroupSlice]:
-        """Return a cut with the attributes that must change, or nothing if it is wrong."""
-        first_reason = None
-        found = possible_changes(
-            self._module, cut.group, self._graph, cut.removed, self._proof.is_read
-        )
-        for changes in found:
-            changed = replace(cut, changes=(*cut.changes, *changes))
-            reason = self._refuted([changed])
-            if reason is None:
-                return [changed]
-            first_reason = first_reason or reason
-        self.refused[cut.group] = str(first_reason)
-        return []
+    def _with_dependents(self, verified: list[GroupSlice]) -> list[GroupSlice]:
+        """Add sets of slices that are wrong alone but right together.
 
-    def _refuted(self, cuts: Sequence[GroupSlice]) -> str | None:
-        whole = joined(cuts, {}, self._graph)
-        return self._proof.find_mismatch(whole.kept, whole.attributes)
+        Modules may share a configuration that says how wide all of them are, or, as those of T5's
+        decoder do, a tensor that one of them makes as wide as itself.
+        """
+        refused = [one for one in self._wanted if one.group in self._refused]
+        for candidates in self._likely_dependents(refused):
+            for more in self._with_same_changes(candidates):
+                if self._mismatch([*verified, *more]) is None:
+                    for one in more:
+                        del self._refused[one.group]
+                    return self._with_dependents([*verified, *more])
+        return verified
+
+    def _likely_dependents(self, refused: Sequence[GroupSlice]) -> list[list[GroupSlice]]:
+        """Return the slices that share an attribute, and those of modules of the same classes."""
+        modules = dict(self._module.named_modules())
+        slices_of: dict[object, list[GroupSlice]] = {}
+        for one in refused:
+            keys = {attribute_key(self._module, c.attribute) for c in self._read_changes(one)}
+            owners = (name.rpartition(".")[0] for name in one.group.producer_modules)
+            kind = (*(type(modules[name]) for name in owners), one.before, one.after)
+            for key in (*sorted(keys), kind):
+                slices_of.setdefault(key, []).append(one)
+        return [slices for slices in slices_of.values() if len(slices) > 1]
+
+    def _with_same_changes(self, slices: Sequence[GroupSlice]) -> Iterator[list[GroupSlice]]:
+        """Yield the slices with changes of attributes that have the same names in all of them."""
+        read = (_last_name(change) for one in slices for change in self._read_changes(one))
+        for names in combined(list(dict.fromkeys(read))):
+            yield [
+                replace(
+                    one,
+                    changes=(
+                        *one.changes,
+                        *(c for c in self._all_changes(one) if _last_name(c) in names),
+                    ),
+                )
+                for one in slices
+            ]
+
+    def _all_changes(self, one: GroupSlice) -> tuple[Change, ...]:
+        return all_changes(self._module, one.group, self._graph, one.removed)
+
+    def _read_changes(self, one: GroupSlice) -> list[Change]:
+        return [c for c in self._all_changes(one) if self._equivalence.is_read(c.attribute)]
+
+    def _mismatch(self, slices: Sequence[GroupSlice]) -> str | None:
+        plan = SlicePlan.combine(slices, {}, self._graph)
+        return self._equivalence.find_mismatch(plan.kept, plan.attributes)
 
 
-def _short(change: Change) -> str:
+def _last_name(change: Change) -> str:
     return change.attribute.rpartition(".")[2]

@@ -1,4 +1,3 @@
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
-from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import MaxParameters
@@ -34,9 +32,9 @@ def deep(tmp_path: Path) -> EagerModel:
     return sealed(tmp_path / "deep", "Deep")
 
 
-def test_the_blocks_that_do_least_leave(deep: EagerModel, tmp_path: Path) -> None:
-    told = []
-    context = Context(root=tmp_path / "slim", progress=lambda *what: told.append(what))
+def test_blocks_with_the_least_error_are_removed(deep: EagerModel, tmp_path: Path) -> None:
+    progress = []
+    context = Context(root=tmp_path / "slim", progress=lambda *step: progress.append(step))
     slim = PruneLayers(remove=2)(deep, context)
     facts = slim.manifest.facts
     assert facts["kept"] == {"blocks": [0, 2, 4]}
@@ -44,7 +42,7 @@ def test_the_blocks_that_do_least_leave(deep: EagerModel, tmp_path: Path) -> Non
     harm = {name: found["distance"] for name, found in facts["harm_alone"].items()}
     assert sorted(harm, key=harm.get)[:2] == ["blocks.3", "blocks.1"] and len(harm) == 5
     assert facts["judged_by"] == "outputs" and facts["stayed"] == {}
-    assert len(told) == 5 + 4 and told[-1][1:3] == (9, 9)
+    assert len(progress) == 5 + 4 and progress[-1][1:3] == (9, 9)
     whole, module = deep.load(), slim.load()
     assert torch.equal(module.blocks[1].first.weight, whole.blocks[2].first.weight)
     x = slim.signature.example(seed=3)
@@ -52,7 +50,7 @@ def test_the_blocks_that_do_least_leave(deep: EagerModel, tmp_path: Path) -> Non
     assert difference < 0.02
 
 
-def test_a_pair_is_searched_for_and_not_added_up(tmp_path: Path) -> None:
+def test_the_best_pair_is_not_the_two_best_blocks(tmp_path: Path) -> None:
     model = sealed(tmp_path / "source", "Together")
     slim = PruneLayers(keep=2)(model, Context(root=tmp_path / "slim"))
     harm = {k: v["distance"] for k, v in slim.manifest.facts["harm_alone"].items()}
@@ -60,18 +58,11 @@ def test_a_pair_is_searched_for_and_not_added_up(tmp_path: Path) -> None:
     assert slim.manifest.facts["kept"] == {"blocks": [1, 3]}
 
 
-def test_a_fresh_process_answers_bit_identically(
-    deep: EagerModel, tmp_path: Path, fresh_process: Callable[[str], str]
+def test_outputs_are_identical_in_another_process(
+    deep: EagerModel, tmp_path: Path, assert_reloads_identically: Callable[[EagerModel], None]
 ) -> None:
     slim = PruneLayers(ratio=0.5)(deep, Context(root=tmp_path / "slim"))
-    found = fresh_process(
-        f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
-        f"model = EagerModel.from_directory({str(slim.path)!r})\n"
-        "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
-    )
-    expected = run_in_eval(slim.load(), slim.signature.example(seed=7))[0]
-    assert json.loads(found) == expected.tolist()
+    assert_reloads_identically(slim)
     again = PruneLayers(remove=1)(slim, Context(root=tmp_path / "again"))
     assert len(again.load().blocks) == 2 and len(again.recipe.edits) == 2
     assert len(deep.load().blocks) == 5
@@ -90,14 +81,14 @@ def test_blocks_that_change_the_shape_stay(tmp_path: Path) -> None:
         PruneLayers(keep=1)(model, Context(root=tmp_path / "none"))
 
 
-def test_a_forward_that_counts_by_itself_is_refused(tmp_path: Path) -> None:
+def test_a_forward_with_a_hard_coded_block_count_is_refused(tmp_path: Path) -> None:
     model = sealed(tmp_path / "source", "Indexed")
     with pytest.raises(StageFailed, match=r"blocks.0: the model without it fails: IndexError"):
         PruneLayers(remove=1)(model, Context(root=tmp_path / "slim"))
     assert not (tmp_path / "slim").exists()
 
 
-def test_the_metric_judges_where_there_are_targets(
+def test_errors_are_metric_drops_if_there_are_targets(
     deep: EagerModel, blobs: Splits, tmp_path: Path
 ) -> None:
     context = Context(root=tmp_path / "slim", data=blobs)

@@ -19,7 +19,7 @@ from compress.core.context import Context
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
 from compress.pruning.allocation.targets import Target
-from compress.pruning.channel_pruner import ChannelPruner, composed
+from compress.pruning.channel_pruner import ChannelPruner, compose_kept
 from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.finetune import Finetune
 from compress.training.config.training import Training
@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
-    """Return a trained-like network of 4 features with three families."""
+    """Return a trained-like network of 4 features with three groups."""
     root = tmp_path_factory.mktemp("wide")
     (root / "widenet.py").write_text(
         "import torch\nfrom torch import nn\n\n"
@@ -71,7 +71,7 @@ def test_contradictions_are_refused(settings: dict[str, object], message: str) -
         PruneChannels(**settings)
 
 
-def test_data_are_needed_where_something_is_asked_of_them(wide: EagerModel, tmp_path: Path) -> None:
+def test_settings_that_need_data_are_refused_without(wide: EagerModel, tmp_path: Path) -> None:
     assert not PruneChannels(ratio=0.5).needs_data and PruneChannels(ratio=0.5).uses_data
     assert PruneChannels(ratio=0.5, calibration_samples=0).uses_data, "cuts are proven on it"
     for settings in ({"refit": True}, {"importance": "wanda"}, {"calibration_samples": 8}):
@@ -85,22 +85,22 @@ def test_data_are_needed_where_something_is_asked_of_them(wide: EagerModel, tmp_
         stage(wide, Context(root=tmp_path / "few", data=few))
 
 
-def test_a_refit_brings_outputs_nearer_and_says_so(
+def test_a_refit_reduces_the_output_error_and_reports_it(
     wide: EagerModel, blobs: Splits, tmp_path: Path
 ) -> None:
     context = Context(root=tmp_path / "refit", data=unlabelled(blobs))
     slim = PruneChannels(ratio=0.5)(wide, context)
-    told = slim.manifest.facts["refit"]
-    assert told["samples"] == 120  # all there are
-    assert set(told["layers"]) == {"2.weight", "4.weight", "6.weight"}
-    assert told["output_error"]["refit"] < 0.2 * told["output_error"]["cut"]
+    refit = slim.manifest.facts["refit"]
+    assert refit["samples"] == 120  # all there are
+    assert set(refit["layers"]) == {"2.weight", "4.weight", "6.weight"}
+    assert refit["output_error"]["refit"] < 0.2 * refit["output_error"]["cut"]
     plain = PruneChannels(ratio=0.5, refit=False)(wide, context.with_root(tmp_path / "plain"))
     x = blobs.datasets["test"].tensors[0]
     answers = [run_in_eval(m.load(), (x,))[0] for m in (wide, plain, slim)]
     assert (answers[2] - answers[0]).norm() < 0.5 * (answers[1] - answers[0]).norm()
 
 
-def test_facts_tell_what_was_removed(wide: EagerModel, tmp_path: Path) -> None:
+def test_facts_list_removed_channels_and_costs(wide: EagerModel, tmp_path: Path) -> None:
     slim = PruneChannels(ratio=0.5, exclude=("4",))(wide, Context(root=tmp_path / "slim"))
     facts = slim.manifest.facts
     assert facts["families"] == [
@@ -155,7 +155,7 @@ def test_a_target_of_latency_is_measured_on_whole_models(
     assert set(asked[:-1]) == {8} and len(asked) <= 7
 
 
-def test_a_model_that_is_not_faster_is_warned_of(
+def test_a_model_that_is_not_faster_logs_a_warning(
     wide: EagerModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -163,7 +163,9 @@ def test_a_model_that_is_not_faster_is_warned_of(
 ) -> None:
     for ratio in (0.7, 1.2):
         compared = SimpleNamespace(share=ratio)
-        monkeypatch.setattr(ChannelPruner, "_compared", lambda *_, found=compared, **__: found)
+        monkeypatch.setattr(
+            ChannelPruner, "_compare_latency", lambda *_, found=compared, **__: found
+        )
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             PruneChannels(ratio=0.5)(wide, Context(root=tmp_path / str(ratio)))
@@ -172,8 +174,9 @@ def test_a_model_that_is_not_faster_is_warned_of(
     assert "not faster here: 1.20 of the time" in warned[0]
 
 
-def test_the_latency_ratio_is_that_of_two_models(wide: EagerModel, tmp_path: Path) -> None:
-    pruner = ChannelPruner(PruneChannels(ratio=0.5), wide, Context(root=tmp_path / "slim"))
+def test_latency_is_relative_to_the_unpruned_model(wide: EagerModel, tmp_path: Path) -> None:
+    config = PruneChannels(ratio=0.5).pruning_config()
+    pruner = ChannelPruner(config, wide, Context(root=tmp_path / "slim"))
     slow = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(400)))
     assert pruner._latency(slow, batch=1) > 5
 
@@ -192,26 +195,26 @@ def test_a_teacher_teaches_without_labels(wide: EagerModel, blobs: Splits, tmp_p
         stage.model_copy(update={"finetune": Finetune(epochs=1)})(wide, context)
 
 
-def test_any_training_finetunes() -> None:
+def test_finetune_accepts_plain_training_settings() -> None:
     stage = PruneChannels(ratio=0.5, finetune=Training(epochs=2, momentum=0.5))
     assert isinstance(stage.finetune, Finetune)
     assert (stage.finetune.epochs, stage.finetune.momentum) == (2, 0.5)
 
 
-def test_unverified_cuts_may_be_an_error(tmp_path: Path) -> None:
+def test_on_unverified_error_fails_the_stage(tmp_path: Path) -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
     recipe = Recipe(factory="pruning_linear_nets:HiddenWidth")
     source = import_checkpoint(tmp_path / "source", recipe, signature, checkpoint=None, folder=HERE)
     context = Context(root=tmp_path / "slim")
     slim = PruneChannels(ratio=0.5)(source, context)
     assert "masked twin" in slim.manifest.facts["pinned"]["first"]
-    with pytest.raises(StageFailed, match="the cut of 'first' cannot be proven"):
+    with pytest.raises(StageFailed, match="the slice of 'first' cannot be verified"):
         PruneChannels(ratio=0.5, on_unverified="error")(
             source, replace(context, root=tmp_path / "strict")
         )
 
 
-def test_indices_of_two_cuts_are_one() -> None:
+def test_slices_in_turn_compose_to_one() -> None:
     first = {"a": {0: (1, 3, 5, 7), 1: (0, 2)}}
     second = {"a": {0: (0, 3)}, "b": {1: (4,)}}
-    assert composed(first, second) == {"a": {0: (1, 7), 1: (0, 2)}, "b": {1: (4,)}}
+    assert compose_kept(first, second) == {"a": {0: (1, 7), 1: (0, 2)}, "b": {1: (4,)}}

@@ -1,4 +1,3 @@
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +8,6 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
-from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import MaxParameters
@@ -57,18 +55,10 @@ def test_half_the_channels_are_a_quarter_of_the_parameters(
     assert pruned.manifest.lineage[-1].stage == "prune_channels"
 
 
-def test_a_fresh_process_answers_bit_identically(
-    pruned: EagerModel, fresh_process: Callable[[str], str]
+def test_outputs_are_identical_in_another_process(
+    pruned: EagerModel, assert_reloads_identically: Callable[[EagerModel], None]
 ) -> None:
-    found = fresh_process(
-        "import torch; torch.set_num_threads(1)\n"
-        f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
-        f"model = EagerModel.from_directory({str(pruned.path)!r})\n"
-        "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
-    )
-    expected = run_in_eval(pruned.load(), pruned.signature.example(seed=7))[0]
-    assert json.loads(found) == expected.tolist()
+    assert_reloads_identically(pruned)
 
 
 def test_a_pruned_model_is_pruned_again(pruned: EagerModel, tmp_path: Path) -> None:
@@ -199,9 +189,7 @@ class Net(nn.Module):
 """
 
 
-def test_what_a_head_reads_in_training_alone_keeps_its_channels(
-    tmp_path: Path, blobs: Splits
-) -> None:
+def test_channels_read_by_a_training_only_head_stay(tmp_path: Path, blobs: Splits) -> None:
     (tmp_path / "auxiliary.py").write_text(AUXILIARY)
     model = sealed(tmp_path / "source", "auxiliary:Net", (4,), tmp_path)
     tuned = PruneChannels(ratio=0.5, finetune={"epochs": 1, "batch_size": 24})(

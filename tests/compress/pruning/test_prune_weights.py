@@ -1,4 +1,3 @@
-import json
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +42,7 @@ def shares(model: EagerModel) -> dict[str, float]:
     return {name: float((p == 0).double().mean()) for name, p in named}
 
 
-def test_half_of_each_layer_is_zero_and_the_file_says_no_more(
+def test_half_of_each_layer_is_zero_without_edits_in_the_recipe(
     wide: EagerModel, tmp_path: Path
 ) -> None:
     slim = PruneWeights(amount=0.5)(wide, Context(root=tmp_path / "slim"))
@@ -62,23 +61,19 @@ def test_half_of_each_layer_is_zero_and_the_file_says_no_more(
     assert facts["deflated_bytes"]["after"] < 0.8 * facts["deflated_bytes"]["before"]
 
 
-def test_a_fresh_process_answers_bit_identically(
-    wide: EagerModel, blobs: Splits, tmp_path: Path, fresh_process: Callable[[str], str]
+def test_outputs_are_identical_in_another_process(
+    wide: EagerModel,
+    blobs: Splits,
+    tmp_path: Path,
+    assert_reloads_identically: Callable[[EagerModel], None],
 ) -> None:
     stage = PruneWeights(amount=0.6, method="sparsegpt", calibration_samples=100)
     slim = stage(wide, Context(root=tmp_path / "slim", data=blobs))
-    found = fresh_process(
-        f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
-        f"model = EagerModel.from_directory({str(slim.path)!r})\n"
-        "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
-    )
-    expected = run_in_eval(slim.load(), slim.signature.example(seed=7))[0]
-    assert json.loads(found) == expected.tolist()
+    assert_reloads_identically(slim)
 
 
 @pytest.mark.slow
-def test_what_calibration_knows_helps(digits: Splits, tmp_path: Path) -> None:
+def test_calibrated_methods_have_less_error(digits: Splits, tmp_path: Path) -> None:
     model = sealed(tmp_path / "source", "Many", 1, 8, 8)
     x = next(digits.batches("val")).inputs
     before = run_in_eval(model.load(), x)[0]

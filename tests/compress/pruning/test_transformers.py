@@ -46,7 +46,7 @@ def test_heads_and_inner_widths_are_cut(factory: str, tmp_path: Path) -> None:
         folder=HERE,
     )
     pruned = PruneChannels(ratio=0.5)(source, Context(root=tmp_path / "pruned"))
-    cut = {name for family in pruned.manifest.facts["families"] for name in family["modules"]}
+    cut = {name for group in pruned.manifest.facts["families"] for name in group["modules"]}
     assert expected <= cut
     assert pruned.macs() <= 0.7 * source.macs()
     inputs = pruned.signature.example(batch=3, seed=4)

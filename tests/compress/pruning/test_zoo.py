@@ -94,7 +94,9 @@ def doubles(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize(
     ("name", "ratio"), [*((name, 0.5) for name in CASES), *((name, 0.25) for name in CUT_UNEVENLY)]
 )
-def test_a_cut_is_real_and_right(name: str, ratio: float, pruned) -> None:
+def test_a_pruned_model_is_smaller_and_equals_its_masked_twin(
+    name: str, ratio: float, pruned
+) -> None:
     case = CASES[name]
     try:
         source, slim = pruned(case, ratio)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from compress.common.errors import StageFailed, Unavailable
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.splits import DataReference
 from compress.training.config.training import Training
 from compress.training.fit import fit

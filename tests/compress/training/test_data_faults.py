@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.loader_config import Loading
 from compress.data.splits import DataReference, Splits
 from compress.training.config.training import Training

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, StageFailed
+from compress.core.context import Context
 from compress.core.metrics import Metric
-from compress.core.stage import Context
 from compress.training.checkpoint.metadata import (
     Epoch,
     TrainProgress,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from compress.common.errors import PipelineInvalid, StageFailed
+from compress.core.context import Context
 from compress.core.metrics import Metric
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.training.checkpoint.metadata import newest_intact, read_progress
 from compress.training.config.training import Training

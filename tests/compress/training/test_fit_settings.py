@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from compress.common.errors import StageFailed
+from compress.core.context import Context
 from compress.core.metrics import Metric
-from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.fit import fit

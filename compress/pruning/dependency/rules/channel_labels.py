@@ -1,9 +1,9 @@
-"""Labels: which weight row each number inside a network came from.
+"""Channel labels: which weight row produced each element of an activation.
 
 One integer, a *label*, stands for one index of one weight axis. A tensor of labels has the shape of
-an activation and says for each element which row made it. Rules for operators state which labels
-are equal; equal labels form a *class*: entries that can only be removed together. A class that
-holds a reason is pinned and never removed.
+an activation and holds for each element the label of the row that produced it. Rules for operators
+state which labels are equal; equal labels form a *class*: entries that can only be removed
+together. A class with a reason is pinned and never removed.
 """
 
 from __future__ import annotations
@@ -25,55 +25,59 @@ Slot: TypeAlias = tuple[str, int]
 """A tensor of the module and one of its axes."""
 
 WILD = -1
-"""The label of constants, which are as long as whatever they meet."""
+"""The label of constants, which broadcast to any number of channels."""
 
-STRETCHED = "it is stretched over other channels"
+BROADCAST = "it is stretched over other channels"
 
+# Two labels are packed into one int64, so that torch.unique runs on a vector of pairs.
 _HALF = 1 << 31
 _REASONS_SHOWN = 2
 
 
 Part: TypeAlias = tuple[str, tuple[int, ...]]
-"""A tensor of the module and some of its axes, ascending, whose entries are told apart."""
+"""A tensor of the module and some of its axes, ascending, whose entries have labels."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter or buffer, perhaps transposed, before an operator has said what its axes mean."""
+    """A parameter or buffer, perhaps transposed, whose axes no operator has interpreted yet."""
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[int | None, ...]
-    """For each axis, which of the stored tensor's axes it is; None for one that was inserted."""
+    """For each axis, the stored tensor's axis; None for an inserted axis of size 1."""
     is_constant: bool
     """Whether it has no channels: a single number, or a mask or index."""
     value: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    """Its numbers, where it is a mask or an index that is known before the model runs."""
+    """Its values, if it is a mask or an index that does not depend on the input."""
 
 
+@dataclass
 class LabelBook:
-    """Hands out labels and remembers which are equal and which are pinned, and why."""
+    """The labels of a graph: which exist, which are equal, and which are pinned and why."""
 
-    def __init__(self) -> None:
-        self.parts: dict[Part, Labels] = {}
-        """Labels of the weight axes that an operator gave a meaning, alone or several together."""
-        self.produced: set[Slot] = set()
-        """The axes along which a layer makes its channels."""
-        self.consumed: set[Slot] = set()
-        """The axes along which a layer reads channels."""
-        self.left_alone: dict[str, str] = {}
-        """Layer that is not followed, so that its channels stay → why."""
-        self.passed: dict[str, Labels] = {}
-        """Layer without weights whose own attributes say how many channels pass → its channels."""
-        self.is_moot = False
-        """Whether what is computed now is never read: it may tie channels, and pins none."""
-        self._count = 0
-        self._edges: list[torch.Tensor] = []
-        self._stretched: list[tuple[Labels, Labels]] = []
-        self._reasons: dict[str, int] = {}
+    parts: dict[Part, Labels] = field(default_factory=dict)
+    """Labels of the weight axes that operators used as channels, alone or several together."""
+    produced: set[Slot] = field(default_factory=set)
+    """The axes along which layers output channels."""
+    consumed: set[Slot] = field(default_factory=set)
+    """The axes along which layers read channels."""
+    opaque_layers: dict[str, str] = field(default_factory=dict)
+    """Layer whose channels cannot be followed, so that they stay → why."""
+    weightless: dict[str, Labels] = field(default_factory=dict)
+    """Layer without weights whose attributes count its channels → their labels."""
+    is_dead_code: bool = False
+    """Whether the current operator's result is unused: it can couple channels, not pin them."""
+    _count: int = 0
+    """Labels handed out so far."""
+    _edges: list[torch.Tensor] = field(default_factory=list)
+    """Pairs of equal labels, `(2, pairs)` each."""
+    _broadcasts: list[tuple[Labels, Labels]] = field(default_factory=list)
+    _reasons: dict[str, int] = field(default_factory=dict)
+    """Reason → the label that is pinned for it."""
 
     def axis(self, weight: Weight, *axes: int) -> Labels:
-        """Return the labels of an axis of a weight, or of several together, in the order given."""
+        """Return the labels of one axis of a weight, or of several in the given order."""
         stored = [weight.axes[axis] for axis in axes]
         kept = sorted(axis for axis in stored if axis is not None)
         part = (weight.name, tuple(kept))
@@ -83,13 +87,13 @@ class LabelBook:
         order = [kept.index(axis) for axis in stored if axis is not None]
         return self.parts[part].permute(order).reshape([weight.shape[axis] for axis in axes])
 
-    def rows(self, weight: Weight, *axes: int) -> Labels:
-        """Return the labels of the axes along which a layer makes its channels."""
+    def produce(self, weight: Weight, *axes: int) -> Labels:
+        """Return the labels of the weight axes along which a layer outputs its channels."""
         self.produced |= _slots(weight, axes)
         return self.axis(weight, *axes)
 
-    def of(self, value: Labels | Weight) -> Labels:
-        """Return an activation's labels; a weight's elements get a label each."""
+    def predicted_labels(self, value: Labels | Weight) -> Labels:
+        """Return an activation's labels; each element of a weight has a label of its own."""
         if isinstance(value, torch.Tensor):
             return value
         if value.is_constant:
@@ -97,7 +101,7 @@ class LabelBook:
         return self.axis(value, *range(len(value.shape)))
 
     def equate(self, left: Labels, right: Labels) -> None:
-        """Remember that two broadcastable tensors of labels are equal, element by element."""
+        """State that two broadcastable tensors of labels are equal, element by element."""
         shape = np.broadcast_shapes(tuple(left.shape), tuple(right.shape))
         left, right = left.expand(shape), right.expand(shape)
         for axis in range(left.dim()):
@@ -109,53 +113,80 @@ class LabelBook:
             self._edges.append(torch.stack([pairs // _HALF, pairs % _HALF]))
 
     def consume(self, weight: Weight, axes: tuple[int, ...], labels: Labels) -> None:
-        """Remember that a layer reads channels: labels, channel axes first, go with its columns."""
+        """State that a weight's columns read channels; labels have channel axes first."""
         self.consumed |= _slots(weight, axes)
         columns = self.axis(weight, *axes)
         self.equate(labels, columns.reshape(*columns.shape, *[1] * (labels.dim() - len(axes))))
 
-    def follow(self, value: Labels | Weight | None, labels: Labels) -> None:
-        """Remember that a bias or a per-channel statistic goes with a vector of labels."""
+    def tie(self, value: Labels | Weight | None, labels: Labels) -> None:
+        """State that a bias or a per-channel statistic has the labels of the channels."""
         if isinstance(value, Weight) and len(value.shape) == 1:
             self.equate(self.axis(value, 0), labels)
         elif value is not None:
-            self.equate(self.of(value), labels)
+            self.equate(self.predicted_labels(value), labels)
 
-    def pinned(self, reason: str) -> int:
-        """Return the label that pins whatever equals it."""
-        if self.is_moot:
+    def pinned_label(self, reason: str) -> int:
+        """Return the label that pins every label equal to it."""
+        if self.is_dead_code:
             return int(self._fresh(1))
         if reason not in self._reasons:
             self._reasons[reason] = int(self._fresh(1))
         return self._reasons[reason]
 
     def pin(self, value: Labels | Weight, reason: str) -> None:
-        """Keep these entries as they are."""
-        if self.is_moot:
+        """State that these entries can never be removed."""
+        if self.is_dead_code:
             return
-        self.equate(self.of(value), torch.tensor(self.pinned(reason)))
+        self.equate(self.predicted_labels(value), torch.tensor(self.pinned_label(reason)))
 
-    def stretch(self, one: Labels, other: Labels) -> None:
-        """Remember that an entry meets several channels: it goes if they leave only together."""
-        if not self.is_moot:
-            self._stretched.append((one, other))
+    def broadcast(self, narrow: Labels, wide: Labels) -> None:
+        """State that each entry of ``narrow`` is broadcast over several entries of ``wide``.
 
-    def settle(self) -> None:
-        """Let stretched entries go with channels that leave only together; pin the others."""
-        waiting, self._stretched = self._stretched, []
-        while waiting:
+        It can be removed with them if they turn out to be of one class.
+        """
+        if not self.is_dead_code:
+            self._broadcasts.append((narrow, wide))
+
+    def resolve(self) -> tuple[torch.Tensor, dict[int, str]]:
+        """Resolve all statements; return the class of each label, and why classes are pinned.
+
+        Broadcast entries are equated with channels if those are of one class, and pinned otherwise.
+        """
+        self._equate_overlapping_parts()
+        pending, self._broadcasts = self._broadcasts, []
+        while pending:
             classes = torch.cat([self._classes(), torch.tensor([WILD])])  # WILD is the last index
-            alike = [pair for pair in waiting if _is_alike(*pair, classes)]
-            for one, other in alike:
-                self.equate(one, other)
-            waiting = [pair for pair in waiting if not any(pair is found for found in alike)]
-            if not alike:
+            resolved = [pair for pair in pending if _is_one_class_each(*pair, classes)]
+            for narrow, wide in resolved:
+                self.equate(narrow, wide)
+            pending = [pair for pair in pending if not any(pair is other for other in resolved)]
+            if not resolved:
                 break
-        for one, _ in waiting:
-            self.pin(one, STRETCHED)
+        for narrow, _ in pending:
+            self.pin(narrow, BROADCAST)
+        return self.solve()
+
+    def _equate_overlapping_parts(self) -> None:
+        """Equate the labels of an axis that operators labelled in several combinations of axes."""
+        parts_of: dict[str, list[tuple[int, ...]]] = {}
+        for name, axes in self.parts:
+            for others in parts_of.setdefault(name, []):
+                every = sorted({*axes, *others})
+                if len(every) < len(axes) + len(others):
+                    both = (
+                        self.parts[name, part].view(
+                            [
+                                self.parts[name, part].shape[part.index(a)] if a in part else 1
+                                for a in every
+                            ]
+                        )
+                        for part in (axes, others)
+                    )
+                    self.equate(*both)
+            parts_of[name].append(axes)
 
     def is_table(self, labels: Labels) -> bool:
-        """Return whether labels tell the elements of one weight apart, and no layer's channels."""
+        """Whether labels are of single elements of one weight, along axes that no layer outputs."""
         first, last = int(labels.min()), int(labels.max())
         for (name, axes), part in reversed(self.parts.items()):
             if int(part.flatten()[0]) <= first:
@@ -164,17 +195,17 @@ class LabelBook:
         return False
 
     def is_pinned(self, labels: Labels) -> bool:
-        """Return whether all of these are known to stay, by what was walked so far."""
+        """Whether all of these labels are pinned by the operators seen so far."""
         classes, reasons = self.solve()
         return set(classes[labels[labels != WILD]].tolist()) <= set(reasons)
 
     def solve(self) -> tuple[torch.Tensor, dict[int, str]]:
-        """Return the class of each label, and why each pinned class is pinned."""
+        """Return the class of each label so far, and why each pinned class is pinned."""
         classes = self._classes()
         why: dict[int, list[str]] = {}
         for reason, label in self._reasons.items():
             why.setdefault(int(classes[label]), []).append(reason)
-        return classes, {key: "; ".join(found[:_REASONS_SHOWN]) for key, found in why.items()}
+        return classes, {key: "; ".join(reasons[:_REASONS_SHOWN]) for key, reasons in why.items()}
 
     def _classes(self) -> torch.Tensor:
         start, end = torch.cat(self._edges, 1) if self._edges else torch.zeros(2, 0).long()
@@ -191,11 +222,11 @@ def _slots(weight: Weight, axes: Iterable[int]) -> set[Slot]:
     return {(weight.name, axis) for axis in stored if axis is not None}
 
 
-def _is_alike(one: Labels, other: Labels, classes: torch.Tensor) -> bool:
-    """Whether all that each entry of one meets is of one class."""
-    found = classes[other]
-    axes = (axis for axis, size in enumerate(one.shape) if size == 1)
-    return not any(varies(found, axis) for axis in axes)
+def _is_one_class_each(narrow: Labels, wide: Labels, classes: torch.Tensor) -> bool:
+    """Whether all entries over which each entry of ``narrow`` is broadcast are of one class."""
+    wide_classes = classes[wide]
+    axes = (axis for axis, size in enumerate(narrow.shape) if size == 1)
+    return not any(varies(wide_classes, axis) for axis in axes)
 
 
 def varies(labels: Labels, axis: int) -> bool:
@@ -206,7 +237,7 @@ def varies(labels: Labels, axis: int) -> bool:
 
 
 def channels_first(labels: Labels, axis: int) -> Labels:
-    """Return labels as a matrix of one axis by all others, the constant ones left out."""
+    """Reshape labels to `(axis size, others)`, without axes along which they do not vary."""
     axis %= labels.dim()
     for other in range(labels.dim()):
         if other != axis and not varies(labels, other):

@@ -11,98 +11,98 @@ from compress.pruning.dependency.rules.channel_labels import (
     Weight,
     channels_first,
 )
-from compress.pruning.dependency.rules.op_call import COMPUTED, Call, Result, Rule, leave_alone
+from compress.pruning.dependency.rules.op_call import COMPUTED, Call, Result, Rule, pin_layer
 
 
 def convolution(call: Call, book: LabelBook) -> Result:
-    """Read the weight's second axis and make its first; a depthwise one passes channels on."""
+    """Read the weight's second axis and output its first; a depthwise one passes channels on."""
     weight = call["weight"]
     if not isinstance(weight, Weight):
-        return leave_alone(call, book, COMPUTED)
+        return pin_layer(call, book, COMPUTED)
     axis = len(call.shape) - len(weight.shape) + 1
-    input_CX = channels_first(book.of(call["input"]), axis)
-    output_O = book.rows(weight, 0)
+    input_CX = channels_first(book.predicted_labels(call["input"]), axis)
+    output_O = book.produce(weight, 0)
     groups: int = call["groups"]
     if groups > 1 and weight.shape[1] == 1:
         book.equate(input_CX[:, None], output_O.view(groups, -1, 1))
     else:
-        # The weight has one set of columns for all groups: the same places leave each of them.
+        # The weight has one set of columns for all groups: every group loses the same positions.
         book.consume(weight, (1,), input_CX.view(groups, weight.shape[1], -1).transpose(0, 1))
         book.equate(output_O.view(groups, -1), output_O.view(groups, -1)[:1])
-    book.follow(call["bias"], output_O)
+    book.tie(call["bias"], output_O)
     return _along(output_O, axis, call.shape)
 
 
 def transposed_convolution(call: Call, book: LabelBook) -> Result:
-    """Read the weight's first axis and make its second, in groups or not."""
+    """Read the weight's first axis and output its second, in groups or not."""
     weight = call["weight"]
     if not isinstance(weight, Weight):
-        return leave_alone(call, book, COMPUTED)
+        return pin_layer(call, book, COMPUTED)
     axis = len(call.shape) - len(weight.shape) + 1
     groups: int = call["groups"]
-    book.consume(weight, (0,), channels_first(book.of(call["input"]), axis))
-    if groups > 1 and weight.shape[0] == groups:  # depthwise: what comes out goes with its input
-        output_O = book.rows(weight, 0).repeat_interleave(weight.shape[1])
+    book.consume(weight, (0,), channels_first(book.predicted_labels(call["input"]), axis))
+    if groups > 1 and weight.shape[0] == groups:  # depthwise: each output belongs to its input
+        output_O = book.produce(weight, 0).repeat_interleave(weight.shape[1])
     else:
         input_GI = book.axis(weight, 0).view(groups, -1)
         book.equate(input_GI, input_GI[:1])
-        output_O = book.rows(weight, 1).repeat(groups)
-    book.follow(call["bias"], output_O)
+        output_O = book.produce(weight, 1).repeat(groups)
+    book.tie(call["bias"], output_O)
     return _along(output_O, axis, call.shape)
 
 
 def batch_norm(call: Call, book: LabelBook) -> Result:
-    """Pass channels on; scale, shift and statistics go with them."""
-    labels = book.of(call["input"])
-    _follow_channels(call, book, ("weight", "bias", "running_mean", "running_var"))
+    """Pass channels on; scale, shift and statistics are tied to them."""
+    labels = book.predicted_labels(call["input"])
+    _tie_channels(call, book, ("weight", "bias", "running_mean", "running_var"))
     return labels
 
 
 def group_norm(call: Call, book: LabelBook) -> Result:
-    """Pass channels on; those of one group can only leave together."""
-    labels = book.of(call["input"])
+    """Pass channels on; those of one group can only be removed together."""
+    labels = book.predicted_labels(call["input"])
     groups: int = call["num_groups"]
     if groups == 1:
         return norm_over_channels(call, book)
     channels_GCX = channels_first(labels, 1)
     channels_GCX = channels_GCX.view(groups, -1, channels_GCX.shape[1])
     book.equate(channels_GCX, channels_GCX[:, :1])
-    _follow_channels(call, book, ("weight", "bias"))
+    _tie_channels(call, book, ("weight", "bias"))
     return labels
 
 
 def norm_over_channels(call: Call, book: LabelBook) -> Result:
-    """Pin: statistics over channels change when one of them leaves."""
-    labels = book.of(call["input"])
+    """Pin: statistics over channels change when one of them is removed."""
+    labels = book.predicted_labels(call["input"])
     book.pin(labels, f"{call.operator} takes statistics over its channels")
     return labels
 
 
 def embedding(call: Call, book: LabelBook) -> Result:
-    """Make the weight's second axis."""
+    """Output the weight's second axis."""
     weight = call["weight"]
     if not isinstance(weight, Weight):
-        return leave_alone(call, book, COMPUTED)
-    return book.rows(weight, 1).expand(call.shape)
+        return pin_layer(call, book, COMPUTED)
+    return book.produce(weight, 1).expand(call.shape)
 
 
 def embedding_bag(call: Call, book: LabelBook) -> Result:
-    """Make the weight's second axis, summed over words."""
+    """Output the weight's second axis, summed over words."""
     weight = call["weight"]
     if not isinstance(weight, Weight):
-        return leave_alone(call, book, COMPUTED)
+        return pin_layer(call, book, COMPUTED)
     rest = [torch.tensor(WILD).expand(shape) for shape in call.shapes[1:]]
-    return [book.rows(weight, 1).expand(call.shape), *rest]
+    return [book.produce(weight, 1).expand(call.shape), *rest]
 
 
-def _follow_channels(call: Call, book: LabelBook, names: tuple[str, ...]) -> None:
-    """Let what a normalisation holds for each channel go with the channel."""
-    channels_CX = channels_first(book.of(call["input"]), 1)
+def _tie_channels(call: Call, book: LabelBook, names: tuple[str, ...]) -> None:
+    """Tie a normalisation's parameters and statistics to the channels."""
+    channels_CX = channels_first(book.predicted_labels(call["input"]), 1)
     for name in names:
         if call[name] is not None:
-            book.follow(call[name], channels_CX.T)
+            book.tie(call[name], channels_CX.T)
     if call["weight"] is None:
-        book.passed[call.module] = channels_CX[:, 0]
+        book.weightless[call.module] = channels_CX[:, 0]
 
 
 def _along(labels: Labels, axis: int, shape: tuple[int, ...]) -> Labels:

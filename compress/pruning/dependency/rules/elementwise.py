@@ -1,4 +1,4 @@
-"""Rules for operators that work element by element, over windows, or reduce an axis."""
+"""Rules for operators that are elementwise, pool over windows, or reduce an axis."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.pruning.dependency.rules.channel_labels import (
-    STRETCHED,
+    BROADCAST,
     WILD,
     LabelBook,
     Labels,
@@ -22,98 +22,93 @@ if TYPE_CHECKING:
 
 
 def join(operands: list[Labels], shape: Sequence[int], book: LabelBook) -> Labels:
-    """Return the labels of an elementwise result, its operands' labels being made equal.
+    """Equate the operands' labels and return those of the elementwise result.
 
-    An operand that is stretched over another's channels must itself stay, unless they are found to
-    leave only together, like those of one head. Of an outer product the widest side keeps its own.
+    An operand that is broadcast over another's channels is pinned, unless these can only be removed
+    together, like those of one head. In an outer product the side with most labels keeps its own.
     """
     padded = [x.reshape((1,) * (len(shape) - x.dim()) + tuple(x.shape)) for x in operands]
     for axis in range(len(shape)):
         if not any(varies(labels, axis) for labels in padded):
             padded = [labels.narrow(axis, 0, 1) for labels in padded]
     result = torch.full((1,) * len(shape), WILD)
-    equal, stretched = [], []
+    equal, broadcast = [], []
     for labels in padded:
         if any(
             labels.size(axis) == 1 and any(varies(other, axis) for other in padded)
             for axis in range(len(shape))
         ):
-            stretched.append(labels)
+            broadcast.append(labels)
         else:
             book.equate(result, labels)
             result = torch.where(result == WILD, labels, result)
             equal.append(labels)
-    # Of equal labels those that change along fewest axes say most about which are alike.
-    whole = [labels for labels in equal if not (labels == WILD).any()]
-    plainest = min([result, *whole], key=lambda x: sum(varies(x, i) for i in range(x.dim())))
-    if (plainest == WILD).all() and stretched:
-        plainest = max(stretched, key=lambda side: torch.unique(side).numel())
-        stretched = [labels for labels in stretched if labels is not plainest]
-        for labels in stretched:
-            book.pin(labels, STRETCHED)
-    else:
-        for labels in stretched:
-            plainest = _stretch(labels, plainest, book)
-    return plainest.expand(shape)
+    # Of equal labels, those that vary along fewest axes show best which elements are coupled.
+    complete = [labels for labels in equal if not (labels == WILD).any()]
+    simplest = min([result, *complete], key=lambda x: len(_varying_axes(x)))
+    if (simplest == WILD).all() and broadcast:
+        simplest = max(broadcast, key=lambda side: torch.unique(side).numel())
+        for labels in broadcast:
+            if labels is not simplest:
+                book.pin(labels, BROADCAST)
+        return simplest.expand(shape)
+    for labels in broadcast:
+        axes = _varying_axes(labels)
+        if axes and axes <= _varying_axes(simplest) and book.is_table(simplest):
+            book.equate(labels, simplest)  # a table's entries may be coupled along the axis
+            simplest = labels.expand(simplest.shape)
+        else:
+            book.broadcast(labels, simplest)
+    return simplest.expand(shape)
 
 
-def _stretched(labels: Labels, every: set[int]) -> int:
-    return sum(labels.size(axis) == 1 for axis in every)
-
-
-def _stretch(labels: Labels, over: Labels, book: LabelBook) -> Labels:
-    along, before = ({i for i in range(x.dim()) if varies(x, i)} for x in (labels, over))
-    if along and along <= before and book.is_table(over):
-        book.equate(labels, over)  # a table's entries may be tied along the axis
-        return labels.expand(over.shape)
-    book.stretch(labels, over)
-    return over
+def _varying_axes(labels: Labels) -> set[int]:
+    return {axis for axis in range(labels.dim()) if varies(labels, axis)}
 
 
 def pointwise(call: Call, book: LabelBook) -> Result:
     """Join all operands."""
-    return join([book.of(tensor) for tensor in call.tensors], call.shape, book)
+    return join([book.predicted_labels(tensor) for tensor in call.tensors], call.shape, book)
 
 
 def identity(call: Call, book: LabelBook) -> Result | Weight:
-    """Pass the first tensor on; a weight stays one."""
+    """Pass the first tensor on; a weight stays a ``Weight``."""
     return call.tensors[0]
 
 
 def constant(call: Call, book: LabelBook) -> Result:
-    """Make a constant, whatever tensor it is shaped after."""
+    """Output a constant, whatever tensor gives its shape."""
     return call.results(WILD)
 
 
 def prelu(call: Call, book: LabelBook) -> Result:
-    """Pass channels on; a slope for each goes with it."""
-    labels = book.of(call["self"])
-    book.follow(call["weight"], channels_first(labels, min(1, labels.dim() - 1)).T)
+    """Pass channels on; the slope of each is tied to it."""
+    labels = book.predicted_labels(call["self"])
+    book.tie(call["weight"], channels_first(labels, min(1, labels.dim() - 1)).T)
     return labels
 
 
 def gated(call: Call, book: LabelBook) -> Result:
     """Join the two halves of an axis."""
-    halves = book.of(call["self"]).chunk(2, call["dim"])
+    halves = book.predicted_labels(call["self"]).chunk(2, call["dim"])
     return join(list(halves), call.shape, book)
 
 
 def window(call: Call, book: LabelBook) -> Result:
-    """Pool or resize the last axes, as many as the operator's name says."""
-    labels = book.of(call.tensors[0])
+    """Pool or resize the last 1, 2 or 3 axes: the digit in the operator's name."""
+    labels = book.predicted_labels(call.tensors[0])
     count = int(next(letter for letter in call.operator if letter.isdigit()))
-    together = taken_together(labels, range(-count, 0), book)
-    if together is None:
+    coupled = couple_along(labels, range(-count, 0), book)
+    if coupled is None:
         return pin_all(call, book, f"{call.operator} goes over its channels")
-    labels = together
-    found = [labels.expand(shape) for shape in call.shapes]
-    return found if call.gives_list else found[0]
+    results = [coupled.expand(shape) for shape in call.shapes]
+    return results if call.gives_list else results[0]
 
 
 def sample(call: Call, book: LabelBook) -> Result:
-    """Take pixels of every channel at places that are computed."""
-    book.pin(book.of(call["grid"]), "it says where pixels are taken")
-    labels = book.of(call["input"])
+    """Sample pixels of every channel at computed positions."""
+    book.pin(book.predicted_labels(call["grid"]), "it says where pixels are taken")
+    labels = book.predicted_labels(call["input"])
     for axis in range(2, labels.dim()):
         if varies(labels, axis):
             return pin_all(call, book, f"{call.operator} goes over its channels")
@@ -122,8 +117,8 @@ def sample(call: Call, book: LabelBook) -> Result:
 
 
 def patches(call: Call, book: LabelBook) -> Result:
-    """Make a channel of each place in a window, for each channel."""
-    labels = book.of(call["self"])
+    """Output, for each channel, a channel for each position of the window."""
+    labels = book.predicted_labels(call["self"])
     if any(varies(labels, axis) for axis in (-1, -2)):
         return pin_all(call, book, f"{call.operator} goes over its channels")
     window = call.shape[-2] // labels.shape[-3]
@@ -131,8 +126,8 @@ def patches(call: Call, book: LabelBook) -> Result:
 
 
 def pad(call: Call, book: LabelBook) -> Result:
-    """Widen axes; a border around a channel belongs to it, and channels of zeros are pinned."""
-    labels = book.of(call["self"])
+    """Pad axes; a border within a channel belongs to it, and added channels are pinned."""
+    labels = book.predicted_labels(call["self"])
     amounts: list[int] = call["pad"]
     for i in range(0, len(amounts), 2):
         axis, before, after = labels.dim() - 1 - i // 2, amounts[i], amounts[i + 1]
@@ -141,7 +136,7 @@ def pad(call: Call, book: LabelBook) -> Result:
         elif min(before, after) < 0 or call.get("mode") not in (None, "constant"):
             return pin_all(call, book, "its channels are padded with more than constants")
         else:
-            border = torch.tensor(book.pinned("it meets padding between channels"))
+            border = torch.tensor(book.pinned_label("it meets padding between channels"))
             border = border.expand(labels.narrow(axis, 0, 1).shape)
             left, right = (_resized(border, axis, size) for size in (before, after))
             labels = torch.cat([left, labels, right], axis)
@@ -149,26 +144,26 @@ def pad(call: Call, book: LabelBook) -> Result:
 
 
 def reduction(call: Call, book: LabelBook) -> Result:
-    """Drop axes: what is taken together along them can only leave together, or not at all."""
+    """Reduce axes: channels reduced together can only be removed together, or not at all."""
     if call.get("other") is not None:
         return pointwise(call, book)
-    labels = book.of(call.tensors[0])
+    labels = book.predicted_labels(call.tensors[0])
     axes = call.get("dim")
     if axes is None or axes == []:
         axes = range(labels.dim())
-    together = taken_together(labels, [axes] if isinstance(axes, int) else axes, book)
-    if together is None:
+    coupled = couple_along(labels, [axes] if isinstance(axes, int) else axes, book)
+    if coupled is None:
         return pin_all(call, book, f"{call.operator} goes over its channels")
-    labels = together
+    labels = coupled
     same_axes = labels.dim() == len(call.shape)
     labels = labels.expand(call.shape) if same_axes else labels.reshape(call.shape)
     return [labels] * len(call.shapes) if call.gives_list else labels
 
 
-def taken_together(labels: Labels, axes: Iterable[int], book: LabelBook) -> Labels | None:
-    """Return labels with axes narrowed to one entry, what lies along them leaving only together.
+def couple_along(labels: Labels, axes: Iterable[int], book: LabelBook) -> Labels | None:
+    """Couple the channels along some axes, and return the labels with these axes narrowed to 1.
 
-    None where that would be all channels.
+    Returns None if that would couple all channels.
     """
     over = {axis % labels.dim() for axis in axes}
     mixed = [axis for axis in over if varies(labels, axis)]
@@ -188,14 +183,14 @@ def _resized(labels: Labels, axis: int, size: int) -> Labels:
 
 
 RULES: dict[str, Rule] = {
-    # torch tags elementwise operators, so they need no entry; this one it forgets.
+    # Operators with torch.Tag.pointwise need no entry; these lack it (where only with scalars).
     **dict.fromkeys(("hardswish", "where"), pointwise),
     **dict.fromkeys(
         ("dropout", "feature_dropout", "alpha_dropout", "contiguous", "clone", "alias", "detach"),
         identity,
     ),
     **dict.fromkeys(("to", "_to_copy", "type_as", "lift_fresh_copy"), identity),
-    **dict.fromkeys(  # as long as what they are like
+    **dict.fromkeys(  # constants, but of their argument's shape
         ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"), identity
     ),
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), constant),

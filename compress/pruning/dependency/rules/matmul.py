@@ -1,7 +1,7 @@
 """Rules for products that sum over an axis: linear layers, matrix products, einsum, attention.
 
-Each is read as an einsum of two operands. A letter that both have and the result lacks is *summed*;
-a weight *makes* channels along the letters that it alone brings into the result.
+Each is treated as an einsum of two operands. A letter that both have and the result lacks is
+*summed*; a weight *outputs* channels along the letters that it alone adds to the result.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from compress.pruning.dependency.rules.op_call import (
     Call,
     Result,
     Rule,
-    leave_alone,
     pin_all,
+    pin_layer,
 )
 
 if TYPE_CHECKING:
@@ -35,17 +35,17 @@ class Operand(NamedTuple):
 
 
 def linear(call: Call, book: LabelBook) -> Result:
-    """Read the weight's second axis and make its first."""
+    """Read the weight's second axis and output its first."""
     return _project(call, book, call["input"], call["weight"], "oc", call["bias"])
 
 
 def addmm(call: Call, book: LabelBook) -> Result:
-    """Do as a linear layer whose weight lies the other way round."""
+    """Like ``linear``, with the weight transposed."""
     return _project(call, book, call["mat1"], call["mat2"], "co", call["self"])
 
 
 def matmul(call: Call, book: LabelBook) -> Result:
-    """Multiply matrices, perhaps in batches."""
+    """Product of matrices, perhaps in batches."""
     left = call["self"]
     right = next(
         call[name] for name in ("other", "mat2", "vec", "tensor") if name in call.arguments
@@ -54,13 +54,13 @@ def matmul(call: Call, book: LabelBook) -> Result:
 
 
 def baddbmm(call: Call, book: LabelBook) -> Result:
-    """Multiply matrices in batches and add a tensor."""
+    """Product of matrices in batches, plus a tensor."""
     product = _batched(call, book, call["batch1"], call["batch2"])
-    return join([book.of(call["self"]), product], call.shape, book)
+    return join([book.predicted_labels(call["self"]), product], call.shape, book)
 
 
 def einsum(call: Call, book: LabelBook) -> Result:
-    """Contract operands letter by letter, the first two first; of a single one pin all."""
+    """Contract operands pairwise from the left; pin everything if there is only one."""
     inputs, arrow, output = call["equation"].replace(" ", "").partition("->")
     parts, tensors = inputs.split(","), call["tensors"]
     if len(parts) < 2 or not arrow or _repeats(parts):
@@ -78,25 +78,25 @@ def einsum(call: Call, book: LabelBook) -> Result:
         both = "".join(dict.fromkeys(left.letters + right.letters))
         kept = "".join(x for x in both if x in needed) if rest[place + 1 :] else output
         left = Operand(contract(call, book, left, right, kept), kept)
-    return book.of(left.value)
+    return book.predicted_labels(left.value)
 
 
 def bilinear(call: Call, book: LabelBook) -> Result:
-    """Read the weight's second and third axes and make its first."""
+    """Read the weight's second and third axes and output its first."""
     weight = call["weight"]
     if not isinstance(weight, Weight):
-        return leave_alone(call, book, COMPUTED)
+        return pin_layer(call, book, COMPUTED)
     for axis, name in ((1, "input1"), (2, "input2")):
-        labels = book.of(call[name])
+        labels = book.predicted_labels(call[name])
         book.consume(weight, (axis,), _channels(labels, [labels.dim() - 1]))
-    output_O = book.rows(weight, 0)
-    book.follow(call["bias"], output_O)
+    output_O = book.produce(weight, 0)
+    book.tie(call["bias"], output_O)
     return output_O.expand(call.shape)
 
 
 def attention(call: Call, book: LabelBook) -> Result:
-    """Keep heads whole: all that meets in one head, its group's keys and values included."""
-    query, key, value = (book.of(call[name]) for name in ("query", "key", "value"))
+    """Couple all channels of one head, with the keys and values of its group of heads."""
+    query, key, value = (book.predicted_labels(call[name]) for name in ("query", "key", "value"))
     if query.dim() != 4:
         return _one_head(call, book, query, key, value)
     if key.shape[1] != query.shape[1]:
@@ -111,18 +111,21 @@ def attention(call: Call, book: LabelBook) -> Result:
             book.equate(part, head_BH11)
     if call["attn_mask"] is not None:
         scores = (*query.shape[:-1], key.shape[-2])
-        join([head_BH11.expand(scores), book.of(call["attn_mask"])], scores, book)
+        join([head_BH11.expand(scores), book.predicted_labels(call["attn_mask"])], scores, book)
     return head_BH11.expand(call.shape)
 
 
 def contract(call: Call, book: LabelBook, left: Operand, right: Operand, output: str) -> Labels:
-    """Follow channels through a product of two operands that is summed over some letters."""
+    """Propagate labels through a product of two operands that is summed over some letters."""
     weights = [side for side in (left, right) if _is_weight(side.value)]
     if len(weights) == 2:
-        leave_alone(call, book, COMPUTED)
-        return torch.tensor(book.pinned(COMPUTED)).expand(_shape(left, right, output))
+        pin_layer(call, book, COMPUTED)
+        return torch.tensor(book.pinned_label(COMPUTED)).expand(_shape(left, right, output))
     if not set(left.letters) & set(right.letters) - set(output):
-        sides = [_aligned(book.of(side.value), side.letters, output) for side in (left, right)]
+        sides = [
+            _aligned(book.predicted_labels(side.value), side.letters, output)
+            for side in (left, right)
+        ]
         return join(sides, _shape(left, right, output), book)
     if weights:
         features = right if weights[0] is left else left
@@ -139,12 +142,12 @@ def _project(
     bias: Labels | Weight | None,
 ) -> Result:
     if not isinstance(weight, Weight):
-        return leave_alone(call, book, COMPUTED)
+        return pin_layer(call, book, COMPUTED)
     batch = LETTERS[-len(features.shape) + 1 :] if len(features.shape) > 1 else ""
-    left, right = Operand(book.of(features), f"{batch}c"), Operand(weight, letters)
+    left, right = Operand(book.predicted_labels(features), f"{batch}c"), Operand(weight, letters)
     labels = _with_weight(book, left, right, f"{batch}o")
     if bias is not None and varies(labels, labels.dim() - 1):
-        book.follow(bias, _channels(labels, [labels.dim() - 1]).T)
+        book.tie(bias, _channels(labels, [labels.dim() - 1]).T)
     return labels
 
 
@@ -163,39 +166,39 @@ def _batched(call: Call, book: LabelBook, left: Labels | Weight, right: Labels |
 
 
 def _with_weight(book: LabelBook, features: Operand, side: Operand, output: str) -> Labels:
-    """Multiply an activation by a weight: some axes are read, some made, others stay."""
+    """Multiply an activation by a weight: some axes are read, some output, others pass."""
     assert isinstance(side.value, Weight)
-    weight, labels = side.value, book.of(features.value)
+    weight, labels = side.value, book.predicted_labels(features.value)
     summed = [x for x in side.letters if x in features.letters and x not in output]
-    made = [x for x in side.letters if x not in features.letters and x in output]
+    produced = [x for x in side.letters if x not in features.letters and x in output]
     rest = [x for x in features.letters if x not in summed]
     places = {x: i for i, x in enumerate(features.letters)}
     shape = _shape(features, side, output)
     is_mixed = not any(varies(labels, places[x]) for x in summed)
     if is_mixed and any(varies(labels, places[x]) for x in rest) and not book.is_pinned(labels):
-        # The weight mixes places, not channels: those ride along, and the weight stays as it is.
+        # The weight mixes positions, not channels: those pass, and the weight is not sliced.
         labels = _narrowed(labels, [places[x] for x in summed])
         return _aligned(labels, features.letters, output).expand(shape)
     if any(varies(labels, places[x]) for x in rest if x in side.letters):
         book.pin(labels, "each of them has a weight of its own")
     columns = tuple(side.letters.index(x) for x in summed)
     book.consume(weight, columns, _channels(labels, [places[x] for x in summed]))
-    if not made:
+    if not produced:
         return torch.tensor(WILD).expand(shape)
-    rows = book.rows(weight, *(side.letters.index(x) for x in made))
-    return _aligned(rows, "".join(made), output).expand(shape)
+    rows = book.produce(weight, *(side.letters.index(x) for x in produced))
+    return _aligned(rows, "".join(produced), output).expand(shape)
 
 
 def _of_activations(book: LabelBook, left: Operand, right: Operand, output: str) -> Labels:
-    """Multiply two activations; what is summed over together can only leave together."""
+    """Multiply two activations; what is summed together can only be removed together."""
     summed = "".join(x for x in left.letters if x in right.letters and x not in output)
     sides, is_alone = [], True
     for value, letters in (left, right):
-        labels = book.of(value)
+        labels = book.predicted_labels(value)
         alone = [i for i, x in enumerate(letters) if x not in summed]
         is_alone &= not any(varies(labels, i) for i in alone)
         sides.append((labels, letters))
-    if is_alone:  # a product without heads: each channel meets its partner, and none comes out
+    if is_alone:  # without heads: channels meet pairwise and are summed up, so none is output
         ends = (
             _aligned(_narrowed(x, _without(letters, summed)), letters, summed)
             for x, letters in sides
@@ -204,17 +207,19 @@ def _of_activations(book: LabelBook, left: Operand, right: Operand, output: str)
         return torch.tensor(WILD).expand(_shape(left, right, output))
     narrow = []
     for labels, letters in sides:
-        whole = _narrowed(labels, [i for i, x in enumerate(letters) if x not in output])
-        book.equate(labels, whole)
-        narrow.append(_aligned(whole, letters, output))
-    met = _met(book, narrow[0], narrow[1], _shared(left, right, output))
-    return met.expand(_shape(left, right, output))
+        unsummed = _narrowed(labels, [i for i, x in enumerate(letters) if x not in output])
+        book.equate(labels, unsummed)
+        narrow.append(_aligned(unsummed, letters, output))
+    product = _product_of_heads(book, narrow[0], narrow[1], _shared(left, right, output))
+    return product.expand(_shape(left, right, output))
 
 
-def _met(book: LabelBook, left: Labels, right: Labels, shared: Sequence[int]) -> Labels:
-    """Return the labels of a product of heads with what each of them weighs."""
+def _product_of_heads(
+    book: LabelBook, left: Labels, right: Labels, shared: Sequence[int]
+) -> Labels:
+    """Equate the heads of two activations and return the labels of their product."""
     along = [{i for i in range(x.dim()) if varies(x, i)} for x in (left, right)]
-    if not along[0] or not along[1]:  # one class throughout, which never leaves
+    if not along[0] or not along[1]:  # one side has no channels
         return left if along[0] else right
     if along[0].isdisjoint(along[1]):
         for kept, other, axes in ((left, right, along[0]), (right, left, along[1])):
@@ -226,11 +231,11 @@ def _met(book: LabelBook, left: Labels, right: Labels, shared: Sequence[int]) ->
 
 
 def _one_head(call: Call, book: LabelBook, query: Labels, key: Labels, value: Labels) -> Result:
-    """Keep the widths of queries and keys, which scale the scores; values may be narrower."""
+    """Pin queries and keys, whose width scales the scores; values may become narrower."""
     for part in (query, key):
         book.pin(part, "it is scaled by the number of its channels")
     if call["attn_mask"] is not None:
-        book.pin(book.of(call["attn_mask"]), "attention without an axis for heads")
+        book.pin(book.predicted_labels(call["attn_mask"]), "attention without an axis for heads")
     return value[..., :1, :].expand(call.shape)
 
 
@@ -265,7 +270,7 @@ def _narrowed(labels: Labels, axes: Iterable[int]) -> Labels:
 
 
 def _aligned(labels: Labels, letters: str, output: str) -> Labels:
-    """Return labels with the axes of a result, as long as they are or 1."""
+    """Permute labels to the axes of a result; axes that they lack have size 1."""
     order = [letters.index(x) for x in output if x in letters]
     dropped = [i for i in range(labels.dim()) if i not in order]
     kept = _narrowed(labels, dropped).permute(*order, *dropped)
@@ -274,7 +279,7 @@ def _aligned(labels: Labels, letters: str, output: str) -> Labels:
 
 
 def _channels(labels: Labels, axes: Sequence[int]) -> Labels:
-    """Return labels with some axes first and all others, the constant ones left out, in one."""
+    """Move some axes first and flatten all others along which labels vary into one."""
     others = [i for i in range(labels.dim()) if i not in axes]
     labels = _narrowed(labels, [i for i in others if not varies(labels, i)])
     moved = labels.permute(*axes, *others)

@@ -1,7 +1,8 @@
-"""A call of an ATen operator, as the rules about labels see it.
+"""One call of an ATen operator, the argument of every label rule.
 
 A rule reads a call's arguments by their names in the operator's schema and returns the labels of
-its results. An operator without a rule pins all that it touches: it costs compression, never truth.
+its results. An operator without a rule pins all channels that it reads or outputs: less is pruned,
+but never wrongly.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils import _pytree as pytree
 
 from compress.pruning.dependency.rules.channel_labels import WILD, LabelBook, Labels, Weight
 
@@ -28,6 +28,8 @@ class Call:
     """Name without the underscore of its in-place variant."""
     target: Any
     arguments: dict[str, Any]
+    tensors: list[Labels | Weight]
+    """All tensors among the arguments, in order."""
     shapes: list[tuple[int, ...]]
     """Shapes of the results."""
     gives_list: bool
@@ -47,33 +49,27 @@ class Call:
         """Shape of the first result."""
         return self.shapes[0]
 
-    @property
-    def tensors(self) -> list[Labels | Weight]:
-        """All tensors among the arguments."""
-        leaves = pytree.tree_leaves(list(self.arguments.values()))
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | Weight)]
-
     def results(self, label: int) -> Result:
-        """Return results that carry one label throughout."""
-        found = [torch.tensor(label).expand(shape) for shape in self.shapes]
-        return found if self.gives_list else found[0]
+        """Return results whose elements all have one label."""
+        labels = [torch.tensor(label).expand(shape) for shape in self.shapes]
+        return labels if self.gives_list else labels[0]
 
 
 Rule: TypeAlias = Callable[[Call, LabelBook], Result | Weight]
 
 
-def leave_alone(call: Call, book: LabelBook, reason: str) -> Result:
-    """Pin all that a layer reads and makes, and remember that the layer stays as it is."""
+def pin_layer(call: Call, book: LabelBook, reason: str) -> Result:
+    """Pin all channels that a layer reads and outputs, and record why."""
     weights = (tensor.name for tensor in call.tensors if isinstance(tensor, Weight))
-    book.left_alone.setdefault(call.module or next(weights, call.operator), reason)
+    book.opaque_layers.setdefault(call.module or next(weights, call.operator), reason)
     return pin_all(call, book, reason)
 
 
 def pin_all(call: Call, book: LabelBook, reason: str) -> Result:
-    """Pin every channel that goes in, and all that comes out."""
-    operands = [book.of(tensor) for tensor in call.tensors]
+    """Pin all channels of the operands and of the results."""
+    operands = [book.predicted_labels(tensor) for tensor in call.tensors]
     if all(bool((labels == WILD).all()) for labels in operands):
-        return call.results(WILD)  # made of constants only, like a mask
+        return call.results(WILD)  # computed from constants only, like a mask
     for labels in operands:
         book.pin(labels, reason)
-    return call.results(book.pinned(reason))
+    return call.results(book.pinned_label(reason))

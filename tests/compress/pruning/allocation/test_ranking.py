@@ -8,14 +8,14 @@ from torch import nn
 
 from compress.artifacts.edits.slicing import keep_indices_
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.pruning.allocation.ranking import modules_excluded, plan_cut
-from compress.pruning.dependency.group_slices import SlicePlan
+from compress.pruning.allocation.ranking import modules_matching, plan_slices
+from compress.pruning.dependency.channel_groups import SlicePlan
 from tests.compress.pruning import pruning_linear_nets as linear_nets
 from tests.compress.pruning import pruning_nets as nets
 
 IMAGE, VECTOR, SEQUENCE, TOKENS = (1, 8, 8), (4,), (5, 8), None
 
-# name → net, shape of one sample, and of each family the channels before and after
+# name → net, shape of one sample, and of each group the channels before and after
 CUT = {
     "mlp": (linear_nets.mlp, VECTOR, {"0": (32, 16), "2": (16, 8)}),
     "flatten": (nets.Flattened, IMAGE, {"conv": (16, 8)}),
@@ -114,7 +114,7 @@ def assert_equals_masked_twin(
 def test_a_pruned_net_answers_as_its_masked_twin(name: str) -> None:
     factory, shape, expected = CUT[name]
     module = built(factory)
-    cut = plan_cut(module, sample(shape, 1), ratio=0.5)
+    cut = plan_slices(module, sample(shape, 1), ratio=0.5)
     assert {f.group.name: (f.before, f.after) for f in cut.groups} == expected
     assert_equals_masked_twin(module, cut, sample(shape, 2))
     if name in PINNED:
@@ -122,36 +122,36 @@ def test_a_pruned_net_answers_as_its_masked_twin(name: str) -> None:
         assert reason in cut.pinned[module_name]
 
 
-def test_every_wrong_cut_is_refused() -> None:
-    cut = plan_cut(built(linear_nets.SplitByNumber), (torch.randn(2, 4),), ratio=0.5)
+def test_a_wrong_slice_is_refused() -> None:
+    cut = plan_slices(built(linear_nets.SplitByNumber), (torch.randn(2, 4),), ratio=0.5)
     assert not cut.groups
     assert "masked twin" in cut.pinned["first"]
 
 
 @pytest.mark.parametrize(("change", "is_proven"), [(0.0, True), (1e-3, False)])
-def test_a_module_that_insists_on_float32_is_proven_in_it(change: float, is_proven: bool) -> None:
+def test_a_module_that_requires_float32_is_verified_in_it(change: float, is_proven: bool) -> None:
     module = built(lambda: linear_nets.FloatAlone(change))
-    cut = plan_cut(module, (torch.randn(2, 4),), ratio=0.5)
+    cut = plan_slices(module, (torch.randn(2, 4),), ratio=0.5)
     assert bool(cut.groups) == is_proven
     if not is_proven:
         assert "masked twin (by 1.0e-03)" in cut.pinned["first"]
 
 
-def test_layers_that_are_not_followed_say_why() -> None:
-    pinned = plan_cut(built(linear_nets.Computed), (torch.randn(2, 5, 4),), ratio=0.5).pinned
+def test_opaque_layers_have_a_reason() -> None:
+    pinned = plan_slices(built(linear_nets.Computed), (torch.randn(2, 5, 4),), ratio=0.5).pinned
     assert "its weight is computed from others" in pinned["normed"]
     assert "its weight is computed from others" in pinned["linear"]
 
 
 def test_weights_of_the_outermost_module_go_by_their_own_names() -> None:
-    (family,) = plan_cut(built(nets.Raw), (torch.randn(2, 1, 8, 8),), ratio=0.5).groups
-    assert family.group.producers_slots == ("kernel",)
-    assert family.group.producers == ("",)
+    (group,) = plan_slices(built(nets.Raw), (torch.randn(2, 1, 8, 8),), ratio=0.5).groups
+    assert group.group.producers == ("kernel",)
+    assert group.group.producer_modules == ("",)
 
 
-def test_the_number_of_heads_goes_with_the_cut() -> None:
+def test_the_number_of_heads_changes_with_the_slice() -> None:
     module = built(lambda: linear_nets.Transformer(4, 2))
-    cut = plan_cut(module, (torch.randint(0, 11, (2, 8)),), ratio=0.5)
+    cut = plan_slices(module, (torch.randint(0, 11, (2, 8)),), ratio=0.5)
     assert cut.attributes == {"attention.heads": 2, "attention.key_heads": 1}
     keep_indices_(module, cut.kept, cut.attributes)
     assert module.attention.query.weight.shape == (12, 16)
@@ -160,7 +160,7 @@ def test_the_number_of_heads_goes_with_the_cut() -> None:
 
 def test_tied_weights_stay_tied() -> None:
     module = built(linear_nets.Tied)
-    cut = plan_cut(module, (torch.randn(2, 8),), ratio=0.5)
+    cut = plan_slices(module, (torch.randn(2, 8),), ratio=0.5)
     keep_indices_(module, cut.kept, cut.attributes)
     assert module.third.weight is module.second.weight
     assert module.second.weight.shape == (8, 8)
@@ -209,7 +209,7 @@ def random_cnn(seed: int) -> nn.Module:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_cnns_answer_as_their_masked_twins(seed: int) -> None:
     module = random_cnn(seed)
-    cut = plan_cut(module, (torch.randn(2, 1, 8, 8),), ratio=0.4, round_to=2)
+    cut = plan_slices(module, (torch.randn(2, 1, 8, 8),), ratio=0.4, round_to=2)
     assert cut.groups
     assert_equals_masked_twin(module, cut, (torch.randn(2, 1, 8, 8),))
 
@@ -217,26 +217,26 @@ def test_random_cnns_answer_as_their_masked_twins(seed: int) -> None:
 def test_the_module_is_not_changed() -> None:
     module = built(nets.Separable)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    plan_cut(module, (torch.randn(2, 1, 8, 8),), ratio=0.5)
+    plan_slices(module, (torch.randn(2, 1, 8, 8),), ratio=0.5)
     assert module.depthwise.groups == 16
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
 
 
-def test_least_important_channels_leave() -> None:
+def test_least_important_channels_are_removed() -> None:
     module = built(linear_nets.mlp)
     with torch.no_grad():
         module[0].weight[::2] *= 0.01
         module[2].weight[:, ::2] *= 0.01
     for importance in ("l1", "l2"):
-        cut = plan_cut(module, (torch.randn(2, 4),), ratio=0.5, importance=importance)
+        cut = plan_slices(module, (torch.randn(2, 4),), ratio=0.5, importance=importance)
         assert cut.kept["0.weight"][0] == tuple(range(1, 32, 2))
     with torch.no_grad():  # what reads the channels counts as much as what makes them
         module[2].weight[:, ::2] *= 1e6
     for importance in ("l1", "l2"):
-        cut = plan_cut(module, (torch.randn(2, 4),), ratio=0.5, importance=importance)
+        cut = plan_slices(module, (torch.randn(2, 4),), ratio=0.5, importance=importance)
         assert cut.kept["0.weight"][0] == tuple(range(0, 32, 2))
     random_ones = [
-        plan_cut(module, (torch.randn(2, 4),), ratio=0.5, importance="random", seed=seed).kept
+        plan_slices(module, (torch.randn(2, 4),), ratio=0.5, importance="random", seed=seed).kept
         for seed in (1, 1, 2)
     ]
     assert random_ones[0] == random_ones[1] != random_ones[2]
@@ -244,23 +244,23 @@ def test_least_important_channels_leave() -> None:
 
 def test_excluded_modules_keep_their_channels() -> None:
     module = built(nets.Dense)
-    cut = plan_cut(module, (torch.randn(2, 1, 8, 8),), ratio=0.5, exclude=("growth*",))
+    cut = plan_slices(module, (torch.randn(2, 1, 8, 8),), ratio=0.5, exclude=("growth*",))
     assert [f.group.name for f in cut.groups] == ["stem"]
     assert cut.pinned["growth1"] == "excluded by 'growth*'"
 
 
 def test_an_excluded_normalisation_keeps_its_channels() -> None:
     module = built(nets.Separable)
-    cut = plan_cut(module, (torch.randn(2, 1, 8, 8),), ratio=0.5, exclude=("norm",))
+    cut = plan_slices(module, (torch.randn(2, 1, 8, 8),), ratio=0.5, exclude=("norm",))
     assert [f.group.name for f in cut.groups] == ["squeeze", "pointwise"]
     assert cut.pinned["stem"] == "excluded by 'norm'"
 
 
-def test_a_pattern_reaches_what_lies_inside() -> None:
+def test_a_pattern_matches_inner_modules() -> None:
     module = built(linear_nets.Transformer)
-    assert modules_excluded(module, ["attention"])["attention.query"] == "attention"
+    assert modules_matching(module, ["attention"])["attention.query"] == "attention"
     with pytest.raises(PipelineInvalid, match=r"no module matches 'atention'.*'attention'"):
-        modules_excluded(module, ["atention"])
+        modules_matching(module, ["atention"])
 
 
 def test_a_model_that_cannot_be_traced_says_so() -> None:
@@ -269,4 +269,4 @@ def test_a_model_that_cannot_be_traced_says_so() -> None:
             return x if x.sum() > 0 else -x
 
     with pytest.raises(StageFailed, match=r"torch\.export cannot trace Branching"):
-        plan_cut(Branching().eval(), (torch.randn(2, 4),), ratio=0.5)
+        plan_slices(Branching().eval(), (torch.randn(2, 4),), ratio=0.5)

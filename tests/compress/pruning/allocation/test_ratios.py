@@ -11,18 +11,23 @@ from torch import nn
 from compress.artifacts.edits.slicing import keep_indices_
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.graph.flops import count_macs
-from compress.pruning.allocation.budget_search import cut_to_cost, cut_to_latency
-from compress.pruning.allocation.cost_model import mac_estimate, parameter_estimate, parameters_of
-from compress.pruning.allocation.ranking import Ranking, plan_cut, rank
-from compress.pruning.allocation.ratios import Limits, Ranked, allocate
+from compress.pruning.allocation.budget_search import (
+    mac_estimate,
+    parameter_estimate,
+    parameters_of,
+    plan_for_cost,
+    plan_for_latency,
+)
+from compress.pruning.allocation.ranking import Ranking, plan_slices, rank
+from compress.pruning.allocation.ratios import Limits, RankedGroup, allocate
 from tests.compress.pruning import pruning_linear_nets as linear_nets
 from tests.compress.pruning import pruning_nets as nets
 
 
-def ranked(*scores: list[float], kinds: str = "") -> list[Ranked]:
-    family = SimpleNamespace()
+def ranked(*scores: list[float], kinds: str = "") -> list[RankedGroup]:
+    group = SimpleNamespace()
     return [
-        Ranked(family, torch.tensor(own), 1, len(own), kinds[i] if kinds else None)
+        RankedGroup(group, torch.tensor(own), 1, len(own), kinds[i] if kinds else None)
         for i, own in enumerate(scores)
     ]
 
@@ -57,86 +62,84 @@ def test_uniform_removes_the_same_share_of_each() -> None:
 def test_the_nearest_multiple_stays(
     count: int, entries: int, ratio: float, round_to: int, kept: int
 ) -> None:
-    family = Ranked(SimpleNamespace(), torch.arange(count), entries, count)
-    assert allocate([family], ratio, Limits(round_to=round_to)) == [kept]
+    group = RankedGroup(SimpleNamespace(), torch.arange(count), entries, count)
+    assert allocate([group], ratio, Limits(round_to=round_to)) == [kept]
 
 
 @pytest.mark.parametrize("comparable", [True, False])
 @pytest.mark.parametrize("ratio", [0.2, 0.45, 0.7, 0.95])
-def test_of_all_channels_the_best_stay(ratio: float, comparable: bool) -> None:
+def test_global_keeps_the_best_of_all_channels(ratio: float, comparable: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    families = [
-        Ranked(SimpleNamespace(), torch.rand(n, generator=generator) * size, 1, original)
+    groups = [
+        RankedGroup(SimpleNamespace(), torch.rand(n, generator=generator) * size, 1, original)
         for n, size, original in ((12, 3.0, 12), (7, 1.0, 10), (9, 2.0, 9), (2, 0.0, 10))
     ]
     limits = Limits("global", 1, 2, max_ratio=0.7)
-    kept = [min(len(f.scores), max(2, math.ceil(0.3 * f.original - 1e-9))) for f in families]
+    kept = [min(len(f.scores), max(2, math.ceil(0.3 * f.original - 1e-9))) for f in groups]
     left = [
         sorted(
             (s / (1.0 if comparable else f.scores.mean().item() or 1.0) for s in f.scores),
             reverse=True,
         )[k:]
-        for f, k in zip(families, kept, strict=True)
+        for f, k in zip(groups, kept, strict=True)
     ]
-    # One by one, the best that is left of any family. Earlier cuts left the last one two channels.
+    # One by one, the best that is left of any group. Earlier cuts left the last one two channels.
     while sum(kept) < round((1 - ratio) * 41) and any(left):
         best = max((i for i in range(4) if left[i]), key=lambda i: left[i][0])
         left[best].pop(0)
         kept[best] += 1
-    assert allocate(families, ratio, limits, comparable=comparable) == kept
+    assert allocate(groups, ratio, limits, comparable=comparable) == kept
 
 
 def test_global_compares_all_channels_up_to_a_cap() -> None:
-    families = ranked(STRONG, WEAK)
+    groups = ranked(STRONG, WEAK)
     everything = Limits("global", 1, 1, max_ratio=0.99)
-    assert allocate(families, 0.375, everything, comparable=True) == [4, 1]
+    assert allocate(groups, 0.375, everything, comparable=True) == [4, 1]
     capped = Limits("global", 1, 1, max_ratio=0.5)
-    assert allocate(families, 0.375, capped, comparable=True) == [3, 2]
-    assert allocate(families, 0.99, capped, comparable=True) == [2, 2]
+    assert allocate(groups, 0.375, capped, comparable=True) == [3, 2]
+    assert allocate(groups, 0.99, capped, comparable=True) == [2, 2]
     # Relative to their means the largest of each are 8/6.5, 4/2.5 …
-    assert allocate(families, 0.5, everything) == [2, 2]
+    assert allocate(groups, 0.5, everything) == [2, 2]
     assert allocate(ranked(STRONG, [9.0, 0.1, 0.1, 0.1]), 0.375, everything) == [4, 1]
 
 
-def test_isomorphic_compares_families_of_one_structure() -> None:
-    families = ranked(STRONG, WEAK, [0.4, 0.3], kinds="aab")
+def test_isomorphic_compares_groups_of_one_structure() -> None:
+    groups = ranked(STRONG, WEAK, [0.4, 0.3], kinds="aab")
     limits = Limits("isomorphic", 1, 1, max_ratio=0.99)
-    assert allocate(families, 0.5, limits, comparable=True) == [3, 1, 1]
+    assert allocate(groups, 0.5, limits, comparable=True) == [3, 1, 1]
 
 
 def test_caps_and_minima_are_rounded_up() -> None:
-    family = ranked([float(i) for i in range(64)], [0.0] * 64)
+    group = ranked([float(i) for i in range(64)], [0.0] * 64)
     limits = Limits("global", 16, 1, max_ratio=0.7)
-    assert allocate(family, 0.6, limits, comparable=True)[1] == 32  # 20 at least, in sixteens
+    assert allocate(group, 0.6, limits, comparable=True)[1] == 32  # 20 at least, in sixteens
 
 
 @pytest.mark.parametrize(
     ("channels", "max_ratio", "least"), [(10, 0.75, 3), (7, 0.5, 4), (9, 0.3, 7)]
 )
-def test_no_family_loses_more_than_the_largest_share(
-    channels: int, max_ratio: float, least: int
-) -> None:
+def test_no_group_loses_more_than_max_ratio(channels: int, max_ratio: float, least: int) -> None:
     """Where the share is no whole number of channels, one more stays and not one less."""
-    families = ranked([9.0] * channels, [0.0] * channels)
+    groups = ranked([9.0] * channels, [0.0] * channels)
     limits = Limits("global", 1, 1, max_ratio=max_ratio)
-    kept = allocate(families, max_ratio, limits, comparable=True)
+    kept = allocate(groups, max_ratio, limits, comparable=True)
     assert kept[1] == least
     assert channels - least <= max_ratio * channels < channels - least + 1
 
 
-def test_families_of_one_structure_are_found() -> None:
+def test_groups_of_one_structure_are_found() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*(p for _ in range(3) for p in (nn.Linear(8, 8), nn.ReLU())))
     ranking = rank(net.eval(), (torch.randn(2, 8),))
-    assert len({one.kind for one in ranking.ranked}) == 1
+    assert len({one.structure for one in ranking.ranked}) == 1
     ranking = rank(linear_nets.Transformer().eval(), (torch.randint(0, 11, (2, 8)),))
-    assert len({one.kind for one in ranking.ranked}) == 2  # heads and hidden units
+    assert len({one.structure for one in ranking.ranked}) == 2  # heads and hidden units
 
 
-def test_included_modules_alone_are_cut() -> None:
+def test_only_included_modules_are_pruned() -> None:
     net = nets.Dense().eval()
     ranking = rank(net, (torch.randn(2, 1, 8, 8),), include=("growth*",), exclude=("growth2",))
-    assert [one.family.name for one in ranking.ranked] == ["growth1"]
+    assert [one.group.name for one in ranking.ranked] == ["growth1"]
     assert ranking.pinned["stem"] == "not among those that `include` names"
     with pytest.raises(PipelineInvalid, match=r"include: no module matches 'grow'.*'growth1'"):
         rank(net, (torch.randn(2, 1, 8, 8),), include=("grow",))
@@ -176,7 +179,7 @@ def cost(net: nn.Module, inputs: torch.Tensor, quantity: str) -> int:
 
 
 def to_target(net, inputs, quantity: str, share: float, limits: Limits):
-    """Return the cut net, the goal, and what the largest single step of a family costs."""
+    """Return the cut net, the goal, and what the largest single step of a group costs."""
     ranking = rank(net, (inputs,))
     graph = ranking.graph
     estimate = (
@@ -186,21 +189,17 @@ def to_target(net, inputs, quantity: str, share: float, limits: Limits):
     )
     goal = share * cost(net, inputs, quantity)
 
-    def of(removed) -> float:
-        return estimate.of(channel for own in removed for channel in own)
-
     def after(cut) -> nn.Module:
         smaller = copy.deepcopy(net)
         keep_indices_(smaller, cut.kept, cut.attributes)
         return smaller
 
-    cut = cut_to_cost(ranking, limits, goal, of, lambda cut: cost(after(cut), inputs, quantity))
-    whole = of([() for _ in ranking.ranked])
+    cut = plan_for_cost(
+        ranking, limits, goal, estimate, lambda cut: cost(after(cut), inputs, quantity)
+    )
+    whole = estimate.without([])
     assert whole == pytest.approx(cost(net, inputs, quantity))
-    steps = [
-        whole - of([one.family.channels[:4] if other is one else () for other in ranking.ranked])
-        for one in ranking.ranked
-    ]
+    steps = [whole - estimate.without(one.group.channels[:4]) for one in ranking.ranked]
     return after(cut), goal, max(steps)
 
 
@@ -219,15 +218,15 @@ def test_latency_is_searched_among_few_candidates(goal: float) -> None:
         asked.append(left)
         return round(0.1 + left, 1)
 
-    cut = cut_to_latency(ranking, Limits(round_to=4), goal, measure)
+    cut = plan_for_latency(ranking, Limits(round_to=4), goal, measure)
     found = measure(cut)
     assert goal - 0.15 <= found <= goal
     assert len(asked) <= 7
     with pytest.raises(StageFailed, match=r"the smallest that was found is"):
-        cut_to_latency(ranking, Limits(round_to=4), 0.05, measure)
+        plan_for_latency(ranking, Limits(round_to=4), 0.05, measure)
 
 
-def test_what_cannot_be_proven_is_left_out_of_a_target() -> None:
+def test_unverified_groups_are_left_out_of_a_target() -> None:
     torch.manual_seed(0)
     net, inputs = linear_nets.HiddenWidth().eval(), torch.randn(2, 4)
     smaller, goal, _ = to_target(net, inputs, "parameters", 0.8, Limits(round_to=1))
@@ -235,17 +234,17 @@ def test_what_cannot_be_proven_is_left_out_of_a_target() -> None:
     assert smaller.first.weight.shape == net.first.weight.shape
 
 
-def test_an_unproven_family_may_be_an_error() -> None:
+def test_an_unverified_group_may_be_an_error() -> None:
     ranking: Ranking = rank(linear_nets.SplitByNumber().eval(), (torch.randn(2, 4),))
     keep = ranking.allocate(0.5, Limits())
-    assert not ranking.prove(keep).groups
-    with pytest.raises(StageFailed, match=r"'first' cannot be proven: .*; exclude it, or set"):
-        ranking.prove(keep, "error")
+    assert not ranking.verify(keep).groups
+    with pytest.raises(StageFailed, match=r"'first' cannot be verified: .*; exclude it, or set"):
+        ranking.verify(keep, "error")
 
 
 def test_with_l2_the_channels_with_the_largest_norms_stay() -> None:
     net = wide()
-    cut = plan_cut(net, (torch.randn(2, 1, 8, 8),), ratio=0.5, round_to=1)
+    cut = plan_slices(net, (torch.randn(2, 1, 8, 8),), ratio=0.5, round_to=1)
     for layer, reader, per_channel in ((0, 2, 9), (2, 5, 16), (5, 7, 1)):
         made, read = net[layer], net[reader].weight.flatten(2 if reader == 2 else 1)
         if reader == 2:

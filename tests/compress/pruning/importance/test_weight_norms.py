@@ -16,7 +16,7 @@ from compress.data.batch import Batch
 from compress.pruning.dependency.channel_groups import AxisGraph, ChannelGroup
 from compress.pruning.dependency.graph import trace
 from compress.pruning.importance import activation_saliency, taylor
-from compress.pruning.importance.scores import score_families
+from compress.pruning.importance.scores import score_groups
 
 
 def line(*widths: int, bias: bool = True, seed: int = 0) -> nn.Sequential:
@@ -32,8 +32,8 @@ def graph_of(module: nn.Module, *shape: int) -> tuple[AxisGraph, ChannelGroup]:
 
 
 def scores(module: nn.Module, criterion: str, *shape: int, batches: Sequence[Batch] = ()):
-    graph, family = graph_of(module, *shape)
-    (found,) = score_families(module, [family], graph, criterion, batches=batches)
+    graph, group = graph_of(module, *shape)
+    (found,) = score_groups(module, [group], graph, criterion, batches=batches)
     assert isinstance(found, torch.Tensor)
     return found
 
@@ -49,16 +49,16 @@ def by_hand() -> nn.Module:
     return net
 
 
-def test_norms_cover_all_that_belongs_to_a_channel(by_hand: nn.Module) -> None:
+def test_norms_cover_all_entries_of_a_channel(by_hand: nn.Module) -> None:
     assert scores(by_hand, "l1", 2).tolist() == [19, 1]
     assert scores(by_hand, "l2", 2).tolist() == [13, 1]  # 3, 4 and 12
 
 
-def test_lamp_is_the_share_of_what_is_not_smaller(by_hand: nn.Module) -> None:
+def test_lamp_divides_by_the_sum_of_those_not_smaller(by_hand: nn.Module) -> None:
     assert scores(by_hand, "lamp", 2).tolist() == pytest.approx([1, 1 / 170])
 
 
-def test_geometric_median_is_far_from_nobody() -> None:
+def test_channels_near_the_geometric_median_score_lowest() -> None:
     net = line(1, 3, 1, bias=False)
     with torch.no_grad():
         net[0].weight.copy_(torch.tensor([[0.0], [3.0], [9.0]]))
@@ -73,7 +73,7 @@ def test_geometric_median_takes_all_weights_of_a_channel() -> None:
     torch.testing.assert_close(scores(net, "fpgm", 3), distances.sum(1))
 
 
-def test_geometric_median_tells_channels_apart_that_are_nearly_equal() -> None:
+def test_geometric_median_distinguishes_nearly_equal_channels() -> None:
     net = line(1, 30, 1, bias=False)
     with torch.no_grad():
         net[0].weight.copy_(1e6 + 1e-3 * torch.arange(30).double()[:, None])
@@ -90,19 +90,19 @@ def test_scales_of_batch_norm_alone_count() -> None:
     assert scores(net, "bn_scale", 1, 4, 4).tolist() == [0.5, 2, 1]
 
 
-def test_what_a_criterion_cannot_rank_says_so() -> None:
-    graph, family = graph_of(line(2, 2, 1), 2)
-    (reason,) = score_families(line(2, 2, 1), [family], graph, "bn_scale")
+def test_a_criterion_that_cannot_score_gives_a_reason() -> None:
+    graph, group = graph_of(line(2, 2, 1), 2)
+    (reason,) = score_groups(line(2, 2, 1), [group], graph, "bn_scale")
     assert reason == "no BatchNorm scales its channels, so bn_scale cannot rank them"
     with pytest.raises(ValueError, match="'obs' needs calibration samples"):
-        score_families(line(2, 2, 1), [family], graph, "obs")
+        score_groups(line(2, 2, 1), [group], graph, "obs")
 
 
 def test_random_scores_follow_the_seed() -> None:
     net = line(2, 8, 1)
-    graph, family = graph_of(net, 2)
+    graph, group = graph_of(net, 2)
     one, same, other = (
-        score_families(net, [family], graph, "random", seed=seed)[0] for seed in (1, 1, 2)
+        score_groups(net, [group], graph, "random", seed=seed)[0] for seed in (1, 1, 2)
     )
     assert torch.equal(one, same) and not torch.equal(one, other)
 
@@ -136,8 +136,8 @@ def test_taylor_is_the_slope_of_the_measured_loss() -> None:
 def test_taylor_of_numbers_is_the_slope_of_the_tasks_loss(loss, function) -> None:
     net, (x,) = line(4, 6, 3), labelled().inputs
     batch = Batch((x,), x[:, :3] * 2 + 1)
-    graph, family = graph_of(net, 4)
-    (found,) = score_families(net, [family], graph, "taylor", batches=[batch], loss=Loss(loss))
+    graph, group = graph_of(net, 4)
+    (found,) = score_groups(net, [group], graph, "taylor", batches=[batch], loss=Loss(loss))
 
     def value(module: nn.Module) -> float:
         return function(module(x), batch.target).item()
@@ -197,11 +197,9 @@ def test_hessian_is_the_quadratic_form_of_a_channels_block(has_labels: bool) -> 
         own = torch.zeros_like(weight)
         own[:, channel] = weight[:, channel]
         expected.append(0.5 * abs(float(torch.einsum("ij,ijkl,kl", own, full, own))))
-    graph, family = graph_of(net, 4)
+    graph, group = graph_of(net, 4)
     drawn = [
-        score_families(
-            net, [family], graph, "hessian", batches=[Batch(batch.inputs, target)], seed=s
-        )
+        score_groups(net, [group], graph, "hessian", batches=[Batch(batch.inputs, target)], seed=s)
         for s in range(8)
     ]
     # Two channels' signs are equal or opposite: in the mean, what they share cancels.
@@ -218,7 +216,7 @@ def test_hessian_goes_through_fused_attention() -> None:
     module = nets.Transformer().eval()
     tokens = torch.randint(0, 11, (4, 8))
     graph = trace(module, (tokens,))
-    found = score_families(module, graph.groups, graph, "hessian", batches=[Batch((tokens,), None)])
+    found = score_groups(module, graph.groups, graph, "hessian", batches=[Batch((tokens,), None)])
     assert all(bool((one > 0).all()) for one in found)
 
 
@@ -261,7 +259,7 @@ def test_wanda_adds_up_what_several_layers_read() -> None:
     weights = drawn.standard_normal((2, 4, 3)), drawn.standard_normal((1, 4, 5))
     inputs = drawn.standard_normal((2, 9, 4)), drawn.standard_normal((1, 9, 4))
     readings = [
-        activation_saliency.Reading(
+        activation_saliency.Consumer(
             torch.from_numpy(w), torch.from_numpy(x.swapaxes(1, 2) @ x), entries
         )
         for w, x in zip(weights, inputs, strict=True)
@@ -313,12 +311,14 @@ def test_obs_takes_moments_with_a_ridge(monkeypatch: pytest.MonkeyPatch) -> None
     rises = (weight**2).sum(2) / np.linalg.inv(damped).diagonal(axis1=1, axis2=2)
     expected = rises.sum(0) / (weight * (gram @ weight)).sum()
     entries = torch.arange(4)[:, None]
-    reading = activation_saliency.Reading(torch.from_numpy(weight), torch.from_numpy(gram), entries)
+    reading = activation_saliency.Consumer(
+        torch.from_numpy(weight), torch.from_numpy(gram), entries
+    )
     found = activation_saliency.optimal_brain_surgeon([reading])
     first = int(expected.argmin())
     assert int(found.argmin()) == first
     assert float(found[first]) == pytest.approx(expected[first], rel=1e-9)
-    silent = activation_saliency.Reading(reading.weight_gio, 0 * reading.gram_gii, entries)
+    silent = activation_saliency.Consumer(reading.weight_gio, 0 * reading.gram_gii, entries)
     assert activation_saliency.optimal_brain_surgeon([silent]).isfinite().all()
 
 

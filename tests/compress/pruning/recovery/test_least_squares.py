@@ -1,4 +1,4 @@
-"""Refitted layers beside torch's own least squares."""
+"""RefitResult layers beside torch's own least squares."""
 
 import copy
 
@@ -14,7 +14,7 @@ from compress.pruning.dependency.graph import trace
 from compress.pruning.importance import layer_calls
 from compress.pruning.importance.moments import Moments
 from compress.pruning.recovery.least_squares import least_squares, refit_
-from compress.pruning.recovery.recovery import output_error, repair_
+from compress.pruning.recovery.recovery import output_error, recover_
 from tests.compress.pruning import pruning_linear_nets as linear_nets
 from tests.compress.pruning import pruning_nets as nets
 
@@ -22,7 +22,7 @@ NO_RIDGE = 1e-13
 
 
 def cut(module: nn.Module, inputs: torch.Tensor, share: float = 0.5):
-    """Return a copy with the first channels of each family gone, and what is kept."""
+    """Return a copy with the first channels of each group gone, and what is kept."""
     graph = trace(module, (inputs,))
     removed = [c for f in graph.groups for c in f.channels[: int(len(f.channels) * share)]]
     kept = graph.kept(removed)
@@ -106,7 +106,7 @@ def test_a_ridge_is_a_row_that_wants_each_weight_to_be_zero(intercept: bool) -> 
     moments = Moments()
     for part in (slice(0, 11), slice(11, 30)):
         moments.add_(x[:, part], y[:, part])
-    assert moments.places == 30 and moments.energy == pytest.approx(float(y.square().sum()))
+    assert moments.positions == 30 and moments.energy == pytest.approx(float(y.square().sum()))
     found, shift = least_squares(moments, 0.3, intercept=intercept)
     strength = (0.3 * x.square().sum(1).mean()) ** 0.5
     for g in range(2):
@@ -185,7 +185,7 @@ def test_parts_of_a_batch_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, kept = cut(net, everything(given)[:2])
     pieces = copy.deepcopy(whole)
     refit_(whole, net, kept, given)
-    monkeypatch.setattr(layer_calls, "LARGEST_PART", 1500)
+    monkeypatch.setattr(layer_calls, "MAX_PART", 1500)
     refit_(pieces, net, kept, given)
     torch.testing.assert_close(pieces[2].weight, whole[2].weight)
 
@@ -203,12 +203,12 @@ def test_new_statistics_stay_only_where_they_help() -> None:
     net.eval()[1].running_mean.add_(3)  # statistics that no data has
     smaller, kept = cut(net, everything(given)[:2])
     mean = smaller[1].running_mean.clone()
-    told = repair_(smaller, net, kept, given)
-    assert set(told["output_error"]) == {"cut", "refit"}
+    report = recover_(smaller, net, kept, given)
+    assert set(report["output_error"]) == {"cut", "refit"}
     assert torch.equal(smaller[1].running_mean, mean)
     without, _ = cut(net, everything(given)[:2])
-    told = repair_(without, net, kept, given, refit=False)
-    assert set(told["output_error"]) == {"cut", "batch_norm"} and told["layers"] == {}
+    report = recover_(without, net, kept, given, refit=False)
+    assert set(report["output_error"]) == {"cut", "batch_norm"} and report["layers"] == {}
     assert not torch.equal(without[1].running_mean, mean)
 
 

@@ -12,15 +12,15 @@ from compress.core.progress import silent
 from compress.data.batch import Batch
 from compress.pruning.unstructured import masks as zeros_module
 from compress.pruning.unstructured.masks import (
-    neighbours,
+    n_of_m_masks,
     smallest_of_neighbours,
     sparsegpt,
-    unstructured,
+    unstructured_masks,
     wanda,
 )
 from compress.pruning.unstructured.obs_masks import set_calibrated_zeros_
 from compress.pruning.unstructured.sparsity_schedule import AddZeros, KeepZeros
-from compress.pruning.unstructured.weight_layout import in_groups, places
+from compress.pruning.unstructured.weight_layout import group_by_block, prunable_weights
 from compress.training.objectives.weight_constraint import step_context_for
 from tests.compress.pruning.pruning_weight_nets import Many, Text, Transposed, Wide
 
@@ -37,18 +37,18 @@ def error(x, before, after):
     return float((x @ (before - after)[0].T).norm() / (x @ before[0].T).norm())
 
 
-def test_the_smallest_leave_by_layer_or_of_all() -> None:
+def test_the_smallest_weights_become_zero_by_layer_or_globally() -> None:
     weights = {"a": torch.tensor([[1.0, -2.0], [3.0, -4.0]]), "b": torch.tensor([[9.0, 0.5]])}
-    by_layer = unstructured(weights, 0.5, "l1", whole=False)
+    by_layer = unstructured_masks(weights, 0.5, "l1", is_global=False)
     assert by_layer["a"].tolist() == [[True, True], [False, False]]
     assert by_layer["b"].tolist() == [[False, True]]
-    of_all = unstructured(weights, 0.5, "l1", whole=True)
+    of_all = unstructured_masks(weights, 0.5, "l1", is_global=True)
     assert of_all["a"].sum() == 2 and of_all["b"].tolist() == [[False, True]]
-    drawn = unstructured({"a": torch.ones(100, 10)}, 0.3, "random", whole=False)["a"]
+    drawn = unstructured_masks({"a": torch.ones(100, 10)}, 0.3, "random", is_global=False)["a"]
     assert drawn.sum() == 300 and drawn.sum(0).max() < 100
 
 
-def test_of_neighbours_the_highest_stay() -> None:
+def test_of_m_neighbours_the_n_highest_stay() -> None:
     score = torch.tensor([[4.0, 1.0, 3.0, 2.0, 0.0, 0.0, 5.0, 6.0]])
     zeros = smallest_of_neighbours(score, (2, 4))
     assert zeros.tolist() == [[False, True, False, True, True, True, False, False]]
@@ -57,12 +57,14 @@ def test_of_neighbours_the_highest_stay() -> None:
 
 
 @pytest.mark.parametrize("method", ["l1", "random"])
-def test_neighbours_are_channels_at_one_place_of_the_window(method: str) -> None:
+def test_neighbours_are_channels_at_one_window_position(method: str) -> None:
     net = Many().eval()
-    layouts = dict(places(net, [torch.randn(2, 1, 8, 8)]).readable((2, 4)).layouts)
+    layouts = dict(
+        prunable_weights(net, [torch.randn(2, 1, 8, 8)]).with_known_layout((2, 4)).layouts
+    )
     layouts["attention.out_proj.weight"] = None
     weights = {name: net.get_parameter(name) for name in layouts}
-    zeros = neighbours(weights, layouts, (2, 4), method)
+    zeros = n_of_m_masks(weights, layouts, (2, 4), method)
     assert set(zeros) == set(layouts) - {"attention.out_proj.weight"}
     for name, where in zeros.items():
         weight = weights[name].detach()
@@ -74,7 +76,7 @@ def test_neighbours_are_channels_at_one_place_of_the_window(method: str) -> None
         assert torch.equal(leaving.reshape(-1, 4), smallest) == (method == "l1")
 
 
-def test_wanda_weighs_with_what_is_read() -> None:
+def test_wanda_scales_weights_by_input_norms() -> None:
     weight = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
     gram = torch.diag(torch.tensor([100.0, 1.0, 1.0, 0.01]))[None]
     assert wanda(weight, gram, 0.5, None).tolist() == [[[False, True, False, True]]]
@@ -89,7 +91,7 @@ def test_wanda_weighs_with_what_is_read() -> None:
 
 
 @pytest.mark.parametrize(("n_of_m", "amount"), [(None, 0.5), ((2, 4), 0.0)])
-def test_sparsegpt_makes_up_for_zeros(n_of_m, amount) -> None:
+def test_sparsegpt_compensates_zeros(n_of_m, amount) -> None:
     torch.manual_seed(0)
     x = activations(width=160)  # more than a block of columns
     weight = torch.randn(1, 24, 160, dtype=torch.float64)
@@ -153,16 +155,16 @@ def test_sparsegpt_is_the_papers_algorithm(monkeypatch, n_of_m, amount, block) -
         np.testing.assert_allclose(found[g].numpy(), left, rtol=1e-8, atol=1e-12)
 
 
-def test_what_is_always_zero_needs_no_weight() -> None:
+def test_weights_of_constant_zero_inputs_become_zero() -> None:
     x = activations()
     x[:, 3] = 0
     found = sparsegpt(torch.ones(1, 4, 16, dtype=torch.float64), (x.T @ x)[None], 0.25, None)
     assert (found[0, :, 3] == 0).all() and found.isfinite().all()
 
 
-def test_matrices_and_kernels_are_found_embeddings_left() -> None:
+def test_matrices_and_kernels_are_prunable_embeddings_not() -> None:
     net, x = Many().eval(), torch.randn(2, 1, 8, 8)
-    found = places(net, [x])
+    found = prunable_weights(net, [x])
     assert list(found.layouts) == [
         "conv.weight", "grouped.weight", "depthwise.weight", "raw", "head.weight",
         "attention.in_proj_weight", "attention.out_proj.weight",
@@ -171,31 +173,31 @@ def test_matrices_and_kernels_are_found_embeddings_left() -> None:
         if layout:
             weight = net.get_parameter(name)
             assert torch.equal(layout.weight(layout.matrix(weight), weight.shape), weight)
-    pairs = found.readable((2, 4))
+    pairs = found.with_known_layout((2, 4))
     assert list(pairs.layouts) == ["grouped.weight", "raw", "head.weight"]
     assert pairs.left["conv.weight"] == "it reads 1 channels, no multiple of 4"
     assert "cannot be seen" in pairs.left["attention.in_proj_weight"]
-    text = places(Text().eval(), [torch.zeros(2, 5, dtype=torch.int64)])
+    text = prunable_weights(Text().eval(), [torch.zeros(2, 5, dtype=torch.int64)])
     assert list(text.layouts) == ["inner.weight"]
     assert "otherwise" in text.left["embed.weight"]
 
 
-def test_patterns_choose_weights() -> None:
+def test_patterns_select_weights() -> None:
     net, x = Many().eval(), torch.randn(2, 1, 8, 8)
-    assert list(places(net, [x], include=["conv", "head*"]).layouts) == [
+    assert list(prunable_weights(net, [x], include=["conv", "head*"]).layouts) == [
         "conv.weight",
         "head.weight",
     ]
-    assert "raw" not in places(net, [x], exclude=["raw", "attention"]).layouts
+    assert "raw" not in prunable_weights(net, [x], exclude=["raw", "attention"]).layouts
     with pytest.raises(PipelineInvalid, match=r"include: .* matches 'haed'; did you mean 'head'"):
-        places(net, [x], include=["haed"])
+        prunable_weights(net, [x], include=["haed"])
 
 
-def test_a_grouped_kernel_is_mended_by_what_it_reads() -> None:
+def test_a_grouped_kernel_is_compensated_by_its_own_inputs() -> None:
     """Were its columns in another order than those of its inputs, nothing would be won."""
     net = Many().eval()
     x = torch.randn(24, 1, 8, 8, generator=torch.manual_seed(1))
-    layouts, read = places(net, [x]).layouts, net.conv(x).relu()
+    layouts, read = prunable_weights(net, [x]).layouts, net.conv(x).relu()
     before, errors = net.grouped(read), {}
     for method in ("wanda", "sparsegpt"):
         changed = copy.deepcopy(net)
@@ -217,11 +219,11 @@ def test_a_grouped_kernel_is_mended_by_what_it_reads() -> None:
     assert errors["sparsegpt"] < 0.8 * errors["wanda"]
 
 
-def test_weights_of_a_block_are_treated_together() -> None:
+def test_weights_of_a_block_are_pruned_together() -> None:
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]
     net = nn.Sequential(nn.Linear(4, 4), *blocks)
     names = ["0.weight", "1.0.weight", "1.0.bias"]
-    assert in_groups(net, names) == [["0.weight"], ["1.0.weight", "1.0.bias"]]
+    assert group_by_block(net, names) == [["0.weight"], ["1.0.weight", "1.0.bias"]]
 
 
 def steps(constraint, net, count):
@@ -236,7 +238,7 @@ def steps(constraint, net, count):
         yield {name: float((p == 0).float().mean()) for name, p in net.named_parameters()}
 
 
-def test_zeros_stay_and_become_more_by_the_schedule() -> None:
+def test_zeros_stay_and_grow_by_the_schedule() -> None:
     torch.manual_seed(0)
     names = ("up.weight", "down.weight")
     cubic = AddZeros(names, 0.5, whole=False, schedule="cubic", until=0.5, updates=4)
@@ -263,7 +265,7 @@ def test_zeros_of_the_start_are_the_zeros_of_the_end() -> None:
 
 def test_a_weight_that_lies_the_other_way_round_is_zeroed_by_inputs() -> None:
     net, x = Transposed().eval(), activations(200, 8).float()
-    layouts = places(net, [x]).layouts
+    layouts = prunable_weights(net, [x]).layouts
     assert list(layouts) == ["weight"] and layouts["weight"].read_axis == 0
     before = net(x).detach()
     errors = {}

@@ -16,10 +16,10 @@ from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.pruning.allocation.ranking import plan_cut
+from compress.pruning.allocation.ranking import plan_slices
 from compress.pruning.channels_stage import PruneChannels
 from compress.pruning.dependency import graph
-from compress.pruning.dependency.group_slices import SlicePlan
+from compress.pruning.dependency.channel_groups import SlicePlan
 from compress.pruning.verification.masked_equivalence import MaskedEquivalence
 from tests.compress.pruning.zoo.registry import CASES
 
@@ -68,7 +68,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("name", "operator"), BROKEN)
-def test_a_broken_rule_costs_channels_never_truth(
+def test_wrong_labels_cost_channels_never_correctness(
     name: str, operator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, called = CASES[name], []
@@ -81,16 +81,16 @@ def test_a_broken_rule_costs_channels_never_truth(
 
     monkeypatch.setitem(graph.RULES, operator, broken)
     module = case.build()
-    cut = plan_cut(module, case.inputs(2), ratio=0.4, round_to=1, importance="random")
+    cut = plan_slices(module, case.inputs(2), ratio=0.4, round_to=1, importance="random")
     assert called
     assert_right(module, cut, case.inputs(3))
 
 
-def test_a_rule_that_forgets_what_it_mixes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_does_not_couple_channels_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["softmax_over_channels"]
     monkeypatch.setitem(graph.RULES, "softmax", graph.elementwise.identity)
     module = case.build()
-    cut = plan_cut(module, case.inputs(2), ratio=0.5)
+    cut = plan_slices(module, case.inputs(2), ratio=0.5)
     assert {f.group.name for f in cut.groups} == {"conv1", "conv3"}
     assert "answers otherwise than its masked twin" in cut.pinned["conv2"]
     assert_right(module, cut, case.inputs(3))
@@ -117,7 +117,7 @@ class Branches(nn.Module):
     ("layers", "wrong", "most"),
     [(16, (), 1), (16, (5,), 12), (16, (3, 9), 20), (8, range(8), 23)],
 )
-def test_families_are_proven_together(
+def test_groups_are_verified_together(
     layers: int, wrong: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = []
@@ -130,7 +130,7 @@ def test_families_are_proven_together(
     monkeypatch.setattr(MaskedEquivalence, "find_mismatch", counted)
     torch.manual_seed(0)
     module = Branches(layers, tuple(wrong)).eval()
-    cut = plan_cut(module, (torch.randn(2, 4),), ratio=0.5)
+    cut = plan_slices(module, (torch.randn(2, 4),), ratio=0.5)
     refused = {name for name, reason in cut.pinned.items() if "masked twin" in reason}
     assert refused == {f"layers.{place}" for place in wrong}
     assert [f.group.name for f in cut.groups] == [
@@ -139,7 +139,7 @@ def test_families_are_proven_together(
     assert len(compared) <= most
 
 
-def test_attributes_of_several_families_add_up() -> None:
+def test_changes_of_one_attribute_by_several_groups_add_up() -> None:
     class TwoParts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -152,15 +152,15 @@ def test_attributes_of_several_families_add_up() -> None:
             return self.head(both.view(-1, self.width))
 
     module = TwoParts().eval()
-    cut = plan_cut(module, (torch.randn(2, 4),), ratio=0.25, round_to=1)
+    cut = plan_slices(module, (torch.randn(2, 4),), ratio=0.25, round_to=1)
     assert cut.attributes == {"width": 12 + 18}
     assert_right(module, cut, (torch.randn(3, 4),))
 
 
-def test_one_configuration_changes_for_all_who_read_it() -> None:
+def test_a_shared_configuration_changes_for_all_its_modules() -> None:
     case = CASES["shared_configuration"]
     module = case.build()
-    cut = plan_cut(module, case.inputs(2), ratio=0.5)
+    cut = plan_slices(module, case.inputs(2), ratio=0.5)
     assert cut.attributes["layers.0.config.heads"] == 2
     assert len(cut.groups) == 2
     keep_indices_(module, cut.kept, cut.attributes)
@@ -168,7 +168,7 @@ def test_one_configuration_changes_for_all_who_read_it() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-6])
-def test_a_branch_that_hardly_counts_is_proven_too(scale: float) -> None:
+def test_a_branch_scaled_to_almost_zero_is_verified_too(scale: float) -> None:
     """Residual branches begin at zero, or at 1e-6 (LayerScale): a wrong cut must still be seen."""
 
     class Residual(nn.Module):
@@ -182,13 +182,13 @@ def test_a_branch_that_hardly_counts_is_proven_too(scale: float) -> None:
             return x + self.scale * self.second(y / y.shape[-1])
 
     module = Residual().eval()
-    cut = plan_cut(module, (torch.randn(2, 4),), ratio=0.5)
+    cut = plan_slices(module, (torch.randn(2, 4),), ratio=0.5)
     assert "masked twin" in cut.pinned["first"]
     assert torch.equal(module.scale, torch.full((4,), scale))
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_what_computes_in_float32_inside_is_compared_as_such(right: bool) -> None:
+def test_modules_that_cast_to_float32_have_a_larger_tolerance(right: bool) -> None:
     class Casting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -199,16 +199,18 @@ def test_what_computes_in_float32_inside_is_compared_as_such(right: bool) -> Non
             y = y if right else y * (1 + 1e-4 * (y.shape[-1] < 256))
             return (y @ z.mT).to(x.dtype)  # sums that are rounded to float32
 
-    cut = plan_cut(Casting().eval(), (torch.randn(64, 4),), ratio=0.5)
+    cut = plan_slices(Casting().eval(), (torch.randn(64, 4),), ratio=0.5)
     assert bool(cut.groups) == right
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_border_that_moves_by_one_channel_is_seen(seed: int) -> None:
+def test_an_index_off_by_one_channel_is_caught(seed: int) -> None:
     """Half of all channels are clamped in place; one more or less shows only where it matters."""
     case = CASES["in_place_on_a_view"]
     module = case.build(seed)
-    cut = plan_cut(module, case.inputs(2), ratio=0.25, round_to=1, importance="random", seed=seed)
+    cut = plan_slices(
+        module, case.inputs(2), ratio=0.25, round_to=1, importance="random", seed=seed
+    )
     assert_right(module, cut, case.inputs(64))
 
 
@@ -219,19 +221,19 @@ def test_random_numbers_in_a_forward_are_the_same_for_both() -> None:
 
     module = Noisy(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3)).eval()
     state = torch.get_rng_state()
-    assert plan_cut(module, (torch.randn(2, 4),), ratio=0.5).groups
+    assert plan_slices(module, (torch.randn(2, 4),), ratio=0.5).groups
     torch.randn(2, 4)
     torch.set_rng_state(state)  # and the user's own stream goes on where it was
     torch.randn(2, 4)
 
 
-def test_what_is_written_into_the_code_is_named() -> None:
+def test_reasons_contain_the_hard_coded_size() -> None:
     for name, layer, constant in (
         ("written_view", "conv2", "256"),
         ("written_heads", "query", "4, 8"),
     ):
         case = CASES[name]
-        cut = plan_cut(case.build(), case.inputs(2), ratio=0.5)
+        cut = plan_slices(case.build(), case.inputs(2), ratio=0.5)
         assert "the smaller model fails" in cut.pinned[layer]
         assert constant in cut.pinned[layer]
 
@@ -242,24 +244,24 @@ class TwoLayers(nn.Module):
         self.first, self.second = nn.Linear(4, 32), nn.Linear(32, 3)
 
 
-def test_nan_in_a_later_output_refutes() -> None:
+def test_nan_in_a_later_output_is_a_mismatch() -> None:
     class NanWhereNarrow(TwoLayers):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             y = self.first(x).relu()
             return self.second(y), x / (32 if y.shape[-1] == 32 else torch.nan)
 
     torch.manual_seed(0)
-    cut = plan_cut(NanWhereNarrow().eval(), (torch.randn(2, 4),), ratio=0.5)
+    cut = plan_slices(NanWhereNarrow().eval(), (torch.randn(2, 4),), ratio=0.5)
     assert not cut.groups
     assert "answers otherwise than its masked twin (by nan)" in cut.pinned["first"]
 
 
-def test_a_model_that_answers_nan_proves_nothing() -> None:
+def test_a_model_that_returns_nan_cannot_be_verified() -> None:
     class Undefined(TwoLayers):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return self.second(self.first(x).relu()), x * torch.nan
 
-    cut = plan_cut(Undefined().eval(), (torch.randn(2, 4),), ratio=0.5)
+    cut = plan_slices(Undefined().eval(), (torch.randn(2, 4),), ratio=0.5)
     assert "the model itself answers NaN to all inputs" in cut.pinned["first"]
 
 
@@ -272,7 +274,7 @@ def test_masked_scores_are_equal_and_the_others_are_compared(right: bool) -> Non
             return scores.masked_fill(torch.arange(3) == 1, -torch.inf)
 
     torch.manual_seed(0)
-    cut = plan_cut(Masked().eval(), (torch.randn(2, 4),), ratio=0.5)
+    cut = plan_slices(Masked().eval(), (torch.randn(2, 4),), ratio=0.5)
     assert bool(cut.groups) == right
 
 
@@ -295,7 +297,7 @@ def test_signs_of_weights_are_tried_of_models_with_masked_scores(
 
     torch.manual_seed(0)
     module = Masked(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3)).eval()
-    assert plan_cut(module, (torch.randn(2, 4),), ratio=0.5).groups
+    assert plan_slices(module, (torch.randn(2, 4),), ratio=0.5).groups
     smaller, twins = tried[1::2], tried[::2]
     assert smaller == twins == list(range(8))
 
@@ -318,14 +320,14 @@ class Pixels(nn.Module):
 """
 
 
-def test_a_branch_that_real_samples_alone_reach_is_proven_on_them(tmp_path: Path) -> None:
+def test_a_branch_that_only_real_samples_reach_is_verified(tmp_path: Path) -> None:
     (tmp_path / "pixels.py").write_text(PIXELS)
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 16)),))
     recipe = Recipe(factory="pixels:Pixels")
     torch.manual_seed(0)
     state = recipe.build(tmp_path).state_dict()
     model = EagerModel.create(tmp_path / "source", recipe, state, signature, folder=tmp_path)
-    assert plan_cut(model.load(), signature.example(), ratio=0.5).groups, "noise is not bright"
+    assert plan_slices(model.load(), signature.example(), ratio=0.5).groups, "noise is not bright"
     generator = torch.Generator().manual_seed(0)
     dark = torch.randint(0, 50, (40, 16), generator=generator).float()
     dark[31, 5] = 255  # one of 40 samples takes the branch

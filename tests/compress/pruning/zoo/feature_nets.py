@@ -6,7 +6,7 @@ from torch import nn
 
 
 class Glu(nn.Module):
-    """F.glu, and a gate whose halves are told apart by slices of half the width."""
+    """F.glu, and a gate whose halves are slices of half the width."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.training.checkpoint.sharded_loading import DeferredWeights
 from compress.training.config.training import Training
 from compress.training.fit import fit

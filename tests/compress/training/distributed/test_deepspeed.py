@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from compress.common.errors import Unavailable
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.training.config.parallel import DEEPSPEED, Parallel
 from compress.training.config.training import Training
 from compress.training.fit import fit

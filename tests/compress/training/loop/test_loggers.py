@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import Unavailable
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.training.config.profiling import Profile
 from compress.training.config.training import Training
 from compress.training.fit import fit

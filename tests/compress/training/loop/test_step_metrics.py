@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from compress.common.errors import StageFailed
-from compress.core.stage import Context
+from compress.core.context import Context
 from compress.data.batch import Batch
 from compress.pruning.channels_stage import PruneChannels
 from compress.training.checkpoint.metadata import Epoch
