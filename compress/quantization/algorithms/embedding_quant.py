@@ -1,4 +1,4 @@
-"""Tables looked up as integers, before they become floats."""
+"""Look up rows of integer embeddings before dequantizing them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ aten = torch.ops.aten
 DEQUANTIZE_ROWS = torch.ops.quantized_decomposed.dequantize_per_channel.default
 
 
-def look_up_integers_(graph: GraphModule) -> None:
-    """Let embeddings be looked up before they become floats, in place.
+def quantize_lookups_(graph: GraphModule) -> None:
+    """Move the dequantization of embedding tables behind the lookup.
 
-    Otherwise each call would turn a whole table into floats to read some of its rows.
+    PT2E's conversion puts it before, so that each call would dequantize the whole table to read
+    some of its rows.
     """
     for node in list(graph.graph.nodes):
         table = node.args[0] if node.target is EMBEDDING else None

@@ -16,7 +16,7 @@ from compress.core.gates import LabelAgreement
 from compress.core.metrics import Metric
 from compress.core.stage import Context
 from compress.data.splits import Splits
-from compress.quantization.qat.label_parity import sameness
+from compress.quantization.qat.label_parity import compare_labels
 from compress.quantization.stages.qat import QuantizeAwareTraining
 from compress.quantization.stages.static import QuantizeStatic
 from compress.training.stage import Train
@@ -113,8 +113,8 @@ def test_an_interrupted_training_ends_bit_identical(
     with pytest.raises(KeyboardInterrupt):
         learning(mlp, stopped_after(parts, 1))
     notes = []
-    told = replace(parts, progress=lambda task, done, total, note="": notes.append(note))
-    assert learning(mlp, told).digest == whole.digest
+    resumed = replace(parts, progress=lambda task, done, total, note="": notes.append(note))
+    assert learning(mlp, resumed).digest == whole.digest
     assert "resumed after epoch 1" in notes
 
 
@@ -131,7 +131,7 @@ def test_samples_without_labels_are_learnt_from_the_float_model(
     )
     with caplog.at_level("INFO"):
         graph = stage(epochs=1)(mlp, context)
-    assert "the float model's answers teach" in caplog.text
+    assert "the float model's outputs are the targets" in caplog.text
     assert graph.manifest.facts["history"][1]["loss"] < 0.2
 
 
@@ -216,17 +216,17 @@ def test_a_graph_that_is_another_model_is_refused() -> None:
     trained[:3, 3] = 0.7
     integer = trained.clone()
     integer[:3, 3] = 1.1
-    ties = sameness(trained, integer, step=0.4)
+    ties = compare_labels(trained, integer, step=0.4)
     assert (ties.differing, ties.near_ties) == (3, 3)
-    ties.refuse_another_model()
+    ties.require_same_model()
     assert ties.line() == (
         "397 of 400 labels as trained; near-ties (margins below the last quantization step, 0.4): "
         "3 of 3"
     )
-    other = sameness(trained, trained.roll(1, 1), step=0.2)
+    other = compare_labels(trained, trained.roll(1, 1), step=0.2)
     assert (other.differing, other.near_ties) == (400, 0)
     with pytest.raises(StageFailed, match="400 of 400 labels otherwise"):
-        other.refuse_another_model()
+        other.require_same_model()
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.gates import Parity
 from compress.core.stage import Context
 from compress.data.splits import Splits
-from compress.quantization.config.dtype_scheme import Target, scheme_of
-from compress.quantization.mixed_precision.bit_candidates import Candidates
-from compress.quantization.mixed_precision.bit_search import Search
+from compress.quantization.config.dtype_scheme import Target, scheme_for
+from compress.quantization.mixed_precision.bit_candidates import CandidateBuilder
+from compress.quantization.mixed_precision.bit_search import BitSearch
 from compress.quantization.stages.mixed_precision import QuantizeMixed
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx
@@ -218,14 +218,14 @@ def test_sixteen_bits_are_refused_where_nothing_reads_them() -> None:
 
 
 class Known:
-    """A judge of candidates that are known by their formats: a sum of what rounding loses."""
+    """A meter of candidates that are given as their formats: sums the loss of quantized layers."""
 
     metric = "accuracy"
 
     def __init__(self, lost: dict[str, float], wide: dict[str, float]) -> None:
         self.lost, self.wide = lost, wide
 
-    def drop(self, formats: dict[str, str]) -> float:
+    def metric_drop(self, formats: dict[str, str]) -> float:
         given = {name: formats.get(name) for name in self.lost}
         return sum(
             self.wide.get(name, 0.0) if given[name] == "uint16" else lost
@@ -240,7 +240,7 @@ def searched(
     order: list[str],
     fallback: tuple[str, ...] = ("float",),
     wide: dict[str, float] | None = None,
-) -> Search:
+) -> BitSearch:
     """Return a search over layers whose losses are known and whose ranking is given.
 
     Args:
@@ -250,13 +250,13 @@ def searched(
         fallback: formats that layers may be given.
         wide: what each layer loses in 16 bits; others lose nothing.
     """
-    candidates = Candidates(None, ROWS, scheme_of("onnxruntime-cpu"), (), {"minmax": {}})
+    candidates = CandidateBuilder(None, ROWS, scheme_for("onnxruntime-cpu"), (), {"minmax": {}})
     candidates.layers = list(lost)
     candidates.build = lambda formats: type("Built", (), {"graph": formats})
     costs = dict.fromkeys(lost, 1 / len(lost))
-    judge = Known(lost, wide or {})
-    search = Search(candidates, None, judge, max_drop_points, fallback, costs, float("inf"))
-    search._rank = lambda: None
+    meter = Known(lost, wide or {})
+    search = BitSearch(candidates, None, meter, max_drop_points, fallback, costs, float("inf"))
+    search._rank_layers = lambda: None
     search._order = lambda: order
     return search
 
@@ -276,7 +276,9 @@ def test_a_layer_that_ruins_it_is_found_though_its_cost_ranks_it_last() -> None:
 def test_a_metric_that_more_floats_make_worse_is_kept_by_fewer() -> None:
     lost = dict.fromkeys("abcdefgh", 0.0)
     search = searched(lost, 0.1, [*lost])
-    search.judge.drop = lambda formats: 0.0 if set(formats) >= {"c"} and len(formats) < 4 else 0.5
+    search.meter.metric_drop = lambda formats: (
+        0.0 if set(formats) >= {"c"} and len(formats) < 4 else 0.5
+    )
     assert search.run() == {"c": "float"}
 
 

@@ -52,7 +52,7 @@ def test_both_runtimes_answer_as_the_rounded_weights(
     module = model.load()
     with torch.no_grad():
         for layer in (module.up, module.down):
-            layer.weight.copy_(ROUNDINGS[method](layer.weight, bits, 16).floats())
+            layer.weight.copy_(ROUNDINGS[method](layer.weight, bits, 16).dequantize())
     (tokens,) = TOKENS.example(4)
     with torch.inference_mode():
         expected = module(tokens)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from compress.quantization.algorithms import adaround
-from compress.quantization.algorithms.matmul_view import Moments
+from compress.quantization.algorithms.matmul_view import InputMoments
 
 
 @pytest.mark.parametrize("done", [0.2, 0.5, 0.99])
@@ -36,8 +36,8 @@ def test_adaptive_rounding_comes_near_the_best_of_all_choices() -> None:
     weight[0, 0, 0] = 9  # beyond the largest integer
     step = torch.full((1, 6, 1), 0.5)
     step[0, 3] = 0.3
-    moments = Moments((y.T @ y / 200)[None].double(), (x.T @ y / 200)[None].double())
-    found = adaround.adaptive(weight, step, (-7, 7), moments, 500)
+    moments = InputMoments((y.T @ y / 200)[None].double(), (x.T @ y / 200)[None].double())
+    found = adaround.round_adaptively(weight, step, (-7, 7), moments, 500)
     assert torch.equal(found, found.round()) and found.min() >= -7 and found.max() <= 7
     ways = torch.tensor(list(itertools.product((0.0, 1.0), repeat=8)))
     for row, scale, chosen in zip(weight[0], step[0], found[0], strict=True):

@@ -11,7 +11,7 @@ from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
 from compress.data.splits import Splits
-from compress.quantization.config.calibration_data import Calibration
+from compress.quantization.config.calibration_data import CalibrationData
 from compress.quantization.stages.static import QuantizeStatic
 
 HERE = Path(__file__).parents[1]
@@ -151,7 +151,7 @@ def test_a_percentile_for_another_observer_is_refused() -> None:
 def test_a_sample_is_the_same_each_time_it_is_read(tmp_path: Path) -> None:
     x = torch.randn(64, 4)
     data = Splits({"train": TensorDataset(x, x[:, 0])}, batch_size=32)
-    calibration = Calibration.of(48, ROWS, Context(root=tmp_path, data=data))
+    calibration = CalibrationData.from_context(48, ROWS, Context(root=tmp_path, data=data))
     first, again = ([batch.inputs[0] for batch in calibration] for _ in range(2))
     assert [len(part) for part in first] == [32, 16]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

@@ -17,20 +17,22 @@ from compress.graph.torch_export import export_program
 from compress.quantization.algorithms import adaround
 from compress.quantization.algorithms.bias_correction import correct_bias_
 from compress.quantization.algorithms.cross_layer_equalization import equalize_
-from compress.quantization.algorithms.matmul_view import matrix, rows_of
-from compress.quantization.config.dtype_scheme import scheme_of
+from compress.quantization.algorithms.matmul_view import input_rows, weight_matrix
+from compress.quantization.config.dtype_scheme import scheme_for
+from compress.quantization.pt2e.graph_capture import functionalize
 from compress.quantization.pt2e.observed_layers import (
-    behind,
     bias_of,
     layers_of,
-    put_weight_,
+    set_weight_,
+    skip_observers,
     weight_observer_of,
     weight_of,
 )
+from compress.quantization.pt2e.observer_ranges import fit_ranges_
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
 from compress.quantization.ptq.algorithm_sequence import Corrections
-from compress.quantization.ptq.calibrate import fit_ranges_, functional, observe_
+from compress.quantization.ptq.calibrate import calibrate_
 from compress.quantization.stages.static import QuantizeStatic
 
 HERE = Path(__file__).parents[1]
@@ -41,13 +43,13 @@ IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
 def program(factory: str) -> torch.export.ExportedProgram:
     torch.manual_seed(0)
     module = Recipe(factory=f"networks:{factory}").build(HERE).eval()
-    return functional(export_program(module, IMAGE))
+    return functionalize(export_program(module, IMAGE))
 
 
 def prepared(factory: str, weight_bits: int = 3) -> fx.GraphModule:
     graph = program(factory).module(check_guards=False)
     return prepare_pt2e(
-        graph, OnnxRuntimeQuantizer(scheme_of("onnxruntime-cpu", weight_bits), "minmax")
+        graph, OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu", weight_bits), "minmax")
     )
 
 
@@ -57,7 +59,7 @@ def sample(digits: Splits) -> list:
 
 def rounded(digits: Splits, corrections: Corrections, factory: str = "depthwise") -> fx.GraphModule:
     graph, batches = prepared(factory), sample(digits)
-    observe_(graph, IMAGE, batches, lambda seen: None)
+    calibrate_(graph, IMAGE, batches, lambda seen: None)
     fit_ranges_(graph)
     corrections.round_(graph, batches)
     return convert_pt2e(graph)
@@ -95,8 +97,8 @@ def test_the_chosen_integers_are_those_that_are_held(
         chosen.append(adaptive(*arguments))
         return chosen[-1]
 
-    adaptive = adaround.adaptive
-    monkeypatch.setattr(adaround, "adaptive", noted)
+    adaptive = adaround.round_adaptively
+    monkeypatch.setattr(adaround, "round_adaptively", noted)
     corrections = Corrections(rounding="adaround", rounding_steps=50)
     converted = rounded(digits, corrections)
     held = [t for _, t in converted.named_buffers() if t.dtype is torch.int8 and t.dim() > 1]
@@ -125,8 +127,8 @@ def test_channels_that_are_never_made_or_never_read_keep_their_weights(digits: S
     first, depthwise, *_ = layers_of(graph)
     made, read = weight_of(graph, first).clone(), weight_of(graph, depthwise).clone()
     made[0], read[1], made[2], read[2] = 0, 0, 0, 0
-    put_weight_(graph, first, made)
-    put_weight_(graph, depthwise, read)
+    set_weight_(graph, first, made)
+    set_weight_(graph, depthwise, read)
     images = sample(digits)[0].inputs[0]
     with torch.no_grad():
         expected = graph(images)
@@ -155,8 +157,8 @@ class ReadTwice(torch.nn.Module):
 
 @pytest.mark.parametrize("where", ["no relu", "before the relu", "behind the relu"])
 def test_what_is_read_twice_is_not_equalized(where: str) -> None:
-    graph = functional(export_program(ReadTwice(where).eval(), IMAGE)).module(check_guards=False)
-    quantizer = OnnxRuntimeQuantizer(scheme_of("onnxruntime-cpu"), "minmax")
+    graph = functionalize(export_program(ReadTwice(where).eval(), IMAGE)).module(check_guards=False)
+    quantizer = OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu"), "minmax")
     assert equalize_(prepare_pt2e(graph, quantizer)) == []
 
 
@@ -166,7 +168,7 @@ def test_equalized_modules_are_named() -> None:
 
 def test_a_corrected_bias_takes_back_the_mean_shift(digits: Splits) -> None:
     graph, batches = prepared("depthwise"), sample(digits)
-    observe_(graph, IMAGE, batches, lambda seen: None)
+    calibrate_(graph, IMAGE, batches, lambda seen: None)
     fit_ranges_(graph)
     floats = [torch.randn(n, 1, 8, 8, generator=torch.Generator().manual_seed(n)) for n in (3, 5)]
     layer = layers_of(graph)[0]
@@ -197,7 +199,9 @@ def test_an_equalized_network_loses_less_with_one_scale_for_all(digits: Splits) 
         for layer in layers_of(graph)[:3]:
             observer, weight = weight_observer_of(graph, layer), weight_of(graph, layer)
             step = weight.abs().max() / observer.quant_max
-            graph.get_parameter(behind(layer.args[1]).target).data = (weight / step).round() * step
+            graph.get_parameter(skip_observers(layer.args[1]).target).data = (
+                weight / step
+            ).round() * step
         errors.append(off(digits, graph).norm())
     assert errors[1] < 0.7 * errors[0]
 
@@ -223,9 +227,9 @@ def test_a_layer_is_a_product_of_rows(shape: tuple, weight: tuple, options: dict
             return run(x, self.weight, **options)
 
     module, x = Layer(), torch.randn(shape)
-    graph = functional(torch.export.export(module, (x,))).graph
+    graph = functionalize(torch.export.export(module, (x,))).graph
     layer = next(n for n in graph.nodes if "conv" in str(n.target) or "linear" in str(n.target))
-    answers_GNO = rows_of(layer, x, weight[2:]) @ matrix(layer, module.weight.detach()).mT
+    answers_GNO = input_rows(layer, x, weight[2:]) @ weight_matrix(layer, module.weight.detach()).mT
     expected = module(x).detach()
     if len(weight) > 2:
         expected = expected.movedim(1, -1)
