@@ -1,6 +1,5 @@
 """Accuracy-aware mixed precision: the layers that ruin it are found, and no others."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from compress.quantization.mixed_precision.bit_search import BitSearch
 from compress.quantization.stages.mixed_precision import QuantizeMixed
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx
+from tests.compress.quantization.conftest import FreshProcessCheck
 
 HERE = Path(__file__).parent
 ROWS = Signature(
@@ -106,22 +106,9 @@ def test_a_rerun_gives_the_same_bytes(
 
 @pytest.mark.slow
 def test_a_fresh_process_answers_alike(
-    mixed: tuple[EagerModel, Context, GraphModel],
-    tmp_path: Path,
-    fresh_torch: Callable[[str], str],
+    mixed: tuple[EagerModel, Context, GraphModel], assert_same_in_fresh_process: FreshProcessCheck
 ) -> None:
-    (x,) = ROWS.example(3)
-    with mixed[2].open() as predict:
-        expected = predict(x)[0]
-    torch.save({"x": x, "expected": expected}, tmp_path / "answer.pt")
-    code = f"""
-import torch
-from compress.artifacts.graph_model import GraphModel
-saved = torch.load({str(tmp_path / "answer.pt")!r})
-with GraphModel.at({str(mixed[2].path)!r}).open() as predict:
-    print(torch.equal(predict(saved["x"])[0], saved["expected"]))
-"""
-    assert fresh_torch(code) == "True"
+    assert_same_in_fresh_process(mixed[2], *ROWS.example(3))
 
 
 @pytest.mark.parametrize("target", ["onnxruntime-cpu", "tensorrt"])

@@ -7,17 +7,15 @@ import torch
 from pydantic import ValidationError
 from torch.fx import Node
 
-from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.artifacts.recipe import Recipe
 from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx
+from tests.compress.quantization.builders import build_model
 
-HERE = Path(__file__).parent
 CONVOLUTION, ADDITION = "aten.conv2d.default", "aten.add.Tensor"
 BACK = "quantized_decomposed.dequantize_per_tensor.default"
 THERE = "quantized_decomposed.quantize_per_tensor.default"
@@ -27,10 +25,7 @@ def quantized(
     tmp_path: Path, target: str, shape: tuple[int | str, ...] = ("batch", 1, 8, 8)
 ) -> tuple[GraphModel, Context]:
     signature = Signature(inputs=(TensorSpec(name="image", shape=shape),))
-    torch.manual_seed(0)
-    recipe = Recipe(factory="networks:residual")
-    state = recipe.build(HERE).state_dict()
-    model = EagerModel.create(tmp_path / "source", recipe, state, signature, folder=HERE)
+    model = build_model(tmp_path / "source", "networks:residual", signature)
     samples = [(torch.randn(1, 8, 8), torch.tensor(0)) for _ in range(32)]
     context = Context(root=tmp_path / target, data=Splits({"train": samples, "val": samples}))
     stage = QuantizeStatic.model_validate({"target": target, "calibration_samples": 32})
@@ -107,8 +102,6 @@ def test_no_run_time_ranges_where_there_are_no_kernels(target: str) -> None:
 
 def test_macs_of_a_graph_with_fused_attention_are_its_modules(tmp_path: Path) -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 5, 4)),))
-    recipe = Recipe(factory="networks:attention")
-    state = recipe.build(HERE).state_dict()
-    model = EagerModel.create(tmp_path / "source", recipe, state, signature, folder=HERE)
+    model = build_model(tmp_path / "source", "networks:attention", signature)
     graph = QuantizeDynamic()(model, Context(root=tmp_path / "graph"))
     assert graph.macs() == model.macs() == 5 * (4 * 16 + 2 * 5 * 16 + 16 * 3)

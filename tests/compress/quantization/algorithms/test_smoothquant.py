@@ -1,6 +1,5 @@
 import copy
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +30,7 @@ from compress.quantization.pt2e.graph_capture import functionalize
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx, OnnxModel
+from tests.compress.quantization.conftest import FreshProcessCheck
 
 HERE = Path(__file__).parents[1]
 TOKENS = Signature(
@@ -241,7 +241,7 @@ def test_auto_leaves_alone_what_gains_nothing(tmp_path: Path, data: Splits) -> N
 
 @pytest.mark.slow
 def test_both_runtimes_and_a_fresh_process_answer_alike(
-    tmp_path: Path, model: EagerModel, data: Splits, fresh_torch: Callable[[str], str]
+    tmp_path: Path, model: EagerModel, data: Splits, assert_same_in_fresh_process: FreshProcessCheck
 ) -> None:
     stage = QuantizeDynamic(smooth=0.8, calibration_samples=64)
     small = stage(model, Context(root=tmp_path / "int8", data=data))
@@ -250,17 +250,7 @@ def test_both_runtimes_and_a_fresh_process_answer_alike(
     expected = answers(small, data)
     torch.testing.assert_close(answers(exported, data), expected, rtol=0, atol=2e-3)
     (batch,) = data.batches("val")
-    torch.save({"tokens": batch.inputs[0], "expected": expected}, tmp_path / "answer.pt")
-    assert (
-        fresh_torch(f"""
-import torch
-from compress.artifacts.graph_model import GraphModel
-saved = torch.load({str(tmp_path / "answer.pt")!r})
-with GraphModel.at({str(small.path)!r}).open() as predict:
-    print(torch.equal(predict(saved["tokens"])[0], saved["expected"]))
-""")
-        == "True"
-    )
+    assert_same_in_fresh_process(small, batch.inputs[0])
 
 
 def test_smoothing_needs_data_and_a_strength(tmp_path: Path, model: EagerModel) -> None:

@@ -13,9 +13,8 @@ from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.quantization.config.calibration_data import CalibrationData
 from compress.quantization.stages.static import QuantizeStatic
+from tests.compress.quantization.builders import IMAGE, NETWORKS, images
 
-HERE = Path(__file__).parents[1]
-IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
 TWO_INPUTS = Signature(
     inputs=(
@@ -30,19 +29,15 @@ def model_of(path: Path, factory: str, signature: Signature, **changed: float) -
     """Return a network with the first unit of each named tensor set to a number."""
     torch.manual_seed(0)
     recipe = Recipe(factory=f"networks:{factory}")
-    state = recipe.build(HERE).state_dict()
+    state = recipe.build(NETWORKS).state_dict()
     for name, value in changed.items():
         state[name.replace("__", ".")][0] = value
-    return EagerModel.create(path, recipe, state, signature, folder=HERE)
+    return EagerModel.create(path, recipe, state, signature, folder=NETWORKS)
 
 
 def context_of(path: Path, *inputs: torch.Tensor) -> Context:
     rows = [(tuple(x[i] for x in inputs), torch.tensor(0)) for i in range(len(inputs[0]))]
     return Context(root=path, data=Splits({"train": rows, "val": rows}, batch_size=32))
-
-
-def images(samples: int = 64) -> torch.Tensor:
-    return torch.randn(samples, 1, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
 def range_of_input(graph: GraphModel) -> tuple[float, float]:
@@ -102,9 +97,9 @@ def test_channels_and_layers_that_never_change_are_named(tmp_path: Path) -> None
 def test_a_layer_that_is_dead_as_a_whole_is_named(tmp_path: Path) -> None:
     torch.manual_seed(0)
     recipe = Recipe(factory="networks:mlp")
-    state = recipe.build(HERE).state_dict()
+    state = recipe.build(NETWORKS).state_dict()
     state["1.bias"] -= 100
-    model = EagerModel.create(tmp_path / "source", recipe, state, IMAGE, folder=HERE)
+    model = EagerModel.create(tmp_path / "source", recipe, state, IMAGE, folder=NETWORKS)
     graph = QuantizeStatic(calibration_samples=64)(model, context_of(tmp_path / "int8", images()))
     found = dict(graph.manifest.facts["dead_ranges"])  # type: ignore[arg-type]
     assert found["1"] == "always 0"

@@ -1,5 +1,4 @@
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,10 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
-from compress.common.signature import Signature, TensorSpec
 from compress.core.stage import Context
 from compress.data.splits import Splits
 from compress.graph.torch_export import export_program
@@ -34,15 +31,14 @@ from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
 from compress.quantization.ptq.algorithm_sequence import Corrections
 from compress.quantization.ptq.calibrate import calibrate_
 from compress.quantization.stages.static import QuantizeStatic
-
-HERE = Path(__file__).parents[1]
-IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
+from tests.compress.quantization.builders import IMAGE, NETWORKS, build_model
+from tests.compress.quantization.conftest import FreshProcessCheck
 
 
 @functools.cache
 def program(factory: str) -> torch.export.ExportedProgram:
     torch.manual_seed(0)
-    module = Recipe(factory=f"networks:{factory}").build(HERE).eval()
+    module = Recipe(factory=f"networks:{factory}").build(NETWORKS).eval()
     return functionalize(export_program(module, IMAGE))
 
 
@@ -238,29 +234,14 @@ def test_a_layer_is_a_product_of_rows(shape: tuple, weight: tuple, options: dict
 
 
 @pytest.mark.slow
-def test_a_corrected_model_is_told_and_loads_again(
-    tmp_path: Path, digits: Splits, fresh_torch: Callable[[str], str]
+def test_a_corrected_model_is_reported_and_loads_again(
+    tmp_path: Path, digits: Splits, assert_same_in_fresh_process: FreshProcessCheck
 ) -> None:
-    torch.manual_seed(0)
-    recipe = Recipe(factory="networks:depthwise")
-    state = recipe.build(HERE).state_dict()
-    model = EagerModel.create(tmp_path / "source", recipe, state, IMAGE, folder=HERE)
+    model = build_model(tmp_path / "source", "networks:depthwise")
     settings = {"equalize": True, "bias_correction": True, "rounding": "adaround"}
     stage = QuantizeStatic(calibration_samples=120, rounding_steps=50, **settings)
     small = stage(model, Context(root=tmp_path / "int8", data=digits))
     assert small.manifest.facts["equalized_pairs"] == 2
-    (image,) = IMAGE.example(3)
-    with small.open() as predict:
-        torch.save({"image": image, "expected": predict(image)[0]}, tmp_path / "answer.pt")
-    assert (
-        fresh_torch(f"""
-import torch
-from compress.artifacts.graph_model import GraphModel
-saved = torch.load({str(tmp_path / "answer.pt")!r})
-with GraphModel.at({str(small.path)!r}).open() as predict:
-    print(torch.equal(predict(saved["image"])[0], saved["expected"]))
-""")
-        == "True"
-    )
+    assert_same_in_fresh_process(small, *IMAGE.example(3))
     with pytest.raises(StageFailed, match="calibration needs data"):
         stage(model, Context(root=tmp_path / "none"))
