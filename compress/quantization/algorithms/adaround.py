@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from compress.quantization.algorithms.matmul_view import InputPairs
 
 ZETA, GAMMA = 1.1, -0.1
-"""Stretch of the sigmoid, so that it reaches 0 and 1."""
+"""Stretch of the sigmoid, so that it reaches 0 and 1 (equation 23)."""
 FIRST_POWER, LAST_POWER = 20.0, 2.0
 """Annealed exponent of the penalty: while it is high, values far from 0 and 1 move freely."""
 PENALTY = 5.0
@@ -85,8 +85,7 @@ def round_adaptively(
     nearest_error_GO1 = ((nearest_GOI @ hessian_GII) * nearest_GOI).mean(-1, keepdim=True)
     nearest_error_GO1 = nearest_error_GO1.clamp(min=1e-12)
     # V of the paper, whose rectified sigmoid is the share by which a weight is rounded up.
-    v_GOI = -torch.log((ZETA - GAMMA) / (exact_GOI - floor_GOI - GAMMA) - 1)
-    v_GOI.requires_grad_()
+    v_GOI = _inverse_sigmoid(exact_GOI - floor_GOI).requires_grad_()
     optimizer = torch.optim.Adam([v_GOI], lr=LEARNING_RATE)
     for step in range(steps):
         share_GOI = _rectified_sigmoid(v_GOI.detach())
@@ -103,6 +102,10 @@ def round_adaptively(
 
 def _rectified_sigmoid(v: torch.Tensor) -> torch.Tensor:
     return (v.sigmoid() * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
+
+
+def _inverse_sigmoid(share: torch.Tensor) -> torch.Tensor:
+    return -torch.log((ZETA - GAMMA) / (share - GAMMA) - 1)
 
 
 def _penalty_gradient(share: torch.Tensor, progress: float) -> torch.Tensor:

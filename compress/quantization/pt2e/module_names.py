@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from compress.common.signature import Signature
 
+# `nn_module_stack` names classes by module and qualified name.
 FLAT_OUTPUTS = f"{FlatOutputs.__module__}.{FlatOutputs.__qualname__}"
 INPUT_NAME = "name in the signature"
 

@@ -20,7 +20,8 @@ from compress.quantization.pt2e.torchao_api import (
 )
 
 STRIDE = 32
-"""Bins between two ranges that `entropy` compares: one or two steps of 8 bits."""
+"""Bins between two ranges that `entropy` compares: one or two steps of 8 bits; each costs a pass
+over the histogram."""
 CANDIDATES = 16
 ZOOMS = 3
 """`mse` searches grids of 16 ranges; each grid spans two steps of the previous one."""

@@ -25,6 +25,7 @@ def _quiet_import() -> Iterator[None]:
             logger.removeFilter(is_relevant)
 
 
+# Without garbage collection: the import creates many objects that all stay.
 with _quiet_import(), uncollected():
     from torchao.quantization.pt2e import (
         DerivedObserverOrFakeQuantize,

@@ -73,6 +73,7 @@ class Corrections:
         inputs, changed = LayerInputs(prepared, batches), []
         for layer in filter(is_quantized, layers_of(prepared)):
             weight = weight_of(prepared, layer)
+            # AdaRound first: it leaves little shift for the bias to correct.
             if self.rounding == "adaround" and is_supported(layer):
                 pairs = inputs.pairs(layer)
                 changed.append(adaround_(prepared, layer, pairs, self.rounding_steps))

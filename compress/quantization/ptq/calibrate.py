@@ -8,7 +8,6 @@ import torch
 
 from compress.common.errors import StageFailed
 from compress.graph.torch_export import export_program
-from compress.quantization.algorithms.embedding_quant import quantize_lookups_
 from compress.quantization.config.calibration_data import require_varying
 from compress.quantization.pt2e.bn_fusion import protect_shared_layers_
 from compress.quantization.pt2e.graph_capture import capture
@@ -19,6 +18,7 @@ from compress.quantization.pt2e.observer_ranges import (
     monitor_ranges,
     require_finite,
 )
+from compress.quantization.pt2e.quantizer import EMBEDDING
 from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
 from compress.quantization.ptq.algorithm_sequence import Corrections
 
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from compress.data.splits import Batch
     from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
+
+aten = torch.ops.aten
+DEQUANTIZE_ROWS = torch.ops.quantized_decomposed.dequantize_per_channel.default
 
 
 def quantize(
@@ -114,9 +117,33 @@ def calibrate_(
 def convert(prepared: GraphModule) -> GraphModule:
     """Return the integer form of a calibrated graph, which cannot be used afterwards."""
     converted: GraphModule = convert_pt2e(prepared)
-    quantize_lookups_(converted)
+    look_up_before_dequantizing_(converted)
     remove_unread_tensors_(converted)
     return converted
+
+
+def look_up_before_dequantizing_(graph: GraphModule) -> None:
+    """Move the dequantization of embedding tables behind the lookup.
+
+    PT2E's conversion puts it before, so that each call would dequantize the whole table to read
+    some of its rows.
+    """
+    for node in list(graph.graph.nodes):
+        table = node.args[0] if node.target is EMBEDDING else None
+        if table is None or table.target is not DEQUANTIZE_ROWS:
+            continue
+        integers, scale_V, *_ = table.args
+        with graph.graph.inserting_before(node):
+            call = graph.graph.call_function
+            rows = call(EMBEDDING, (integers, *node.args[1:]))
+            column_V1 = call(aten.unsqueeze.default, (scale_V, 1))
+            scales = call(EMBEDDING, (column_V1, node.args[1]))
+            floats = call(aten.to.dtype, (rows, torch.float32))
+            product = call(aten.mul.Tensor, (floats, scales))
+            node.replace_all_uses_with(product, propagate_meta=True)
+        graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
 
 
 def require_matching_inputs(inputs: Sequence[torch.Tensor], signature: Signature) -> None:

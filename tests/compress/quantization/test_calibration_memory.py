@@ -35,7 +35,7 @@ def calibrate(observer, samples):
     quantizer = OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu"), observer)
     prepared = prepare_pt2e(copy.deepcopy(graph), quantizer)
     with monitor_ranges(prepared, signature) as ranges:
-        calibration = Calibration(Splits({"train": Images()}, 32), samples, seed=0)
+        calibration = CalibrationData(Splits({"train": Images()}, 32), samples, seed=0)
         calibrate_(prepared, signature, calibration, lambda seen: None)
     fit_ranges_(prepared)
     ranges.facts()

@@ -90,7 +90,7 @@ def test_what_overflows_on_the_data_stays_float32(tmp_path: Path) -> None:
     assert wide_range.manifest.facts["float32_for_their_numbers"] == {}
 
 
-def test_headroom_is_kept(tmp_path: Path) -> None:
+def test_headroom_lowers_the_largest_value_allowed(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     largest = max(float(x.abs().max()) for b in data(IMAGE).batches("train") for x in b.inputs)
     just = torch.finfo(torch.float16).max / largest
@@ -118,7 +118,7 @@ def test_excluded_modules_stay_float32(tmp_path: Path) -> None:
     assert state["up.weight"].dtype is torch.float16
 
 
-def test_a_shared_weight_is_held_once(tmp_path: Path) -> None:
+def test_a_shared_weight_is_stored_once(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "halves:tied", TOKENS)
     half = halved(model, tmp_path / "half")
     held = {t.data_ptr(): t.numel() * t.element_size() for t in half.program().state_dict.values()}

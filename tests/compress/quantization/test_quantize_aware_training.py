@@ -135,7 +135,7 @@ def test_samples_without_labels_are_learnt_from_the_float_model(
     assert graph.manifest.facts["history"][1]["loss"] < 0.2
 
 
-def test_learned_steps_and_a_folded_batch_norm_are_what_the_graph_has(
+def test_the_graph_has_the_learned_steps_and_folded_batch_norms(
     few: Splits, tmp_path: Path
 ) -> None:
     source = build(tmp_path / "source", "mobilenet")
@@ -146,7 +146,7 @@ def test_learned_steps_and_a_folded_batch_norm_are_what_the_graph_has(
     assert same["largest_difference"] < 1e-5
 
 
-def test_tables_and_targets_without_zero_points_are_trained_too(tmp_path: Path) -> None:
+def test_embeddings_and_symmetric_targets_are_trained_too(tmp_path: Path) -> None:
     tokens = TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64")
     source = build(tmp_path / "source", "sequence", Signature(inputs=(tokens,)))
     data = Splits({"train": TensorDataset(torch.randint(0, 50, (64, 8)))}, batch_size=32)
@@ -161,7 +161,7 @@ def test_tables_and_targets_without_zero_points_are_trained_too(tmp_path: Path) 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("learn_steps", [False, True])
-def test_a_cuda_device_trains_what_the_graph_has(
+def test_a_model_trained_on_cuda_converts_to_the_same_labels(
     few: Splits, tmp_path: Path, learn_steps: bool
 ) -> None:
     source = build(tmp_path / "source", "mobilenet")
@@ -194,7 +194,9 @@ def test_two_processes_train_what_one_does(mlp: EagerModel, few: Splits, tmp_pat
         ({"weight_bits": 3}, "4 or 8"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(
+    settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         stage(**settings)
 

@@ -127,9 +127,7 @@ HOSTILE = {"networks:mlp": IMAGE, "sequences:Encoder": TOKENS}
 
 
 @pytest.mark.parametrize("factory", HOSTILE)
-def test_rows_with_ranges_of_their_own_leave_each_others_answers_alone(
-    tmp_path: Path, factory: str
-) -> None:
+def test_with_row_ranges_outputs_do_not_depend_on_other_rows(tmp_path: Path, factory: str) -> None:
     signature = HOSTILE[factory]
     if factory == "sequences:Encoder":
         signature = signature.model_copy(
@@ -155,7 +153,9 @@ def test_rows_with_ranges_of_their_own_leave_each_others_answers_alone(
 
 
 @pytest.mark.parametrize("size", [1e-8, 1.0, 1e8])
-def test_rows_of_any_size_and_of_zeros_keep_their_answers(tmp_path: Path, size: float) -> None:
+def test_with_row_ranges_rows_of_any_size_and_of_zeros_keep_their_outputs(
+    tmp_path: Path, size: float
+) -> None:
     model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     _, exported = both(model, tmp_path, activation_range="row")
     (image,) = IMAGE.example(4)
@@ -166,7 +166,7 @@ def test_rows_of_any_size_and_of_zeros_keep_their_answers(tmp_path: Path, size: 
     assert (got - expected).norm() / expected.norm() < 0.02
 
 
-def test_recurrent_layers_stay_float_where_rows_have_ranges_of_their_own(tmp_path: Path) -> None:
+def test_recurrent_layers_stay_float_with_row_ranges(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "recurrences:classifier", TOKENS)
     quantized, exported = both(model, tmp_path, activation_range="row")
     assert quantized.manifest.facts["quantized_operators"].keys() == {"embedding", "linear"}

@@ -176,7 +176,7 @@ def test_tables_keep_8_bits_beside_weights_of_4(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "meant"), [(False, "off"), ("off", "off"), (0.5, 0.5)])
-def test_smoothing_is_off_however_yaml_reads_the_word(given: object, meant: object) -> None:
+def test_smoothing_is_off_if_yaml_reads_off_as_false(given: object, meant: object) -> None:
     assert QuantizeStatic.model_validate({"smooth": given}).smooth == meant
 
 
@@ -255,7 +255,7 @@ def test_a_range_that_vanishes_is_refused(tmp_path: Path) -> None:
         QuantizeStatic(calibration_samples=64)(model, context)
 
 
-def test_only_what_fuses_is_annotated(tmp_path: Path) -> None:
+def test_only_operators_that_fuse_are_annotated(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:branches")
     context = Context(root=tmp_path / "int8", data=splits((1, 8, 8)))
     graph = QuantizeStatic(calibration_samples=64)(model, context)

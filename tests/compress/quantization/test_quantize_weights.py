@@ -24,7 +24,7 @@ def quantized(model: EagerModel, root: Path, data: Splits | None = None, **setti
 
 
 @pytest.mark.parametrize(("method", "bits"), [("rtn", 4), ("rtn", 8), ("hqq", 4)])
-def test_both_runtimes_answer_as_the_rounded_weights(
+def test_both_runtimes_compute_with_the_rounded_weights(
     tmp_path: Path, method: str, bits: int
 ) -> None:
     model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
@@ -50,7 +50,7 @@ def test_hqq_is_refused_where_no_runtime_takes_it() -> None:
         QuantizeWeights(method="hqq", bits=8)
 
 
-def test_the_files_hold_the_bits(tmp_path: Path) -> None:
+def test_files_shrink_with_the_bits(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     small = quantized(model, tmp_path / "small", method="rtn", group_size=16)
     state = small.program().state_dict
@@ -64,7 +64,7 @@ def test_the_files_hold_the_bits(tmp_path: Path) -> None:
     }
 
 
-def test_gptq_looks_at_data(tmp_path: Path) -> None:
+def test_gptq_needs_data(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     generator = torch.Generator().manual_seed(0)
     flat = torch.randn(256, 6, generator=generator) @ torch.randn(6, 64, generator=generator)
@@ -81,7 +81,7 @@ def test_gptq_looks_at_data(tmp_path: Path) -> None:
     assert errors["gptq"] < 0.6 * errors["rtn"]
 
 
-def test_what_is_left_float_is_told(tmp_path: Path) -> None:
+def test_weights_left_in_float_are_reported(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     small = quantized(model, tmp_path / "small", group_size=32)
     facts = {k: v for k, v in small.manifest.facts.items() if k != "fidelity"}
@@ -106,7 +106,7 @@ def test_a_fresh_process_answers_alike(
 
 
 @pytest.mark.slow
-def test_awq_scales_what_both_runtimes_undo(tmp_path: Path) -> None:
+def test_awq_gives_equal_outputs_in_both_runtimes(tmp_path: Path) -> None:
     rows = torch.randint(0, 50, (64, 12), generator=torch.Generator().manual_seed(1))
     data = Splits({"train": TensorDataset(rows, rows[:, 0])}, batch_size=32)
     outputs = (OutputSpec(name="classes"), OutputSpec(name="states"))

@@ -85,7 +85,7 @@ def test_onnxruntime_on_cuda_rounds_before_layers_alone(tmp_path: Path) -> None:
     assert all(reads_integers(n) for n in nodes(model, CONVOLUTION))
 
 
-def test_a_graph_for_another_runtime_is_said_to_be_so(
+def test_exporting_a_graph_for_another_runtime_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, context = quantized(tmp_path, "inductor-cpu")
@@ -95,7 +95,7 @@ def test_a_graph_for_another_runtime_is_said_to_be_so(
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "onnxruntime-cuda"])
-def test_no_run_time_ranges_where_there_are_no_kernels(target: str) -> None:
+def test_dynamic_quantization_is_refused_for_targets_without_kernels(target: str) -> None:
     with pytest.raises(ValidationError, match="no kernels for ranges found at run time; use"):
         QuantizeDynamic.model_validate({"target": target})
 

@@ -19,7 +19,7 @@ def drawn(large: float) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(48, 64, generator=generator), inputs
 
 
-def test_what_is_multiplied_with_large_inputs_errs_less() -> None:
+def test_weights_of_large_inputs_err_less() -> None:
     weight, inputs = drawn(large=20)
     moment = inputs.T @ inputs / len(inputs)
     power = best_exponent(weight, moment, rounded, 0.9)
@@ -37,11 +37,11 @@ def test_equal_inputs_need_no_scale() -> None:
     assert best_exponent(weight, inputs.T @ inputs / len(inputs), rounded, 0.9) == 0
 
 
-def test_what_is_held_exactly_needs_no_scale() -> None:
+def test_weights_that_are_exact_need_no_scale() -> None:
     assert best_exponent(torch.zeros(48, 64), torch.eye(64), rounded, 1.0) == 0
 
 
-def test_a_channel_that_is_always_silent_is_divided_by_a_finite_number() -> None:
+def test_a_channel_that_is_always_zero_has_a_finite_scale() -> None:
     _, inputs = drawn(large=20)
     inputs[:, 5] = 0
     scale = channel_scales(inputs.T @ inputs / len(inputs), 1.0)
@@ -61,7 +61,7 @@ def test_scales_are_powers_of_the_root_mean_square(power: float) -> None:
 
 
 @pytest.mark.parametrize("large", [3, 20, 100])
-def test_the_power_is_that_of_the_least_error_on_the_samples(large: float) -> None:
+def test_the_exponent_has_the_least_error_on_the_samples(large: float) -> None:
     weight, inputs = drawn(large)
     moment = inputs.T @ inputs / len(inputs)
 

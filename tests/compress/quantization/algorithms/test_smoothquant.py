@@ -101,7 +101,7 @@ def grid(values: np.ndarray, low: float, high: float, least: int, most: int) -> 
 @pytest.mark.parametrize("target", ["onnxruntime-cpu", "tensorrt"])
 @pytest.mark.parametrize("outlier", [1, 4, 30, 200])
 @pytest.mark.parametrize("offset", [0.0, 3.0, -3.0])
-def test_the_strength_is_the_least_that_is_about_the_best(
+def test_the_strength_is_the_smallest_near_the_best(
     target: str, outlier: float, offset: float
 ) -> None:
     drawn = np.random.default_rng(0)
@@ -134,14 +134,14 @@ def test_the_strength_is_the_least_that_is_about_the_best(
     assert best_strength(tensors[0], seen, scheme, best + 0.01) == 0
 
 
-def test_what_is_held_exactly_is_not_smoothed() -> None:
+def test_weights_that_are_exact_are_not_smoothed() -> None:
     rows = torch.tensor([[3.0, -1.0], [0.0, 2.0]])
     seen = InputStatistics(low_I=rows.amin(0), high_I=rows.amax(0), rows=[rows])
     assert best_strength(torch.zeros(4, 2), seen, scheme_for("onnxruntime-cpu"), 0.0) == 0
 
 
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 3.0), (0.5, 3.0), (-3.0, -0.5), (0.0, 1e-9)])
-def test_activations_are_compared_as_integers_hold_them(low: float, high: float) -> None:
+def test_fake_quantized_activations_match_numpy(low: float, high: float) -> None:
     values = torch.linspace(-4, 4, 50, dtype=torch.float64)  # beyond both ends, too
     for numbers in (scheme_for("onnxruntime-cpu").activations, scheme_for("tensorrt").activations):
         found = smoothquant._fake_quantize_tensor(values, low, high, numbers)
@@ -152,7 +152,7 @@ def test_activations_are_compared_as_integers_hold_them(low: float, high: float)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_smoothing_changes_no_answer(data: Splits, activation: str) -> None:
+def test_smoothing_changes_no_output(data: Splits, activation: str) -> None:
     encoder, _ = program(activation)
     before = copy.deepcopy(encoder.state_dict())
     graph = capture(activation)
@@ -168,7 +168,7 @@ def test_smoothing_changes_no_answer(data: Splits, activation: str) -> None:
 
 
 @pytest.mark.parametrize(("activation", "multiplied"), [("gelu", 3), ("relu", 1)])
-def test_what_makes_a_tensor_takes_the_scale_up(
+def test_the_operator_before_absorbs_the_scale(
     data: Splits, activation: str, multiplied: int
 ) -> None:
     graph = capture(activation)
@@ -193,7 +193,9 @@ def test_layers_that_read_one_tensor_share_one_scale(data: Splits) -> None:
 
 
 @pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])
-def test_outliers_cost_less(tmp_path: Path, model: EagerModel, data: Splits, kind: str) -> None:
+def test_smoothing_lowers_the_error_of_outliers(
+    tmp_path: Path, model: EagerModel, data: Splits, kind: str
+) -> None:
     expected, errors = answers(model, data), {}
     for smooth in ("off", "auto"):
         context = Context(root=tmp_path / str(smooth), data=data)
@@ -202,7 +204,7 @@ def test_outliers_cost_less(tmp_path: Path, model: EagerModel, data: Splits, kin
     assert errors["auto"] < 0.6 * errors["off"]
 
 
-def test_layers_of_rows_are_smoothed_where_they_pass_floats_on(tmp_path: Path) -> None:
+def test_layers_of_rows_are_smoothed_where_activations_are_float(tmp_path: Path) -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 16)),))
     recipe = Recipe(factory="sequences:rows")
     state = recipe.build(HERE).state_dict()
@@ -224,7 +226,7 @@ def test_layers_of_rows_are_smoothed_where_they_pass_floats_on(tmp_path: Path) -
     assert "2" not in smoothed["static"]
 
 
-def test_auto_leaves_alone_what_gains_nothing(tmp_path: Path, data: Splits) -> None:
+def test_auto_skips_layers_that_gain_nothing(tmp_path: Path, data: Splits) -> None:
     recipe = Recipe(factory="networks:sequence")
     torch.manual_seed(0)
     signature = Signature(inputs=TOKENS.inputs)

@@ -59,7 +59,7 @@ def test_rounding_to_nearest_is_the_affine_grid_whose_range_holds_zero(bits: int
     assert found.bits == bits
 
 
-def test_half_quadratic_is_the_papers_proximal_iteration() -> None:
+def test_hqq_is_the_papers_proximal_iteration() -> None:
     """Each step shrinks the error (the paper's equation 4) and fits the zero point to the rest."""
     weight = unlike_groups() * (1 + 4 * (torch.arange(32) % 8 == 5))
     found = hqq(weight, 4, 8)
@@ -89,7 +89,7 @@ def test_half_quadratic_is_the_papers_proximal_iteration() -> None:
     assert moved > 8 and found.bits == 4
 
 
-def test_optimal_brain_is_the_update_with_the_inverse_of_what_is_left(
+def test_gptq_matches_the_update_with_the_inverse_hessian_of_the_remaining_inputs(
     weight: torch.Tensor, inputs: torch.Tensor
 ) -> None:
     """GPTQ's equations 2 and 3, the Hessian of the inputs to come inverted anew at each."""
@@ -131,7 +131,7 @@ def test_zero_stays_zero(weight: torch.Tensor) -> None:
         assert (rounded.dequantize()[5] == 0).all()
 
 
-def test_half_quadratic_is_nearer_where_few_numbers_are_large(weight: torch.Tensor) -> None:
+def test_hqq_errs_less_where_few_weights_are_large(weight: torch.Tensor) -> None:
     nearest, fitted = (f(weight, 4, 32).dequantize() for f in (round_to_nearest, hqq))
     norm = lambda found: (found - weight).abs().pow(0.7).mean()  # noqa: E731
     assert norm(fitted) < norm(nearest)
@@ -139,9 +139,7 @@ def test_half_quadratic_is_nearer_where_few_numbers_are_large(weight: torch.Tens
     assert not torch.equal(zero_OG, zero_OG.round())
 
 
-def test_optimal_brain_answers_nearer_on_its_inputs(
-    weight: torch.Tensor, inputs: torch.Tensor
-) -> None:
+def test_gptq_errs_less_on_its_inputs(weight: torch.Tensor, inputs: torch.Tensor) -> None:
     moment = inputs.T @ inputs / len(inputs)
     expected = inputs @ weight.T
     errors = [
@@ -154,7 +152,7 @@ def test_optimal_brain_answers_nearer_on_its_inputs(
     assert errors[1] < 0.5 * errors[0]
 
 
-def test_optimal_brain_on_inputs_of_their_own_is_rounding_to_nearest(
+def test_gptq_on_uncorrelated_inputs_is_rounding_to_nearest(
     weight: torch.Tensor,
 ) -> None:
     nearest = round_to_nearest(weight.double(), 4, 32)
@@ -164,7 +162,7 @@ def test_optimal_brain_on_inputs_of_their_own_is_rounding_to_nearest(
     assert torch.equal(brain.scale_OG, nearest.scale_OG.float())
 
 
-def test_inputs_that_are_always_silent_do_no_harm(
+def test_gptq_accepts_inputs_that_are_always_zero(
     weight: torch.Tensor, inputs: torch.Tensor
 ) -> None:
     inputs[:, 10:20] = 0
@@ -174,7 +172,7 @@ def test_inputs_that_are_always_silent_do_no_harm(
     assert (rounded - weight).abs().max() < 2 * weight.abs().max()
 
 
-def test_weights_of_silent_inputs_set_no_range(weight: torch.Tensor, inputs: torch.Tensor) -> None:
+def test_weights_of_zero_inputs_set_no_range(weight: torch.Tensor, inputs: torch.Tensor) -> None:
     inputs[:, 10:20] = 0
     inputs[:, 32:] = 0
     moment = inputs.T @ inputs / len(inputs)

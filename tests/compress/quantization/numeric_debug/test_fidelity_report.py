@@ -40,7 +40,7 @@ def own(found: Fidelity) -> dict[str, float]:
     return {layer.module: layer.own_sqnr_db for layer in found.layers}
 
 
-def test_figures_are_those_of_the_artifacts_answers(tmp_path: Path) -> None:
+def test_the_report_has_the_metrics_of_the_artifacts_outputs(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mobilenet", random_batch_norm=True)
     context = Context(root=tmp_path / "int8", data=labelled_images())
     small = QuantizeStatic(calibration_samples=64)(model, context)
@@ -64,7 +64,7 @@ def test_figures_are_those_of_the_artifacts_answers(tmp_path: Path) -> None:
     assert all(30 < db < 60 for db in own(found).values())
 
 
-def test_batch_norms_that_stay_are_no_part_of_a_layer(tmp_path: Path) -> None:
+def test_unfolded_batch_norms_do_not_count_to_a_layer(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mobilenet", random_batch_norm=True)
     stage = QuantizeWeights(bits=8, group_size=32)
     found = fidelity(stage(model, Context(tmp_path / "int8", labelled_images())))
@@ -102,7 +102,7 @@ class Twice(nn.Module):
         return {"logits": self.head(torch.relu_(self.shared(x)))}
 
 
-def test_shared_layers_and_activations_in_place_are_followed(tmp_path: Path) -> None:
+def test_shared_layers_and_in_place_activations_are_compared(tmp_path: Path) -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
     torch.manual_seed(0)
     recipe = Recipe(factory="numeric_debug.test_fidelity_report:Twice")
@@ -118,7 +118,7 @@ def test_shared_layers_and_activations_in_place_are_followed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("stage", [QuantizeDynamic(), QuantizeWeights(bits=8, group_size=16)])
-def test_tables_are_layers_too_and_seeded_inputs_do_without_data(
+def test_embeddings_are_compared_too_and_without_data_on_seeded_inputs(
     tmp_path: Path, stage: QuantizeDynamic | QuantizeWeights
 ) -> None:
     model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
@@ -149,7 +149,7 @@ class Overflowing(nn.Module):
         return image.flatten(1) / self.by
 
 
-def test_answers_that_are_not_finite_are_refused() -> None:
+def test_outputs_that_are_not_finite_are_refused() -> None:
     graph = torch.fx.symbolic_trace(Overflowing(0.0))
     with pytest.raises(StageFailed, match="output logits of the quantized model is NaN or inf"):
         compare(Overflowing(1.0), graph, IMAGE, Context(Path(), labelled_images()))

@@ -49,7 +49,7 @@ def range_of_input(graph: GraphModel) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("observer", ["percentile", "moving_average", "histogram", "mse"])
-def test_the_share_cut_off_is_that_of_the_values(tmp_path: Path, observer: str) -> None:
+def test_the_saturated_share_is_counted_exactly(tmp_path: Path, observer: str) -> None:
     x = images()
     x[32:] *= 1.5
     settings = {"observer": observer, "weight_bits": 8, "calibration_samples": 64}
@@ -64,7 +64,7 @@ def test_the_share_cut_off_is_that_of_the_values(tmp_path: Path, observer: str) 
         assert expected == pytest.approx(0.05, abs=0.01)
 
 
-def test_16_bits_that_hold_all_values_cut_none_off(tmp_path: Path) -> None:
+def test_16_bits_that_span_all_values_saturate_none(tmp_path: Path) -> None:
     x = images().clamp(-1, 1)  # many values lie at the very ends
     model = model_of(tmp_path / "source", "mlp", IMAGE)
     stage = QuantizeStatic(observer="mse", activation_bits=16, calibration_samples=64)

@@ -127,9 +127,7 @@ def test_values_lie_evenly_spread_within_their_bins(few: Histogram) -> None:
 
 @pytest.mark.parametrize("low", [0.0, 1e-9, 0.1, 3 / 11, 0.3, 0.4])
 @pytest.mark.parametrize("high", [0.5, 0.7, 10 / 11, 0.95, 1 - 1e-9, 1.0])
-def test_quantiles_are_as_far_inside_as_they_may_be(
-    few: Histogram, low: float, high: float
-) -> None:
+def test_quantiles_are_the_innermost_values(few: Histogram, low: float, high: float) -> None:
     """As many values as asked for lie beyond; of a gap between values the inner end is taken."""
     counts = [3, 0, 0, 1, 4, 2, 0, 1]  # zeros go with what lies above them
     edges, upto = np.linspace(-2, 2, 9), np.concatenate([[0], np.cumsum(counts)])
@@ -244,7 +242,7 @@ def naive_entropy(x: np.ndarray, levels: int, width: float) -> float:
     return min(found)[1] * width
 
 
-def test_entropy_is_that_of_the_written_out_algorithm() -> None:
+def test_entropy_matches_a_naive_implementation() -> None:
     x = sample("outliers").clamp(min=0)
     observer = EntropyObserver(**ASYMMETRIC)
     for part in x.split(10_000):
@@ -283,7 +281,7 @@ def written_out(x: np.ndarray, observer: RangeObserver, symmetric: bool) -> list
 
 @pytest.mark.parametrize("kind", ["normal", "shifted", "below", "narrow"])
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_entropy_is_written_out_on_both_sides_of_zero(
+def test_entropy_matches_a_naive_implementation_on_both_sides_of_zero(
     monkeypatch: pytest.MonkeyPatch, kind: str, symmetric: bool
 ) -> None:
     for module in (histogram_module, observers_module):
@@ -367,7 +365,7 @@ def test_an_observers_memory_does_not_grow(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
-def test_a_quantizer_makes_the_observer_that_it_is_told(name: str) -> None:
+def test_a_quantizer_creates_the_chosen_observer(name: str) -> None:
     quantizer = OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu"), name, percentile=99.5)
     observer = quantizer.activation.observer_or_fake_quant_ctr()
     assert type(observer) is OBSERVERS[name]

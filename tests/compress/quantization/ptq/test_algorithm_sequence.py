@@ -84,7 +84,7 @@ def test_corrections_bring_answers_nearer(digits: Splits, factory: str) -> None:
     assert adaptive.norm() < 0.75 * nearest.norm()
 
 
-def test_the_chosen_integers_are_those_that_are_held(
+def test_conversion_keeps_the_integers_that_adaround_chose(
     digits: Splits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = []
@@ -118,7 +118,7 @@ def test_equalized_channels_share_a_range_and_answers_stay(digits: Splits) -> No
     torch.testing.assert_close(read_O, pointwise.abs().amax((0, 2, 3)), rtol=1e-3, atol=0)
 
 
-def test_channels_that_are_never_made_or_never_read_keep_their_weights(digits: Splits) -> None:
+def test_channels_that_are_zero_or_never_read_keep_their_weights(digits: Splits) -> None:
     graph = prepared("depthwise")
     first, depthwise, *_ = layers_of(graph)
     made, read = weight_of(graph, first).clone(), weight_of(graph, depthwise).clone()
@@ -152,7 +152,7 @@ class ReadTwice(torch.nn.Module):
 
 
 @pytest.mark.parametrize("where", ["no relu", "before the relu", "behind the relu"])
-def test_what_is_read_twice_is_not_equalized(where: str) -> None:
+def test_a_convolution_with_two_readers_is_not_equalized(where: str) -> None:
     graph = functionalize(export_program(ReadTwice(where).eval(), IMAGE)).module(check_guards=False)
     quantizer = OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu"), "minmax")
     assert equalize_(prepare_pt2e(graph, quantizer)) == []
@@ -183,7 +183,7 @@ def test_a_corrected_bias_takes_back_the_mean_shift(digits: Splits) -> None:
     assert (expected - before).abs().max() > 1e-3
 
 
-def test_what_cuts_at_a_number_is_not_equalized() -> None:
+def test_layers_around_relu6_are_not_equalized() -> None:
     assert not equalize_(prepared("mobilenet"))
 
 

@@ -50,7 +50,7 @@ def weight_grid(weight: torch.Tensor, learns: bool = False) -> WeightFakeQuantiz
     return grid
 
 
-def test_a_weights_grid_spans_it_as_it_is_until_it_is_frozen() -> None:
+def test_a_weight_range_follows_the_weight_until_frozen() -> None:
     weight_OI = torch.tensor([[0.7, -0.3], [0.0, 0.0]])
     grid = weight_grid(weight_OI)
     torch.testing.assert_close(grid(weight_OI)[0], torch.tensor([0.7, -0.3]))
@@ -62,7 +62,7 @@ def test_a_weights_grid_spans_it_as_it_is_until_it_is_frozen() -> None:
     torch.testing.assert_close(clipped[0], torch.tensor([1.4, -1.2]))
 
 
-def test_a_channel_of_zeros_keeps_the_step_it_was_given_and_others_their_share() -> None:
+def test_a_channel_of_zeros_keeps_its_scale_and_others_their_share() -> None:
     weight_OI = torch.tensor([[0.7, -0.3], [0.0, 0.0]])
     observer = observed_weight(weight_OI)
     observer.max_val = torch.tensor([1.4, 0.07])  # as if a bias needed room
@@ -72,7 +72,7 @@ def test_a_channel_of_zeros_keeps_the_step_it_was_given_and_others_their_share()
     torch.testing.assert_close(grid.scale, torch.tensor([0.1, 0.01]))
 
 
-def test_an_activations_range_follows_batches_in_training_alone() -> None:
+def test_an_activation_range_follows_batches_only_in_training() -> None:
     first = torch.tensor([-1.0, 3.0])
     grid = ActivationFakeQuantize(observed_activation(first), learn_scale=False, track_range=True)
     grid.init_from_observer_(observed_activation(first))
@@ -84,7 +84,7 @@ def test_an_activations_range_follows_batches_in_training_alone() -> None:
     assert grid.scale.item() == pytest.approx((4 + 0.01 * 2) / 255, rel=1e-3)
 
 
-def test_a_range_about_zero_stays_about_zero() -> None:
+def test_a_symmetric_range_stays_symmetric() -> None:
     observer = MinMaxObserver(
         dtype=torch.int8, quant_min=-128, quant_max=127, qscheme=torch.per_tensor_symmetric
     )
@@ -115,7 +115,7 @@ def straight_through(values, scale, zero_point, low, high, factor):
 
 
 @pytest.mark.parametrize("axis", [None, 0])
-def test_a_learned_step_has_the_papers_gradient(axis: int | None) -> None:
+def test_lsq_has_the_papers_gradient(axis: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, 8, generator=generator)
     scale = torch.tensor([0.1, 0.2, 0.3] if axis == 0 else [0.2])
@@ -141,7 +141,7 @@ def test_a_learned_step_has_the_papers_gradient(axis: int | None) -> None:
 
 
 @pytest.mark.parametrize("size", [1e6, -1e6])
-def test_no_gradient_moves_a_learned_step_by_more_than_its_own_size(size: float) -> None:
+def test_the_lsq_gradient_is_bounded(size: float) -> None:
     log_scale = torch.tensor([0.2]).log().requires_grad_()
     grid = torch.tensor([3], dtype=torch.int32), None, 0, 15
     rounded = LearnedStepSize.quantize(torch.linspace(-2, 2, 9), log_scale.exp(), *grid)
@@ -153,7 +153,7 @@ def test_no_gradient_moves_a_learned_step_by_more_than_its_own_size(size: float)
 @pytest.mark.parametrize(
     ("axis", "shape", "sharing"), [(None, (7,), 1), (None, (2, 3, 4), 12), (1, (2, 3, 4), 8)]
 )
-def test_a_steps_gradient_is_divided_by_the_root_of_what_shares_it(axis, shape, sharing) -> None:
+def test_the_lsq_gradient_is_scaled_by_the_number_of_values(axis, shape, sharing) -> None:
     """Esser et al., section 2.2: N is the number of features of a sample, or of a channel."""
     count = 1 if axis is None else shape[axis]
     log_scale = torch.full((count,), 0.1).log().requires_grad_()
@@ -166,7 +166,7 @@ def test_a_steps_gradient_is_divided_by_the_root_of_what_shares_it(axis, shape, 
     assert log_scale.grad.tolist() == pytest.approx([each / 0.1] * count)
 
 
-def test_a_checkpoint_knows_what_is_frozen() -> None:
+def test_a_checkpoint_saves_the_freeze_flag() -> None:
     frozen, restored = FreezeFlag(), FreezeFlag()
     frozen.turn_on_()
     restored.load_state_dict(frozen.state_dict())
@@ -202,7 +202,7 @@ class Positions(nn.Module):
         return self.linear(x + self.table(torch.arange(x.shape[1])))
 
 
-def test_what_the_graph_makes_moves_with_it() -> None:
+def test_tensors_that_the_graph_creates_move_with_it() -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", "length", 4)),))
     graph = capture(Positions().eval(), signature)
     quantizer = OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu"), "minmax")
@@ -248,7 +248,7 @@ def test_a_folded_layer_is_the_layer_and_its_batch_norm(training: bool) -> None:
     torch.testing.assert_close(folded.gain.grad, norm.weight.grad, atol=1e-3, rtol=1e-3)
 
 
-def test_frozen_statistics_stay_and_are_those_that_count() -> None:
+def test_frozen_statistics_normalize_and_do_not_change() -> None:
     _, norm, folded = layer_and_norm()
     folded.train().frozen.turn_on_()
     image = torch.randn(5, 2, 6, 6)
