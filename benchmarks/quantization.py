@@ -1,9 +1,9 @@
-"""What quantization keeps and brings, measured here: `python benchmarks/quantization.py PART`.
+"""Accuracy, size and speed of quantized models: `python benchmarks/quantization.py PART`.
 
-Parts: `digits` (static int8 beside ONNX Runtime's own, NNCF's and Neural Compressor's tools),
+Parts: `digits` (static int8 compared with ONNX Runtime's, NNCF's and Neural Compressor's tools),
 `shapes` (latency of ResNet-18 and -50 shapes), `minilm` (a sentence encoder in 8 and 4 bits),
 `hard` (PTQ against QAT at 8 and 4 bits) and `memory` (of calibration).
-`PART --help` tells the options; `--small` is a quick look. One thread.
+`PART --help` lists the options; `--small` is a quick look. One thread.
 """
 
 import os

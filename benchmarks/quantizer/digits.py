@@ -1,7 +1,7 @@
-"""Static int8 of two networks on digits: accuracy, size and latency beside others' tools.
+"""Static int8 of two networks on digits: accuracy, size and latency compared with other tools.
 
 Accuracy is that on `test`, the mean over seeds; size and time are ratios to the float ONNX file in
-ONNX Runtime at batch 32, measured in turn.
+ONNX Runtime at batch 32, measured alternately.
 """
 
 import argparse
@@ -43,23 +43,23 @@ def main() -> None:
 
 def _rows(root: Path, factory: str, seed: int, epochs: int):
     model, context = trained(root, factory, "easy", seed, epochs)
-    whole = onnx(model, context, "float")
+    float_onnx = onnx(model, context, "float")
     graph = QuantizeStatic(calibration_samples=SAMPLES)(model, at(context, "int8"))
     ours = onnx(graph, context, "int8")
     sample = [
         {"image": batch.inputs[0].numpy()} for batch in context.data.calibration(SAMPLES, seed)
     ]
-    files = {"float": whole.payload_path, "compress": ours.payload_path}
-    files |= dict(peers(whole.payload_path, sample, root))
+    files = {"float": float_onnx.payload_path, "compress": ours.payload_path}
+    files |= dict(peers(float_onnx.payload_path, sample, root))
     x, y = context.data.datasets["test"].tensors
-    before = session_predictor(whole.payload_path, 1)
+    baseline = session_predictor(float_onnx.payload_path, 1)
     for name, file in files.items():
         predict = session_predictor(file, 1)
         accuracy = float((predict(x)[0].argmax(1) == y).float().mean())
-        ratio = compare_latency(before, predict, [(x[:32],)]).share or math.nan
+        ratio = compare_latency(baseline, predict, [(x[:32],)]).share or math.nan
         # Some tools write weights into a file beside the model.
         size = sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
-        yield name, (accuracy, size / 1e6 / megabytes(whole), ratio)
+        yield name, (accuracy, size / 1e6 / megabytes(float_onnx), ratio)
 
 
 def _table(factory: str, rows: dict[str, list[tuple[float, float, float]]]) -> None:

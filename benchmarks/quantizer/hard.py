@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--tuning", type=int, default=4, help="epochs of QAT")
-    parser.add_argument("--net", choices=NETS, help="one of them alone")
+    parser.add_argument("--net", choices=NETS, help="only one of them")
     options = parser.parse_args()
     if options.small:
         options.seeds, options.epochs, options.tuning = 1, 3, 1

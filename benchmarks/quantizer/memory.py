@@ -1,6 +1,6 @@
 """Peak memory and time of calibration against the number of samples, each in a fresh process.
 
-The time is that of the whole stage; beyond the fewest samples it is told for each sample more.
+The time is that of the whole stage; `ms more` is the time of each sample beyond the fewest.
 """
 
 import argparse
@@ -25,7 +25,7 @@ SIDE = 32
 
 def main() -> None:
     parser = argparse.ArgumentParser("quantization.py memory", description=__doc__)
-    parser.add_argument("--small", action="store_true", help="the first observer alone")
+    parser.add_argument("--small", action="store_true", help="only the first observer")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -34,15 +34,16 @@ def main() -> None:
     observers = Observer.__args__[:1] if options.small else Observer.__args__
     print(f"{'observer':18}{'samples':>8}{'peak MB':>9}{'ratio':>7}{'seconds':>9}{'ms more':>9}")
     for observer in observers:
-        first: list[float] = []
+        fewest: list[float] = []
         for count in COUNTS:
             command = [sys.executable, sys.argv[0], "memory", "--one", observer, str(count)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
             peak, seconds = json.loads(done.stdout.splitlines()[-1])
-            first = first or [peak, seconds]
-            more = 1e3 * (seconds - first[1]) / max(count - COUNTS[0], 1)
+            fewest = fewest or [peak, seconds]
+            more = 1e3 * (seconds - fewest[1]) / max(count - COUNTS[0], 1)
             print(
-                f"{observer:18}{count:8}{peak:9.0f}{peak / first[0]:7.3f}{seconds:9.1f}{more:9.2f}",
+                f"{observer:18}{count:8}{peak:9.0f}{peak / fewest[0]:7.3f}"
+                f"{seconds:9.1f}{more:9.2f}",
                 flush=True,
             )
 
@@ -59,14 +60,14 @@ def _calibrate(observer: str, count: int) -> tuple[float, float]:
         shifted = Shifted(images)
         data = Splits({"train": shifted, "val": shifted}, batch_size=16)
         context = Context(root=Path(folder) / "x", data=data)
-        began = time.process_time()
+        start = time.process_time()
         QuantizeStatic(calibration_samples=count, observer=observer)(model, at(context, "int8"))
-        seconds = time.process_time() - began
+        seconds = time.process_time() - start
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, seconds
 
 
 class Shifted(TensorDataset):
-    """One image, moved: samples that take no memory."""
+    """One image, shifted by each index: samples that take no memory."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.tensors[0][0].roll((index, index // SIDE), (1, 2)), torch.tensor(0)

@@ -1,7 +1,7 @@
-"""The same float ONNX file quantized by others: same samples, unsigned activations, signed weights.
+"""Quantize a float ONNX file with other tools: same samples, unsigned activations, signed weights.
 
-Each is compared where it can be imported; their versions are printed. Olive's static quantization
-calls ONNX Runtime's tool, which stands for both here.
+Tools that cannot be imported are left out; their versions are printed. Olive's static quantization
+calls ONNX Runtime's tool, so it is not listed itself.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ Sample = list[dict[str, np.ndarray]]
 
 
 class Reader(CalibrationDataReader):
-    """Gives a sample's batches, once."""
+    """Feeds the batches of a sample to ONNX Runtime's calibration."""
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
-        self.left = iter(sample)
+        self.batches = iter(sample)
 
     def get_next(self) -> dict[str, np.ndarray] | None:
-        return next(self.left, None)
+        return next(self.batches, None)
 
     def rewind(self) -> None:
-        self.left = iter(self.sample)
+        self.batches = iter(self.sample)
 
 
 def peers(source: Path, sample: Sample, folder: Path) -> Iterator[tuple[str, Path]]:
@@ -79,31 +79,31 @@ def _nncf(source: Path, sample: Sample, file: Path) -> None:
     import nncf
 
     samples = nncf.Dataset(sample)
-    made = nncf.quantize(
+    quantized = nncf.quantize(
         onnx.load(source),
         samples,
         subset_size=len(sample),
         fast_bias_correction=True,
     )
-    onnx.save(made, file)
+    onnx.save(quantized, file)
 
 
 def _neural_compressor(source: Path, sample: Sample, file: Path) -> None:
     from onnx_neural_compressor import data_reader
     from onnx_neural_compressor.quantization import config, quantize
 
-    class Given(Reader, data_reader.CalibrationDataReader):
-        """The same, as the tool's own kind."""
+    class IncReader(Reader, data_reader.CalibrationDataReader):
+        """The same reader as a subclass of the tool's base class."""
 
     settings = config.StaticQuantConfig(
-        Given(sample),
+        IncReader(sample),
         quant_format=QuantFormat.QDQ,
         per_channel=True,
         calibration_sampling_size=len(sample),
     )
     graph = onnx.load(source)
     for i, node in enumerate(graph.graph.node):
-        node.name = f"{node.op_type}_{i}"  # the tool tells nodes apart by their names
+        node.name = f"{node.op_type}_{i}"  # the tool identifies nodes by name
     named = file.with_suffix(".named.onnx")
     onnx.save(graph, named)
     quantize(named, file, settings)

@@ -1,6 +1,6 @@
 """Latency of int8 at 224² and batch 1 over ONNX Runtime's float32, measured in turn, one thread.
 
-Weights are random and samples few: nothing but time and size is told.
+Weights are random and samples few: only time and size are measured.
 """
 
 import argparse
@@ -18,14 +18,13 @@ from export import ExportAot, ExportTorchScript
 from quantizer.sources import HERE, at, image_model, megabytes, onnx
 
 SHAPES = ("resnet18", "resnet50")
-CALIBRATED, COMPARED = 16, 4
-"""Images."""
+CALIBRATION_IMAGES, VAL_IMAGES = 16, 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("quantization.py shapes", description=__doc__)
     parser.add_argument("--small", action="store_true", help="ResNet-18's shape at 64²")
-    parser.add_argument("--shape", choices=SHAPES, help="one of them alone")
+    parser.add_argument("--shape", choices=SHAPES, help="only one of them")
     options = parser.parse_args()
     torch.set_num_threads(1)
     sys.path.insert(0, str(HERE))
@@ -42,27 +41,29 @@ def _rows(root: Path, factory: str, side: int) -> None:
     generator = torch.Generator().manual_seed(0)
     train, val = (
         TensorDataset(torch.randn(n, 3, side, side, generator=generator), torch.arange(n))
-        for n in (CALIBRATED, COMPARED)
+        for n in (CALIBRATION_IMAGES, VAL_IMAGES)
     )
     data = Splits({"train": train, "val": val}, batch_size=4)
     context = Context(root=root / "x", data=data)
-    whole = onnx(model, context, "float")
-    sample = {"calibration_samples": CALIBRATED}
+    float_onnx = onnx(model, context, "float")
+    sample = {"calibration_samples": CALIBRATION_IMAGES}
     ort = QuantizeStatic(**sample)(model, at(context, "int8"))
     stage = QuantizeStatic(target="inductor-cpu", **sample)
     inductor = stage(model, at(context, "int8-inductor"))
-    ways = {
+    exports = {
         "float, AOTInductor": lambda: ExportAot()(model, at(context, "aot")),
         "float, TorchScript": lambda: ExportTorchScript()(model, at(context, "ts")),
         "int8, ONNX Runtime": lambda: onnx(ort, context, "int8"),
         "int8, AOTInductor": lambda: ExportAot()(inductor, at(context, "aot8")),
         "int8, TorchScript": lambda: ExportTorchScript()(ort, at(context, "ts8")),
     }
-    for name, make in ways.items():
+    for name, export in exports.items():
         try:
-            made = make()
+            exported = export()
         except CompressError as error:
             print(f"{name:34}refused: {error}")
             continue
-        ratio = context.compare_latency(whole, made, batch=1).share or math.nan
-        print(f"{name:34}{megabytes(made) / megabytes(whole):7.3f}{ratio:7.2f}", flush=True)
+        ratio = context.compare_latency(float_onnx, exported, batch=1).share or math.nan
+        print(
+            f"{name:34}{megabytes(exported) / megabytes(float_onnx):7.3f}{ratio:7.2f}", flush=True
+        )

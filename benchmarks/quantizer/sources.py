@@ -1,4 +1,4 @@
-"""Models at their start: trained on digits, of well-known shapes, or a real sentence encoder."""
+"""Float models of the benchmarks: trained on digits, of ImageNet shapes, or a sentence encoder."""
 
 from pathlib import Path
 
@@ -21,16 +21,16 @@ def image_model(root: Path, factory: str, shape: tuple[int, ...], seed: int = 0)
     """Return a network of `nets` or `shapes` for images of a shape, untrained."""
     torch.manual_seed(seed)
     signature = Signature(inputs=(TensorSpec(name="image", shape=("batch", *shape)),))
-    home = "shapes" if factory in SHAPES else "nets"
+    module = "shapes" if factory in SHAPES else "nets"
     folder = HERE.parent if factory in SHAPES else HERE
-    recipe = Recipe(factory=f"{home}:{factory}")
+    recipe = Recipe(factory=f"{module}:{factory}")
     return import_checkpoint(root / "source", recipe, signature, checkpoint=None, folder=folder)
 
 
 def trained(
     root: Path, factory: str, data: str, seed: int, epochs: int
 ) -> tuple[EagerModel, Context]:
-    """Return a network of `nets` trained on its digits, and where its stages run."""
+    """Return a network of `nets` trained on its digits, and the context of its stages."""
     splits = DataReference(f"nets:{data}", {}, HERE, 128).load()
     context = Context(root=root / "x", data=splits, seed=seed)
     source = image_model(root, factory, (1, 8, 8), seed)
@@ -39,7 +39,7 @@ def trained(
 
 
 def minilm(root: Path, samples: int) -> tuple[EagerModel, Context]:
-    """Return the sentence encoder, and docstrings that it encodes."""
+    """Return the sentence encoder, and a context with docstrings as data."""
     from sentences import minilm
 
     return minilm(root, train=samples, held_out=samples)

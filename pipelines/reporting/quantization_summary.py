@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compress.quantization.numeric_debug.fidelity_report import Fidelity
-from compress.quantization.qat.label_parity import LabelParity
+from compress.quantization.numeric_debug.fidelity_report import Fidelity, LabelParity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Channels that are read large scaled up before rounding, so that their weights err less.
+"""AWQ: scale up input channels with large activations before rounding, so that they err less.
 
 After Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration"
 (2024). Channels are I and O.
@@ -6,11 +6,12 @@ After Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from compress.quantization.algorithms.shared_input_layers import families
+from compress.quantization.algorithms.shared_input_layers import shared_input_groups
 from compress.quantization.algorithms.weight_rounding import round_to_nearest
 
 if TYPE_CHECKING:
@@ -18,76 +19,79 @@ if TYPE_CHECKING:
 
     from torch.fx import GraphModule
 
-POWERS = tuple(step / 10 for step in range(1, 11))
+EXPONENTS = tuple(step / 10 for step in range(1, 11))
+"""Grid of the paper's alpha."""
 WORTH = 0.9
-"""Share of the error that may stay where a multiplication has to be inserted."""
+"""Largest share of the error that may remain where a multiplication has to be inserted."""
 SMALLEST = 1e-4
 
 
-def scale_by_activations_(
+def awq_(
     graph: GraphModule,
-    moments: Mapping[str, torch.Tensor],
+    second_moments: Mapping[str, torch.Tensor],
     bits: int,
     group_size: int,
     exclude: Sequence[str] = (),
 ) -> tuple[dict[str, float], set[str]]:
-    """Divide what linear layers read and multiply their weights, in place.
+    """Divide inputs of linear layers and multiply their weights; outputs stay the same.
 
     Args:
-        graph: a traced module; it computes what it did.
-        moments: tensor that layers read → mean of the products of its channels.
+        graph: a captured module.
+        second_moments: tensor that layers read → mean of the products of its channels.
         bits: bits of a weight.
         group_size: inputs that share a scale.
         exclude: patterns of names of modules that stay as they are.
 
     Returns:
-        First module of each family of layers that was scaled → the power of what it reads; and the
-        modules whose results have other scales.
+        First module of each group of layers that was scaled → the exponent; and the modules whose
+        outputs have other scales.
     """
-    powers, rescaled = {}, set[str]()
-    for family in families(graph, exclude):
-        weight_OI, moment_II = family.weight_OI(graph), moments[family.source.name]
+    exponents, rescaled = {}, set[str]()
+    for group in shared_input_groups(graph, exclude):
+        weight_OI, moment_II = group.weight_OI(graph), second_moments[group.source.name]
         if weight_OI.shape[1] % group_size:
             continue
-
-        def rounded(weight_OI: torch.Tensor) -> torch.Tensor:
-            return round_to_nearest(weight_OI, bits, group_size).floats()
-
-        worth = 1.0 if family.absorbers(graph) else WORTH
-        power = best_power(weight_OI, moment_II.float(), rounded, worth)
-        if power:
-            rescaled |= family.divide_(graph, scales(moment_II.float(), power))
-            powers[family.name] = power
+        moment_II = moment_II.float()
+        quantized = partial(_quantized, bits=bits, group_size=group_size)
+        worth = 1.0 if group.absorbers(graph) else WORTH
+        exponent = best_exponent(weight_OI, moment_II, quantized, worth)
+        if exponent:
+            rescaled |= group.divide_input_(graph, channel_scales(moment_II, exponent))
+            exponents[group.name] = exponent
     graph.recompile()
-    return powers, rescaled
+    return exponents, rescaled
 
 
-def scales(moment_II: torch.Tensor, power: float) -> torch.Tensor:
+def _quantized(weight_OI: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
+    return round_to_nearest(weight_OI, bits, group_size).dequantize()
+
+
+def channel_scales(moment_II: torch.Tensor, exponent: float) -> torch.Tensor:
     """Return what each channel is divided by: a power of its root mean square."""
-    size_I = moment_II.diagonal().clamp(min=0).sqrt()
-    scale_I = (size_I / size_I.max().clamp(min=SMALLEST)).clamp(min=SMALLEST) ** power
+    rms_I = moment_II.diagonal().clamp(min=0).sqrt()
+    scale_I = (rms_I / rms_I.max().clamp(min=SMALLEST)).clamp(min=SMALLEST) ** exponent
     return scale_I / (scale_I.max() * scale_I.min()).sqrt()
 
 
-def best_power(
+def best_exponent(
     weight_OI: torch.Tensor,
     moment_II: torch.Tensor,
-    rounded: Callable[[torch.Tensor], torch.Tensor],
+    quantized: Callable[[torch.Tensor], torch.Tensor],
     worth: float,
 ) -> float:
-    """Return the power after which a layer answers nearest, or 0 where none is worth it.
+    """Return the exponent with the least output error, or 0 where none is worth it.
 
     Args:
         weight_OI: the weight.
-        moment_II: mean of the products of what it reads.
-        rounded: gives a weight as it will be held.
-        worth: share of the plain rounding's error that may stay.
+        moment_II: mean of the products of the layer's inputs.
+        quantized: quantizes and dequantizes a weight.
+        worth: largest share of the error of plain rounding that may remain.
     """
 
-    def error(scale_I: torch.Tensor) -> float:
-        off_OI = rounded(weight_OI * scale_I) / scale_I - weight_OI
-        return float(((off_OI @ moment_II) * off_OI).sum())
+    def output_error(scale_I: torch.Tensor) -> float:
+        error_OI = quantized(weight_OI * scale_I) / scale_I - weight_OI
+        return float(((error_OI @ moment_II) * error_OI).sum())
 
-    errors = {power: error(scales(moment_II, power)) for power in POWERS}
-    best = min(errors, key=lambda power: errors[power])
-    return best if errors[best] < worth * error(torch.ones_like(weight_OI[0])) else 0.0
+    errors = {e: output_error(channel_scales(moment_II, e)) for e in EXPONENTS}
+    best = min(errors, key=lambda exponent: errors[exponent])
+    return best if errors[best] < worth * output_error(torch.ones_like(weight_OI[0])) else 0.0

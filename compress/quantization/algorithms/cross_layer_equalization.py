@@ -1,4 +1,4 @@
-"""Channels of neighbouring layers brought to one range, which a scale for all of them serves.
+"""Cross-layer equalization: neighbouring layers' channels get equal ranges.
 
 After Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (2019),
 section 4.1. BatchNorm must have been folded. Letters: O outputs, I inputs.
@@ -15,8 +15,8 @@ from compress.quantization.pt2e.module_names import module_of
 from compress.quantization.pt2e.observed_layers import (
     bias_of,
     layers_of,
-    put_bias_,
-    put_weight_,
+    set_bias_,
+    set_weight_,
     weight_of,
 )
 from compress.quantization.pt2e.quantizer import CONVOLUTIONS
@@ -25,53 +25,53 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
 SWEEPS = 20
-"""A layer between two others is changed by both; ranges settle after a few sweeps."""
+"""A layer between two others is changed by both; ranges converge after a few sweeps."""
 RELU = torch.ops.aten.relu.default
 
 
 def equalize_(prepared: GraphModule) -> list[str]:
-    """Scale the channels between neighbouring convolutions, in place; the answers stay.
+    """Scale the channels between neighbouring convolutions; the model's outputs stay the same.
 
-    Between them only a relu may lie, which a positive scale passes through; relu6 cuts at a fixed
-    number, and layers around it are left alone.
+    Only a relu may lie between them, which commutes with a positive scale; relu6 clips at a fixed
+    number, so layers around it are left alone.
 
     Returns:
-        The first module of each pair: its results have other scales.
+        The first module of each pair: its outputs have other scales.
     """
     layers = layers_of(prepared)
-    found = [(_before(layer), layer) for layer in layers if layer.target in CONVOLUTIONS]
-    pairs = [(first, second) for first, second in found if first in layers]
+    neighbours = [(_previous(layer), layer) for layer in layers if layer.target in CONVOLUTIONS]
+    pairs = [(before, after) for before, after in neighbours if before in layers]
     for _ in range(SWEEPS):
-        for first, second in pairs:
-            _equalize_pair_(prepared, first, second)
-    return [module_of(first) or first.name for first, _ in pairs]
+        for before, after in pairs:
+            _equalize_pair_(prepared, before, after)
+    return [module_of(before) or before.name for before, _ in pairs]
 
 
-def _before(layer: Node) -> Any:
-    """Return the convolution whose channels a layer alone reads, directly or through a relu."""
-    found: Any = layer.args[0]
-    while found.op == "call_module" or found.target is RELU:
-        if len(found.users) > 1:
+def _previous(layer: Node) -> Any:
+    """Return the convolution that a layer is the only reader of, directly or through a relu."""
+    node: Any = layer.args[0]
+    while node.op == "call_module" or node.target is RELU:
+        if len(node.users) > 1:
             return None
-        found = found.args[0]
-    return found if found.target in CONVOLUTIONS and len(found.users) == 1 else None
+        node = node.args[0]
+    return node if node.target in CONVOLUTIONS and len(node.users) == 1 else None
 
 
-def _equalize_pair_(prepared: GraphModule, first: Node, second: Node) -> None:
-    weight, next_weight = weight_of(prepared, first), weight_of(prepared, second)
-    bias_O = bias_of(prepared, first)
-    by_input = _grouped_by_input(next_weight, groups_of(second))
-    made_O = weight.flatten(1).abs().amax(1)
-    read_O = by_input.abs().amax((1, 3)).flatten()
-    scale_O = (made_O / read_O).sqrt().where((made_O > 0) & (read_O > 0), torch.ones(()))
-    put_weight_(prepared, first, weight / scale_O.view(-1, *[1] * (weight.dim() - 1)))
+def _equalize_pair_(prepared: GraphModule, before: Node, after: Node) -> None:
+    """Divide a layer's output channels, and multiply the next layer's input channels."""
+    weight, next_weight = weight_of(prepared, before), weight_of(prepared, after)
+    bias_O = bias_of(prepared, before)
+    outputs, inputs = next_weight.shape[:2]
+    groups = groups_of(after)
+    # Groups by outputs by inputs by kernel positions.
+    by_input = next_weight.reshape(groups, outputs // groups, inputs, -1)
+    range_O = weight.flatten(1).abs().amax(1)
+    next_range_O = by_input.abs().amax((1, 3)).flatten()
+    # Makes both ranges their geometric mean; channels that are always 0 or never read stay.
+    scale_O = (range_O / next_range_O).sqrt()
+    scale_O = scale_O.where((range_O > 0) & (next_range_O > 0), torch.ones(()))
+    set_weight_(prepared, before, weight / scale_O.view(-1, *[1] * (weight.dim() - 1)))
     if bias_O is not None:
-        put_bias_(prepared, first, bias_O / scale_O)
+        set_bias_(prepared, before, bias_O / scale_O)
     scaled = by_input * scale_O.view(by_input.shape[0], 1, by_input.shape[2], 1)
-    put_weight_(prepared, second, scaled.reshape(next_weight.shape))
-
-
-def _grouped_by_input(weight: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return a weight as groups by outputs by inputs by places of the kernel."""
-    outputs, inputs = weight.shape[:2]
-    return weight.reshape(groups, outputs // groups, inputs, -1)
+    set_weight_(prepared, after, scaled.reshape(next_weight.shape))

@@ -1,4 +1,8 @@
-"""Linear layers that read one tensor: what scales its channels must be undone in all of them."""
+"""Groups of linear layers that read one tensor, and rescaling of that tensor's channels.
+
+SmoothQuant and AWQ divide the channels of an activation and multiply the weights that read it. All
+readers must be scaled alike; the division is absorbed by the operator before, where it can be.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,21 @@ from compress.quantization.pt2e.module_names import is_excluded, module_of
 from compress.quantization.pt2e.quantizer import LINEAR, is_constant, is_float
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
 NORMS = {aten.layer_norm.default: (2, 3), aten.rms_norm.default: (2,)}
-"""Operator → places of the weight, and of the bias, that its result is multiplied with last."""
+"""Operator → argument indices of its weight and bias."""
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 ATTENTION = aten.scaled_dot_product_attention.default
 HEADS_MERGED = (VIEWS, {aten.transpose.int}, {ATTENTION}, {aten.transpose.int}, VIEWS, {LINEAR})
-"""From what attention gives back to the layer that makes its values, operator by operator."""
+"""Operators from attention's merged output back to the layer that computes its values."""
 
 
 @dataclass(frozen=True)
-class Family:
+class SharedInputGroup:
     """Linear layers and the tensor that all of them read."""
 
     source: Node
@@ -38,24 +42,24 @@ class Family:
         return module_of(self.linears[0]) or self.linears[0].name
 
     def weight_OI(self, graph: GraphModule) -> torch.Tensor:  # noqa: N802 - the letters name the axes
-        """Return the layers' weights one below the other."""
+        """Return the layers' weights, concatenated over their outputs."""
         return torch.cat([value_of(graph, _weight(linear)) for linear in self.linears])
 
     def absorbers(self, graph: GraphModule) -> list[Node]:
-        """Return the constants that take up a scaling of the source; none where others read it."""
+        """Return the constants whose scaling scales the input; empty where others read it too."""
         if set(self.source.users) - set(self.linears):
             return []
-        held = _makers(self.source)
-        return held if all(len(readers_of(graph, c)) == 1 for c in held) else []
+        constants = _scaling_constants(self.source)
+        return constants if all(len(readers_of(graph, c)) == 1 for c in constants) else []
 
-    def divide_(self, graph: GraphModule, scale_I: torch.Tensor) -> set[str]:
-        """Divide what the layers read, channel by channel, and multiply their weights, in place.
+    def divide_input_(self, graph: GraphModule, scale_I: torch.Tensor) -> set[str]:
+        """Divide the input channel by channel, and multiply the weights; outputs stay the same.
 
-        The graph computes what it did. What makes the tensor takes the division up where it can: a
-        normalization, or a layer before it. Elsewhere a multiplication is inserted.
+        A normalization or layer before absorbs the division where it can; elsewhere a
+        multiplication is inserted.
 
         Returns:
-            Modules whose results now have other scales.
+            Modules whose outputs now have other scales.
         """
         for linear in self.linears:
             weight = _weight(linear)
@@ -65,11 +69,11 @@ class Family:
             value = value_of(graph, constant)
             replace_value_(graph, constant, value / scale_I.view(-1, *[1] * (value.dim() - 1)))
         if not absorbers:
-            self._multiply_(graph, 1 / scale_I)
-        makers = [reader for constant in absorbers for reader in readers_of(graph, constant)]
-        return {module_of(maker) for maker in makers if module_of(maker)}
+            self._insert_multiplication_(graph, 1 / scale_I)
+        producers = [reader for constant in absorbers for reader in readers_of(graph, constant)]
+        return {module_of(producer) for producer in producers if module_of(producer)}
 
-    def _multiply_(self, graph: GraphModule, factor_I: torch.Tensor) -> None:
+    def _insert_multiplication_(self, graph: GraphModule, factor_I: torch.Tensor) -> None:
         name = f"{self.linears[0].name}_smoothing"
         graph.register_buffer(name, factor_I)
         with graph.graph.inserting_after(self.source):
@@ -83,41 +87,41 @@ class Family:
             linear.replace_input_with(self.source, product)
 
 
-def families(graph: GraphModule, exclude: Sequence[str] = ()) -> list[Family]:
-    """Return the linear layers of a graph by the float tensor that they read, in graph order.
+def shared_input_groups(graph: GraphModule, exclude: Sequence[str] = ()) -> list[SharedInputGroup]:
+    """Group the linear layers of a graph by the float tensor that they read, in graph order.
 
     Layers that share a weight with another operator are left out.
 
     Args:
-        graph: a traced module.
+        graph: a captured module.
         exclude: patterns of names of modules that stay as they are.
     """
-    found: dict[Node, list[Node]] = {}
+    groups: dict[Node, list[Node]] = {}
     for node in graph.graph.nodes:
         if node.target is LINEAR and is_float(node.args[0]) and is_constant(node.args[1]):
-            alone = len(readers_of(graph, node.args[1])) == 1
-            if alone and is_float(node.args[1]) and not is_excluded(node, exclude):
-                found.setdefault(node.args[0], []).append(node)
-    return [Family(source, tuple(linears)) for source, linears in found.items()]
+            unshared = len(readers_of(graph, node.args[1])) == 1
+            if unshared and is_float(node.args[1]) and not is_excluded(node, exclude):
+                groups.setdefault(node.args[0], []).append(node)
+    return [SharedInputGroup(source, tuple(linears)) for source, linears in groups.items()]
 
 
-def drop_copies_(graph: GraphModule) -> None:
-    """Let readers of a copy, or of a view of the same shape, read the original, in place.
+def bypass_copies_(graph: GraphModule) -> None:
+    """Make readers of a copy, or of a view of the same shape, read the original.
 
-    In a graph that writes nowhere they are equal. Tracing leaves a copy where a dropout was.
+    In a graph without in-place writes they are equal. Tracing leaves a copy where a dropout was.
     """
+
+    def shape(node: Node) -> list[str]:
+        # As text: comparing symbolic sizes would add guards that fix them.
+        return [str(size) for size in node.meta["val"].shape]
+
     for node in list(graph.graph.nodes):
-        copies = node.target is aten.clone.default or node.target in VIEWS
-        original: Any = node.args[0] if copies and not node.kwargs else None
-        if original and original.op == "call_function" and _shape(original) == _shape(node):
+        is_copy = node.target is aten.clone.default or node.target in VIEWS
+        original: Any = node.args[0] if is_copy and not node.kwargs else None
+        if original and original.op == "call_function" and shape(original) == shape(node):
             node.replace_all_uses_with(original)
             graph.graph.erase_node(node)
     graph.recompile()
-
-
-def _shape(node: Node) -> list[str]:
-    """Return a shape as text: to compare sizes that are not known yet would fix them."""
-    return [str(size) for size in node.meta["val"].shape]
 
 
 def _weight(linear: Node) -> Node:
@@ -125,41 +129,43 @@ def _weight(linear: Node) -> Node:
     return weight
 
 
-def _makers(node: Node) -> list[Node]:
-    """Return the constants whose scaling scales a tensor's channels; none where there are none."""
+def _scaling_constants(node: Node) -> list[Node]:
+    """Return the constants whose scaling scales a tensor's channels; empty where there are none."""
     if node.target is aten.mul.Tensor:
         constants = [a for a in node.args if is_constant(a) and a.meta["val"].dim() == 1]
         return [c for c in constants if len(c.meta["val"]) == node.meta["val"].shape[-1]][:1]
     if node.target in NORMS:
-        places = [place for place in NORMS[node.target] if len(node.args) > place]
-        return _constants(node, places) if len(node.args[1]) == 1 else []  # type: ignore[arg-type]
-    layer = _value_layer(node) or node
-    if layer.target is aten.relu.default and _is_read_once(layer.args[0]):
+        operands = [node.args[index] for index in NORMS[node.target] if len(node.args) > index]
+        per_channel = len(node.args[1]) == 1  # type: ignore[arg-type]  # normalized_shape
+        return _if_all_constant(operands) if per_channel else []
+    layer: Any = _value_projection(node) or node
+    if layer.target is aten.relu.default and len(layer.args[0].users) == 1:
         layer = layer.args[0]
-    return _constants(layer, range(1, len(layer.args))) if layer.target is LINEAR else []
+    return _if_all_constant(layer.args[1:]) if layer.target is LINEAR else []
 
 
-def _constants(node: Node, places: Iterable[int]) -> list[Node]:
-    """Return the operands at some places, the first of which is needed; none are no constants."""
-    held = [node.args[place] for place in places if node.args[place] is not None]
-    return [c for c in held if is_constant(c)] if held and all(map(is_constant, held)) else []
+def _if_all_constant(operands: Sequence[Any]) -> list[Node]:
+    """Return a weight and perhaps a bias, or nothing where one of them is computed."""
+    present = [operand for operand in operands if operand is not None]
+    return present if all(map(is_constant, present)) else []
 
 
-def _value_layer(merged: Node) -> Any:
-    """Return the layer that makes the values of an attention, whose channels its result has."""
+def _value_projection(merged: Node) -> Any:
+    """Return the layer that computes the values of an attention with merged heads, if it is one.
+
+    The channels of attention's output are those of its values.
+    """
     chain: list[Any] = [merged]
     for targets in HEADS_MERGED:
         node = chain[-1]
-        swaps = node.target is aten.transpose.int
-        if node.target not in targets or (swaps and node.args[1:] != (1, 2)):
+        is_transpose = node.target is aten.transpose.int
+        if node.target not in targets or (is_transpose and node.args[1:] != (1, 2)):
             return None
         chain.append(node.args[2 if node.target is ATTENTION else 0])
     _, _, attention, values, split, layer, _ = chain
     _, heads, _, size = attention.meta["val"].shape
-    same = values.meta["val"].shape[1] == heads and split.meta["val"].shape[2:] == (heads, size)
-    whole = merged.meta["val"].dim() == 3 and merged.meta["val"].shape[-1] == heads * size
-    return layer if same and whole and all(map(_is_read_once, chain[1:-1])) else None
-
-
-def _is_read_once(node: Any) -> bool:
-    return len(node.users) == 1
+    same_heads = values.meta["val"].shape[1] == heads
+    same_heads &= split.meta["val"].shape[2:] == (heads, size)
+    all_merged = merged.meta["val"].dim() == 3 and merged.meta["val"].shape[-1] == heads * size
+    unshared = all(len(node.users) == 1 for node in chain[1:-1])
+    return layer if same_heads and all_merged and unshared else None

@@ -1,4 +1,4 @@
-"""The samples that ranges and corrections are found on, read anew as often as needed."""
+"""The sample of the data on which ranges and corrections are estimated."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """A seeded sample of the data; each time it is iterated it gives the same batches again."""
+class CalibrationData:
+    """A seeded sample of the data; iterating it again yields the same batches."""
 
     data: Splits
     samples: int
     seed: int
 
     def __iter__(self) -> Iterator[Batch]:
-        """Give the batches; one at a time is held in memory."""
+        """Yield the batches; one at a time is held in memory."""
         return self.data.calibration(self.samples, self.seed)
 
     @classmethod
-    def of(cls, samples: int, signature: Signature, context: Context) -> Calibration:
-        """Return the sample, in batches of the model's size where that is fixed.
+    def from_context(cls, samples: int, signature: Signature, context: Context) -> CalibrationData:
+        """Draw a sample, in batches of the model's size where that is fixed.
 
         Raises:
             StageFailed: there is no data, or too little, or the sample does not fill the model's
@@ -40,36 +40,36 @@ class Calibration:
         """
         data = context.need_data("calibration")
         if signature.batch_axis is None and signature.inputs[0].shape:
-            fixed = int(signature.inputs[0].shape[0])
-            if samples % fixed:
+            batch_size = int(signature.inputs[0].shape[0])
+            if samples % batch_size:
                 raise StageFailed(
-                    f"calibration_samples is {samples} and the model takes batches of {fixed}; "
-                    "make it a multiple"
+                    f"calibration_samples is {samples} and the model takes batches of "
+                    f"{batch_size}; make it a multiple"
                 )
-            data = replace(data, batch_size=fixed)
+            data = replace(data, batch_size=batch_size)
         calibration = cls(data, samples, context.seed)
         iter(calibration)  # refuses more samples than there are, before a model is traced
         return calibration
 
 
-def varied(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield batches; only their first sample is kept.
+def require_varying(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield batches, and check at the end that not all samples were equal.
 
     Raises:
-        StageFailed: at the end, where all samples were equal.
+        StageFailed: all samples were equal.
     """
-    first: tuple[torch.Tensor, ...] | None = None
-    seen, differ = 0, False
+    reference: tuple[torch.Tensor, ...] | None = None
+    count, differ = 0, False
     for batch in batches:
-        if first is None:
-            first = tuple(x[:1].clone() for x in batch.inputs)
-        seen += len(batch)
+        if reference is None:
+            reference = tuple(x[:1].clone() for x in batch.inputs)
+        count += len(batch)
         differ = differ or any(
             x.shape[1:] != y.shape[1:] or not bool((x == y).all())
-            for x, y in zip(batch.inputs, first, strict=True)
+            for x, y in zip(batch.inputs, reference, strict=True)
         )
         yield batch
     if not differ:
         raise StageFailed(
-            f"calibration: all {seen} samples are equal, expected samples that vary; mend the data"
+            f"calibration: all {count} samples are equal, expected samples that vary; mend the data"
         )

@@ -1,8 +1,8 @@
-"""Number formats that a runtime has fast integer kernels for; settings only, no torch."""
+"""Integer formats that a runtime has fast kernels for; settings only, no torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -20,19 +20,20 @@ WeightMethod = Literal["rtn", "hqq", "gptq", "awq"]
 Rounding = Literal["nearest", "adaround"]
 Smoothing = Annotated[
     Literal["auto", "off"] | Annotated[float, Field(gt=0, lt=1)],
-    BeforeValidator(lambda given: "off" if given is False else given),  # what YAML makes of off
+    BeforeValidator(
+        lambda value: "off" if value is False else value
+    ),  # YAML 1.1 reads off as False
 ]
 Observer = Literal["minmax", "moving_average", "histogram", "percentile", "entropy", "mse"]
 
 
 class IntegerFormat(Settings):
-    """How a float tensor becomes small integers."""
+    """An integer type, its range, and whether scales are per tensor or per channel."""
 
     dtype: Literal["uint8", "uint16", "int8"]
-    """Integer type."""
-    low: int
+    quant_min: int
     """Smallest integer used."""
-    high: int
+    quant_max: int
     """Largest integer used."""
     symmetric: bool
     """Whether the zero point is fixed to 0."""
@@ -41,70 +42,72 @@ class IntegerFormat(Settings):
 
 
 class Scheme(Settings):
-    """The integer formats of activations and weights, and where a runtime wants them."""
+    """The integer formats of activations, weights and embeddings for one runtime."""
 
     activations: IntegerFormat
     weights: IntegerFormat
-    tables: IntegerFormat
-    """Of embeddings; their rows are held, not multiplied, and 8 bits is what a row costs anyway."""
+    embeddings: IntegerFormat
+    """Always 8 bits: rows are looked up rather than multiplied, and are stored as bytes."""
     patterns: Patterns
 
 
-def scheme_of(target: Target, weight_bits: int = 8, activation_bits: int = 8) -> Scheme:
-    """Return the formats that a runtime computes fast with.
+def scheme_for(target: Target, weight_bits: int = 8, activation_bits: int = 8) -> Scheme:
+    """Return the integer formats for which a runtime has fast kernels.
 
     Args:
         target: the runtime.
-        weight_bits: bits of a weight; fewer than 8 are held in 8.
-        activation_bits: bits of an activation, alike; of 16 bits a runtime computes in floats.
+        weight_bits: bits of a weight; fewer than 8 are stored in 8.
+        activation_bits: bits of an activation; with 16, runtimes multiply in float.
     """
     if target in SIGNED_ACTIVATIONS:
-        most = 2 ** (activation_bits - 1)
+        half = 2 ** (activation_bits - 1)
         activations = IntegerFormat(
-            dtype="int8", low=-most, high=most - 1, symmetric=True, per_channel=False
+            dtype="int8", quant_min=-half, quant_max=half - 1, symmetric=True, per_channel=False
         )
     else:
         # x86 multiplies unsigned activations by signed weights in one instruction (VNNI's
-        # vpdpbusd); with signed ones onnxruntime leaves about half of the convolutions in float.
-        activations = unsigned(activation_bits)
+        # vpdpbusd); with signed ones onnxruntime leaves about half of the convolutions in float
+        # (12 of 21 in a ResNet-20).
+        activations = unsigned_format(activation_bits)
     return Scheme(
         activations=activations,
-        weights=_signed(weight_bits),
-        tables=_signed(8),
+        weights=_signed_per_channel(weight_bits),
+        embeddings=_signed_per_channel(8),
         patterns=PATTERNS[target],
     )
 
 
-def one_backend(given: Any) -> Any:
-    """Refuse the key `backend`, which users of torch.ao's FX and eager modes look for.
-
-    Raises:
-        ValueError: the key is there.
-    """
-    if isinstance(given, dict) and "backend" in given:
-        raise ValueError(
-            "backend: torch.ao's fx and eager modes are deprecated and not supported; leave the "
-            "key out (the backend is torchao's pt2e)"
-        )
-    return given
-
-
-def unsigned(bits: int) -> IntegerFormat:
-    """Return the format of activations with a zero point, in 8 or 16 bits."""
+def unsigned_format(bits: int) -> IntegerFormat:
+    """Return the per-tensor format of activations with a zero point, in 8 or 16 bits."""
     return IntegerFormat(
         dtype="uint8" if bits <= 8 else "uint16",
-        low=0,
-        high=2**bits - 1,
+        quant_min=0,
+        quant_max=2**bits - 1,
         symmetric=False,
         per_channel=False,
     )
 
 
-def formats_of(target: Target, activation_bits: int = 8) -> frozenset[str]:
-    """Return the integer type of a target's activations, as stages tell it beforehand."""
-    return frozenset({scheme_of(target, activation_bits=activation_bits).activations.dtype})
+def activation_dtypes(target: Target, activation_bits: int = 8) -> frozenset[str]:
+    """Return the integer type of a target's activations, for checks before anything runs."""
+    return frozenset({scheme_for(target, activation_bits=activation_bits).activations.dtype})
 
 
-def _signed(bits: int) -> IntegerFormat:
+def require_16_bit_kernels(setting: str, target: Target, remedy: str) -> None:
+    """Refuse 16-bit activations for a runtime that has no kernels for them.
+
+    Raises:
+        ValueError: the target is not onnxruntime on CPUs.
+    """
+    if target != "onnxruntime-cpu":
+        raise ValueError(
+            f"{setting} is for target: onnxruntime-cpu, found {target}, which "
+            f"has no kernel that reads 16 bits; {remedy}"
+        )
+
+
+def _signed_per_channel(bits: int) -> IntegerFormat:
     largest = 2 ** (bits - 1) - 1
-    return IntegerFormat(dtype="int8", low=-largest, high=largest, symmetric=True, per_channel=True)
+    return IntegerFormat(
+        dtype="int8", quant_min=-largest, quant_max=largest, symmetric=True, per_channel=True
+    )

@@ -1,19 +1,20 @@
-"""Which layers leave the integers, so that the metric is kept at the least cost.
+"""Search for the layers that must leave 8-bit integers so that the metric is kept at least cost.
 
 After the accuracy-aware training-free loop of NNCF (Kozlov et al., "Neural Network Compression
-Framework for fast model inference", 2020), with layers ranked by what rounding each alone does to
-the answers, as in HAWQ (Dong et al., "HAWQ: Hessian AWare Quantization of Neural Networks with
-Mixed-Precision", 2019), where the Hessian stands for that.
+Framework for fast model inference", 2020), with layers ranked by the output error of quantizing
+each alone, as in HAWQ (Dong et al., "HAWQ: Hessian AWare Quantization of Neural Networks with
+Mixed-Precision", 2019), where the Hessian estimates that error.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import StageFailed
-from compress.quantization.mixed_precision.bit_candidates import FLOAT, WIDE, Candidates
+from compress.quantization.mixed_precision.bit_candidates import FLOAT, UINT16, CandidateBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,31 +22,32 @@ if TYPE_CHECKING:
     from compress.quantization.mixed_precision.sensitivity import AccuracyLoss, SensitivityMeter
 
 Formats = dict[str, str]
-"""Layer → observer of what it reads, `uint16` or `float`; others have the usual observer."""
-
-
-class OutOfTime(Exception):
-    """The time is over before the next candidate."""
+"""Layer → observer of its input, `uint16` or `float`; others have the default observer."""
 
 
 @dataclass
-class Search:
-    """One search, and what it has found so far."""
+class BitSearch:
+    """One search: its settings and its results so far.
 
-    candidates: Candidates
-    observe: Callable[[str], None]
+    When the time is over, no further candidate is measured: none then meets the limit, and the
+    search ends with the best one so far.
+    """
+
+    candidates: CandidateBuilder
+    calibrate: Callable[[str], None]
     """Calibrates with another observer, once it is needed."""
-    judge: SensitivityMeter
+    meter: SensitivityMeter
     max_drop_points: float
     fallback: tuple[str, ...]
     costs: Mapping[str, float]
+    """Layer → its share of the cost of all layers."""
     deadline: float
     """On the clock of :func:`time.monotonic`."""
-    harms: dict[str, AccuracyLoss] = field(default_factory=dict)
-    """What each layer does alone, in the best format in which it is rounded."""
+    losses: dict[str, AccuracyLoss] = field(default_factory=dict)
+    """Of each layer quantized alone, with the best of the observers."""
     observers: Formats = field(default_factory=dict)
-    """Layers for which another observer than the usual one does less harm."""
-    met: Formats | None = None
+    """Layers for which another observer than the default one has a smaller loss."""
+    best: Formats | None = None
     """The cheapest choice so far that keeps the metric."""
     stopped: bool = False
     """Whether the time was over before the search was."""
@@ -55,178 +57,173 @@ class Search:
         """Return the formats that keep the metric.
 
         Raises:
-            StageFailed: none was found; the message names the best.
+            StageFailed: there are none; the message has the best candidate.
         """
-        try:
-            self._run()
-        except OutOfTime:
-            self.stopped = True
-        if self.met is None:
-            raise StageFailed(self._why_not())
-        return self.met
+        self._search()
+        if self.best is None:
+            raise StageFailed(self._failure())
+        return self.best
 
     @property
     def evaluations(self) -> int:
-        """How many candidates were held against `max_drop_points`."""
+        """How many candidates' metric was measured against `max_drop_points`."""
         return len(self._drops)
 
     def drop(self, formats: Formats) -> float:
-        """Return by how many points the metric is worse with these formats, measured once.
-
-        Raises:
-            OutOfTime: so it is.
-        """
+        """Return by how many points the metric is worse; infinite where the time is over."""
         key = frozenset(formats.items())
         if key not in self._drops:
-            self._refuse_when_late()
-            self._drops[key] = self.judge.drop(self.candidates.build(formats).graph)
+            if self._is_late():
+                return math.inf
+            self._drops[key] = self.meter.metric_drop(self.candidates.build(formats).graph)
         return self._drops[key]
 
-    def _run(self) -> None:
-        if self._keeps({}):
+    def _search(self) -> None:
+        if self._keeps_metric({}):
             return
-        self._rank()
-        if self.observers and self._keeps(dict(self.observers)):
+        self._rank_layers()
+        if self.observers and self._keeps_metric(dict(self.observers)):
             return
         order = self._order()
-        for chosen in [c for c in (FLOAT, WIDE) if c in self.fallback]:
+        for chosen in [c for c in (FLOAT, UINT16) if c in self.fallback]:
             count = self._smallest_prefix(order, chosen)
             given = dict.fromkeys(order[:count], chosen) or self._other_choice(order, chosen)
             if given:
-                left = self._give_back(given)
-                if chosen == FLOAT and WIDE in self.fallback:
-                    self._narrow(left)
+                needed = self._requantize(given)
+                if chosen == FLOAT and UINT16 in self.fallback:
+                    self._lower_to_16_bits(needed)
                 return
 
-    def _keeps(self, formats: Formats) -> bool:
-        kept = self.drop(formats) <= self.max_drop_points
-        if kept:
-            self.met = formats
-        return kept
+    def _keeps_metric(self, formats: Formats) -> bool:
+        keeps = self.drop(formats) <= self.max_drop_points
+        if keeps:
+            self.best = formats
+        return keeps
 
-    def _rank(self) -> None:
-        """Find what rounding each layer alone does, with each observer there is."""
+    def _rank_layers(self) -> None:
+        """Measure the loss of quantizing each layer alone, with each observer there is."""
         names = self.candidates.layers
-        others = [chosen for chosen in self.fallback if chosen not in (FLOAT, WIDE)]
+        others = [chosen for chosen in self.fallback if chosen not in (FLOAT, UINT16)]
         for observer in others:
-            self.observe(observer)
+            self.calibrate(observer)
         for done, name in enumerate(names, 1):
             alone = {other: FLOAT for other in names if other != name}
-            self.harms[name] = self._harm(alone)
-            for observer in others:
-                harm = self._harm({**alone, name: observer})
-                if harm < self.harms[name]:
-                    self.harms[name], self.observers[name] = harm, observer
-            self.judge.context.progress("rank layers", done, len(names), name)
-
-    def _harm(self, formats: Formats) -> AccuracyLoss:
-        self._refuse_when_late()
-        return self.judge.harm(self.candidates.build(formats).graph)
+            for formats in (alone, *({**alone, name: observer} for observer in others)):
+                if self._is_late():
+                    return
+                loss = self.meter.accuracy_loss(self.candidates.build(formats).graph)
+                if name not in self.losses or loss < self.losses[name]:
+                    self.losses[name] = loss
+                    if name in formats:
+                        self.observers[name] = formats[name]
+            self.meter.context.progress("rank layers", done, len(names), name)
 
     def _order(self) -> list[str]:
-        """Return the layers, those first whose return to float mends most for what it costs."""
+        """Return the layers, by loss per cost: those first that are best put back to float."""
         return sorted(
-            self.candidates.layers,
-            key=lambda name: self.harms[name].over(self.costs[name]),
+            self.losses,
+            key=lambda name: self.losses[name].per_cost(self.costs[name]),
             reverse=True,
         )
 
     def _smallest_prefix(self, order: Sequence[str], chosen: str) -> int:
-        """Return how many layers need a format; 0 where no number of them keeps the metric."""
+        """Bisect how many layers need a format; 0 where no number of them keeps the metric."""
         most = len(order) - (chosen == FLOAT)  # something must stay in integers
         low, high = 0, 1
-        while high <= most and not self._keeps(self._with(dict.fromkeys(order[:high], chosen))):
+        while high <= most and not self._keeps_with(dict.fromkeys(order[:high], chosen)):
             low, high = high, min(2 * high, most) if high < most else most + 1
         if high > most:
             return 0
         while high - low > 1:
             middle = (low + high) // 2
-            kept = self._keeps(self._with(dict.fromkeys(order[:middle], chosen)))
-            low, high = (low, middle) if kept else (middle, high)
+            keeps = self._keeps_with(dict.fromkeys(order[:middle], chosen))
+            low, high = (low, middle) if keeps else (middle, high)
         return high
 
     def _other_choice(self, order: Sequence[str], chosen: str) -> Formats:
         """Return other layers that a format keeps the metric with, where bisection found none.
 
-        Prefixes that it passed over, as more layers in float may do worse; then all layers but one,
-        as the one that does harm may be the dearest by far, and ranked last.
+        Prefixes that it skipped, as more layers in float may do worse; then all layers but one, as
+        the layer with the loss may be by far the most expensive, and ranked last.
         """
         prefixes = [list(order[:count]) for count in range(1, len(order))]
         all_but_one = [[n for n in order if n != kept] for kept in reversed(order)]
         for names in filter(None, prefixes + all_but_one):
             given = dict.fromkeys(names, chosen)
-            if self._keeps(self._with(given)):
+            if self._keeps_with(given):
                 return given
         return {}
 
-    def _give_back(self, given: Formats) -> Formats:
-        """Round layers again one by one, while the metric is kept; the dearest for its harm first.
+    def _requantize(self, given: Formats) -> Formats:
+        """Quantize layers again one by one, while the metric is kept; the last ranked first.
 
         The prefix is the smallest one, and a smaller set may still be found within it.
 
         Returns:
             The layers that need what they were given.
         """
-        left = given
+        needed = given
         for name in reversed(given):
-            fewer = {other: chosen for other, chosen in left.items() if other != name}
-            if fewer and self._keeps(self._with(fewer)):
-                left = fewer
-        return left
+            fewer = {other: chosen for other, chosen in needed.items() if other != name}
+            if fewer and self._keeps_with(fewer):
+                needed = fewer
+        return needed
 
-    def _narrow(self, floats: Formats) -> None:
+    def _lower_to_16_bits(self, floats: Formats) -> None:
         """Let layers in float read 16 bits instead, one by one, while the metric is kept."""
-        left = floats
+        formats = floats
         for name in reversed(floats):
-            narrower = {**left, name: WIDE}
-            if self._keeps(self._with(narrower)):
-                left = narrower
+            lower = {**formats, name: UINT16}
+            if self._keeps_with(lower):
+                formats = lower
 
-    def _with(self, given: Formats) -> Formats:
-        return {**self.observers, **given}
+    def _keeps_with(self, given: Formats) -> bool:
+        return self._keeps_metric({**self.observers, **given})
 
-    def _refuse_when_late(self) -> None:
-        if self._drops and time.monotonic() > self.deadline:
-            raise OutOfTime
+    def _is_late(self) -> bool:
+        """Whether the time is over; at least one candidate is measured."""
+        late = bool(self._drops) and time.monotonic() > self.deadline
+        self.stopped |= late
+        return late
 
-    def _why_not(self) -> str:
+    def _failure(self) -> str:
         best = min(self._drops, key=lambda key: self._drops[key])
         floats = [name for name, chosen in best if chosen == FLOAT]
         count = len(self.candidates.layers)
-        told = (
+        summary = (
             f"max_drop_points {self.max_drop_points:g} is not met: the best of "
             f"{self.evaluations} candidates loses {self._drops[best]:.4g} points of "
-            f"{self.judge.metric} with {len(floats)} of {count} layers in float"
+            f"{self.meter.metric} with {len(floats)} of {count} layers in float"
         )
         if self.stopped:
-            return f"{told}; the time was over, raise `minutes` or `max_drop_points`"
+            return f"{summary}; the time was over, raise `minutes` or `max_drop_points`"
         if FLOAT not in self.fallback:
-            return f"{told}; add `float` to `fallback`, or raise `max_drop_points`"
-        mend = "raise `max_drop_points` or use another stage"
-        return f"{told}; no choice that was tried keeps it, {mend}"
+            return f"{summary}; add `float` to `fallback`, or raise `max_drop_points`"
+        remedy = "raise `max_drop_points` or use another stage"
+        return f"{summary}; no choice that was tried keeps it, {remedy}"
 
     def facts(self, formats: Formats) -> dict[str, Any]:
-        """Return what was found, for the manifest."""
+        """Return the result, for the manifest."""
+
+        def reported(drop: float) -> float | None:
+            # JSON has no infinity: the drop of outputs that are not finite.
+            return None if drop == math.inf else round(drop, 6)
+
         layers = [
             {
                 "module": name,
                 "format": formats.get(name, next(iter(self.candidates.ranges))),
-                "sensitivity": self.harms[name].metric_drop() if name in self.harms else None,
+                "sensitivity": self.losses[name].reported() if name in self.losses else None,
                 "cost": round(self.costs[name], 4),
             }
-            for name in (self._order() if len(self.harms) == len(self.costs) else self.costs)
+            for name in (self._order() if len(self.losses) == len(self.costs) else self.costs)
         ]
         return {
-            "metric": self.judge.metric,
-            "before": round(self.judge.before, 6),
-            "drop_all_quantized_points": self._reported_drop(self._drops[frozenset()]),
-            "drop_points": self._reported_drop(self.drop(formats)),
+            "metric": self.meter.metric,
+            "before": round(self.meter.float_score, 6),
+            "drop_all_quantized_points": reported(self._drops[frozenset()]),
+            "drop_points": reported(self.drop(formats)),
             "evaluations": self.evaluations,
             "stopped_by_time": self.stopped,
             "layers": layers,
         }
-
-    @staticmethod
-    def _reported_drop(drop: float) -> float | None:
-        """Return a drop as JSON takes it; None where the outputs were not finite."""
-        return None if drop == float("inf") else round(drop, 6)

@@ -1,4 +1,4 @@
-"""A traced graph computed in half precision, where its numbers fit; the rest stays float32."""
+"""Convert a graph to half precision where its values fit; the rest stays float32."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torch.fx.node import map_aggregate
 from compress.common.errors import StageFailed, first_line
 from compress.graph.torch_export import export_program
 from compress.quantization.mixed_precision.insert_casts import (
-    PASSING,
+    ANY_DTYPE,
     compute_in_half_,
     is_convertible,
     operator_name,
 )
-from compress.quantization.pt2e.module_names import is_excluded, name_inputs_, place
+from compress.quantization.pt2e.graph_capture import capture
+from compress.quantization.pt2e.graph_constants import remove_unread_tensors_
+from compress.quantization.pt2e.module_names import describe_tensor, is_excluded, name_inputs_
 from compress.quantization.pt2e.torchao_api import fuse_conv_bn_
-from compress.quantization.ptq.calibrate import drop_unread_tensors_, refuse_misfit, traced
+from compress.quantization.ptq.calibrate import require_matching_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -46,24 +48,30 @@ ATTENTION = aten.scaled_dot_product_attention.default
 
 
 @dataclass
-class Numbers:
-    """What one tensor of the graph held on the sample, and what half precision makes of it."""
+class ValueStatistics:
+    """Sums over the values of one tensor, and over their errors in half precision."""
 
     largest: float = 0.0
     squares: float = 0.0
     squared_errors: float = 0.0
 
-    def see(self, values: torch.Tensor, dtype: torch.dtype, largest: float = 0.0) -> None:
-        """Take account of more values; infinite ones are the same in every precision."""
+    def update(self, values: torch.Tensor, dtype: torch.dtype, bound: float = 0.0) -> None:
+        """Add values; infinite ones are the same in every precision and left out.
+
+        Args:
+            values: of the tensor.
+            dtype: the half-precision type.
+            bound: of intermediate values that are no tensor of the graph.
+        """
         finite = values[values.isfinite()].double()
         rounded = finite.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype).double()
         peak = float(finite.abs().max()) if finite.numel() else 0.0
-        self.largest = max(self.largest, peak, largest)
+        self.largest = max(self.largest, peak, bound)
         self.squares += float(finite.square().sum())
         self.squared_errors += float((finite - rounded).square().sum())
 
-    def misfit(self, dtype: torch.dtype, headroom: float) -> str | None:
-        """Return why the values cannot be held in half precision, or None."""
+    def reason_for_float32(self, dtype: torch.dtype, headroom: float) -> str | None:
+        """Return why half precision cannot represent the values, or None."""
         limits = torch.finfo(dtype)
         name = str(dtype).removeprefix("torch.")
         if self.largest * headroom > limits.max:
@@ -77,20 +85,20 @@ class Numbers:
 
 @dataclass
 class PrecisionConverter:
-    """Decides which operators compute in half precision; knows afterwards which do not, and why."""
+    """Chooses the operators that compute in half precision; records the others, and why."""
 
     dtype: torch.dtype
     headroom: float
     exclude: tuple[str, ...] = ()
-    numbers: dict[fx.Node, Numbers] = field(default_factory=dict)
-    """What each float32 tensor of the graph held."""
-    without_kernel: dict[Any, str] = field(default_factory=dict)
-    """Operator that torch cannot compute in half precision here → what it says."""
+    statistics: dict[fx.Node, ValueStatistics] = field(default_factory=dict)
+    """Of each float32 tensor of the graph."""
+    unsupported: dict[Any, str] = field(default_factory=dict)
+    """Operator without a half-precision kernel here → torch's error message."""
     converted: Counter[str] = field(default_factory=Counter)
     """Number of operators in half precision by kind."""
     sensitive: Counter[str] = field(default_factory=Counter)
     """Number of operators left in float32 for their kind."""
-    misfits: dict[str, str] = field(default_factory=dict)
+    out_of_range: dict[str, str] = field(default_factory=dict)
     """Tensor or operator left in float32 → why."""
 
     def choose(self, graph: fx.GraphModule) -> set[fx.Node]:
@@ -98,36 +106,38 @@ class PrecisionConverter:
         return {
             node
             for node in graph.graph.nodes
-            if is_convertible(node) and operator_name(node) not in PASSING
+            if is_convertible(node) and operator_name(node) not in ANY_DTYPE
             if not is_excluded(node, self.exclude)
             if not self._is_sensitive(node) and self._fits(node)
         }
 
     def _is_sensitive(self, node: fx.Node) -> bool:
         name = operator_name(node)
-        asks_for_float32 = torch.float32 in [*node.args, *node.kwargs.values()]
-        if name in SENSITIVE or asks_for_float32:
+        requests_float32 = torch.float32 in [*node.args, *node.kwargs.values()]
+        if name in SENSITIVE or requests_float32:
             self.sensitive[name] += 1
             return True
         return False
 
     def _fits(self, node: fx.Node) -> bool:
-        if node.target in self.without_kernel:
-            self.misfits[place(node)] = self.without_kernel[node.target]
+        if node.target in self.unsupported:
+            self.out_of_range[describe_tensor(node)] = self.unsupported[node.target]
             return False
         limit = torch.finfo(self.dtype).max
         scalars = [a for a in node.args if isinstance(a, float) and limit < abs(a) < float("inf")]
         if scalars:
-            self.misfits[place(node)] = f"computes with {scalars[0]:.3g}"
+            self.out_of_range[describe_tensor(node)] = f"computes with {scalars[0]:.3g}"
             return False
         reasons = {
-            place(tensor): self.numbers[tensor].misfit(self.dtype, self.headroom)
+            describe_tensor(tensor): self.statistics[tensor].reason_for_float32(
+                self.dtype, self.headroom
+            )
             for tensor in (node, *node.all_input_nodes)
-            if tensor in self.numbers
+            if tensor in self.statistics
         }
-        found = {where: why for where, why in reasons.items() if why is not None}
-        self.misfits |= found
-        return not found
+        known = {name: reason for name, reason in reasons.items() if reason is not None}
+        self.out_of_range |= known
+        return not known
 
 
 def convert_precision(
@@ -140,59 +150,48 @@ def convert_precision(
     """Return the module as a graph that holds weights and computes in half precision.
 
     Inputs and outputs keep their types. After Micikevicius et al., "Mixed Precision Training"
-    (2018), and with ranges looked at on data instead of a list of operators alone.
+    (2018), with ranges measured on data in addition to a list of operators.
 
     Args:
         module: a module in eval mode; it is not changed.
         signature: its interface.
         converter: which operators stay float32.
-        batches: inputs on which every tensor's numbers are looked at, read twice; one batch at a
-            time is held in memory.
+        batches: inputs on which every tensor is measured, read twice; one batch at a time is held
+            in memory.
         report: called with the number of samples of each batch.
 
     Raises:
         StageFailed: no operator can compute in half precision, the data does not fit the signature,
-            or a number is not finite; the message names the place.
+            or a value is NaN; the message names the tensor.
     """
-    graph = traced(module, signature)
+    graph = capture(module, signature)
     fuse_conv_bn_(graph)
     name_inputs_(graph, signature)
-    look(graph, signature, converter, batches, report)
+    measure = _StatisticsInterpreter(graph, converter)
+    with torch.inference_mode():
+        for batch in batches:
+            require_matching_inputs(batch.inputs, signature)
+            measure.run(*batch.inputs)
+            report(len(batch))
     chosen = converter.choose(graph)
     if not chosen:
-        reasons = "; ".join(f"{name} {why}" for name, why in converter.misfits.items())
+        reasons = "; ".join(f"{name} {why}" for name, why in converter.out_of_range.items())
         raise StageFailed(
             f"no operator can compute in {str(converter.dtype).removeprefix('torch.')} "
             f"({reasons or 'all are excluded or need float32'})"
         )
     converter.converted = compute_in_half_(graph, chosen, converter.dtype)
-    refuse_overflow(graph, batches, report)
-    drop_unread_tensors_(graph)
+    check = _NanCheck(graph)
+    with torch.inference_mode():
+        for batch in batches:
+            check.run(*batch.inputs)
+            report(len(batch))
+    remove_unread_tensors_(graph)
     return export_program(graph, signature)
 
 
-@torch.inference_mode()
-def look(
-    graph: fx.GraphModule,
-    signature: Signature,
-    converter: PrecisionConverter,
-    batches: Iterable[Batch],
-    report: Callable[[int], None],
-) -> None:
-    """Run batches through a float32 graph and note what numbers each tensor holds.
-
-    Raises:
-        StageFailed: the data does not fit the signature, or a tensor is NaN.
-    """
-    looking = _Looking(graph, converter)
-    for batch in batches:
-        refuse_misfit(batch.inputs, signature)
-        looking.run(*batch.inputs)
-        report(len(batch))
-
-
-class _Looking(fx.Interpreter):
-    """Runs a graph, looks at every float32 tensor, and tries each kind of operator in half."""
+class _StatisticsInterpreter(fx.Interpreter):
+    """Runs a float32 graph, measures every tensor, and tries each operator in half precision."""
 
     def __init__(self, graph: fx.GraphModule, converter: PrecisionConverter) -> None:
         super().__init__(graph)
@@ -202,58 +201,44 @@ class _Looking(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        known = self.converter.numbers
+        known = self.converter.statistics
         if n.op == "get_attr":
             n.meta.setdefault("val", value)  # folding BatchNorm adds biases without it
         if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
             if value.isnan().any():
-                raise StageFailed(f"{place(n)} is NaN in float32 already; mend data or weights")
+                raise StageFailed(
+                    f"{describe_tensor(n)} is NaN in float32 already; mend data or weights"
+                )
             if n.op != "get_attr" or n not in known:
-                numbers = known.setdefault(n, Numbers())
-                numbers.see(value, self.converter.dtype, self._scores(n))
+                statistics = known.setdefault(n, ValueStatistics())
+                statistics.update(value, self.converter.dtype, self._score_bound(n))
         if is_convertible(n) and n.target not in self.tried:
-            self._try(n)
+            self.tried.add(n.target)
+            self._try_in_half(n)
         return value
 
-    def _scores(self, n: fx.Node) -> float:
-        """Return a bound of the products inside attention, by Cauchy and Schwarz; 0 elsewhere."""
+    def _score_bound(self, n: fx.Node) -> float:
+        """Bound the scores inside attention, by Cauchy and Schwarz; 0 for other operators."""
         if n.target is not ATTENTION:
             return 0.0
-        (query, key, *_), given = self.fetch_args_kwargs_from_env(n)
-        scale = given.get("scale") or query.shape[-1] ** -0.5
+        (query, key, *_), options = self.fetch_args_kwargs_from_env(n)
+        scale = options.get("scale") or query.shape[-1] ** -0.5
         return float(query.norm(dim=-1).max() * key.norm(dim=-1).max() * scale)
 
-    def _try(self, n: fx.Node) -> None:
-        self.tried.add(n.target)
-
-        def lowered(value: Any) -> Any:
+    def _try_in_half(self, n: fx.Node) -> None:
+        def to_half(value: Any) -> Any:
             is_float = isinstance(value, torch.Tensor) and value.dtype is torch.float32
             return value.to(self.converter.dtype) if is_float else value
 
-        arguments: Any = map_aggregate(self.fetch_args_kwargs_from_env(n), lowered)
+        arguments: Any = map_aggregate(self.fetch_args_kwargs_from_env(n), to_half)
         try:
             n.target(*arguments[0], **arguments[1])  # type: ignore[operator]  # an aten operator
         except (RuntimeError, NotImplementedError) as error:
-            self.converter.without_kernel[n.target] = first_line(error)
+            self.converter.unsupported[n.target] = first_line(error)
 
 
-@torch.inference_mode()
-def refuse_overflow(
-    graph: fx.GraphModule, batches: Iterable[Batch], report: Callable[[int], None]
-) -> None:
-    """Run batches through a converted graph.
-
-    Raises:
-        StageFailed: an activation is NaN; the message names the place.
-    """
-    checking = _Checking(graph)
-    for batch in batches:
-        checking.run(*batch.inputs)
-        report(len(batch))
-
-
-class _Checking(fx.Interpreter):
-    """Runs a graph and refuses what is no number."""
+class _NanCheck(fx.Interpreter):
+    """Runs a converted graph, and refuses NaN."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
@@ -263,7 +248,7 @@ class _Checking(fx.Interpreter):
         value = super().run_node(n)
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.isnan().any():
             raise StageFailed(
-                f"{place(n)} is NaN in half precision; name its module in `exclude`, or raise "
-                "`headroom`"
+                f"{describe_tensor(n)} is NaN in half precision; name its module in `exclude`, or "
+                "raise `headroom`"
             )
         return value

@@ -1,4 +1,4 @@
-"""What flows through a traced graph while samples run through it, one batch at a time."""
+"""Pass the inputs and outputs of some operators of a graph to a callback."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ def tap_activations(
     graph: fx.GraphModule,
     batches: Iterable[Batch],
     nodes: Collection[fx.Node],
-    hear: ActivationCallback,
+    callback: ActivationCallback,
 ) -> None:
-    """Run batches through a graph and hand over what some of its operators read and gave.
+    """Run batches through a graph, one at a time.
 
     Args:
-        graph: a traced module; it is not changed.
+        graph: a captured module; it is not changed.
         batches: inputs of the graph.
-        nodes: the operators listened to.
-        hear: called with the operator, its first input and its output.
+        nodes: the operators to observe.
+        callback: called with the operator, its first input and its output.
     """
-    listening = _Listening(graph, nodes, hear)
+    interpreter = _TapInterpreter(graph, nodes, callback)
     for batch in batches:
-        listening.run(*batch.inputs)
+        interpreter.run(*batch.inputs)
 
 
-def some_rows(values: torch.Tensor, count: int, axis: int = 0) -> torch.Tensor:
-    """Return a seeded choice along an axis; evenly spaced ones would all be first tokens."""
+class _TapInterpreter(fx.Interpreter):
+    def __init__(
+        self, graph: fx.GraphModule, nodes: Collection[fx.Node], callback: ActivationCallback
+    ) -> None:
+        super().__init__(graph)
+        self._nodes = set(nodes)
+        self._callback = callback
+
+    def run_node(self, n: fx.Node) -> Any:
+        output = super().run_node(n)
+        if n in self._nodes:
+            (source, *_), _ = self.fetch_args_kwargs_from_env(n)
+            self._callback(n, source, output)
+        return output
+
+
+def sample_rows(values: torch.Tensor, count: int, axis: int = 0) -> torch.Tensor:
+    """Return a seeded choice along an axis; evenly spaced rows would all be first tokens."""
     length = values.shape[axis]
     if length <= count:
         return values.clone()
     chosen = torch.randperm(length, generator=torch.Generator().manual_seed(0))[:count]
     return values.index_select(axis, chosen.to(values.device))
-
-
-class _Listening(fx.Interpreter):
-    def __init__(
-        self, graph: fx.GraphModule, nodes: Collection[fx.Node], hear: ActivationCallback
-    ) -> None:
-        super().__init__(graph)
-        self._heard = set(nodes)
-        self._hear = hear
-
-    def run_node(self, n: fx.Node) -> Any:
-        found = super().run_node(n)
-        if n in self._heard:
-            (first, *_), _ = self.fetch_args_kwargs_from_env(n)
-            self._hear(n, first, found)
-        return found

@@ -1,4 +1,4 @@
-"""How far tensors are from others, summed up batch by batch."""
+"""Accumulate signal to quantization noise ratio and cosine similarity, batch by batch."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from dataclasses import dataclass
 import torch
 
 LARGEST_DB = 150.0
-"""What equal tensors are given, and with a minus those that are not finite: no float32 has more."""
+"""SQNR of equal tensors, and negated of tensors that are not finite: no float32 has more."""
 
 
 @dataclass
 class Deviation:
-    """Sums over all tensors that were added; none of them is kept."""
+    """Sums over all pairs of tensors that were added."""
 
     signal: float = 0.0
     noise: float = 0.0
     cosines: float = 0.0
     rows: int = 0
 
-    def add(self, expected: torch.Tensor, found: torch.Tensor) -> None:
-        """Take in a batch of what is right, and of what is there.
+    def add(self, expected: torch.Tensor, actual: torch.Tensor) -> None:
+        """Add a batch.
 
-        Where the expected tensor is itself infinite or NaN, such as in a mask, nothing is compared,
-        but that a NaN is there only where one is expected.
+        Where the expected tensor is infinite or NaN, as in an attention mask, values are not
+        compared; but a NaN where none is expected counts as infinite noise.
         """
-        right_NF, there_NF = _rows(expected), _rows(found)
-        known = right_NF.isfinite()
-        if not bool(known.all()):
-            if bool((there_NF.isnan() & ~right_NF.isnan()).any()):
+        expected_NF, actual_NF = _rows(expected), _rows(actual)
+        finite = expected_NF.isfinite()
+        if not bool(finite.all()):
+            if bool((actual_NF.isnan() & ~expected_NF.isnan()).any()):
                 self.noise = math.inf
-            right_NF, there_NF = right_NF.where(known, 0), there_NF.where(known, 0)
-        self.signal += float(right_NF.square().sum())
-        noise = float((right_NF - there_NF).square().sum())
+            expected_NF, actual_NF = expected_NF.where(finite, 0), actual_NF.where(finite, 0)
+        self.signal += float(expected_NF.square().sum())
+        noise = float((expected_NF - actual_NF).square().sum())
         self.noise += noise if math.isfinite(noise) else math.inf
-        self.cosines += float(_cosines(right_NF, there_NF).sum())
-        self.rows += len(right_NF)
+        self.cosines += float(_cosines(expected_NF, actual_NF).sum())
+        self.rows += len(expected_NF)
 
     @property
     def is_finite(self) -> bool:
@@ -45,7 +45,7 @@ class Deviation:
 
     @property
     def sqnr_db(self) -> float:
-        """Signal to noise ratio, in decibels."""
+        """Signal to quantization noise ratio, in decibels."""
         if self.noise == 0:
             return LARGEST_DB
         if self.signal == 0 or not self.is_finite:
@@ -54,7 +54,7 @@ class Deviation:
 
     @property
     def cosine(self) -> float:
-        """Mean of the rows' cosines."""
+        """Mean of the rows' cosine similarities."""
         return self.cosines / self.rows if self.rows and self.is_finite else 0.0
 
 

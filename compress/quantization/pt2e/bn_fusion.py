@@ -1,4 +1,4 @@
-"""Which BatchNorms can be folded into the layer before them."""
+"""Keep torchao from folding a BatchNorm where that would change the model."""
 
 from __future__ import annotations
 
@@ -14,38 +14,34 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 BATCH_NORM = aten._native_batch_norm_legit_no_training.default
-TRANSPOSED = {
+FOLDABLE = {
+    *WEIGHTED,
     aten.conv_transpose1d.default,
     aten.conv_transpose2d.input,
     aten.conv_transpose3d.input,
 }
-FOLDING = {*WEIGHTED, *TRANSPOSED}
+"""Operators into which torchao folds the BatchNorm that follows."""
 
 
-def part_from_layers_read_elsewhere_(graph: GraphModule) -> None:
-    """Put a copy before each BatchNorm that must not be folded, in place.
+def protect_shared_layers_(graph: GraphModule) -> None:
+    """Insert a copy between a layer and a BatchNorm that must not be folded into it.
 
-    torchao 0.18 folds whatever BatchNorm follows a layer. Where something else reads the layer's
-    result too, or another BatchNorm follows its weight, that would change the model.
+    torchao 0.18 folds every BatchNorm that follows a layer. Where the layer's output has another
+    reader too, or another BatchNorm follows the same weight, that would change the model.
     """
     for node in graph.graph.nodes:
-        layer = _layer_before(node)
-        if layer is not None and not _folds(layer, node):
-            with graph.graph.inserting_before(node):
-                copy = graph.graph.call_function(aten.clone.default, (layer,))
-                copy.meta = dict(layer.meta)
-            node.replace_input_with(layer, copy)
+        layer = node.args[0] if node.target is BATCH_NORM else None
+        if not (isinstance(layer, Node) and layer.target in FOLDABLE) or _can_fold(layer, node):
+            continue
+        with graph.graph.inserting_before(node):
+            copy = graph.graph.call_function(aten.clone.default, (layer,))
+            copy.meta = dict(layer.meta)
+        node.replace_input_with(layer, copy)
     graph.recompile()
 
 
-def _layer_before(node: Node) -> Node | None:
-    """Return the layer that a BatchNorm follows."""
-    source = node.args[0] if node.target is BATCH_NORM else None
-    return source if isinstance(source, Node) and source.target in FOLDING else None
-
-
-def _folds(layer: Node, norm: Node) -> bool:
-    """Whether one BatchNorm alone follows a layer, wherever its weight is used."""
+def _can_fold(layer: Node, norm: Node) -> bool:
+    """Whether equal BatchNorms are the only readers of every layer that uses this weight."""
     weight = layer.args[1]
     layers = list(weight.users) if isinstance(weight, Node) else [layer]
     followers = [list(each.users) for each in layers]

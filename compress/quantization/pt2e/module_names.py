@@ -1,4 +1,4 @@
-"""Where in the user's model the operators and tensors of a traced graph lie."""
+"""Map nodes of a captured graph to the modules and inputs of the user's model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
     from compress.common.signature import Signature
 
+# `nn_module_stack` names classes by module and qualified name.
 FLAT_OUTPUTS = f"{FlatOutputs.__module__}.{FlatOutputs.__qualname__}"
 INPUT_NAME = "name in the signature"
 
 
 def module_names(node: Node) -> list[str]:
-    """Return the dotted names of the user's modules that a node lies in, outermost first."""
+    """Return the dotted names of the user's modules that a node belongs to, outermost first."""
     stack = (node.meta.get("nn_module_stack") or {}).values()
     names = [path for path, _ in stack]
     if is_wrapped(node):
@@ -28,29 +29,29 @@ def module_names(node: Node) -> list[str]:
 
 
 def module_of(node: Node) -> str:
-    """Return the innermost of the user's modules that a node lies in; none for the model itself."""
+    """Return the innermost of the user's modules of a node; empty for the model itself."""
     return (module_names(node) or [""])[-1]
 
 
 def is_wrapped(node: Node) -> bool:
-    """Whether the user's module is the child ``module`` of one that flattens its outputs."""
+    """Whether the user's module was exported as the child ``module`` of `FlatOutputs`."""
     stack = (node.meta.get("nn_module_stack") or {}).values()
     return any(kind == FLAT_OUTPUTS for _, kind in stack)
 
 
 def is_excluded(node: Node, patterns: Sequence[str]) -> bool:
-    """Whether a node lies in a module that is to stay float."""
+    """Whether a node belongs to a module that one of the patterns matches."""
     return any(fnmatchcase(m, p) for m in module_names(node) for p in patterns)
 
 
 def name_inputs_(graph: GraphModule, signature: Signature) -> None:
-    """Note the signature's names of a graph's inputs, in place."""
+    """Store the signature's input names in the metadata of a graph's placeholders."""
     for node, spec in zip(graph.graph.find_nodes(op="placeholder"), signature.inputs, strict=True):
         node.meta[INPUT_NAME] = spec.name
 
 
-def place(node: Node) -> str:
-    """Return in words where a tensor is made."""
+def describe_tensor(node: Node) -> str:
+    """Describe where a tensor comes from, for messages: `relu of layer1`, `input image`."""
     if node.op == "get_attr":
         return f"weight {node.target}"
     if node.op == "placeholder":

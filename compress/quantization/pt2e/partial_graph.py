@@ -1,4 +1,4 @@
-"""What reaches an operator of a prepared graph: in floats, and with all before it rounded."""
+"""Evaluate the input of one layer of a prepared graph: in float, and fake-quantized."""
 
 from __future__ import annotations
 
@@ -15,91 +15,91 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
 
 
-class Reaching:
-    """What reaches operators of a prepared graph whose weights are being replaced."""
+class LayerInputs:
+    """The inputs of a prepared graph's layers, while its weights are replaced one after another."""
 
     def __init__(self, prepared: fx.GraphModule, batches: Iterable[Batch]) -> None:
-        """Remember the weights as they are: those of the float model.
+        """Remember the current weights as those of the float model.
 
         Args:
-            prepared: a graph whose observers have seen their ranges; they see nothing of what runs.
-            batches: inputs of the graph, read anew for each operator.
+            prepared: a graph with calibrated observers; these are not updated.
+            batches: inputs of the graph, read again for each layer.
         """
         constants = [node for node in prepared.graph.nodes if node.op == "get_attr"]
-        self._originals = {str(node.target): value_of(prepared, node) for node in constants}
+        self._float_weights = {str(node.target): value_of(prepared, node) for node in constants}
         self._prepared = prepared
         self._batches = batches
 
     @torch.no_grad()
-    def pairs(self, node: fx.Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield an operator's first input, batch by batch: as floats, and with all before rounded.
+    def pairs(self, layer: fx.Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield a layer's input for each batch: the float model's, and the quantized one's.
 
-        Args:
-            node: an operator of the graph.
+        In the second everything before the layer is fake-quantized, with the current weights.
         """
-        floats = _Prefix(self._prepared, node, self._originals)
-        rounded = _Prefix(self._prepared, node, None)
+        in_float = _InputInterpreter(self._prepared, layer, self._float_weights)
+        quantized = _InputInterpreter(self._prepared, layer, None)
         for batch in self._batches:
-            yield floats.reached(*batch.inputs), rounded.reached(*batch.inputs)
+            yield in_float.evaluate(*batch.inputs), quantized.evaluate(*batch.inputs)
 
 
-class _Prefix(fx.Interpreter):
-    """Runs what an operator's first input needs: with other weights, or with observers rounding."""
+class _InputInterpreter(fx.Interpreter):
+    """Evaluate the subgraph that produces a layer's first input.
+
+    With `float_weights` these replace the graph's and observers pass tensors through; without,
+    observers fake-quantize.
+    """
 
     def __init__(
-        self, prepared: fx.GraphModule, node: fx.Node, floats: dict[str, torch.Tensor] | None
+        self,
+        prepared: fx.GraphModule,
+        layer: fx.Node,
+        float_weights: dict[str, torch.Tensor] | None,
     ) -> None:
         super().__init__(prepared)
-        self._floats = floats
-        self._last: Any = node.args[0]
-        self._needed = _ancestors([self._last])
-        self._weights: dict[fx.Node, torch.Tensor] = {}
-        self._reached: Any = None
+        self._float_weights = float_weights
+        self._source: Any = layer.args[0]
+        self._needed: set[fx.Node] = set()
+        pending: list[Any] = [self._source]
+        while pending:
+            node = pending.pop()
+            if node not in self._needed:
+                self._needed.add(node)
+                pending += node.all_input_nodes
+        self._quantized_weights: dict[fx.Node, torch.Tensor] = {}
+        self._result: Any = None
 
-    def reached(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def evaluate(self, *inputs: torch.Tensor) -> torch.Tensor:
         self.run(*inputs, enable_io_processing=False)
-        found: torch.Tensor = self._reached
-        return found
+        result: torch.Tensor = self._result
+        return result
 
     def run_node(self, n: fx.Node) -> Any:
         if n not in self._needed and n.op != "placeholder":
             return None
-        if n.op == "get_attr" and self._floats is not None:
-            found = self._floats[str(n.target)]
+        if n.op == "get_attr" and self._float_weights is not None:
+            value = self._float_weights[str(n.target)]
         else:
-            found = self._observed(n) if n.op == "call_module" else super().run_node(n)
-        if n is self._last:
-            self._reached = found
-        return found
+            value = self._observe(n) if n.op == "call_module" else super().run_node(n)
+        if n is self._source:
+            self._result = value
+        return value
 
-    def _observed(self, n: fx.Node) -> torch.Tensor:
+    def _observe(self, n: fx.Node) -> torch.Tensor:
         (value,), _ = self.fetch_args_kwargs_from_env(n)
-        return self._through(n, value) if self._floats is None else value
-
-    def _through(self, n: fx.Node, value: torch.Tensor) -> torch.Tensor:
-        of_weight = n.args[0].op == "get_attr"  # type: ignore[union-attr]
-        if n in self._weights:
-            return self._weights[n]
-        rounded = fake_rounded(self.module.get_submodule(str(n.target)), value)
-        if of_weight:
-            self._weights[n] = rounded
-        return rounded
+        if self._float_weights is not None:
+            return value  # type: ignore[no-any-return]
+        if n in self._quantized_weights:
+            return self._quantized_weights[n]
+        quantized = fake_quantize(self.module.get_submodule(str(n.target)), value)
+        if n.args[0].op == "get_attr":  # type: ignore[union-attr]
+            self._quantized_weights[n] = quantized  # equal for all batches
+        return quantized
 
 
-def fake_rounded(observer: Any, value: torch.Tensor) -> torch.Tensor:
-    """Return the floats that the integers of an observer's format stand for."""
+def fake_quantize(observer: Any, value: torch.Tensor) -> torch.Tensor:
+    """Quantize and dequantize a tensor with an observer's scale and zero point."""
     shape = (-1, *[1] * (value.dim() - 1))
     scale, zero = (part.view(shape) for part in observer.calculate_qparams())
     low, high = observer.quant_min, observer.quant_max
     rounded: torch.Tensor = ((value / scale + zero).round().clamp(low, high) - zero) * scale
     return rounded
-
-
-def _ancestors(waiting: list[Any]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    while waiting:
-        one = waiting.pop()
-        if one not in found:
-            found.add(one)
-            waiting += one.all_input_nodes
-    return found

@@ -1,4 +1,4 @@
-"""Number formats as torchao's quantizers take them: a dtype, its ends, and who finds the scale."""
+"""Integer formats as torchao's `QuantizationSpec`: dtype, range, and the observer of the scale."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ SMALLEST_SCALE = 2.0**-60
 """Keeps the product of two scales, which both runtimes hold in a float32, a normal number."""
 
 
-def spec_of(numbers: IntegerFormat, observer: Any, **options: float) -> QuantizationSpec:
-    """Return a format whose scales an observer finds.
+def qspec(numbers: IntegerFormat, observer: Any, **options: float) -> QuantizationSpec:
+    """Return the torchao spec of an integer format.
 
     Args:
         numbers: the format.
-        observer: class of the observer.
-        options: what the observer takes besides.
+        observer: class of the observer that finds the scale.
+        options: further arguments of the observer.
     """
-    kind = "channel" if numbers.per_channel else "tensor"
-    form = "symmetric" if numbers.symmetric else "affine"
+    granularity = "channel" if numbers.per_channel else "tensor"
+    symmetry = "symmetric" if numbers.symmetric else "affine"
     return QuantizationSpec(
         dtype=getattr(torch, numbers.dtype),
         observer_or_fake_quant_ctr=observer.with_args(eps=SMALLEST_SCALE, **options),
-        quant_min=numbers.low,
-        quant_max=numbers.high,
-        qscheme=getattr(torch, f"per_{kind}_{form}"),
+        quant_min=numbers.quant_min,
+        quant_max=numbers.quant_max,
+        qscheme=getattr(torch, f"per_{granularity}_{symmetry}"),
         ch_axis=0 if numbers.per_channel else None,
     )
 
 
-def bias_spec(node: Node, source: Node, weight: Node) -> DerivedQuantizationSpec:
-    """Return the 32-bit format in which a bias is added to integer products.
+def bias_qspec(node: Node, source: Node, weight: Node) -> DerivedQuantizationSpec:
+    """Return the int32 spec of a bias, with scale `input_scale * weight_scale`.
 
-    onnxruntime would round a float bias itself; doing so here keeps both runtimes' sums equal, and
-    is what lets it compute a Gemm with a float result in integers.
+    onnxruntime would round a float bias to the same integers. Doing so here gives both runtimes
+    equal sums, and lets onnxruntime compute a Gemm with a float output in integers.
     """
 
     def derive(observers: Sequence[MinMaxObserver]) -> tuple[torch.Tensor, torch.Tensor]:

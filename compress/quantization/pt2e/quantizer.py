@@ -1,9 +1,9 @@
-"""Which operators of an ATen graph are quantized: those that a runtime computes in integers.
+"""torchao quantizer: annotates the operators of an ATen graph that a runtime computes in integers.
 
 onnxruntime fuses an operator into an integer kernel (QLinearConv, QLinearAdd, QGemm …) when it
 stands alone between DequantizeLinear and QuantizeLinear. So each pattern below is annotated as a
-whole, and what would only gain a detour through integers stays float. How other runtimes differ is
-said by :class:`~compress.quantization.config.backend_targets.Patterns`.
+whole, and operators without an integer kernel stay float. The other runtimes' patterns are in
+:class:`~compress.quantization.config.backend_targets.Patterns`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from compress.quantization.pt2e.module_names import is_excluded, is_wrapped
 from compress.quantization.pt2e.observers import OBSERVERS
-from compress.quantization.pt2e.qspec import bias_spec, spec_of
+from compress.quantization.pt2e.qspec import bias_qspec, qspec
 from compress.quantization.pt2e.torchao_api import (
     Q_ANNOTATION_KEY,
     PerChannelMinMaxObserver,
@@ -64,7 +64,7 @@ MOVES = {
     aten.unsqueeze.default,
     aten.clone.default,
 }
-"""Operators that only move or pick values: their result keeps the scale of what they read."""
+"""Operators that only move or pick values, so that their output keeps the scale of the input."""
 AVERAGE_POOL = aten.avg_pool2d.default
 
 
@@ -86,16 +86,16 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
             scheme: integer formats of activations and weights.
             observer: how the range of an activation is estimated.
             exclude: patterns of module names whose operators stay float.
-            embeddings: whether tables are rounded too, each row with a scale of its own.
+            embeddings: whether embedding tables are quantized too, with a scale per row.
             percentile: share of the values that the observer `percentile` keeps, in percent.
         """
         super().__init__()
         self.scheme = scheme
         self.embeddings = embeddings
         options = {"percentile": percentile} if observer == "percentile" else {}
-        self.activation = spec_of(scheme.activations, OBSERVERS[observer], **options)
-        self.weight = spec_of(scheme.weights, PerChannelMinMaxObserver)
-        self.table = spec_of(scheme.tables, PerChannelMinMaxObserver)
+        self.activation = qspec(scheme.activations, OBSERVERS[observer], **options)
+        self.weight = qspec(scheme.weights, PerChannelMinMaxObserver)
+        self.table = qspec(scheme.embeddings, PerChannelMinMaxObserver)
         self.patterns = scheme.patterns
         self.exclude = tuple(exclude)
         self.quantized: Counter[str] = Counter()
@@ -106,7 +106,7 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
         """Saturated and dead ranges by module, filled while calibrating."""
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Mark the operators to be quantized, in graph order."""
+        """Annotate the operators to be quantized, in graph order."""
         for node in model.graph.nodes:
             if (
                 node.op != "call_function"
@@ -121,8 +121,8 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
             elif node.target in MOVES or node.target is AVERAGE_POOL:
                 self._annotate_unary(node)
             elif node.target is EMBEDDING:
-                self._annotate_table(node)
-        self.float_modules = float_modules(model)
+                self._annotate_embedding(node)
+        self.float_modules = find_float_modules(model)
         return model
 
     def validate(self, model: GraphModule) -> None:
@@ -132,45 +132,50 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
         source, weight = node.args[:2]
         if not (is_float(source) and is_constant(weight)):
             return
-        if not self.patterns.one_channel and _reads_one_channel_of_dynamic(node):
+        shape = source.meta["val"].shape
+        is_dynamic = not all(isinstance(size, int) for size in shape)
+        one_channel = node.target in CONVOLUTIONS and shape[1] == 1
+        if one_channel and is_dynamic and not self.patterns.one_channel:
             return
         chain = _with_clamp(node)
-        self._mark(chain, [source], self.activation if self._rounds_result(chain) else None)
+        rounds_output = self.patterns.outputs and _has_integer_output(chain)
+        self._annotate_chain(chain, [source], self.activation if rounds_output else None)
         specs = node.meta[Q_ANNOTATION_KEY].input_qspec_map
         specs[weight] = self.weight
         bias = node.args[2] if len(node.args) > 2 else None
-        if self.patterns.biases and is_constant(bias) and not is_sequence_product(node):
-            specs[bias] = bias_spec(node, source, weight)
+        if self.patterns.biases and is_constant(bias) and not is_sequence_linear(node):
+            specs[bias] = bias_qspec(node, source, weight)
 
     def _annotate_addition(self, node: Node) -> None:
         terms = node.args[:2]
         if self.patterns.additions == "residual":
             residual = _residual(terms)
             if residual is not None:
-                self._mark([node], [residual], None)
-        elif all(map(_is_rounded_anyway, terms)) and "alpha" not in node.kwargs:
-            self._mark(_with_clamp(node), terms, self.activation)
+                self._annotate_chain([node], [residual], None)
+        # onnxruntime's QLinearAdd has no alpha.
+        elif all(map(_is_quantized_anyway, terms)) and "alpha" not in node.kwargs:
+            self._annotate_chain(_with_clamp(node), terms, self.activation)
 
     def _annotate_unary(self, node: Node) -> None:
         source = node.args[0]
-        if _has_integers(source):
+        if _is_quantized_output(source):
             shared = SharedQuantizationSpec((source, node))
-            self._mark([node], [source], shared if node.target in MOVES else self.activation)
+            output = shared if node.target in MOVES else self.activation
+            self._annotate_chain([node], [source], output)
 
-    def _annotate_table(self, node: Node) -> None:
+    def _annotate_embedding(self, node: Node) -> None:
         table = node.args[0]
         if self.embeddings and is_constant(table):
-            self._weights_of(node, {table: self.table})
+            self._annotate_inputs(node, {table: self.table})
 
-    def _weights_of(self, node: Node, specs: dict[Node, QuantizationSpec]) -> None:
-        """Annotate an operator whose result stays float: its weights and some of its inputs."""
+    def _annotate_inputs(self, node: Node, specs: dict[Node, QuantizationSpec]) -> None:
+        """Annotate inputs and weights of an operator whose output stays float."""
         node.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(input_qspec_map=specs, _annotated=True)
         self.quantized[str(node.target).split(".")[1]] += 1
 
-    def _rounds_result(self, chain: Sequence[Node]) -> bool:
-        return self.patterns.results and _wants_integers(chain)
-
-    def _mark(self, chain: Sequence[Node], sources: Sequence[object], output: object) -> None:
+    def _annotate_chain(
+        self, chain: Sequence[Node], sources: Sequence[object], output: object
+    ) -> None:
         """Annotate a chain of operators: integers enter at its head and leave at its tail."""
         for node in chain:
             node.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(_annotated=True)
@@ -181,53 +186,42 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
 
 
 def _with_clamp(node: Node) -> list[Node]:
-    """Return an operator and the activation after it, where that is its only reader."""
+    """Return an operator and the clamping activation after it, where that is its only reader."""
     readers = list(node.users)
     return [node, *readers] if len(readers) == 1 and readers[0].target in CLAMPS else [node]
 
 
-def _wants_integers(chain: Sequence[Node]) -> bool:
-    """Whether a result should be rounded to integers.
+def _has_integer_output(chain: Sequence[Node]) -> bool:
+    """Whether the output of a layer should be quantized.
 
-    A convolution is only fused with an integer result. A matrix product is fused with a float one
-    too, which is kept where it is more exact at no cost: for the model's outputs, and for products
-    of sequences, whose wide ranges 8 bits ruin (a sentence encoder: cosine 0.93 instead of 0.99).
+    onnxruntime fuses a convolution only with an integer output. It fuses a matrix product with a
+    float one too, which is more exact at no cost: for the model's outputs, and for products of
+    sequences, whose wide ranges 8 bits ruin (a sentence encoder: cosine 0.93 instead of 0.99).
     """
     head, tail = chain[0], chain[-1]
     if head.target is not LINEAR:
         return True
-    return not (is_sequence_product(head) or any(r.op == "output" for r in tail.users))
-
-
-def _reads_one_channel_of_dynamic(node: Node) -> bool:
-    """Whether a node is a convolution of one channel, of an input with a dynamic axis."""
-    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    return node.target in CONVOLUTIONS and shape[1] == 1 and _is_dynamic(shape)
-
-
-def _is_dynamic(shape: Sequence[object]) -> bool:
-    return not all(isinstance(size, int) for size in shape)
+    return not (is_sequence_linear(head) or any(r.op == "output" for r in tail.users))
 
 
 def _residual(terms: Sequence[object]) -> Node | None:
-    """Return the term that is carried past a layer, where an addition's other one is its result.
+    """Return the term of an addition that bypasses the layer whose output the other term is.
 
-    Where both are results of layers (a shortcut with a convolution of its own) the second one.
+    Where both are outputs of layers (a shortcut with a convolution of its own) the second one.
     """
-    if not all(is_float(term) for term in terms):
+    floats = [term for term in terms if is_float(term)]
+    layers = [
+        term
+        for term in floats
+        if term.target in WEIGHTED and len(term.users) == 1 and Q_ANNOTATION_KEY in term.meta
+    ]
+    if len(floats) < len(terms) or not layers:
         return None
-    results = [term for term in terms if is_float(term) and _is_result_of_layer(term)]
-    if not results:
-        return None
-    return next((t for t in terms if is_float(t) and t is not results[0]), None)
+    return next((term for term in floats if term is not layers[0]), None)
 
 
-def _is_result_of_layer(node: Node) -> bool:
-    return node.target in WEIGHTED and len(node.users) == 1 and Q_ANNOTATION_KEY in node.meta
-
-
-def is_sequence_product(node: Node) -> bool:
-    """Whether a node is a linear layer over several axes, in ONNX a MatMul and not a Gemm."""
+def is_sequence_linear(node: Node) -> bool:
+    """Whether a node is a linear layer over more than two axes: in ONNX a MatMul, not a Gemm."""
     return node.target is LINEAR and node.args[0].meta["val"].dim() != 2  # type: ignore[union-attr]
 
 
@@ -238,26 +232,26 @@ def is_float(value: object) -> TypeGuard[Node]:
 
 
 def is_constant(value: object) -> TypeGuard[Node]:
-    """Whether an operand is a weight."""
+    """Whether an operand is a parameter or buffer."""
     return isinstance(value, Node) and value.op == "get_attr"
 
 
-def _has_integers(value: object) -> bool:
+def _is_quantized_output(value: object) -> bool:
     annotation = value.meta.get(Q_ANNOTATION_KEY) if isinstance(value, Node) else None
     return annotation is not None and annotation.output_qspec is not None
 
 
-def _is_rounded_anyway(value: object) -> bool:
-    """Whether a tensor has integers, or another operator reads it in integers.
+def _is_quantized_anyway(value: object) -> bool:
+    """Whether a tensor is quantized as an output, or as the input of another operator.
 
-    Else one addition in float would keep every later one on the same residual path in float.
+    Otherwise one float addition would keep every later one on the same residual path in float.
     """
     readers = value.users if isinstance(value, Node) else ()
     annotations = (reader.meta.get(Q_ANNOTATION_KEY) for reader in readers)
-    return _has_integers(value) or any(a and value in a.input_qspec_map for a in annotations)
+    return _is_quantized_output(value) or any(a and value in a.input_qspec_map for a in annotations)
 
 
-def float_modules(model: GraphModule) -> list[str]:
+def find_float_modules(model: GraphModule) -> list[str]:
     """Return the modules of weights (two axes and more) that no quantized operator reads."""
     tensors = dict(model.named_parameters())
     prefix = "module." if any(is_wrapped(node) for node in model.graph.nodes) else ""

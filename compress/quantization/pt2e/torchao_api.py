@@ -1,4 +1,4 @@
-"""torchao's PT2E quantization, imported without the notes that it logs on the way."""
+"""The names of torchao's PT2E quantization that this package uses, imported without log noise."""
 
 import logging
 from collections.abc import Iterator
@@ -8,24 +8,25 @@ from compress.common.process import gc_disabled
 
 
 @contextmanager
-def _without_import_notes() -> Iterator[None]:
-    """Hide what torchao 0.18 logs on import: absent CUDA libraries, a deprecation of its own."""
+def _quiet_import() -> Iterator[None]:
+    """Hide what torchao 0.18 logs on import: absent CUDA libraries, its own deprecations."""
 
-    def matters(record: logging.LogRecord) -> bool:
+    def is_relevant(record: logging.LogRecord) -> bool:
         text = record.getMessage()
         return "Failed to load" not in text and "is an Enum subclass" not in text
 
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     for logger in loggers:
-        logger.addFilter(matters)
+        logger.addFilter(is_relevant)
     try:
         yield
     finally:
         for logger in loggers:
-            logger.removeFilter(matters)
+            logger.removeFilter(is_relevant)
 
 
-with _without_import_notes(), gc_disabled():
+# Without garbage collection: the import creates many objects that all stay.
+with _quiet_import(), gc_disabled():
     from torchao.quantization.pt2e import (
         DerivedObserverOrFakeQuantize,
         HistogramObserver,

@@ -1,17 +1,17 @@
-"""What is done to a float model so that integers answer more like it, before and after ranges."""
+"""The optional algorithms that reduce the quantization error, and the order they run in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from compress.quantization.algorithms.adaround import round_adaptively_
+from compress.quantization.algorithms.adaround import adaround_
 from compress.quantization.algorithms.bias_correction import correct_bias_
 from compress.quantization.algorithms.cross_layer_equalization import equalize_
-from compress.quantization.algorithms.matmul_view import is_product
+from compress.quantization.algorithms.matmul_view import is_supported
 from compress.quantization.algorithms.smoothquant import smooth_
-from compress.quantization.pt2e.observed_layers import is_rounded, layers_of, weight_of
-from compress.quantization.pt2e.partial_graph import Reaching
+from compress.quantization.pt2e.observed_layers import is_quantized, layers_of, weight_of
+from compress.quantization.pt2e.partial_graph import LayerInputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,18 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class Corrections:
-    """Which corrections are made; knows afterwards what they came to."""
+    """Which algorithms run; records for the manifest what they changed."""
 
     smooth: Smoothing = "off"
     equalize: bool = False
     rounding: Rounding = "nearest"
     rounding_steps: int = 500
     bias_correction: bool = False
-    passes_floats: bool = False
-    """Whether layers pass floats on to each other, so that outliers may be divided anywhere."""
+    float_between_layers: bool = False
+    """Whether activations between layers are float, as with ranges found at run time, so that a
+    multiplication may be inserted anywhere."""
     facts: dict[str, Any] = field(default_factory=dict)
     rescaled: set[str] = field(default_factory=set)
-    """Modules whose results have other scales than the float model's."""
+    """Modules whose outputs have other scales than the float model's."""
 
     def smooth_(
         self,
@@ -44,32 +45,39 @@ class Corrections:
         scheme: Scheme,
         exclude: Sequence[str],
     ) -> None:
-        """Move outliers of activations into weights, in place, before the graph is prepared."""
+        """Apply SmoothQuant to a captured graph, before it is prepared."""
         if self.smooth != "off":
             smoothed = smooth_(
-                graph, batches, scheme, self.smooth, exclude, passes_floats=self.passes_floats
+                graph,
+                batches,
+                scheme,
+                self.smooth,
+                exclude,
+                float_between_layers=self.float_between_layers,
             )
             self.facts["smoothed"] = smoothed.strengths
             self.rescaled |= smoothed.rescaled
 
     def equalize_(self, prepared: GraphModule) -> None:
-        """Bring channels of neighbouring layers to one range, in place, before any is observed."""
+        """Apply cross-layer equalization to a prepared graph, before it is calibrated."""
         if self.equalize:
             equalized = equalize_(prepared)
             self.facts["equalized_pairs"] = len(equalized)
             self.rescaled |= set(equalized)
 
     def round_(self, prepared: GraphModule, batches: Iterable[Batch]) -> None:
-        """Choose weights and biases with the ranges known, in place, layer after layer.
+        """Apply AdaRound and bias correction to a calibrated graph, layer after layer.
 
-        Each layer makes up for what rounding did to those before it.
+        In graph order, so that each layer compensates the quantization error of those before it.
         """
-        reaching, steps, away = Reaching(prepared, batches), self.rounding_steps, []
-        for layer in filter(is_rounded, layers_of(prepared)):
+        inputs, changed = LayerInputs(prepared, batches), []
+        for layer in filter(is_quantized, layers_of(prepared)):
             weight = weight_of(prepared, layer)
-            if self.rounding == "adaround" and is_product(layer):
-                away.append(round_adaptively_(prepared, layer, reaching.pairs(layer), steps))
+            # AdaRound first: it leaves little shift for the bias to correct.
+            if self.rounding == "adaround" and is_supported(layer):
+                pairs = inputs.pairs(layer)
+                changed.append(adaround_(prepared, layer, pairs, self.rounding_steps))
             if self.bias_correction:
-                correct_bias_(prepared, layer, weight, reaching.pairs(layer))
-        if away:
-            self.facts["rounded_away"] = round(sum(away) / len(away), 4)
+                correct_bias_(prepared, layer, weight, inputs.pairs(layer))
+        if changed:
+            self.facts["rounded_away"] = round(sum(changed) / len(changed), 4)

@@ -1,20 +1,22 @@
-"""Integer weights beside activations whose ranges are taken anew in each call."""
+"""Dynamic quantization: integer weights, activation ranges computed in each call."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.ao.quantization.fx._decomposed  # registers quantize_per_token and its inverse
 
 from compress.common.errors import StageFailed
 from compress.graph.torch_export import export_program
+from compress.quantization.pt2e.graph_capture import capture
 from compress.quantization.pt2e.module_names import is_excluded
 from compress.quantization.pt2e.qspec import SMALLEST_SCALE
 from compress.quantization.pt2e.quantizer import (
     EMBEDDING,
     LINEAR,
     OnnxRuntimeQuantizer,
-    float_modules,
+    find_float_modules,
     is_constant,
     is_float,
 )
@@ -23,14 +25,13 @@ from compress.quantization.pt2e.torchao_api import (
     QuantizationSpec,
     prepare_pt2e,
 )
-from compress.quantization.ptq.calibrate import integer_graph, traced
-from compress.quantization.ptq.row_ranges import scale_rows_
+from compress.quantization.ptq.calibrate import convert
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch.export import ExportedProgram
-    from torch.fx import GraphModule
+    from torch.fx import GraphModule, Node
 
     from compress.common.signature import Signature
     from compress.data.batch import Batch
@@ -38,11 +39,15 @@ if TYPE_CHECKING:
     from compress.quantization.ptq.algorithm_sequence import Corrections
 
 aten = torch.ops.aten
+decomposed = torch.ops.quantized_decomposed
 RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
+LARGEST = 127
+"""Largest integer of a row; ranges are symmetric, so that all rows have the zero point 0."""
+ROW_RANGE = (-LARGEST, LARGEST, torch.int8)
 
 
 class DynamicQuantizer(OnnxRuntimeQuantizer):
-    """Annotates linear and recurrent layers, and tables of embeddings; convolutions stay float.
+    """Annotates linear and recurrent layers, and embeddings; convolutions stay float.
 
     onnxruntime's integer convolution with run-time ranges is far slower than its float one.
     """
@@ -60,29 +65,29 @@ class DynamicQuantizer(OnnxRuntimeQuantizer):
         Args:
             scheme: integer formats of activations and weights.
             exclude: patterns of module names whose operators stay float.
-            embeddings: whether tables are rounded too, each row with a scale of its own.
+            embeddings: whether embedding tables are quantized too, with a scale per row.
             by_row: whether each row of an activation has a range of its own; recurrent layers then
                 stay float, as their integer kernel takes one range for all rows.
         """
         super().__init__(scheme, "minmax", exclude, embeddings=embeddings)
         self.by_row = by_row
-        self.activation = _run_time_spec(scheme.activations)
+        self.activation = _dynamic_qspec(scheme.activations)
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Mark the operators to be quantized, in graph order."""
+        """Annotate the operators to be quantized, in graph order."""
         for node in model.graph.nodes:
-            if node.op == "call_function" and not is_excluded(node, self.exclude):
-                if node.target is LINEAR and is_float(node.args[0]) and is_constant(node.args[1]):
-                    self._weights_of(
-                        node, {node.args[0]: self.activation, node.args[1]: self.weight}
-                    )
-                elif node.target is EMBEDDING:
-                    self._annotate_table(node)
-                elif node.target in RECURRENT and not self.by_row:
-                    matrices = [w for w in node.args[2] if w.meta["val"].dim() == 2]
-                    if all(is_constant(w) and is_float(w) for w in matrices):
-                        self._weights_of(node, dict.fromkeys(matrices, self.weight))
-        self.float_modules = float_modules(model)
+            if node.op != "call_function" or is_excluded(node, self.exclude):
+                continue
+            if node.target is LINEAR and is_float(node.args[0]) and is_constant(node.args[1]):
+                source, weight = node.args[:2]
+                self._annotate_inputs(node, {source: self.activation, weight: self.weight})
+            elif node.target is EMBEDDING:
+                self._annotate_embedding(node)
+            elif node.target in RECURRENT and not self.by_row:
+                matrices = [w for w in node.args[2] if w.meta["val"].dim() == 2]
+                if all(is_constant(w) and is_float(w) for w in matrices):
+                    self._annotate_inputs(node, dict.fromkeys(matrices, self.weight))
+        self.float_modules = find_float_modules(model)
         return model
 
 
@@ -99,13 +104,13 @@ def quantize_dynamic(
         module: a module in eval mode; it is not changed.
         signature: its interface.
         quantizer: which operators are quantized, and how.
-        batches: inputs, for smoothing.
-        corrections: whether outliers of activations are smoothed.
+        batches: inputs, for SmoothQuant.
+        corrections: whether SmoothQuant is applied.
 
     Raises:
         StageFailed: nothing can be quantized.
     """
-    graph = traced(module, signature)
+    graph = capture(module, signature)
     if corrections is not None:
         corrections.smooth_(graph, batches, quantizer.scheme, quantizer.exclude)
     prepared = prepare_pt2e(graph, quantizer)
@@ -115,28 +120,63 @@ def quantize_dynamic(
             "embedding that `exclude` does not name; for convolutions use quantize_static"
         )
     with torch.inference_mode():
-        prepared(*signature.example())  # the weights' observers look when the model is run
-    integers = integer_graph(prepared)
+        prepared(*signature.example())  # observers of weights see them only when the graph runs
+    integers = convert(prepared)
     if quantizer.by_row:
         scale_rows_(integers)
     return export_program(integers, signature)
 
 
-def _run_time_spec(numbers: IntegerFormat) -> QuantizationSpec:
-    dtype = getattr(torch, numbers.dtype)
-    observer = PlaceholderObserver.with_args(
-        dtype=dtype,
-        quant_min=numbers.low,
-        quant_max=numbers.high,
-        qscheme=torch.per_tensor_affine,
-        is_dynamic=True,
-        eps=SMALLEST_SCALE,
-    )
-    return QuantizationSpec(
-        dtype=dtype,
-        observer_or_fake_quant_ctr=observer,
-        quant_min=numbers.low,
-        quant_max=numbers.high,
-        qscheme=torch.per_tensor_affine,
-        is_dynamic=True,
-    )
+def scale_rows_(graph: GraphModule) -> None:
+    """Replace the range of a whole activation by one for each row, so that rows are independent.
+
+    A row's range is the largest magnitude along the last axis, over which a linear layer sums.
+
+    Args:
+        graph: an integer graph whose ranges are found at run time.
+    """
+    call = graph.graph.call_function
+    for qparams in graph.graph.find_nodes(
+        op="call_function", target=decomposed.choose_qparams.tensor
+    ):
+        source = qparams.args[0]
+        with graph.graph.inserting_before(qparams):
+            largest = call(aten.amax.default, (call(aten.abs.default, (source,)), [-1], True))
+            scale = call(aten.mul.Tensor, (largest, 1 / LARGEST))
+            scale = call(aten.clamp_min.default, (scale, SMALLEST_SCALE))
+            zero = call(aten.zeros_like.default, (scale,))
+        for quantize in [node for node in source.users if _uses_qparams(node, qparams)]:
+            with graph.graph.inserting_before(quantize):
+                integers = call(
+                    decomposed.quantize_per_token.default, (source, scale, zero, *ROW_RANGE)
+                )
+            for dequantize in list(quantize.users):
+                with graph.graph.inserting_before(dequantize):
+                    floats = call(
+                        decomposed.dequantize_per_token.default,
+                        (integers, scale, zero, *ROW_RANGE, torch.float32),
+                    )
+                floats.meta |= {k: v for k, v in dequantize.meta.items() if k != "val"}
+                dequantize.replace_all_uses_with(floats)
+                graph.graph.erase_node(dequantize)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+
+
+def _uses_qparams(node: Node, qparams: Node) -> bool:
+    """Whether a node quantizes with the scale that another node computed."""
+    scale: Any = node.args[1] if node.target is decomposed.quantize_per_tensor.tensor else None
+    return scale is not None and scale.args[:1] == (qparams,)
+
+
+def _dynamic_qspec(numbers: IntegerFormat) -> QuantizationSpec:
+    """Return the torchao spec of a per-tensor range that is found at run time."""
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, numbers.dtype),
+        "quant_min": numbers.quant_min,
+        "quant_max": numbers.quant_max,
+        "qscheme": torch.per_tensor_affine,
+        "is_dynamic": True,
+    }
+    observer = PlaceholderObserver.with_args(eps=SMALLEST_SCALE, **options)
+    return QuantizationSpec(observer_or_fake_quant_ctr=observer, **options)

@@ -1,4 +1,4 @@
-"""A model's graph with observers: what calibration, training and conversion begin with."""
+"""Prepare a model for quantization-aware training: observe, fake-quantize, save, convert."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.config import Settings
+from compress.graph.torch_export import export_program
 from compress.quantization.config.backend_targets import Target
-from compress.quantization.config.dtype_scheme import Observer, scheme_of
+from compress.quantization.config.dtype_scheme import Observer, scheme_for
+from compress.quantization.pt2e.graph_capture import capture, copy_graph
 from compress.quantization.pt2e.observer_ranges import fit_ranges_
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-from compress.quantization.ptq.calibrate import copied, observe_, prepare, traced
-from compress.quantization.qat.conv_bn_qat import BnParameters, normed_layers
-from compress.quantization.qat.fake_model import FakeQuantized
+from compress.quantization.ptq.calibrate import calibrate_, convert, prepare
+from compress.quantization.qat.conv_bn_qat import ConvBnParameters, find_conv_bn
+from compress.quantization.qat.fake_model import FakeQuantizedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,73 +28,76 @@ if TYPE_CHECKING:
     from compress.data.batch import Batch
 
 FACTORY = f"{__name__}:fake_quantized"
-FOLLOWED = ("minmax", "moving_average")
-"""Observers of extremes; the others clip, and the extremes of a batch do not tell where."""
+TRACKED = ("minmax", "moving_average")
+"""Observers whose ranges can follow a batch's extremes; the others clip, and extremes do not tell
+where."""
 
 
-class FakeQuantization(Settings):
-    """Which numbers of a model are rounded, and how."""
+class FakeQuantConfig(Settings):
+    """The settings that decide which tensors are fake-quantized, and how."""
 
     target: Target
     """Runtime whose integer kernels decide."""
     weight_bits: int
-    """Bits of a weight."""
     observer: Observer
-    """How ranges of activations are estimated at first."""
+    """How ranges of activations are calibrated before training."""
     embeddings: bool
-    """Whether tables are rounded too."""
+    """Whether embedding tables are quantized."""
     exclude: tuple[str, ...]
     """Modules left in float."""
     learn_steps: bool
-    """Whether scales are trained."""
-
-    def quantizer(self) -> OnnxRuntimeQuantizer:
-        """Return what marks the operators."""
-        scheme = scheme_of(self.target, self.weight_bits)
-        return OnnxRuntimeQuantizer(scheme, self.observer, self.exclude, embeddings=self.embeddings)
+    """Whether scales are trained (LSQ)."""
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A model's graph with observers; equal models give equal graphs, names included."""
+class PreparedModel:
+    """A model's graph with observers; equal models give equal graphs, node names included."""
 
     model: EagerModel
-    rounding: FakeQuantization
+    config: FakeQuantConfig
     graph: GraphModule
-    normed: dict[str, BnParameters]
-    """The layers that had a BatchNorm, by the names of their nodes."""
+    conv_bn: dict[str, ConvBnParameters]
+    """Node of each layer whose BatchNorm was folded → the tensors of both."""
     quantizer: OnnxRuntimeQuantizer
-    """What marked the operators, and knows which."""
+    """Annotated the graph, and recorded what it quantized."""
 
     @classmethod
-    def of(cls, model: EagerModel, rounding: FakeQuantization) -> Prepared:
-        """Return a model's graph with observers that have seen nothing.
+    def from_eager(cls, model: EagerModel, config: FakeQuantConfig) -> PreparedModel:
+        """Capture a model and insert observers, which are not calibrated yet.
 
         Raises:
             StageFailed: nothing can be quantized.
         """
-        graph = traced(model.load(), model.signature)
-        normed, quantizer = normed_layers(graph), rounding.quantizer()
-        return cls(model, rounding, prepare(graph, quantizer), normed, quantizer)
+        graph = capture(model.load(), model.signature)
+        conv_bn = find_conv_bn(graph)
+        quantizer = OnnxRuntimeQuantizer(
+            scheme_for(config.target, config.weight_bits),
+            config.observer,
+            config.exclude,
+            embeddings=config.embeddings,
+        )
+        return cls(model, config, prepare(graph, quantizer), conv_bn, quantizer)
 
-    def calibrated(self, batches: Iterable[Batch], report: Callable[[int], None]) -> FakeQuantized:
+    def calibrated(
+        self, batches: Iterable[Batch], report: Callable[[int], None]
+    ) -> FakeQuantizedModel:
         """Return the fake-quantized model with the ranges that `quantize_static` finds.
 
         Args:
             batches: calibration inputs.
             report: called with the number of samples seen so far.
         """
-        graph = copied(self.graph)
-        observe_(graph, self.model.signature, batches, report)
+        graph = copy_graph(self.graph)
+        calibrate_(graph, self.model.signature, batches, report)
         fit_ranges_(graph)
         return self._fake_quantized(graph, calibrated=True)
 
-    def uncalibrated(self) -> FakeQuantized:
+    def uncalibrated(self) -> FakeQuantizedModel:
         """Return the fake-quantized model, its ranges not yet known."""
-        return self._fake_quantized(copied(self.graph), calibrated=False)
+        return self._fake_quantized(copy_graph(self.graph), calibrated=False)
 
-    def sealed(self, module: FakeQuantized, path: Path) -> EagerModel:
-        """Seal a fake-quantized model, so that every process of a training builds it anew.
+    def save(self, module: FakeQuantizedModel, path: Path) -> EagerModel:
+        """Save a fake-quantized model, so that every process of a training can rebuild it.
 
         Args:
             module: the fake-quantized model.
@@ -100,31 +105,33 @@ class Prepared:
         """
         arguments = {
             "model": str(self.model.path.absolute()),
-            "rounding": self.rounding.model_dump(mode="json"),
+            "rounding": self.config.model_dump(mode="json"),
         }
         recipe = Recipe(factory=FACTORY, arguments=arguments)
         return EagerModel.create(path, recipe, module.state_dict(), self.model.signature)
 
-    def converted(self, module: FakeQuantized) -> ExportedProgram:
-        """Return the integer graph of a fake-quantized model, and freeze this as it is."""
-        return module.converted(copied(self.graph), self.model.signature)
+    def convert(self, module: FakeQuantizedModel) -> ExportedProgram:
+        """Return the integer graph of a trained model, and freeze the model as it is."""
+        graph = copy_graph(self.graph)
+        module.transfer_to_(graph, self.model.signature)
+        return export_program(convert(graph), self.model.signature)
 
-    def _fake_quantized(self, graph: GraphModule, *, calibrated: bool) -> FakeQuantized:
-        return FakeQuantized(
+    def _fake_quantized(self, graph: GraphModule, *, calibrated: bool) -> FakeQuantizedModel:
+        return FakeQuantizedModel(
             graph,
-            self.normed,
-            learns=self.rounding.learn_steps,
-            follows=self.rounding.observer in FOLLOWED,
+            self.conv_bn,
+            learn_scale=self.config.learn_steps,
+            track_ranges=self.config.observer in TRACKED,
             calibrated=calibrated,
         )
 
 
-def fake_quantized(model: str, rounding: dict[str, Any]) -> FakeQuantized:
-    """Return the fake-quantized form of an eager model, its ranges not yet known.
+def fake_quantized(model: str, rounding: dict[str, Any]) -> FakeQuantizedModel:
+    """Rebuild a fake-quantized model from a saved recipe, its ranges not yet known.
 
     Args:
         model: directory of the eager model.
-        rounding: the settings.
+        rounding: the fields of :class:`FakeQuantConfig`.
     """
-    settings = FakeQuantization.model_validate(rounding)
-    return Prepared.of(EagerModel.from_directory(Path(model)), settings).uncalibrated()
+    config = FakeQuantConfig.model_validate(rounding)
+    return PreparedModel.from_eager(EagerModel.from_directory(Path(model)), config).uncalibrated()

@@ -1,4 +1,4 @@
-"""A layer and the BatchNorm after it, trained as the one layer that will compute both."""
+"""QAT of a convolution or linear layer with the BatchNorm that will be folded into it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from compress.quantization.pt2e.bn_fusion import BATCH_NORM
 from compress.quantization.pt2e.quantizer import LINEAR, WEIGHTED, is_constant
-from compress.quantization.qat.fake_quantize import Switch
+from compress.quantization.qat.fake_quantize import FreezeFlag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
 
 SMALLEST_FACTOR = 1e-12
-"""A channel whose weights are multiplied by less is dead, and its products are left undivided."""
+"""A channel whose weights are multiplied by less is dead; its outputs are not divided by it."""
 
 
 @dataclass(frozen=True)
-class BnParameters:
-    """The tensors of a layer and of the BatchNorm after it, as they were before folding."""
+class ConvBnParameters:
+    """The tensors of a layer and of the BatchNorm after it, before folding."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -39,31 +39,45 @@ class BnParameters:
     eps: float
 
 
-def normed_layers(graph: GraphModule) -> dict[str, BnParameters]:
-    """Return the layers that a BatchNorm follows, by the names of their nodes.
+def find_conv_bn(graph: GraphModule) -> dict[str, ConvBnParameters]:
+    """Return the layers followed by a BatchNorm, by the names of their nodes.
 
-    Left out are those whose result or weight is read elsewhere too: they stay as they are folded.
+    Left out are those whose output or weight has another reader too: torchao folds their BatchNorm
+    before training.
     """
-    found = {}
+    layers = {}
     for node in graph.graph.nodes:
         if node.target is not BATCH_NORM:
             continue
         layer, *tensors = node.args[:5]
-        weight = layer.args[1] if _is_layer(layer) else None
+        weight = layer.args[1] if _is_foldable(layer) else None
         if is_constant(weight) and len(weight.users) == 1 and len(layer.users) == 1:
             bias = layer.args[2] if len(layer.args) > 2 else None
-            held = [_held(graph, part) for part in (weight, bias, *tensors)]
-            found[layer.name] = BnParameters(*held, *node.args[5:7])  # type: ignore[arg-type]
-    return found
+            values = [
+                attrgetter(str(part.target))(graph) if isinstance(part, Node) else None
+                for part in (weight, bias, *tensors)
+            ]
+            layers[layer.name] = ConvBnParameters(*values, *node.args[5:7])  # type: ignore[arg-type]
+    return layers
+
+
+def _is_foldable(node: object) -> bool:
+    if not isinstance(node, Node):
+        return False
+    if node.target is LINEAR:
+        return bool(node.args[0].meta["val"].dim() == 2)  # type: ignore[union-attr]
+    return node.target in WEIGHTED
 
 
 class ConvBnQat(nn.Module):
-    """A convolution or linear layer with a BatchNorm folded in, whose statistics move meanwhile.
+    """A convolution or linear layer with a folded BatchNorm whose statistics still move.
 
     After Jacob et al. (2018), section 3.2, and Krishnamoorthi, "Quantizing deep convolutional
-    networks for efficient inference" (2018), section 3.2.2: the weight is rounded as it will be
-    folded, with the moving statistics. What a batch is normalized with is its own statistics, until
-    these are frozen and the layer computes what the integer one will.
+    networks for efficient inference" (2018), section 3.2.2: the weight is quantized as it will be
+    folded, with the running statistics; outputs are normalized with the statistics of the batch,
+    until these are frozen and the layer computes what the integer one will.
+
+    The names of parameters, buffers and submodules are keys of training checkpoints.
     """
 
     weight: torch.Tensor
@@ -75,30 +89,30 @@ class ConvBnQat(nn.Module):
 
     def __init__(
         self,
-        product: Callable[..., torch.Tensor],
-        normed: BnParameters,
+        operator: Callable[..., torch.Tensor],
+        parameters: ConvBnParameters,
         weight_grid: nn.Module,
         bias_grid: nn.Module,
     ) -> None:
-        """Take over tensors.
+        """Copy the tensors.
 
         Args:
-            product: of inputs, weight and bias.
-            normed: the tensors.
-            weight_grid: what rounds the folded weight.
-            bias_grid: what rounds the folded bias.
+            operator: computes the layer from inputs, weight and bias.
+            parameters: the tensors.
+            weight_grid: fake quantization of the folded weight.
+            bias_grid: fake quantization of the folded bias.
         """
         super().__init__()
-        self.product, self.momentum, self.eps = product, normed.momentum, normed.eps
+        self.operator, self.momentum, self.eps = operator, parameters.momentum, parameters.eps
         self.weight_grid, self.bias_grid = weight_grid, bias_grid
-        self.frozen = Switch()
+        self.frozen = FreezeFlag()
         """Whether the statistics stay as they are."""
-        weight_OI, mean_O = normed.weight, normed.mean
+        weight_OI, mean_O = parameters.weight, parameters.mean
         self.weight = nn.Parameter(weight_OI.detach().clone(), weight_OI.requires_grad)
         for name, tensor, default in (
-            ("bias", normed.bias, torch.zeros_like(mean_O)),
-            ("gain", normed.gain, torch.ones_like(mean_O)),
-            ("shift", normed.shift, torch.zeros_like(mean_O)),
+            ("bias", parameters.bias, torch.zeros_like(mean_O)),
+            ("gain", parameters.gain, torch.ones_like(mean_O)),
+            ("shift", parameters.shift, torch.zeros_like(mean_O)),
         ):
             if tensor is None:
                 self.register_buffer(name, default)
@@ -106,35 +120,20 @@ class ConvBnQat(nn.Module):
                 parameter = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
                 self.register_parameter(name, parameter)
         self.register_buffer("mean", mean_O.detach().clone())
-        self.register_buffer("variance", normed.variance.detach().clone())
+        self.register_buffer("variance", parameters.variance.detach().clone())
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the normalized products."""
+        """Return the normalized outputs, computed with fake-quantized weights."""
         factor_O = self._factor()
-        weight_OI = self.weight_grid(_by_channel(self.weight, factor_O))
-        if self.training and not self.frozen.on:
-            return self._normalized(self.product(inputs, weight_OI, None), factor_O)
-        return self.product(inputs, weight_OI, self.bias_grid(self._folded_bias(factor_O)))
-
-    @torch.no_grad()
-    def folded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weight and bias of the one layer, not rounded."""
-        factor_O = self._factor()
-        return _by_channel(self.weight, factor_O), self._folded_bias(factor_O)
-
-    def _factor(self) -> torch.Tensor:
-        return self.gain * torch.rsqrt(self.variance + self.eps)
-
-    def _folded_bias(self, factor_O: torch.Tensor) -> torch.Tensor:
-        return self.shift + (self.bias - self.mean) * factor_O
-
-    def _normalized(self, folded: torch.Tensor, factor_O: torch.Tensor) -> torch.Tensor:
-        """Undo the folding, and normalize with the statistics of the batch."""
+        weight_OI = self.weight_grid(self._folded_weight(factor_O))
+        if not self.training or self.frozen.on:
+            return self.operator(inputs, weight_OI, self.bias_grid(self._folded_bias(factor_O)))
+        # Undo the folding, then normalize with the statistics of the batch.
+        outputs = self.operator(inputs, weight_OI, None)
         divisor_O = torch.where(factor_O.abs() > SMALLEST_FACTOR, factor_O, 1.0)
-        shape = (1, -1, *[1] * (folded.dim() - 2))
-        products = folded / divisor_O.view(shape) + self.bias.view(shape)
+        shape = (1, -1, *[1] * (outputs.dim() - 2))
         return F.batch_norm(
-            products,
+            outputs / divisor_O.view(shape) + self.bias.view(shape),
             self.mean,
             self.variance,
             self.gain,
@@ -144,33 +143,32 @@ class ConvBnQat(nn.Module):
             eps=self.eps,
         )
 
+    @torch.no_grad()
+    def folded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weight and bias of the folded layer, not quantized."""
+        factor_O = self._factor()
+        return self._folded_weight(factor_O), self._folded_bias(factor_O)
 
-def product_of(node: Node) -> Callable[..., torch.Tensor]:
-    """Return what a layer's node computes of inputs, weight and bias."""
-    target: Any = node.target
-    return partial(_product, target, tuple(node.args[3:]), dict(node.kwargs))
+    def _folded_weight(self, factor_O: torch.Tensor) -> torch.Tensor:
+        return self.weight * factor_O.view(-1, *[1] * (self.weight.dim() - 1))
+
+    def _folded_bias(self, factor_O: torch.Tensor) -> torch.Tensor:
+        return self.shift + (self.bias - self.mean) * factor_O
+
+    def _factor(self) -> torch.Tensor:
+        return self.gain * torch.rsqrt(self.variance + self.eps)
 
 
-def _product(
-    target: Callable[..., torch.Tensor],
-    more: tuple[object, ...],
+def operator_of(node: Node) -> Callable[..., torch.Tensor]:
+    """Return what a layer's node computes from inputs, weight and bias; it can be copied."""
+    return partial(_call, node.target, tuple(node.args[3:]), dict(node.kwargs))
+
+
+def _call(
+    target: Any,
+    options: tuple[object, ...],
     named: dict[str, object],
     *tensors: torch.Tensor | None,
 ) -> torch.Tensor:
-    return target(*tensors, *more, **named)
-
-
-def _is_layer(node: object) -> bool:
-    if not isinstance(node, Node):
-        return False
-    if node.target is LINEAR:
-        return bool(node.args[0].meta["val"].dim() == 2)  # type: ignore[union-attr]
-    return node.target in WEIGHTED
-
-
-def _held(graph: GraphModule, node: object) -> torch.Tensor | None:
-    return attrgetter(str(node.target))(graph) if isinstance(node, Node) else None
-
-
-def _by_channel(weight_OI: torch.Tensor, factor_O: torch.Tensor) -> torch.Tensor:
-    return weight_OI * factor_O.view(-1, *[1] * (weight_OI.dim() - 1))
+    output: torch.Tensor = target(*tensors, *options, **named)
+    return output

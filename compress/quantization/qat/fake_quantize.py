@@ -1,4 +1,7 @@
-"""Fake quantization: numbers rounded as integers will round them, and trained through."""
+"""Fake-quantize modules: they round as integers will, and gradients pass through.
+
+The names of parameters and buffers are keys of training checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ from torch import nn
 
 from compress.quantization.pt2e.qspec import SMALLEST_SCALE
 from compress.quantization.pt2e.torchao_api import ObserverBase
-from compress.quantization.qat.learned_step_size import LearnedStep
+from compress.quantization.qat.learned_step_size import LearnedStepSize, fake_quantize
 
 if TYPE_CHECKING:
     from compress.quantization.pt2e.torchao_api import DerivedObserverOrFakeQuantize, MinMaxObserver
 
-EACH_BATCH = 0.01
-"""How far a batch moves the range of an activation."""
+AVERAGING = 0.01
+"""Weight of a batch in the moving average of an activation's range, as in torch's observers."""
 
 
-class Switch(nn.Module):
-    """Something that is turned on once; a checkpoint knows whether it is."""
+class FreezeFlag(nn.Module):
+    """A flag that is turned on once, and saved in checkpoints."""
 
     state: torch.Tensor
 
@@ -27,10 +30,10 @@ class Switch(nn.Module):
         super().__init__()
         self.register_buffer("state", torch.zeros((), dtype=torch.uint8))
         self.on = False
-        """The same as a Python value, for which a CUDA device need not be waited for."""
+        """`state` as a Python value: reading it does not wait for a CUDA device."""
 
     def turn_on_(self) -> None:
-        """Turn on, in place."""
+        """Set the flag."""
         if not self.on:
             self.on = True
             self.state.fill_(1)
@@ -41,63 +44,65 @@ class Switch(nn.Module):
 
 
 class FakeQuantize(ObserverBase):  # type: ignore[misc]  # torchao has no type information
-    """Rounds to a grid of integers; gradients pass as if it did not (Bengio et al., 2013).
+    """Quantizes and dequantizes with a straight-through gradient (Bengio et al., 2013).
 
-    It stands where an observer stood, and tells `convert_pt2e` the grid that it trained with.
+    It takes the place of an observer, and gives `convert_pt2e` the scale that it trained with;
+    torch's `FusedMovingAvgObsFakeQuantize` trains per-channel weights with another scale than
+    conversion uses, so that 4 % of the labels change.
     """
 
-    def __init__(self, observer: MinMaxObserver, channels: int, learns: bool) -> None:
-        """Take the format of an observer; the grid is still to come.
+    def __init__(self, observer: MinMaxObserver, channels: int, learn_scale: bool) -> None:
+        """Take the format of an observer; scale and zero point are set later.
 
         Args:
-            observer: whose place is taken.
+            observer: the one to replace.
             channels: number of scales.
-            learns: whether the scales are trained.
+            learn_scale: whether the scales are trained (LSQ).
         """
         super().__init__(observer.dtype)
         self.qscheme, self.ch_axis = observer.qscheme, getattr(observer, "ch_axis", None)
         self.quant_min, self.quant_max = observer.quant_min, observer.quant_max
-        self.learns = learns
-        self.frozen = Switch()
-        """Whether the grid stays as it is."""
-        if learns:
+        self.learn_scale = learn_scale
+        self.frozen = FreezeFlag()
+        """Whether the range stays as it is."""
+        if learn_scale:
             self.log_scale = nn.Parameter(torch.zeros(channels))
         else:
             self.register_buffer("fixed_scale", torch.ones(channels))
         self.register_buffer("zero_point", torch.zeros(channels, dtype=torch.int32))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values on the grid."""
+        """Update the range where it follows the values, and fake-quantize them."""
         values = values.float()
-        if not (self.learns or self.frozen.on):
+        if not (self.learn_scale or self.frozen.on):
             with torch.no_grad():
-                self.follow_(values)
-        return self.rounded(values)
+                self.update_range_(values)
+        return self.quantized(values)
 
     @property
     def scale(self) -> torch.Tensor:
-        """The steps between the numbers of the grid."""
-        scale: torch.Tensor = self.log_scale.exp() if self.learns else self.fixed_scale
+        """The step between neighbouring integers, `(channels,)`."""
+        scale: torch.Tensor = self.log_scale.exp() if self.learn_scale else self.fixed_scale
         return scale
 
     @torch.no_grad()
     def set_scale_(self, scale: torch.Tensor) -> None:
-        """Change the steps, in place."""
-        if self.learns:
+        """Set the scales."""
+        if self.learn_scale:
             self.log_scale.copy_(scale.log())
         else:
             self.fixed_scale.copy_(scale)
 
-    def follow_(self, values: torch.Tensor) -> None:
-        """Let the grid follow the values, in place."""
+    def update_range_(self, values: torch.Tensor) -> None:
+        """Let the range follow the values."""
         raise NotImplementedError
 
-    def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values on the grid as it is."""
-        if self.learns:
-            grid = self.zero_point, self.ch_axis, self.quant_min, self.quant_max
-            return LearnedStep.rounded(values, self.scale, *grid)
-        return on_grid(values, self.scale, self.zero_point, self)
+    def quantized(self, values: torch.Tensor) -> torch.Tensor:
+        """Fake-quantize values with the current scale."""
+        apply = LearnedStepSize.quantize if self.learn_scale else fake_quantize
+        return apply(
+            values, self.scale, self.zero_point, self.ch_axis, self.quant_min, self.quant_max
+        )
 
     def calculate_qparams(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scale and zero point."""
@@ -105,34 +110,34 @@ class FakeQuantize(ObserverBase):  # type: ignore[misc]  # torchao has no type i
 
 
 class ActivationFakeQuantize(FakeQuantize):
-    """One grid for a tensor, which follows a moving average of its batches' extremes."""
+    """Per-tensor fake quantization; the range is a moving average of the batches' extremes."""
 
-    def __init__(self, observer: MinMaxObserver, learns: bool, follows: bool) -> None:
+    def __init__(self, observer: MinMaxObserver, learn_scale: bool, track_range: bool) -> None:
         """Take the format of an observer.
 
         Args:
-            observer: whose place is taken.
-            learns: whether the scale is trained.
-            follows: whether batches move the range.
+            observer: the one to replace.
+            learn_scale: whether the scale is trained.
+            track_range: whether batches move the range.
         """
-        super().__init__(observer, 1, learns)
-        self.follows = follows
+        super().__init__(observer, 1, learn_scale)
+        self.track_range = track_range
         self.register_buffer("range", torch.zeros(2))
 
     @torch.no_grad()
-    def begin_(self, observer: MinMaxObserver) -> None:
-        """Begin with what an observer found, in place."""
+    def init_from_observer_(self, observer: MinMaxObserver) -> None:
+        """Start with an observer's scale and zero point."""
         scale, zero_point = observer.calculate_qparams()
         self.set_scale_(scale.reshape(1))
         self.zero_point.copy_(zero_point.reshape(1))
         ends = torch.tensor([self.quant_min, self.quant_max]) - self.zero_point
         self.range.copy_(ends * self.scale)
 
-    def follow_(self, values: torch.Tensor) -> None:
-        """Move the range towards a batch's, in place; evaluation moves nothing."""
-        if not (self.training and self.follows):
+    def update_range_(self, values: torch.Tensor) -> None:
+        """Move the range towards a batch's extremes; evaluation moves nothing."""
+        if not (self.training and self.track_range):
             return
-        self.range.lerp_(torch.stack(torch.aminmax(values)), EACH_BATCH)
+        self.range.lerp_(torch.stack(torch.aminmax(values)), AVERAGING)
         low, high = self.range.clamp(max=0)[0], self.range.clamp(min=0)[1]
         symmetric = self.qscheme is torch.per_tensor_symmetric
         width = 2 * torch.maximum(-low, high) if symmetric else high - low
@@ -144,46 +149,48 @@ class ActivationFakeQuantize(FakeQuantize):
 
 
 class WeightFakeQuantize(FakeQuantize):
-    """One grid for each channel of a weight, around zero, which follows the largest number."""
+    """Per-channel, symmetric fake quantization; the range follows each channel's largest weight."""
 
-    def __init__(self, observer: MinMaxObserver, channels: int, learns: bool) -> None:
+    def __init__(self, observer: MinMaxObserver, channels: int, learn_scale: bool) -> None:
         """Take the format of an observer.
 
         Args:
-            observer: whose place is taken.
+            observer: the one to replace.
             channels: output channels of the weight.
-            learns: whether the scales are trained.
+            learn_scale: whether the scales are trained.
         """
-        super().__init__(observer, channels, learns)
+        super().__init__(observer, channels, learn_scale)
         self.register_buffer("share", torch.ones(channels))
         self.register_buffer("floor", torch.full((channels,), SMALLEST_SCALE))
 
     @torch.no_grad()
-    def begin_(self, observer: MinMaxObserver, weight: torch.Tensor) -> None:
-        """Begin with what an observer found, in place.
+    def init_from_observer_(self, observer: MinMaxObserver, weight: torch.Tensor) -> None:
+        """Start with an observer's scale for a weight.
 
-        The share of the largest number that the grid spans stays what the observer made it. A
-        channel of zeros has no such share; its grid may grow and not shrink.
+        The range stays the same multiple (`share`) of the largest weight as the observer chose.
+        A channel of zeros has no such multiple; its scale may grow but not shrink (`floor`).
         """
         scale_O = observer.calculate_qparams()[0]
         self.set_scale_(scale_O)
         largest_O = self._largest(weight)
-        span_O = scale_O * self.quant_max
-        self.share.copy_(torch.where(largest_O > 0, span_O / largest_O, 1.0))
+        range_O = scale_O * self.quant_max
+        self.share.copy_(torch.where(largest_O > 0, range_O / largest_O, 1.0))
         self.floor.copy_(torch.where(largest_O > 0, SMALLEST_SCALE, scale_O))
 
-    def follow_(self, values: torch.Tensor) -> None:
-        """Span the numbers of the weight as it is, in place."""
-        span_O = self._largest(values) * self.share
-        self.set_scale_(torch.maximum(span_O / self.quant_max, self.floor))
+    def update_range_(self, values: torch.Tensor) -> None:
+        """Span the weights as they are now."""
+        range_O = self._largest(values) * self.share
+        self.set_scale_(torch.maximum(range_O / self.quant_max, self.floor))
 
     def _largest(self, weight: torch.Tensor) -> torch.Tensor:
-        sizes = weight.abs()
-        return sizes.amax().reshape(1) if self.ch_axis is None else sizes.flatten(1).amax(1)
+        magnitudes = weight.abs()
+        if self.ch_axis is None:
+            return magnitudes.amax().reshape(1)
+        return magnitudes.flatten(1).amax(1)
 
 
 class BiasFakeQuantize(nn.Module):
-    """Rounds a bias to 32 bits, in steps of its layer's input scale times weight scale."""
+    """Quantizes a bias to int32 with scale `input_scale * weight_scale`."""
 
     def __init__(
         self, observer: DerivedObserverOrFakeQuantize, source: FakeQuantize, weight: FakeQuantize
@@ -191,32 +198,16 @@ class BiasFakeQuantize(nn.Module):
         """Take the format of an observer.
 
         Args:
-            observer: whose place is taken.
-            source: the grid of the layer's input.
+            observer: the one to replace.
+            source: fake quantization of the layer's input.
             weight: that of its weight.
         """
         super().__init__()
         self.quant_min, self.quant_max = observer.quant_min, observer.quant_max
-        self.ch_axis = 0
-        self.grids = (source, weight)  # in a tuple, so that they do not become submodules
+        self.inputs = (source, weight)  # a tuple, so that they are not registered as submodules
 
     def forward(self, bias_O: torch.Tensor) -> torch.Tensor:
-        """Return the bias on its grid."""
-        (source, _), (weight_O, zero_point) = (grid.calculate_qparams() for grid in self.grids)
-        return on_grid(bias_O, source * weight_O, torch.zeros_like(zero_point), self)
-
-
-def on_grid(
-    values: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor,
-    form: FakeQuantize | BiasFakeQuantize,
-) -> torch.Tensor:
-    """Return values on a grid; the gradient is 1 within its range and 0 beyond."""
-    low, high = form.quant_min, form.quant_max
-    zero_point = zero_point.to(torch.int32)
-    if form.ch_axis is None:
-        return torch.fake_quantize_per_tensor_affine(values, scale, zero_point, low, high)
-    return torch.fake_quantize_per_channel_affine(
-        values, scale, zero_point, form.ch_axis, low, high
-    )
+        """Return the fake-quantized bias."""
+        (scale, _), (scale_O, zero_point) = (part.calculate_qparams() for part in self.inputs)
+        zeros_O = torch.zeros_like(zero_point, dtype=torch.int32)
+        return fake_quantize(bias_O, scale * scale_O, zeros_O, 0, self.quant_min, self.quant_max)

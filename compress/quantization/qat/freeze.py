@@ -1,4 +1,4 @@
-"""What a quantization-aware training holds still: ranges, BatchNorm statistics, zeros."""
+"""Freeze ranges and BatchNorm statistics late in training; keep zero weights at zero throughout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compress.quantization.qat.fake_model import FakeQuantized
+from compress.quantization.qat.fake_model import FakeQuantizedModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Freezing:
-    """Shares of the steps after which ranges and statistics stay; a constraint of the trainer.
+class FreezeSchedule:
+    """The shares of the training after which ranges and statistics stay; a weight constraint.
 
     After Krishnamoorthi, "Quantizing deep convolutional networks for efficient inference" (2018),
-    section 3.2.2: what still moves in the end makes the last weights fit another grid. Entries of
-    matrices and kernels that are zero stay so throughout: a stage before may have made them.
+    section 3.2.2: ranges that still move at the end would make the last weights fit another scale.
+    Entries of matrices and kernels that are zero stay so: an earlier stage may have pruned them.
     """
 
     ranges: float
@@ -30,22 +30,22 @@ class Freezing:
 
     @contextmanager
     def around(self, module: nn.Module, step: int, steps: int) -> Iterator[None]:
-        """Take a step in a block, put zeros back, and freeze what is due after it."""
+        """Context of an optimizer step: restores zeros after it, and freezes what is due."""
         zeros = [(weight, weight == 0) for weight in module.parameters() if weight.ndim > 1]
-        for weight, where in zeros:
+        for weight, mask in zeros:
             if weight.grad is not None:
-                weight.grad.masked_fill_(where, 0)
+                weight.grad.masked_fill_(mask, 0)
         yield
         with torch.no_grad():
-            for weight, where in zeros:
-                weight.masked_fill_(where, 0)
-        if isinstance(module, FakeQuantized):
+            for weight, mask in zeros:
+                weight.masked_fill_(mask, 0)
+        if isinstance(module, FakeQuantizedModel):
             self.apply_(module, (step + 1) / steps)
 
-    def apply_(self, module: FakeQuantized, share: float) -> None:
-        """Freeze, in place, what is due after a share of the steps."""
+    def apply_(self, module: FakeQuantizedModel, share: float) -> None:
+        """Freeze what is due after a share of the steps."""
         module.freeze_(ranges=share >= self.ranges, batch_norm=share >= self.batch_norm)
 
     def is_met(self, share: float) -> bool:
-        """Return True: any weights can be the result."""
+        """Return True: the weights of every epoch may be kept."""
         return True

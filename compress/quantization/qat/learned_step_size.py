@@ -1,4 +1,8 @@
-"""Steps between rounded numbers that are trained like weights."""
+"""Learned step size quantization (LSQ): the scale is trained like a weight.
+
+After Esser et al., "Learned Step Size Quantization" (2020), equations 1 to 3 and section 2.2, with
+a fixed zero point.
+"""
 
 from __future__ import annotations
 
@@ -7,43 +11,43 @@ from typing import Any
 
 import torch
 
-LARGEST_SHARE = 1.0
-"""Largest gradient of a step's logarithm."""
+LARGEST_LOG_GRADIENT = 1.0
+"""Bound of the gradient of a scale's logarithm. An update is a share of the scale, so without a
+bound it runs away where a loss is large."""
 
 
-class LearnedStep(torch.autograd.Function):
-    """Rounding whose step has a gradient.
+class LearnedStepSize(torch.autograd.Function):
+    """Fake quantization with a gradient of the scale.
 
-    After Esser et al., "Learned Step Size Quantization" (2020), equations 1 to 3 and section 2.2,
-    with a zero point that stays. What is trained is the logarithm of a step, which keeps it above
-    0; its gradient is scaled so that a step moves by the share that it moves by in the paper, and
-    limited: what grows by shares of itself runs away where a loss is large.
+    What is trained is the scale's logarithm, which keeps the scale above 0. Its gradient is divided
+    by the scale, so that an update changes the scale by the same share as in the paper.
     """
 
     @classmethod
-    def rounded(
+    def quantize(
         cls,
         values: torch.Tensor,
         scale: torch.Tensor,
         zero_point: torch.Tensor,
         axis: int | None,
-        low: int,
-        high: int,
+        quant_min: int,
+        quant_max: int,
     ) -> torch.Tensor:
-        """Return the values on a grid.
+        """Return the quantized and dequantized values.
 
         Args:
             values: a weight, its channels on the axis, or a batch of activations.
-            scale: the steps, computed as the exponential of what is trained.
+            scale: the exponential of what is trained, one or one for each channel.
             zero_point: the integer that 0 becomes.
             axis: of a weight's channels, or None.
-            low: smallest integer.
-            high: largest integer.
+            quant_min: smallest integer.
+            quant_max: largest integer.
         """
+        # Section 2.2: values of one sample, or weights of one channel, that share a scale.
         sharing = values.numel() / (len(values) if axis is None else scale.numel())
-        factor = 1 / math.sqrt(max(1.0, sharing) * high)
-        grid = (scale, zero_point, axis, low, high, factor)
-        result: torch.Tensor = cls.apply(values, *grid)  # type: ignore[no-untyped-call]
+        factor = 1 / math.sqrt(max(1.0, sharing) * quant_max)
+        qparams = (scale, zero_point, axis, quant_min, quant_max, factor)
+        result: torch.Tensor = cls.apply(values, *qparams)  # type: ignore[no-untyped-call]
         return result
 
     @staticmethod
@@ -53,30 +57,47 @@ class LearnedStep(torch.autograd.Function):
         scale: torch.Tensor,
         zero_point: torch.Tensor,
         axis: int | None,
-        low: int,
-        high: int,
+        quant_min: int,
+        quant_max: int,
         factor: float,
     ) -> torch.Tensor:
-        """Round as the grid that does not learn."""
+        """Fake-quantize as with a scale that is not trained."""
         context.save_for_backward(values, scale, zero_point)
-        context.grid = axis, low, high, factor
-        if axis is None:
-            return torch.fake_quantize_per_tensor_affine(values, scale, zero_point, low, high)
-        return torch.fake_quantize_per_channel_affine(values, scale, zero_point, axis, low, high)
+        context.options = axis, quant_min, quant_max, factor
+        return fake_quantize(values, scale, zero_point, axis, quant_min, quant_max)
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of values and steps."""
+        """Return the gradients of values and scales."""
         (gradient,), (values, scale, zero_point) = gradients, context.saved_tensors
-        axis, low, high, factor = context.grid
+        axis, quant_min, quant_max, factor = context.options
         shape = [1] * values.dim()
         if axis is not None:
             shape[axis] = -1
         scaled = values / scale.view(shape)
-        middle = zero_point.view(shape)
-        clipped = scaled.clamp(low - middle, high - middle)
+        zero = zero_point.view(shape)
+        clipped = scaled.clamp(quant_min - zero, quant_max - zero)
         within = clipped == scaled
         step = clipped.round() - torch.where(within, scaled, 0.0)
-        per_step = (gradient * step * factor).sum([a for a in range(values.dim()) if a != axis])
-        share = (per_step.view_as(scale) / scale).clamp(-LARGEST_SHARE, LARGEST_SHARE)
-        return gradient * within, share / scale, None, None, None, None, None, None
+        per_scale = (gradient * step * factor).sum([a for a in range(values.dim()) if a != axis])
+        bound = LARGEST_LOG_GRADIENT
+        of_log = (per_scale.view_as(scale) / scale).clamp(-bound, bound)
+        return gradient * within, of_log / scale, None, None, None, None, None, None
+
+
+def fake_quantize(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor,
+    axis: int | None,
+    quant_min: int,
+    quant_max: int,
+) -> torch.Tensor:
+    """Quantize and dequantize; the gradient is 1 within the range and 0 beyond."""
+    if axis is None:
+        return torch.fake_quantize_per_tensor_affine(
+            values, scale, zero_point, quant_min, quant_max
+        )
+    return torch.fake_quantize_per_channel_affine(
+        values, scale, zero_point, axis, quant_min, quant_max
+    )

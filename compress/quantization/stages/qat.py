@@ -1,4 +1,4 @@
-"""The stage that trains a model while it rounds; settings only, no torch."""
+"""The stage of quantization-aware training; settings only, no torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Fraction, Positive
-from compress.core.stage import Stage
-from compress.quantization.config.backend_targets import Target
-from compress.quantization.config.dtype_scheme import Observer, WeightBits, formats_of, one_backend
-from compress.quantization.stages.graph_artifact import (
-    check_exclude,
-    need_free_batch,
-    save_quantized,
-)
+from compress.common.errors import StageFailed
+from compress.quantization.config.dtype_scheme import Observer, WeightBits
+from compress.quantization.stages.base import IntegerStage
 from compress.training.config.training import DEFAULT_LEARNING_RATE, Training
 from compress.training.objectives.teacher_objective import Teaching
 
@@ -26,36 +19,30 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
     from torch.export import ExportedProgram
 
+    from compress.artifacts.eager_model import EagerModel
+    from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
     from compress.core.loss import Loss
-    from compress.quantization.ptq.prepare import FakeQuantization, Prepared
-    from compress.quantization.qat.fake_model import FakeQuantized
-    from compress.quantization.qat.freeze import Freezing
+    from compress.quantization.qat.fake_model import FakeQuantizedModel
+    from compress.quantization.qat.freeze import FreezeSchedule
     from compress.training.objectives.objective import Objective
     from compress.training.result import Fit
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FINER = 10
-"""The default learning rate of a training over that of this stage."""
+"""Default learning rate of `train` over that of this stage."""
 
 
-def finer_rate(training: Training) -> float:
-    """Return the learning rate of a training that rounds, a fine-tuning's where none is set."""
-    return training.learning_rate or DEFAULT_LEARNING_RATE[training.optimizer] / FINER
-
-
-class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
+class QuantizeAwareTraining(IntegerStage, Training):
     """Train a model while it rounds to integers, for what `quantize_static` loses, at 4 bits say.
 
     Training begins with the model as `quantize_static` makes it, which stays where no epoch is
-    better, and ends with an integer graph that gives the trained model's labels: how many differ is
-    told among the facts. Dropout is off, and weights that are zero stay zero.
+    better, and ends with an integer graph that gives the trained model's labels; the manifest
+    records how many differ. Dropout is off, and weights that are zero stay zero.
     """
 
     stage: Literal["quantize_aware_training"] = "quantize_aware_training"
-    target: Target = "onnxruntime-cpu"
-    """Runtime whose fused integer kernels decide which operators are quantized, and how."""
     weight_bits: WeightBits = 8
     """Bits of a weight; 4-bit ones are held in 8, so they make nothing smaller or faster here."""
     calibration_samples: Annotated[int, Field(ge=16)] = 512
@@ -64,8 +51,6 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
     observer: Observer = "minmax"
     """How these ranges are estimated. Those of `minmax` and `moving_average` follow the extremes of
     batches in training; the others clip, and stay."""
-    embeddings: bool = True
-    """Whether tables of embeddings are rounded too, each row with its own scale."""
     learn_steps: bool = False
     """Whether the steps between rounded numbers are trained too, instead of following ranges."""
     learning_rate: Positive | None = None
@@ -77,12 +62,8 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
     """Share of the training in which a BatchNorm before rounding normalizes with the statistics of
     batches; later with those that the integer model has."""
     teaching: Teaching | None = None
-    """How the model learns from the answers of the float model; without it from labels alone, or,
-    where samples have none, from the answers with the defaults."""
-    exclude: tuple[str, ...] = ()
-    """Names of modules left in float; `*` and `?` stand for any characters."""
-
-    _one_backend = model_validator(mode="before")(one_backend)
+    """How the model learns from the outputs of the float model; without it from labels alone, or,
+    where samples have none, from the outputs with the defaults."""
 
     @model_validator(mode="after")
     def _steps_are_learned_or_observed(self) -> Self:
@@ -94,9 +75,9 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
         return self
 
     @model_validator(mode="after")
-    def _processes_hold_one_graph(self) -> Self:
+    def _every_process_holds_the_graph(self) -> Self:
         parallel = self.parallel
-        found = {
+        unsupported = {
             f"strategy: {parallel.strategy}": parallel.strategy not in ("dp", "ddp", "zero1"),
             "tensor or pipeline": parallel.is_mesh,
             "communication: hierarchical": parallel.communication == "hierarchical",
@@ -104,18 +85,13 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
             f"compile: {self.compile}": self.compile != "none",
             "activation_checkpointing": self.activation_checkpointing != "none",
         }
-        for name, cannot in found.items():
-            if cannot:
+        for name, is_set in unsupported.items():
+            if is_set:
                 raise ValueError(
-                    "the graph that rounds is trained whole, as it is, in each process: found "
+                    "each process trains the whole fake-quantized graph, uncompiled: found "
                     f"{name}, expected strategy: ddp or zero1 without it"
                 )
         return self
-
-    @property
-    def needs_data(self) -> bool:
-        """Always."""
-        return True
 
     @property
     def uses_loss(self) -> bool:
@@ -129,109 +105,92 @@ class QuantizeAwareTraining(Stage[EagerModel, GraphModel], Training):
         if self.teaching is not None:
             self.teaching.check_loss(loss)
 
-    @property
-    def activation_formats(self) -> frozenset[str]:
-        """The target's integers."""
-        return formats_of(self.target)
-
     def hyper_parameters(self) -> Training:
-        """Return the settings of the training alone, its learning rate that of a fine-tuning."""
-        rate = finer_rate(self)
+        """Return the training settings; the default learning rate is that of a fine-tuning."""
+        rate = self.learning_rate or DEFAULT_LEARNING_RATE[self.optimizer] / FINER
         return super().hyper_parameters().model_copy(update={"learning_rate": rate})
 
     def run(self, model: EagerModel, context: Context) -> GraphModel:
-        """Calibrate, train, and seal the integer graph.
+        """Calibrate, train with fake quantization, convert, and save the integer graph.
 
         Raises:
             PipelineInvalid: `exclude` names nothing.
-            StageFailed: nothing can be quantized, training failed, or the integer graph is another
-                model than the trained one.
+            StageFailed: nothing can be quantized, the model takes one batch size only, training
+                failed, or the integer graph's labels differ from the trained model's.
         """
         from compress.checkpoint.state_dict import load_state_
-        from compress.quantization.ptq.prepare import Prepared
+        from compress.quantization.ptq.prepare import FakeQuantConfig, PreparedModel
+        from compress.quantization.qat.freeze import FreezeSchedule
 
-        check_exclude(self.exclude, model.load())
-        need_free_batch(model.signature, self.title)
-        prepared = Prepared.of(model, self._rounding)
-        module = self._calibrated(prepared, context)
-        trained = self._trained(prepared.sealed(module, context.work / "start"), model, context)
-        load_state_(module, trained.weights, "the training")
-        program, same = self._converted(prepared, module, context)
-        quantizer = prepared.quantizer
-        facts = {"float_modules": quantizer.float_modules, **same, **trained.facts()}
-        return save_quantized(self, model, program, quantizer.quantized, facts, context)
-
-    @property
-    def _rounding(self) -> FakeQuantization:
-        from compress.quantization.ptq.prepare import FakeQuantization
-
-        return FakeQuantization(
-            **{name: getattr(self, name) for name in FakeQuantization.model_fields}
+        self.load_float(model)
+        if model.signature.batch_axis is None:
+            raise StageFailed(
+                f"{self.title}: the model takes batches of one size only, and training and "
+                "evaluation need others; name the first axis in model.inputs (`batch`)"
+            )
+        config = FakeQuantConfig(
+            **{name: getattr(self, name) for name in FakeQuantConfig.model_fields}
         )
+        prepared = PreparedModel.from_eager(model, config)
+        module = prepared.calibrated(
+            self.calibration_data(model, context), self.calibration_progress(context)
+        )
+        freezing = FreezeSchedule(self.freeze_observers, self.freeze_batch_norm)
+        freezing.apply_(module, 0.0)
+        start = prepared.save(module, context.work / "start")
+        trained = self._train(start, model, freezing, context)
+        load_state_(module, trained.weights, "the training")
+        program = prepared.convert(module)
+        facts = {
+            "target": self.target,
+            "float_modules": prepared.quantizer.float_modules,
+            **self._label_parity(model, module, program, context),
+            **trained.facts(),
+        }
+        return self.save_graph(model, program, prepared.quantizer.quantized, facts, context)
 
-    @property
-    def _freezing(self) -> Freezing:
-        from compress.quantization.qat.freeze import Freezing
-
-        return Freezing(self.freeze_observers, self.freeze_batch_norm)
-
-    def _calibrated(self, prepared: Prepared, context: Context) -> FakeQuantized:
-        """Return the model that training begins with."""
-        from compress.quantization.config.calibration_data import Calibration
-
-        def report(seen: int) -> None:
-            context.progress("calibrate", seen, self.calibration_samples)
-
-        signature = prepared.model.signature
-        batches = Calibration.of(self.calibration_samples, signature, context)
-        module = prepared.calibrated(batches, report)
-        self._freezing.apply_(module, 0.0)
-        return module
-
-    def _trained(self, start: EagerModel, model: EagerModel, context: Context) -> Fit:
+    def _train(
+        self, start: EagerModel, model: EagerModel, freezing: FreezeSchedule, context: Context
+    ) -> Fit:
+        """Train a calibrated model on labels, or on the float model's outputs."""
         from compress.data.splits import with_unlabelled
         from compress.training.fit import fit
         from compress.training.objectives.objective import TargetLoss
 
-        teaching = self._lessons(context)
+        teaching, data = self.teaching, context.need_data(self.title)
+        if teaching is None:
+            sample = next(iter(data.read("train", range(1), 1, context.seed)))
+            if sample.target is None:
+                logger.info(
+                    "%s: samples have no labels; the float model's outputs are the targets",
+                    self.title,
+                )
+                teaching = Teaching()
         targets = TargetLoss.for_training(self, context)
         objective: Objective = targets
         if teaching is not None:
             objective = teaching.objective(model, targets)
-            context = replace(context, data=with_unlabelled(context.need_data(self.title)))
+            context = replace(context, data=with_unlabelled(data))
         return fit(
-            start,
-            self,
-            objective,
-            context,
-            self.title,
-            accept_start=True,
-            constraint=self._freezing,
+            start, self, objective, context, self.title, accept_start=True, constraint=freezing
         )
 
-    def _lessons(self, context: Context) -> Teaching | None:
-        """Return how the float model teaches, if it does."""
-        if self.teaching is not None:
-            return self.teaching
-        data = context.need_data(self.title)
-        labelled = next(iter(data.read("train", range(1), 1, context.seed))).target is not None
-        if not labelled:
-            log.info("%s: samples have no labels; the float model's answers teach", self.title)
-        return None if labelled else Teaching()
-
-    def _converted(
-        self, prepared: Prepared, module: FakeQuantized, context: Context
-    ) -> tuple[ExportedProgram, dict[str, JsonValue]]:
-        """Return the integer graph, and how nearly it answers as the trained model."""
+    def _label_parity(
+        self,
+        model: EagerModel,
+        module: FakeQuantizedModel,
+        program: ExportedProgram,
+        context: Context,
+    ) -> dict[str, JsonValue]:
+        """Check that the integer graph gives the trained model's labels; return it as a fact."""
         from compress.common.forward import torch_predictor
         from compress.quantization.qat.label_parity import compare_with_trained, last_step
 
-        program = prepared.converted(module)
         with torch_predictor(program.module(), "cpu", context.threads) as predict:
-            inputs = context.comparison_inputs(prepared.model.signature)
-            same = compare_with_trained(module, predict, inputs, last_step(module))
-        if same is None:
-            return program, {}
-        same.refuse_another_model()
-        log.info("%s: %s", self.title, same.line())
-        return program, {"same_as_trained": same.model_dump(mode="json")}
+            inputs = context.comparison_inputs(model.signature)
+            parity = compare_with_trained(module, predict, inputs, last_step(module))
+        if parity is None:
+            return {}
+        parity.require_same_model()
+        logger.info("%s: %s", self.title, parity.line())
+        return {"same_as_trained": parity.model_dump(mode="json")}

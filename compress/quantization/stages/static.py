@@ -1,4 +1,4 @@
-"""The stage that quantizes with ranges fixed beforehand; settings only, no torch."""
+"""The stage that quantizes with ranges calibrated beforehand; settings only, no torch."""
 
 from __future__ import annotations
 
@@ -6,34 +6,32 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
-from compress.core.stage import Stage
-from compress.quantization.config.backend_targets import Target
-from compress.quantization.config.calibration_data import Calibration
 from compress.quantization.config.dtype_scheme import (
     ActivationBits,
     Observer,
     Rounding,
     Smoothing,
     WeightBits,
-    formats_of,
-    one_backend,
-    scheme_of,
+    activation_dtypes,
+    require_16_bit_kernels,
+    scheme_for,
 )
-from compress.quantization.stages.graph_artifact import check_exclude, save_quantized
+from compress.quantization.stages.base import IntegerStage
+
+if TYPE_CHECKING:
+    from compress.artifacts.eager_model import EagerModel
+    from compress.artifacts.graph_model import GraphModel
+    from compress.core.context import Context
 
 if TYPE_CHECKING:
     from compress.core.context import Context
 
 
-class QuantizeStatic(Stage[EagerModel, GraphModel]):
+class QuantizeStatic(IntegerStage):
     """Compute in 8-bit integers, activation ranges fixed beforehand on a sample of the data."""
 
     stage: Literal["quantize_static"] = "quantize_static"
-    target: Target = "onnxruntime-cpu"
-    """Runtime whose fused integer kernels decide which operators are quantized, and how."""
     weight_bits: WeightBits = 8
     """Bits of a weight; 4-bit ones are held in 8, so they make nothing smaller or faster here."""
     activation_bits: ActivationBits = 8
@@ -46,8 +44,6 @@ class QuantizeStatic(Stage[EagerModel, GraphModel]):
     (`percentile`), or the least divergence of distributions (`entropy`)."""
     percentile: Annotated[float, Field(gt=50, lt=100)] = 99.99
     """Share of the values that the observer `percentile` keeps, in percent."""
-    embeddings: bool = True
-    """Whether tables of embeddings are held in 8 bits too, each row with its own scale."""
     smooth: Smoothing = "off"
     """SmoothQuant: how far outliers of what linear layers of sequences read are moved into their
     weights, from 0 to 1; `auto` searches each layer's best and leaves alone what gains nothing."""
@@ -55,16 +51,12 @@ class QuantizeStatic(Stage[EagerModel, GraphModel]):
     """Whether channels between neighbouring convolutions, with at most a relu between them, are
     brought to one range (cross-layer equalization)."""
     rounding: Rounding = "nearest"
-    """`adaround` rounds each weight up or down so that its layer's answers stay; worth its time
+    """`adaround` rounds each weight up or down so that its layer's outputs stay; worth its time
     with weights of 4 bits and fewer."""
     rounding_steps: Count = 500
     """Optimization steps of `adaround` for each layer."""
     bias_correction: bool = False
-    """Whether biases take back the shift of each layer's mean answers; `adaround` leaves none."""
-    exclude: tuple[str, ...] = ()
-    """Names of modules left in float; `*` and `?` stand for any characters."""
-
-    _one_backend = model_validator(mode="before")(one_backend)
+    """Whether biases take back the shift of each layer's mean outputs; `adaround` leaves none."""
 
     @model_validator(mode="after")
     def _percentile_has_its_observer(self) -> QuantizeStatic:
@@ -76,34 +68,25 @@ class QuantizeStatic(Stage[EagerModel, GraphModel]):
         return self
 
     @model_validator(mode="after")
-    def _sixteen_bits_have_a_zero_point(self) -> QuantizeStatic:
-        if self.activation_bits == 16 and self.target != "onnxruntime-cpu":
-            raise ValueError(
-                f"activation_bits: 16 is for target: onnxruntime-cpu, found {self.target}, which "
-                "has no kernel that reads 16 bits; use 8"
-            )
+    def _sixteen_bits_have_kernels(self) -> QuantizeStatic:
+        if self.activation_bits == 16:
+            require_16_bit_kernels("activation_bits: 16", self.target, "use 8")
         return self
 
     @property
-    def needs_data(self) -> bool:
-        """Always."""
-        return True
-
-    @property
     def activation_formats(self) -> frozenset[str]:
-        """The target's integers, of as many bits as are asked for."""
-        return formats_of(self.target, self.activation_bits)
+        """The target's integers, of `activation_bits`."""
+        return activation_dtypes(self.target, self.activation_bits)
 
     def run(self, model: EagerModel, context: Context) -> GraphModel:
-        """Calibrate, round, and seal the integer graph."""
+        """Calibrate, convert, and save the integer graph."""
         from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
         from compress.quantization.ptq.algorithm_sequence import Corrections
         from compress.quantization.ptq.calibrate import quantize
 
-        module = model.load()
-        check_exclude(self.exclude, module)
+        module = self.load_float(model)
         quantizer = OnnxRuntimeQuantizer(
-            scheme_of(self.target, self.weight_bits, self.activation_bits),
+            scheme_for(self.target, self.weight_bits, self.activation_bits),
             self.observer,
             self.exclude,
             embeddings=self.embeddings,
@@ -112,17 +95,20 @@ class QuantizeStatic(Stage[EagerModel, GraphModel]):
         corrections = Corrections(
             self.smooth, self.equalize, self.rounding, self.rounding_steps, self.bias_correction
         )
-
-        def report(seen: int) -> None:
-            context.progress("calibrate", seen, self.calibration_samples)
-
-        calibration = Calibration.of(self.calibration_samples, model.signature, context)
-        program = quantize(module, model.signature, quantizer, calibration, report, corrections)
+        program = quantize(
+            module,
+            model.signature,
+            quantizer,
+            self.calibration_data(model, context),
+            self.calibration_progress(context),
+            corrections,
+        )
         facts = {
+            "target": self.target,
             "float_modules": quantizer.float_modules,
             **quantizer.ranges,
             **corrections.facts,
         }
-        return save_quantized(
-            self, model, program, quantizer.quantized, facts, context, corrections.rescaled
+        return self.save_graph(
+            model, program, quantizer.quantized, facts, context, corrections.rescaled
         )

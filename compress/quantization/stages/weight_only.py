@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import model_validator
 
-from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.graph_model import GraphModel
 from compress.common.config import Count
-from compress.core.stage import Stage
-from compress.quantization.config.calibration_data import Calibration
 from compress.quantization.config.dtype_scheme import WeightMethod
-from compress.quantization.stages.graph_artifact import check_exclude, save_quantized
+from compress.quantization.stages.base import QuantizationStage
+
+if TYPE_CHECKING:
+    from compress.artifacts.eager_model import EagerModel
+    from compress.artifacts.graph_model import GraphModel
+    from compress.core.context import Context
 
 if TYPE_CHECKING:
     from compress.core.context import Context
 
 
-class QuantizeWeights(Stage[EagerModel, GraphModel]):
+class QuantizeWeights(QuantizationStage):
     """Hold the weights of linear layers in a few bits; what is computed stays float.
 
     For models whose size is the matter: it makes the file and the memory smaller, not the answer
@@ -38,8 +39,6 @@ class QuantizeWeights(Stage[EagerModel, GraphModel]):
     """Whether tables of embeddings are held in 8 bits, each row with a scale of its own."""
     calibration_samples: Count = 128
     """Samples that `gptq` and `awq` look at."""
-    exclude: tuple[str, ...] = ()
-    """Names of modules left in float; `*` and `?` stand for any characters."""
 
     @model_validator(mode="after")
     def _hqq_is_for_four_bits(self) -> QuantizeWeights:
@@ -53,29 +52,19 @@ class QuantizeWeights(Stage[EagerModel, GraphModel]):
         """Whether the method looks at data."""
         return self.method in ("gptq", "awq")
 
-    @property
-    def uses_data(self) -> bool:
-        """Always: the result is compared on `val`."""
-        return True
-
     def run(self, model: EagerModel, context: Context) -> GraphModel:
-        """Round the weights, and seal the graph."""
+        """Quantize the weights, and save the graph."""
         from compress.quantization.ptq.weight_only_graph import WeightQuantizer, quantize_weights
 
-        module = model.load()
-        check_exclude(self.exclude, module)
+        module = self.load_float(model)
         quantizer = WeightQuantizer(
             self.method, self.bits, self.group_size, self.embeddings, self.exclude
         )
-        sample = (
-            Calibration.of(self.calibration_samples, model.signature, context)
-            if self.needs_data
-            else ()
-        )
+        sample = self.calibration_data(model, context) if self.needs_data else ()
         program = quantize_weights(module, model.signature, quantizer, sample)
-        facts: dict[str, Any] = {"left_float": quantizer.left}
+        facts: dict[str, Any] = {"left_float": quantizer.left_float}
         if self.method == "awq":
             facts["scaled"] = quantizer.scaled
-        return save_quantized(
-            self, model, program, quantizer.quantized, facts, context, quantizer.rescaled
+        return self.save_graph(
+            model, program, quantizer.quantized, facts, context, quantizer.rescaled
         )

@@ -6,31 +6,20 @@ from torch.utils.data import TensorDataset
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
-from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import Parity
 from compress.data.splits import Splits
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx
-
-HERE = Path(__file__).parent
-IMAGE = Signature(
-    inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),),
-    outputs=(OutputSpec(name="logits"),),
-)
+from tests.compress.quantization.builders import build_model, images
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[EagerModel, Context]:
     folder = tmp_path_factory.mktemp("bits")
-    torch.manual_seed(0)
-    recipe = Recipe(factory="networks:mlp")
-    state = recipe.build(HERE).state_dict()
-    images = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    rows = TensorDataset(images, torch.zeros(64, dtype=torch.int64))
-    model = EagerModel.create(folder / "source", recipe, state, IMAGE, folder=HERE)
+    rows = TensorDataset(images(), torch.zeros(64, dtype=torch.int64))
+    model = build_model(folder / "source", "networks:mlp")
     return model, Context(root=folder / "next", data=Splits({"train": rows, "val": rows}, 32))
 
 

@@ -8,13 +8,14 @@ import torch
 from torch.utils.data import Dataset
 from compress.data.splits import Splits
 from compress.common.signature import Signature, TensorSpec
-from compress.quantization.ptq.calibrate import observe_, traced
+from compress.quantization.pt2e.graph_capture import capture
+from compress.quantization.ptq.calibrate import calibrate_
 from compress.quantization.pt2e.observers import OBSERVERS
 from compress.quantization.pt2e.torchao_api import prepare_pt2e
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-from compress.quantization.pt2e.observer_ranges import fit_ranges_, watching
-from compress.quantization.config.calibration_data import Calibration
-from compress.quantization.config.dtype_scheme import scheme_of
+from compress.quantization.pt2e.observer_ranges import fit_ranges_, monitor_ranges
+from compress.quantization.config.calibration_data import CalibrationData
+from compress.quantization.config.dtype_scheme import scheme_for
 
 class Images(Dataset):
     def __len__(self):
@@ -28,16 +29,16 @@ torch.set_num_threads(1)
 signature = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 32, 32)),))
 layers = [torch.nn.Conv2d(1 if i == 0 else 16, 16, 1) for i in range(4)]
 network = torch.nn.Sequential(*[part for layer in layers for part in (layer, torch.nn.ReLU())])
-graph = traced(network.eval(), signature)
+graph = capture(network.eval(), signature)
 
 def calibrate(observer, samples):
-    quantizer = OnnxRuntimeQuantizer(scheme_of("onnxruntime-cpu"), observer)
+    quantizer = OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu"), observer)
     prepared = prepare_pt2e(copy.deepcopy(graph), quantizer)
-    with watching(prepared, signature) as watches:
-        calibration = Calibration(Splits({"train": Images()}, 32), samples, seed=0)
-        observe_(prepared, signature, calibration, lambda seen: None)
+    with monitor_ranges(prepared, signature) as ranges:
+        calibration = CalibrationData(Splits({"train": Images()}, 32), samples, seed=0)
+        calibrate_(prepared, signature, calibration, lambda seen: None)
     fit_ranges_(prepared)
-    watches.facts()
+    ranges.facts()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 few = max(calibrate(observer, 64) for observer in OBSERVERS)

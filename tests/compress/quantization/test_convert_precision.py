@@ -1,15 +1,12 @@
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
@@ -17,24 +14,23 @@ from compress.data.splits import Splits
 from compress.quantization.stages.half_precision import ConvertPrecision
 from export.onnx.stage import ExportOnnx
 from export.torchscript.stage import ExportTorchScript
+from tests.compress.quantization.builders import (
+    IMAGE,
+    TOKENS,
+    answer,
+    build_model,
+    relative_error,
+)
+from tests.compress.quantization.conftest import FreshProcessCheck
 
-HERE = Path(__file__).parent
-IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 8)),))
 SERIES = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4, 7)),))
-TOKENS = Signature(inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),))
 MASKED = Signature(
     inputs=(
         TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),
         TensorSpec(name="mask", shape=("batch", "length"), dtype="int64"),
     )
 )
-
-
-def source(path: Path, factory: str, signature: Signature) -> EagerModel:
-    torch.manual_seed(0)
-    recipe = Recipe(factory=factory)
-    return EagerModel.create(path, recipe, recipe.build(HERE).state_dict(), signature, folder=HERE)
 
 
 def data(signature: Signature) -> Splits:
@@ -48,18 +44,9 @@ def halved(model: EagerModel, root: Path, dtype: str = "float16", **settings: ob
     return stage(model, Context(root=root, data=data(model.signature)))
 
 
-def answer(model: Artifact, *inputs: torch.Tensor) -> torch.Tensor:
-    with model.open() as predict:
-        return predict(*inputs)[0]
-
-
-def apart(expected: torch.Tensor, got: torch.Tensor) -> float:
-    return float((got - expected).norm() / expected.norm())
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_weights_are_halved_and_answers_keep_type_and_value(tmp_path: Path, dtype: str) -> None:
-    model = source(tmp_path / "source", "networks:mobilenet", IMAGE)
+    model = build_model(tmp_path / "source", "networks:mobilenet", IMAGE)
     half = halved(model, tmp_path / "half", dtype)
     state = half.program().state_dict
     assert {tensor.dtype for tensor in state.values()} == {getattr(torch, dtype)}
@@ -69,12 +56,12 @@ def test_weights_are_halved_and_answers_keep_type_and_value(tmp_path: Path, dtyp
     expected, got = answer(model, image), answer(half, image)
     assert got.dtype is torch.float32
     eps = torch.finfo(getattr(torch, dtype)).eps
-    assert 0 < apart(expected, got) < 2 * eps
+    assert 0 < relative_error(expected, got) < 2 * eps
     assert half.macs() == model.macs()
 
 
 def test_sensitive_operators_and_hidden_scores_stay_float32(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "halves:encoder", MASKED)
+    model = build_model(tmp_path / "source", "halves:encoder", MASKED)
     half = halved(model, tmp_path / "half")
     facts = half.manifest.facts
     assert facts["float32_operators"] == {"layer_norm": 1, "mean": 1, "softmax": 1}
@@ -83,11 +70,11 @@ def test_sensitive_operators_and_hidden_scores_stay_float32(tmp_path: Path) -> N
     assert reason == "reaches 3.4e+38, float16 ends at 6.55e+04"
     tokens = torch.arange(12).view(2, 6)
     for mask in (torch.ones(2, 6, dtype=torch.int64), torch.zeros(2, 6, dtype=torch.int64)):
-        assert apart(answer(model, tokens, mask), answer(half, tokens, mask)) < 1e-3
+        assert relative_error(answer(model, tokens, mask), answer(half, tokens, mask)) < 1e-3
 
 
 def test_what_overflows_on_the_data_stays_float32(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "halves:wide", ROWS)
+    model = build_model(tmp_path / "source", "halves:wide", ROWS)
     half = halved(model, tmp_path / "half")
     reasons = half.manifest.facts["float32_for_their_numbers"]
     assert set(reasons) == {"weight loud.weight", "linear of loud"}
@@ -98,13 +85,13 @@ def test_what_overflows_on_the_data_stays_float32(tmp_path: Path) -> None:
         "loud.bias",
     }
     (x,) = ROWS.example(9)
-    assert apart(answer(model, x), answer(half, x)) < 1e-3
+    assert relative_error(answer(model, x), answer(half, x)) < 1e-3
     wide_range = halved(model, tmp_path / "bf16", "bfloat16")
     assert wide_range.manifest.facts["float32_for_their_numbers"] == {}
 
 
-def test_headroom_is_kept(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+def test_headroom_lowers_the_largest_value_allowed(tmp_path: Path) -> None:
+    model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     largest = max(float(x.abs().max()) for b in data(IMAGE).batches("train") for x in b.inputs)
     just = torch.finfo(torch.float16).max / largest
     near = halved(model, tmp_path / "near", headroom=math.floor(just))
@@ -115,42 +102,42 @@ def test_headroom_is_kept(tmp_path: Path) -> None:
 
 
 def test_weights_that_would_vanish_stay_float32(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "halves:faint", ROWS)
+    model = build_model(tmp_path / "source", "halves:faint", ROWS)
     half = halved(model, tmp_path / "half")
     reasons = half.manifest.facts["float32_for_their_numbers"]
     assert "loses" in reasons["weight faint.weight"]
     assert half.program().state_dict["faint.weight"].dtype is torch.float32
     (x,) = ROWS.example(9)
-    assert apart(answer(model, x), answer(half, x)) < 1e-3
+    assert relative_error(answer(model, x), answer(half, x)) < 1e-3
 
 
 def test_excluded_modules_stay_float32(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+    model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     state = halved(model, tmp_path / "half", exclude=["d*n"]).program().state_dict
     assert state["down.weight"].dtype is torch.float32
     assert state["up.weight"].dtype is torch.float16
 
 
-def test_a_shared_weight_is_held_once(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "halves:tied", TOKENS)
+def test_a_shared_weight_is_stored_once(tmp_path: Path) -> None:
+    model = build_model(tmp_path / "source", "halves:tied", TOKENS)
     half = halved(model, tmp_path / "half")
     held = {t.data_ptr(): t.numel() * t.element_size() for t in half.program().state_dict.values()}
     assert sum(held.values()) == 40 * 32 * 2
 
 
 def test_onnxruntime_answers_like_torch_from_half_the_file(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:recurrent", SERIES)
+    model = build_model(tmp_path / "source", "networks:recurrent", SERIES)
     half = halved(model, tmp_path / "half")
     onnx = ExportOnnx()(half, Context(root=tmp_path / "onnx"))
     (x,) = SERIES.example(3)
     # A transposed batch before a float16 product ends onnxruntime's process, if left alone.
-    assert apart(answer(half, x), answer(onnx, x)) < 1e-3
+    assert relative_error(answer(half, x), answer(onnx, x)) < 1e-3
     assert onnx.manifest.facts["operators"]["LSTM"] == 1
     assert onnx.parameters() == half.parameters()
 
 
 def test_torchscript_answers_like_torch(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+    model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     half = halved(model, tmp_path / "half", "bfloat16")
     scripted = ExportTorchScript()(half, Context(root=tmp_path / "ts"))
     (tokens,) = TOKENS.example(3)
@@ -160,14 +147,14 @@ def test_torchscript_answers_like_torch(tmp_path: Path) -> None:
 
 
 def test_bfloat16_is_refused_by_onnx_before_anything_is_lowered(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+    model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     half = ConvertPrecision(dtype="bfloat16")(model, Context(root=tmp_path / "half"))
     with pytest.raises(StageFailed, match=r"no kernels on the CPU .* dtype: float16"):
         ExportOnnx()(half, Context(root=tmp_path / "onnx"))
 
 
 def test_float16_needs_data_and_numbers(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+    model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     with pytest.raises(StageFailed, match="needs data"):
         ConvertPrecision(dtype="float16")(model, Context(root=tmp_path / "half"))
     rows = [((torch.full((1, 8, 8), math.nan),), torch.tensor(0))] * 32
@@ -182,17 +169,8 @@ def test_float16_needs_data_and_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_torch: Callable[[str], str]) -> None:
-    half = halved(source(tmp_path / "source", "networks:sequence", TOKENS), tmp_path / "half")
-    (tokens,) = TOKENS.example(3)
-    torch.save({"tokens": tokens, "expected": answer(half, tokens)}, tmp_path / "answer.pt")
-    assert (
-        fresh_torch(f"""
-import torch
-from compress.artifacts.graph_model import GraphModel
-saved = torch.load({str(tmp_path / "answer.pt")!r})
-with GraphModel.from_directory({str(half.path)!r}).open() as predict:
-    print(torch.equal(predict(saved["tokens"])[0], saved["expected"]))
-""")
-        == "True"
-    )
+def test_a_fresh_process_answers_alike(
+    tmp_path: Path, assert_same_in_fresh_process: FreshProcessCheck
+) -> None:
+    model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
+    assert_same_in_fresh_process(halved(model, tmp_path / "half"), *TOKENS.example(3))

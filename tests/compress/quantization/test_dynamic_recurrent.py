@@ -1,21 +1,19 @@
-from collections.abc import Callable
 from pathlib import Path
 
 import onnx
 import pytest
 import torch
 
-from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.artifacts.recipe import Recipe
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from export.onnx.stage import ExportOnnx
 from export.torchscript.stage import ExportTorchScript
+from tests.compress.quantization.builders import answer, build_model, relative_error
+from tests.compress.quantization.conftest import FreshProcessCheck
 
-HERE = Path(__file__).parent
 LENGTH = 12
 TOKENS = Signature(inputs=(TensorSpec(name="tokens", shape=("batch", LENGTH), dtype="int64"),))
 KERNELS = {"GRU": "gru", "RNN": "rnn_tanh"}
@@ -28,26 +26,12 @@ KINDS = [
 ]
 
 
-def source(root: Path, kind: str, arguments: dict[str, int]) -> EagerModel:
-    torch.manual_seed(0)
-    recipe = Recipe(factory="recurrences:classifier", arguments={"kind": kind, **arguments})
-    state = recipe.build(HERE).state_dict()
-    return EagerModel.create(root / "source", recipe, state, TOKENS, folder=HERE)
+SAMPLE = torch.randint(0, 50, (5, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
 def quantized(root: Path, kind: str, arguments: dict[str, int]) -> tuple[EagerModel, GraphModel]:
-    model = source(root, kind, arguments)
+    model = build_model(root / "source", "recurrences:classifier", TOKENS, kind=kind, **arguments)
     return model, QuantizeDynamic()(model, Context(root=root / "int8"))
-
-
-def answer(model: Artifact) -> torch.Tensor:
-    tokens = torch.randint(0, 50, (5, 12), generator=torch.Generator().manual_seed(0))
-    with model.open() as predict:
-        return predict(tokens)[0]
-
-
-def apart(expected: torch.Tensor, got: torch.Tensor) -> float:
-    return float((got - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(("kind", "arguments"), KINDS)
@@ -60,7 +44,7 @@ def test_recurrent_weights_are_integers_in_every_format(
     assert small.parameters() == model.parameters()
     floats = [t for t in small.program().state_dict.values() if t.is_floating_point()]
     assert all(t.dim() == 1 for t in floats)
-    assert 0 < apart(answer(model), answer(small)) < 0.03
+    assert 0 < relative_error(answer(model, SAMPLE), answer(small, SAMPLE)) < 0.03
     exported = ExportOnnx()(small, Context(root=tmp_path / "onnx"))
     assert exported.parameters() == model.parameters()
     module = model.load()
@@ -79,28 +63,20 @@ def test_recurrent_weights_are_integers_in_every_format(
     assert {k for k in integer if "MatMul" not in k} == kernels[0]
     assert scripted.manifest.facts["integer_kernels"].keys() - {"linear_dynamic"} == kernels[1]
     assert kind == "RNN" or scripted.manifest.facts["float_kernels"] == {}
-    assert apart(answer(small), answer(exported)) < kernels[2]
-    assert apart(answer(small), answer(scripted)) < 0.03
+    assert relative_error(answer(small, SAMPLE), answer(exported, SAMPLE)) < kernels[2]
+    assert relative_error(answer(small, SAMPLE), answer(scripted, SAMPLE)) < 0.03
 
 
 @pytest.mark.slow
-def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_torch: Callable[[str], str]) -> None:
+def test_a_fresh_process_answers_alike(
+    tmp_path: Path, assert_same_in_fresh_process: FreshProcessCheck
+) -> None:
     _, small = quantized(tmp_path, "LSTM", {})
-    torch.save(answer(small), tmp_path / "answer.pt")
-    assert (
-        fresh_torch(f"""
-import torch
-from compress.artifacts.graph_model import GraphModel
-tokens = torch.randint(0, 50, (5, 12), generator=torch.Generator().manual_seed(0))
-with GraphModel.from_directory({str(small.path)!r}).open() as predict:
-    print(torch.equal(predict(tokens)[0], torch.load({str(tmp_path / "answer.pt")!r})))
-""")
-        == "True"
-    )
+    assert_same_in_fresh_process(small, SAMPLE)
 
 
 def test_excluded_layers_stay_float(tmp_path: Path) -> None:
-    model = source(tmp_path, "LSTM", {})
+    model = build_model(tmp_path / "source", "recurrences:classifier", TOKENS, kind="LSTM")
     small = QuantizeDynamic(exclude=("rnn",))(model, Context(root=tmp_path / "int8"))
     assert small.manifest.facts["float_modules"] == ["rnn"]
     assert "lstm" not in small.manifest.facts["quantized_operators"]

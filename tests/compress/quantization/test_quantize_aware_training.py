@@ -16,7 +16,7 @@ from compress.core.context import Context
 from compress.core.gates import LabelAgreement
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
-from compress.quantization.qat.label_parity import sameness
+from compress.quantization.qat.label_parity import compare_labels
 from compress.quantization.stages.qat import QuantizeAwareTraining
 from compress.quantization.stages.static import QuantizeStatic
 from compress.training.stage import Train
@@ -113,8 +113,8 @@ def test_an_interrupted_training_ends_bit_identical(
     with pytest.raises(KeyboardInterrupt):
         learning(mlp, stopped_after(parts, 1))
     notes = []
-    told = replace(parts, progress=lambda task, done, total, note="": notes.append(note))
-    assert learning(mlp, told).digest == whole.digest
+    resumed = replace(parts, progress=lambda task, done, total, note="": notes.append(note))
+    assert learning(mlp, resumed).digest == whole.digest
     assert "resumed after epoch 1" in notes
 
 
@@ -131,11 +131,11 @@ def test_samples_without_labels_are_learnt_from_the_float_model(
     )
     with caplog.at_level("INFO"):
         graph = stage(epochs=1)(mlp, context)
-    assert "the float model's answers teach" in caplog.text
+    assert "the float model's outputs are the targets" in caplog.text
     assert graph.manifest.facts["history"][1]["loss"] < 0.2
 
 
-def test_learned_steps_and_a_folded_batch_norm_are_what_the_graph_has(
+def test_the_graph_has_the_learned_steps_and_folded_batch_norms(
     few: Splits, tmp_path: Path
 ) -> None:
     source = build(tmp_path / "source", "mobilenet")
@@ -146,7 +146,7 @@ def test_learned_steps_and_a_folded_batch_norm_are_what_the_graph_has(
     assert same["largest_difference"] < 1e-5
 
 
-def test_tables_and_targets_without_zero_points_are_trained_too(tmp_path: Path) -> None:
+def test_embeddings_and_symmetric_targets_are_trained_too(tmp_path: Path) -> None:
     tokens = TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64")
     source = build(tmp_path / "source", "sequence", Signature(inputs=(tokens,)))
     data = Splits({"train": TensorDataset(torch.randint(0, 50, (64, 8)))}, batch_size=32)
@@ -161,7 +161,7 @@ def test_tables_and_targets_without_zero_points_are_trained_too(tmp_path: Path) 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("learn_steps", [False, True])
-def test_a_cuda_device_trains_what_the_graph_has(
+def test_a_model_trained_on_cuda_converts_to_the_same_labels(
     few: Splits, tmp_path: Path, learn_steps: bool
 ) -> None:
     source = build(tmp_path / "source", "mobilenet")
@@ -194,7 +194,9 @@ def test_two_processes_train_what_one_does(mlp: EagerModel, few: Splits, tmp_pat
         ({"weight_bits": 3}, "4 or 8"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(
+    settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         stage(**settings)
 
@@ -216,17 +218,17 @@ def test_a_graph_that_is_another_model_is_refused() -> None:
     trained[:3, 3] = 0.7
     integer = trained.clone()
     integer[:3, 3] = 1.1
-    ties = sameness(trained, integer, step=0.4)
+    ties = compare_labels(trained, integer, step=0.4)
     assert (ties.differing, ties.near_ties) == (3, 3)
-    ties.refuse_another_model()
+    ties.require_same_model()
     assert ties.line() == (
         "397 of 400 labels as trained; near-ties (margins below the last quantization step, 0.4): "
         "3 of 3"
     )
-    other = sameness(trained, trained.roll(1, 1), step=0.2)
+    other = compare_labels(trained, trained.roll(1, 1), step=0.2)
     assert (other.differing, other.near_ties) == (400, 0)
     with pytest.raises(StageFailed, match="400 of 400 labels otherwise"):
-        other.refuse_another_model()
+        other.require_same_model()
 
 
 @pytest.mark.slow

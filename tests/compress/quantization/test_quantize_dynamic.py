@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -6,7 +5,6 @@ import torch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
@@ -14,19 +12,8 @@ from compress.quantization.stages.dynamic import QuantizeDynamic
 from export.aotinductor.stage import ExportAot
 from export.onnx.stage import ExportOnnx, OnnxModel
 from serve.worker.loaders import load_graph
-
-HERE = Path(__file__).parent
-TOKENS = Signature(
-    inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),),
-    outputs=(OutputSpec(name="states"),),
-)
-IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
-
-
-def source(path: Path, factory: str, signature: Signature) -> EagerModel:
-    torch.manual_seed(0)
-    recipe = Recipe(factory=factory)
-    return EagerModel.create(path, recipe, recipe.build(HERE).state_dict(), signature, folder=HERE)
+from tests.compress.quantization.builders import IMAGE, TOKENS, answer, build_model
+from tests.compress.quantization.conftest import FreshProcessCheck
 
 
 def dynamic(model: EagerModel, root: Path, **settings: object) -> GraphModel:
@@ -38,13 +25,8 @@ def both(model: EagerModel, root: Path, **settings: object) -> tuple[GraphModel,
     return quantized, ExportOnnx()(quantized, Context(root=root / "onnx"))
 
 
-def answer(model: EagerModel | GraphModel | OnnxModel, *inputs: torch.Tensor) -> torch.Tensor:
-    with model.open() as predict:
-        return predict(*inputs)[0]
-
-
 def test_each_batch_has_its_own_range(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+    model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     quantized = dynamic(model, tmp_path)
     (image,) = IMAGE.example(64)
     for size in (1e-3, 1.0, 1e3):
@@ -53,7 +35,7 @@ def test_each_batch_has_its_own_range(tmp_path: Path) -> None:
 
 
 def test_a_batch_without_rows_is_answered(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+    model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     (image,) = IMAGE.example(3)
     quantized, exported = both(model, tmp_path)
     served = load_graph(quantized.payload_path, {}, 1)
@@ -72,7 +54,7 @@ def test_a_batch_without_rows_is_answered(tmp_path: Path) -> None:
 def test_onnxruntime_computes_in_integers_what_torch_does(
     tmp_path: Path, factory: str, signature: Signature
 ) -> None:
-    model = source(tmp_path / "source", factory, signature)
+    model = build_model(tmp_path / "source", factory, signature)
     quantized, exported = both(model, tmp_path)
     inputs = signature.example(5)
     expected = answer(quantized, *inputs)
@@ -87,7 +69,7 @@ def test_onnxruntime_computes_in_integers_what_torch_does(
 
 
 def test_rows_of_a_table_are_looked_up_as_integers(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+    model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     table = model.load().embedding.weight.detach()
     quantized, exported = both(model, tmp_path)
     (lookup, _) = [
@@ -110,7 +92,7 @@ def test_rows_of_a_table_are_looked_up_as_integers(tmp_path: Path) -> None:
 
 
 def test_convolutions_stay_float(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mobilenet", IMAGE)
+    model = build_model(tmp_path / "source", "networks:mobilenet", IMAGE)
     quantized, exported = both(model, tmp_path)
     assert quantized.manifest.facts["quantized_operators"] == {"linear": 1}
     assert "stem.0" in quantized.manifest.facts["float_modules"]
@@ -119,14 +101,14 @@ def test_convolutions_stay_float(tmp_path: Path) -> None:
 
 def test_nothing_to_quantize_is_refused(tmp_path: Path) -> None:
     rows = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
-    model = source(tmp_path / "source", "networks:unquantizable", rows)
+    model = build_model(tmp_path / "source", "networks:unquantizable", rows)
     with pytest.raises(StageFailed, match=r"no operator could be quantized.*quantize_static"):
         QuantizeDynamic()(model, Context(root=tmp_path / "int8"))
     assert not (tmp_path / "int8").exists()
 
 
 def test_excluded_modules_stay_float(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+    model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     quantized, exported = both(model, tmp_path, exclude=["down", "embedding"])
     assert quantized.manifest.facts["quantized_operators"] == {"linear": 1}
     assert quantized.manifest.facts["float_modules"] == ["down", "embedding"]
@@ -134,35 +116,24 @@ def test_excluded_modules_stay_float(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_torch: Callable[[str], str]) -> None:
-    quantized = dynamic(source(tmp_path / "source", "networks:sequence", TOKENS), tmp_path)
-    (tokens,) = TOKENS.example(3)
-    torch.save({"tokens": tokens, "expected": answer(quantized, tokens)}, tmp_path / "answer.pt")
-    assert (
-        fresh_torch(f"""
-import torch
-from compress.artifacts.graph_model import GraphModel
-saved = torch.load({str(tmp_path / "answer.pt")!r})
-with GraphModel.from_directory({str(quantized.path)!r}).open() as predict:
-    print(torch.equal(predict(saved["tokens"])[0], saved["expected"]))
-""")
-        == "True"
-    )
+def test_a_fresh_process_answers_alike(
+    tmp_path: Path, assert_same_in_fresh_process: FreshProcessCheck
+) -> None:
+    model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
+    assert_same_in_fresh_process(dynamic(model, tmp_path), *TOKENS.example(3))
 
 
 HOSTILE = {"networks:mlp": IMAGE, "sequences:Encoder": TOKENS}
 
 
 @pytest.mark.parametrize("factory", HOSTILE)
-def test_rows_with_ranges_of_their_own_leave_each_others_answers_alone(
-    tmp_path: Path, factory: str
-) -> None:
+def test_with_row_ranges_outputs_do_not_depend_on_other_rows(tmp_path: Path, factory: str) -> None:
     signature = HOSTILE[factory]
     if factory == "sequences:Encoder":
         signature = signature.model_copy(
             update={"outputs": (OutputSpec(name="logits"), OutputSpec(name="states"))}
         )
-    model = source(tmp_path / "source", factory, signature)
+    model = build_model(tmp_path / "source", factory, signature)
     real = signature.example(6)[0]
     hostile = real * 1000 if real.is_floating_point() else 49 - real
     beside = torch.cat([real[:3], hostile[3:]])
@@ -182,8 +153,10 @@ def test_rows_with_ranges_of_their_own_leave_each_others_answers_alone(
 
 
 @pytest.mark.parametrize("size", [1e-8, 1.0, 1e8])
-def test_rows_of_any_size_and_of_zeros_keep_their_answers(tmp_path: Path, size: float) -> None:
-    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+def test_with_row_ranges_rows_of_any_size_and_of_zeros_keep_their_outputs(
+    tmp_path: Path, size: float
+) -> None:
+    model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     _, exported = both(model, tmp_path, activation_range="row")
     (image,) = IMAGE.example(4)
     image = image * size
@@ -193,8 +166,8 @@ def test_rows_of_any_size_and_of_zeros_keep_their_answers(tmp_path: Path, size: 
     assert (got - expected).norm() / expected.norm() < 0.02
 
 
-def test_recurrent_layers_stay_float_where_rows_have_ranges_of_their_own(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "recurrences:classifier", TOKENS)
+def test_recurrent_layers_stay_float_with_row_ranges(tmp_path: Path) -> None:
+    model = build_model(tmp_path / "source", "recurrences:classifier", TOKENS)
     quantized, exported = both(model, tmp_path, activation_range="row")
     assert quantized.manifest.facts["quantized_operators"].keys() == {"embedding", "linear"}
     assert "DynamicQuantizeLSTM" not in exported.manifest.facts["operators"]
@@ -203,7 +176,7 @@ def test_recurrent_layers_stay_float_where_rows_have_ranges_of_their_own(tmp_pat
 
 @pytest.mark.slow
 def test_aotinductor_multiplies_rows_of_integers(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+    model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     settings = {"activation_range": "row", "target": "inductor-cpu"}
     quantized = dynamic(model, tmp_path, **settings)
     compiled = ExportAot()(quantized, Context(root=tmp_path / "aot"))

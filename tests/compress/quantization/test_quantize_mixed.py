@@ -1,6 +1,5 @@
 """Accuracy-aware mixed precision: the layers that ruin it are found, and no others."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,13 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import Parity
 from compress.data.splits import Splits
-from compress.quantization.config.dtype_scheme import Target, scheme_of
-from compress.quantization.mixed_precision.bit_candidates import Candidates
-from compress.quantization.mixed_precision.bit_search import Search
+from compress.quantization.config.dtype_scheme import Target, scheme_for
+from compress.quantization.mixed_precision.bit_candidates import CandidateBuilder
+from compress.quantization.mixed_precision.bit_search import BitSearch
 from compress.quantization.stages.mixed_precision import QuantizeMixed
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx
+from tests.compress.quantization.conftest import FreshProcessCheck
 
 HERE = Path(__file__).parent
 ROWS = Signature(
@@ -75,7 +75,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[EagerModel, Context
 
 
 @pytest.mark.slow
-def test_exactly_the_layers_that_ruin_it_stay_float(
+def test_exactly_the_sensitive_layers_stay_float(
     mixed: tuple[EagerModel, Context, GraphModel],
 ) -> None:
     model, context, graph = mixed
@@ -106,22 +106,9 @@ def test_a_rerun_gives_the_same_bytes(
 
 @pytest.mark.slow
 def test_a_fresh_process_answers_alike(
-    mixed: tuple[EagerModel, Context, GraphModel],
-    tmp_path: Path,
-    fresh_torch: Callable[[str], str],
+    mixed: tuple[EagerModel, Context, GraphModel], assert_same_in_fresh_process: FreshProcessCheck
 ) -> None:
-    (x,) = ROWS.example(3)
-    with mixed[2].open() as predict:
-        expected = predict(x)[0]
-    torch.save({"x": x, "expected": expected}, tmp_path / "answer.pt")
-    code = f"""
-import torch
-from compress.artifacts.graph_model import GraphModel
-saved = torch.load({str(tmp_path / "answer.pt")!r})
-with GraphModel.from_directory({str(mixed[2].path)!r}).open() as predict:
-    print(torch.equal(predict(saved["x"])[0], saved["expected"]))
-"""
-    assert fresh_torch(code) == "True"
+    assert_same_in_fresh_process(mixed[2], *ROWS.example(3))
 
 
 @pytest.mark.parametrize("target", ["onnxruntime-cpu", "tensorrt"])
@@ -158,7 +145,7 @@ def test_the_metric_can_rank_and_excluded_layers_are_left_alone(tmp_path: Path) 
     assert sum(layer["cost"] for layer in facts["mixed"]["layers"]) == pytest.approx(1, abs=1e-3)
 
 
-def test_sixteen_bits_are_enough_for_what_eight_ruin(tmp_path: Path) -> None:
+def test_layers_for_which_sixteen_bits_are_enough_get_them(tmp_path: Path) -> None:
     model, context = project(tmp_path, "4", "10", number=500.0)
     stage = QuantizeMixed(max_drop_points=5, calibration_samples=256, fallback=("uint16", "float"))
     graph = stage(model, context)
@@ -187,7 +174,7 @@ def test_sixteen_bits_are_enough_for_what_eight_ruin(tmp_path: Path) -> None:
         ({"minutes": 1e-9}, r"best of 1 candidates loses .*; the time was over, raise `minutes`"),
     ],
 )
-def test_what_cannot_be_met_is_refused_with_the_best_that_was_found(
+def test_a_limit_that_cannot_be_met_is_refused_with_the_best_candidate(
     tmp_path: Path, settings: dict[str, object], message: str
 ) -> None:
     model, context = project(tmp_path, "4")
@@ -209,7 +196,7 @@ def test_a_fallback_that_is_the_observer_is_refused() -> None:
         QuantizeMixed(max_drop_points=0, observer="histogram")
 
 
-def test_sixteen_bits_are_refused_where_nothing_reads_them() -> None:
+def test_sixteen_bits_are_refused_for_targets_without_kernels() -> None:
     with pytest.raises(ValidationError, match="'uint16' is for target: onnxruntime-cpu, found"):
         QuantizeMixed(max_drop_points=0, fallback=("uint16",), target="tensorrt")
     assert QuantizeMixed(max_drop_points=0).activation_formats == {"uint8"}
@@ -218,14 +205,14 @@ def test_sixteen_bits_are_refused_where_nothing_reads_them() -> None:
 
 
 class Known:
-    """A judge of candidates that are known by their formats: a sum of what rounding loses."""
+    """A meter of candidates that are given as their formats: sums the loss of quantized layers."""
 
     metric = "accuracy"
 
     def __init__(self, lost: dict[str, float], wide: dict[str, float]) -> None:
         self.lost, self.wide = lost, wide
 
-    def drop(self, formats: dict[str, str]) -> float:
+    def metric_drop(self, formats: dict[str, str]) -> float:
         given = {name: formats.get(name) for name in self.lost}
         return sum(
             self.wide.get(name, 0.0) if given[name] == "uint16" else lost
@@ -240,7 +227,7 @@ def searched(
     order: list[str],
     fallback: tuple[str, ...] = ("float",),
     wide: dict[str, float] | None = None,
-) -> Search:
+) -> BitSearch:
     """Return a search over layers whose losses are known and whose ranking is given.
 
     Args:
@@ -250,37 +237,39 @@ def searched(
         fallback: formats that layers may be given.
         wide: what each layer loses in 16 bits; others lose nothing.
     """
-    candidates = Candidates(None, ROWS, scheme_of("onnxruntime-cpu"), (), {"minmax": {}})
+    candidates = CandidateBuilder(None, ROWS, scheme_for("onnxruntime-cpu"), (), {"minmax": {}})
     candidates.layers = list(lost)
     candidates.build = lambda formats: type("Built", (), {"graph": formats})
     costs = dict.fromkeys(lost, 1 / len(lost))
-    judge = Known(lost, wide or {})
-    search = Search(candidates, None, judge, max_drop_points, fallback, costs, float("inf"))
-    search._rank = lambda: None
+    meter = Known(lost, wide or {})
+    search = BitSearch(candidates, None, meter, max_drop_points, fallback, costs, float("inf"))
+    search._rank_layers = lambda: None
     search._order = lambda: order
     return search
 
 
-def test_the_smallest_prefix_is_found_and_what_it_holds_in_vain_is_rounded_again() -> None:
+def test_the_smallest_prefix_is_found_and_reduced_to_the_layers_that_need_it() -> None:
     lost = {"a": 0.5, "b": 0.0, "c": 0.4, "d": 0.3, "e": 0.01, "f": 0.01, "g": 0.0}
     search = searched(lost, 0.02, ["a", "b", "c", "d", "e", "f", "g"])
     assert search.run() == {"a": "float", "c": "float", "d": "float"}
     assert search.evaluations < 2 ** len(lost) / 8
 
 
-def test_a_layer_that_ruins_it_is_found_though_its_cost_ranks_it_last() -> None:
+def test_a_sensitive_layer_is_found_though_its_cost_ranks_it_last() -> None:
     search = searched({"a": 0.0, "b": 0.0, "c": 0.0, "dear": 0.5}, 0.1, ["a", "b", "c", "dear"])
     assert search.run() == {"dear": "float"}
 
 
-def test_a_metric_that_more_floats_make_worse_is_kept_by_fewer() -> None:
+def test_fewer_float_layers_are_tried_where_more_are_worse() -> None:
     lost = dict.fromkeys("abcdefgh", 0.0)
     search = searched(lost, 0.1, [*lost])
-    search.judge.drop = lambda formats: 0.0 if set(formats) >= {"c"} and len(formats) < 4 else 0.5
+    search.meter.metric_drop = lambda formats: (
+        0.0 if set(formats) >= {"c"} and len(formats) < 4 else 0.5
+    )
     assert search.run() == {"c": "float"}
 
 
-def test_float_is_for_what_sixteen_bits_are_not_enough() -> None:
+def test_layers_stay_float_where_sixteen_bits_are_not_enough() -> None:
     lost = {"a": 0.5, "b": 0.0, "c": 0.4, "d": 0.3}
     search = searched(lost, 0.02, ["a", "c", "d", "b"], ("uint16", "float"), {"c": 0.4})
     assert search.run() == {"a": "uint16", "c": "float", "d": "uint16"}
@@ -292,7 +281,7 @@ def test_all_layers_may_read_sixteen_bits(fallback: tuple[str, ...]) -> None:
     assert searched(lost, 0.0, [*lost], fallback).run() == dict.fromkeys(lost, "uint16")
 
 
-def test_that_no_choice_keeps_the_metric_is_told() -> None:
+def test_the_message_says_when_no_choice_keeps_the_metric() -> None:
     search = searched({"a": 0.5, "b": 0.5, "c": 0.4}, 0.0, ["a", "b", "c"])
     with pytest.raises(
         StageFailed, match=r"loses 0\.4 points of accuracy with 2 of 3 layers in float; no"

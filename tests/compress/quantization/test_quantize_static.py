@@ -17,27 +17,11 @@ from compress.core.gates import LabelAgreement, Parity
 from compress.data.splits import Splits
 from compress.quantization.config.dtype_scheme import Observer
 from compress.quantization.stages.static import QuantizeStatic
+from tests.compress.quantization.builders import IMAGE, NETWORKS, build_model
+from tests.compress.quantization.conftest import FreshProcessCheck
 
-HERE = Path(__file__).parent
 DIGITS = Path(__file__).parents[3] / "examples" / "digits"
-IMAGE = Signature(
-    inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),),
-    outputs=(OutputSpec(name="logits"),),
-)
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
-
-
-def source(
-    path: Path, factory: str, signature: Signature = IMAGE, folder: Path = HERE, **arguments: int
-) -> EagerModel:
-    torch.manual_seed(0)
-    recipe = Recipe(factory=factory, arguments=arguments)
-    module = recipe.build(folder)
-    for layer in module.modules():
-        if isinstance(layer, torch.nn.BatchNorm2d):
-            torch.nn.init.uniform_(layer.running_mean, -0.5, 0.5)
-            torch.nn.init.uniform_(layer.weight, 0.5, 1.5)
-    return EagerModel.create(path, recipe, module.state_dict(), signature, folder=folder)
 
 
 def splits(*shapes: tuple[int, ...], samples: int = 64, batch_size: int = 32) -> Splits:
@@ -50,7 +34,9 @@ def splits(*shapes: tuple[int, ...], samples: int = 64, batch_size: int = 32) ->
 @pytest.fixture(scope="module")
 def resnet(tmp_path_factory: pytest.TempPathFactory, digits: Splits) -> tuple[EagerModel, Context]:
     folder = tmp_path_factory.mktemp("resnet")
-    model = source(folder / "source", "models:resnet20", folder=DIGITS, width=8)
+    model = build_model(
+        folder / "source", "models:resnet20", folder=DIGITS, random_batch_norm=True, width=8
+    )
     return model, Context(root=folder / "int8", data=digits)
 
 
@@ -98,34 +84,21 @@ def test_another_seed_observes_other_samples(
 
 
 def test_a_fresh_process_answers_alike(
-    quantized: GraphModel, tmp_path: Path, fresh_torch: Callable[[str], str]
+    quantized: GraphModel, assert_same_in_fresh_process: FreshProcessCheck
 ) -> None:
-    (image,) = IMAGE.example(3)
-    with quantized.open() as predict:
-        expected = predict(image)[0]
-    torch.save({"image": image, "expected": expected}, tmp_path / "answer.pt")
-    assert (
-        fresh_torch(f"""
-import torch
-from compress.artifacts.graph_model import GraphModel
-saved = torch.load({str(tmp_path / "answer.pt")!r})
-with GraphModel.from_directory({str(quantized.path)!r}).open() as predict:
-    print(torch.equal(predict(saved["image"])[0], saved["expected"]))
-""")
-        == "True"
-    )
+    assert_same_in_fresh_process(quantized, *IMAGE.example(3))
 
 
 @pytest.mark.parametrize("observer", ["histogram", "mse"])
 def test_pooling_and_clamps_keep_the_answers(tmp_path: Path, observer: str) -> None:
-    model = source(tmp_path / "source", "networks:mobilenet")
+    model = build_model(tmp_path / "source", "networks:mobilenet", random_batch_norm=True)
     context = Context(root=tmp_path / observer, data=splits((1, 8, 8)))
     stage = QuantizeStatic.model_validate({"observer": observer, "calibration_samples": 64})
     assert Parity(atol=0).measure(model, stage(model, context), context) < 0.05
 
 
 def test_observers_choose_different_ranges(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mlp")
+    model = build_model(tmp_path / "source", "networks:mlp")
     context = Context(root=tmp_path / "int8", data=splits((1, 8, 8)))
     # With so few values, the least divergence is that of the whole range.
     observers = set(get_args(Observer)) - {"entropy"}
@@ -140,7 +113,7 @@ def test_observers_choose_different_ranges(tmp_path: Path) -> None:
 
 
 def test_excluded_modules_stay_float(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mobilenet")
+    model = build_model(tmp_path / "source", "networks:mobilenet", random_batch_norm=True)
     stage = QuantizeStatic(calibration_samples=32, exclude=("stem", "head.*"))
     graph = stage(model, Context(root=tmp_path / "int8", data=splits((1, 8, 8))))
     assert graph.manifest.facts["float_modules"] == ["head.1", "stem.0"]
@@ -148,7 +121,7 @@ def test_excluded_modules_stay_float(tmp_path: Path) -> None:
 
 
 def test_an_exclude_that_names_nothing_is_refused(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mobilenet")
+    model = build_model(tmp_path / "source", "networks:mobilenet", random_batch_norm=True)
     stage = QuantizeStatic(calibration_samples=32, exclude=("pointwize",))
     with pytest.raises(PipelineInvalid, match="'pointwize'; did you mean 'pointwise'"):
         stage(model, Context(root=tmp_path / "int8", data=splits((1, 8, 8))))
@@ -162,7 +135,7 @@ def test_two_inputs_and_dict_outputs(tmp_path: Path) -> None:
         ),
         outputs=(OutputSpec(name="logits"), OutputSpec(name="features")),
     )
-    model = source(tmp_path / "source", "networks:two_inputs", signature)
+    model = build_model(tmp_path / "source", "networks:two_inputs", signature)
     context = Context(root=tmp_path / "int8", data=splits((1, 8, 8), (4,)))
     graph = QuantizeStatic(calibration_samples=64)(model, context)
     assert graph.manifest.facts["quantized_operators"] == {"conv2d": 1, "linear": 2}
@@ -172,7 +145,7 @@ def test_two_inputs_and_dict_outputs(tmp_path: Path) -> None:
 def test_sequences_keep_float_results(tmp_path: Path) -> None:
     tokens = TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64")
     signature = Signature(inputs=(tokens,))
-    model = source(tmp_path / "source", "networks:sequence", signature)
+    model = build_model(tmp_path / "source", "networks:sequence", signature)
     data = torch.randint(0, 50, (64, 8))
     context = Context(
         root=tmp_path / "int8", data=Splits({"train": TensorDataset(data, data[:, 0])})
@@ -192,7 +165,7 @@ def test_tables_keep_8_bits_beside_weights_of_4(tmp_path: Path) -> None:
     signature = Signature(
         inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),)
     )
-    model = source(tmp_path / "source", "networks:sequence", signature)
+    model = build_model(tmp_path / "source", "networks:sequence", signature)
     tokens = torch.arange(320).reshape(64, 5) % 50
     data = Splits({"train": TensorDataset(tokens, tokens[:, 0])})
     context = Context(root=tmp_path / "int8", data=data)
@@ -203,13 +176,13 @@ def test_tables_keep_8_bits_beside_weights_of_4(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "meant"), [(False, "off"), ("off", "off"), (0.5, 0.5)])
-def test_smoothing_is_off_however_yaml_reads_the_word(given: object, meant: object) -> None:
+def test_smoothing_is_off_if_yaml_reads_off_as_false(given: object, meant: object) -> None:
     assert QuantizeStatic.model_validate({"smooth": given}).smooth == meant
 
 
 def test_a_fixed_batch_is_calibrated_in_its_own_size(tmp_path: Path) -> None:
     signature = Signature(inputs=(TensorSpec(name="image", shape=(4, 1, 8, 8)),))
-    model = source(tmp_path / "source", "networks:mlp", signature)
+    model = build_model(tmp_path / "source", "networks:mlp", signature)
     context = Context(root=tmp_path / "int8", data=splits((1, 8, 8)))
     graph = QuantizeStatic(calibration_samples=32)(model, context)
     assert graph.manifest.facts["quantized_operators"] == {"linear": 3}
@@ -220,11 +193,13 @@ def test_a_fixed_batch_is_calibrated_in_its_own_size(tmp_path: Path) -> None:
 def test_a_channel_of_zeros_keeps_its_bias(tmp_path: Path) -> None:
     torch.manual_seed(0)
     recipe = Recipe(factory="networks:mlp")
-    module = recipe.build(HERE)
+    module = recipe.build(NETWORKS)
     with torch.no_grad():
         module[5].weight[3] = 0
         module[5].bias[3] = 7.5
-    model = EagerModel.create(tmp_path / "source", recipe, module.state_dict(), IMAGE, folder=HERE)
+    model = EagerModel.create(
+        tmp_path / "source", recipe, module.state_dict(), IMAGE, folder=NETWORKS
+    )
     context = Context(root=tmp_path / "int8", data=splits((1, 8, 8)))
     with QuantizeStatic(calibration_samples=64)(model, context).open() as predict:
         assert predict(*IMAGE.example(2))[0][:, 3].tolist() == pytest.approx([7.5, 7.5], abs=1e-3)
@@ -232,7 +207,7 @@ def test_a_channel_of_zeros_keeps_its_bias(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("factory", ["networks:aliases", "networks:branches"])
 def test_writing_into_views_and_branches_keeps_the_answers(tmp_path: Path, factory: str) -> None:
-    model = source(tmp_path / "source", factory)
+    model = build_model(tmp_path / "source", factory)
     context = Context(root=tmp_path / "int8", data=splits((1, 8, 8)))
     graph = QuantizeStatic(calibration_samples=64)(model, context)
     assert Parity(atol=0).measure(model, graph, context) < 0.03
@@ -280,8 +255,8 @@ def test_a_range_that_vanishes_is_refused(tmp_path: Path) -> None:
         QuantizeStatic(calibration_samples=64)(model, context)
 
 
-def test_only_what_fuses_is_annotated(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:branches")
+def test_only_operators_that_fuse_are_annotated(tmp_path: Path) -> None:
+    model = build_model(tmp_path / "source", "networks:branches")
     context = Context(root=tmp_path / "int8", data=splits((1, 8, 8)))
     graph = QuantizeStatic(calibration_samples=64)(model, context)
     # The addition multiplies by alpha, which no integer kernel does.
@@ -296,7 +271,7 @@ def test_only_what_fuses_is_annotated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("factory", ["networks:own_module", "networks:own_module_flat"])
 def test_a_users_submodule_may_be_called_module(tmp_path: Path, factory: str) -> None:
-    model = source(tmp_path / "source", factory, ROWS)
+    model = build_model(tmp_path / "source", factory, ROWS)
     stage = QuantizeStatic(calibration_samples=32, exclude=("module",))
     graph = stage(model, Context(root=tmp_path / "int8", data=splits((4,))))
     assert graph.manifest.facts["quantized_operators"] == {"linear": 1}
@@ -314,7 +289,7 @@ def test_a_users_submodule_may_be_called_module(tmp_path: Path, factory: str) ->
 def test_data_that_does_not_fit_is_refused_by_shape(
     tmp_path: Path, shapes: tuple[tuple[int, ...], ...], found: str
 ) -> None:
-    model = source(tmp_path / "source", "networks:own_module", ROWS)
+    model = build_model(tmp_path / "source", "networks:own_module", ROWS)
     with pytest.raises(StageFailed, match=rf"data is {found}, expected float32 \[batch, 4\]"):
         QuantizeStatic(calibration_samples=32)(
             model, Context(root=tmp_path / "none", data=splits(*shapes))
@@ -334,7 +309,7 @@ def test_no_data_is_refused(resnet: tuple[EagerModel, Context], tmp_path: Path) 
 
 
 def test_nothing_to_quantize_is_refused(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:unquantizable", ROWS)
+    model = build_model(tmp_path / "source", "networks:unquantizable", ROWS)
     with pytest.raises(StageFailed, match="no operator could be quantized"):
         QuantizeStatic(calibration_samples=16)(
             model, Context(root=tmp_path / "none", data=splits((4,)))
@@ -342,14 +317,14 @@ def test_nothing_to_quantize_is_refused(tmp_path: Path) -> None:
 
 
 def test_activations_that_are_not_finite_are_refused_by_place(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:diverging", ROWS)
+    model = build_model(tmp_path / "source", "networks:diverging", ROWS)
     context = Context(root=tmp_path / "none", data=splits((4,)))
     with pytest.raises(StageFailed, match=r"calibration: div of .* is NaN or infinite"):
         QuantizeStatic(calibration_samples=16)(model, context)
 
 
 def test_inputs_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mlp")
+    model = build_model(tmp_path / "source", "networks:mlp")
     data = Splits({"train": TensorDataset(torch.full((16, 1, 8, 8), float("nan")))})
     with pytest.raises(StageFailed, match="input image is NaN or infinite"):
         QuantizeStatic(calibration_samples=16, observer="histogram")(
@@ -358,7 +333,7 @@ def test_inputs_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_refusing_gate_keeps_the_artifact(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mlp")
+    model = build_model(tmp_path / "source", "networks:mlp")
     context = Context(root=tmp_path / "kept", data=splits((1, 8, 8)))
     stage = QuantizeStatic(calibration_samples=64, gates=(Parity(atol=0),))
     with pytest.raises(GateRefused, match=r"max \|difference\| <= 0"):
@@ -372,7 +347,7 @@ def test_progress_counts_samples(tmp_path: Path) -> None:
     def progress(task: str, done: int, total: int, note: str = "") -> None:
         seen.append((task, done, total))
 
-    model = source(tmp_path / "source", "networks:mlp")
+    model = build_model(tmp_path / "source", "networks:mlp")
     data = splits((1, 8, 8), samples=80)
     QuantizeStatic(calibration_samples=80)(
         model, Context(root=tmp_path / "int8", data=data, progress=progress)

@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,52 +6,35 @@ from pydantic import ValidationError
 from torch.utils.data import TensorDataset
 
 from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.graph_model import GraphModel
-from compress.artifacts.recipe import Recipe
 from compress.common.errors import PipelineInvalid, StageFailed
-from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.common.signature import OutputSpec, Signature
 from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.quantization.algorithms.weight_rounding import hqq, round_to_nearest
 from compress.quantization.stages.weight_only import QuantizeWeights
-from export.onnx.stage import ExportOnnx, OnnxModel
+from export.onnx.stage import ExportOnnx
+from tests.compress.quantization.builders import IMAGE, TOKENS, answer, build_model
+from tests.compress.quantization.conftest import FreshProcessCheck
 
-HERE = Path(__file__).parent
-TOKENS = Signature(
-    inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),),
-    outputs=(OutputSpec(name="states"),),
-)
-IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
 ROUNDINGS = {"rtn": round_to_nearest, "hqq": hqq}
-
-
-def source(path: Path, factory: str, signature: Signature) -> EagerModel:
-    torch.manual_seed(0)
-    recipe = Recipe(factory=factory)
-    return EagerModel.create(path, recipe, recipe.build(HERE).state_dict(), signature, folder=HERE)
 
 
 def quantized(model: EagerModel, root: Path, data: Splits | None = None, **settings: object):
     return QuantizeWeights.model_validate(settings)(model, Context(root=root, data=data))
 
 
-def answer(model: EagerModel | GraphModel | OnnxModel, *inputs: torch.Tensor) -> torch.Tensor:
-    with model.open() as predict:
-        return predict(*inputs)[0]
-
-
 @pytest.mark.parametrize(("method", "bits"), [("rtn", 4), ("rtn", 8), ("hqq", 4)])
-def test_both_runtimes_answer_as_the_rounded_weights(
+def test_both_runtimes_compute_with_the_rounded_weights(
     tmp_path: Path, method: str, bits: int
 ) -> None:
-    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+    model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     settings = {"method": method, "bits": bits, "group_size": 16, "embeddings": False}
     small = quantized(model, tmp_path / "small", **settings)
     exported = ExportOnnx()(small, Context(root=tmp_path / "onnx"))
     module = model.load()
     with torch.no_grad():
         for layer in (module.up, module.down):
-            layer.weight.copy_(ROUNDINGS[method](layer.weight, bits, 16).floats())
+            layer.weight.copy_(ROUNDINGS[method](layer.weight, bits, 16).dequantize())
     (tokens,) = TOKENS.example(4)
     with torch.inference_mode():
         expected = module(tokens)
@@ -68,8 +50,8 @@ def test_hqq_is_refused_where_no_runtime_takes_it() -> None:
         QuantizeWeights(method="hqq", bits=8)
 
 
-def test_the_files_hold_the_bits(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+def test_files_shrink_with_the_bits(tmp_path: Path) -> None:
+    model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     small = quantized(model, tmp_path / "small", method="rtn", group_size=16)
     state = small.program().state_dict
     held = {name: t.numel() for name, t in state.items() if t.dtype is torch.uint8}
@@ -82,8 +64,8 @@ def test_the_files_hold_the_bits(tmp_path: Path) -> None:
     }
 
 
-def test_gptq_looks_at_data(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mlp", IMAGE)
+def test_gptq_needs_data(tmp_path: Path) -> None:
+    model = build_model(tmp_path / "source", "networks:mlp", IMAGE)
     generator = torch.Generator().manual_seed(0)
     flat = torch.randn(256, 6, generator=generator) @ torch.randn(6, 64, generator=generator)
     rows = [(image, torch.tensor(0)) for image in flat.view(-1, 1, 8, 8)]
@@ -99,8 +81,8 @@ def test_gptq_looks_at_data(tmp_path: Path) -> None:
     assert errors["gptq"] < 0.6 * errors["rtn"]
 
 
-def test_what_is_left_float_is_told(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+def test_weights_left_in_float_are_reported(tmp_path: Path) -> None:
+    model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     small = quantized(model, tmp_path / "small", group_size=32)
     facts = {k: v for k, v in small.manifest.facts.items() if k != "fidelity"}
     assert facts == {
@@ -115,30 +97,21 @@ def test_what_is_left_float_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fresh_process_answers_alike(tmp_path: Path, fresh_torch: Callable[[str], str]) -> None:
-    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+def test_a_fresh_process_answers_alike(
+    tmp_path: Path, assert_same_in_fresh_process: FreshProcessCheck
+) -> None:
+    model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     small = quantized(model, tmp_path / "small", group_size=16)
-    (tokens,) = TOKENS.example(3)
-    torch.save({"tokens": tokens, "expected": answer(small, tokens)}, tmp_path / "answer.pt")
-    assert (
-        fresh_torch(f"""
-import torch
-from compress.artifacts.graph_model import GraphModel
-saved = torch.load({str(tmp_path / "answer.pt")!r})
-with GraphModel.from_directory({str(small.path)!r}).open() as predict:
-    print(torch.equal(predict(saved["tokens"])[0], saved["expected"]))
-""")
-        == "True"
-    )
+    assert_same_in_fresh_process(small, *TOKENS.example(3))
 
 
 @pytest.mark.slow
-def test_awq_scales_what_both_runtimes_undo(tmp_path: Path) -> None:
+def test_awq_gives_equal_outputs_in_both_runtimes(tmp_path: Path) -> None:
     rows = torch.randint(0, 50, (64, 12), generator=torch.Generator().manual_seed(1))
     data = Splits({"train": TensorDataset(rows, rows[:, 0])}, batch_size=32)
     outputs = (OutputSpec(name="classes"), OutputSpec(name="states"))
     signature = Signature(inputs=TOKENS.inputs, outputs=outputs)
-    model = source(tmp_path / "source", "sequences:encoder", signature)
+    model = build_model(tmp_path / "source", "sequences:encoder", signature)
     settings = {"method": "awq", "bits": 8, "calibration_samples": 64}
     with pytest.raises(StageFailed, match="needs data"):
         quantized(model, tmp_path / "none", **settings)

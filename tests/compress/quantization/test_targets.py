@@ -7,17 +7,15 @@ import torch
 from pydantic import ValidationError
 from torch.fx import Node
 
-from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.artifacts.recipe import Recipe
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx
+from tests.compress.quantization.builders import build_model
 
-HERE = Path(__file__).parent
 CONVOLUTION, ADDITION = "aten.conv2d.default", "aten.add.Tensor"
 BACK = "quantized_decomposed.dequantize_per_tensor.default"
 THERE = "quantized_decomposed.quantize_per_tensor.default"
@@ -27,10 +25,7 @@ def quantized(
     tmp_path: Path, target: str, shape: tuple[int | str, ...] = ("batch", 1, 8, 8)
 ) -> tuple[GraphModel, Context]:
     signature = Signature(inputs=(TensorSpec(name="image", shape=shape),))
-    torch.manual_seed(0)
-    recipe = Recipe(factory="networks:residual")
-    state = recipe.build(HERE).state_dict()
-    model = EagerModel.create(tmp_path / "source", recipe, state, signature, folder=HERE)
+    model = build_model(tmp_path / "source", "networks:residual", signature)
     samples = [(torch.randn(1, 8, 8), torch.tensor(0)) for _ in range(32)]
     context = Context(root=tmp_path / target, data=Splits({"train": samples, "val": samples}))
     stage = QuantizeStatic.model_validate({"target": target, "calibration_samples": 32})
@@ -90,7 +85,7 @@ def test_onnxruntime_on_cuda_rounds_before_layers_alone(tmp_path: Path) -> None:
     assert all(reads_integers(n) for n in nodes(model, CONVOLUTION))
 
 
-def test_a_graph_for_another_runtime_is_said_to_be_so(
+def test_exporting_a_graph_for_another_runtime_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, context = quantized(tmp_path, "inductor-cpu")
@@ -100,15 +95,13 @@ def test_a_graph_for_another_runtime_is_said_to_be_so(
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "onnxruntime-cuda"])
-def test_no_run_time_ranges_where_there_are_no_kernels(target: str) -> None:
+def test_dynamic_quantization_is_refused_for_targets_without_kernels(target: str) -> None:
     with pytest.raises(ValidationError, match="no kernels for ranges found at run time; use"):
         QuantizeDynamic.model_validate({"target": target})
 
 
 def test_macs_of_a_graph_with_fused_attention_are_its_modules(tmp_path: Path) -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 5, 4)),))
-    recipe = Recipe(factory="networks:attention")
-    state = recipe.build(HERE).state_dict()
-    model = EagerModel.create(tmp_path / "source", recipe, state, signature, folder=HERE)
+    model = build_model(tmp_path / "source", "networks:attention", signature)
     graph = QuantizeDynamic()(model, Context(root=tmp_path / "graph"))
     assert graph.macs() == model.macs() == 5 * (4 * 16 + 2 * 5 * 16 + 16 * 3)

@@ -16,7 +16,7 @@ from compress.core.context import Context
 from compress.core.gates import Parity
 from compress.core.stage import Stage
 from compress.data.splits import Splits
-from compress.quantization.ptq.calibrate import functional
+from compress.quantization.pt2e.graph_capture import functionalize
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from export.aotinductor.lowering import CHOOSE, LINEAR, decomposed, merge_products_, widen_ranges_
@@ -87,7 +87,7 @@ class Moved(torch.nn.Module):
 
 def test_what_is_viewed_again_after_it_was_moved_may_lie_with_gaps() -> None:
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
-    program = functional(torch.export.export(Moved(), (x,)))
+    program = functionalize(torch.export.export(Moved(), (x,)))
     expected = program.module()(x)
     merge_products_(program)
     assert [n.target for n in program.graph.nodes].count(LINEAR) == 1

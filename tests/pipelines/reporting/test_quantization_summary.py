@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from compress.quantization.qat.label_parity import LabelParity
+from compress.quantization.numeric_debug.fidelity_report import LabelParity
 from pipelines.config.pipeline import Pipeline
 from pipelines.reporting.quantization_summary import fidelity_of, slower_than_float
 from pipelines.reporting.terminal_table import closing_lines

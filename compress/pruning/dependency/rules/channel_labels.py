@@ -92,7 +92,7 @@ class LabelBook:
         self.produced |= _slots(weight, axes)
         return self.axis(weight, *axes)
 
-    def predicted_labels(self, value: Labels | Weight) -> Labels:
+    def labels_of(self, value: Labels | Weight) -> Labels:
         """Return an activation's labels; each element of a weight has a label of its own."""
         if isinstance(value, torch.Tensor):
             return value
@@ -123,7 +123,7 @@ class LabelBook:
         if isinstance(value, Weight) and len(value.shape) == 1:
             self.equate(self.axis(value, 0), labels)
         elif value is not None:
-            self.equate(self.predicted_labels(value), labels)
+            self.equate(self.labels_of(value), labels)
 
     def pinned_label(self, reason: str) -> int:
         """Return the label that pins every label equal to it."""
@@ -137,7 +137,7 @@ class LabelBook:
         """State that these entries can never be removed."""
         if self.is_dead_code:
             return
-        self.equate(self.predicted_labels(value), torch.tensor(self.pinned_label(reason)))
+        self.equate(self.labels_of(value), torch.tensor(self.pinned_label(reason)))
 
     def broadcast(self, narrow: Labels, wide: Labels) -> None:
         """State that each entry of ``narrow`` is broadcast over several entries of ``wide``.

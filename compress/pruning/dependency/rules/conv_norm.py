@@ -20,7 +20,7 @@ def convolution(call: Call, book: LabelBook) -> Result:
     if not isinstance(weight, Weight):
         return pin_layer(call, book, COMPUTED)
     axis = len(call.shape) - len(weight.shape) + 1
-    input_CX = channels_first(book.predicted_labels(call["input"]), axis)
+    input_CX = channels_first(book.labels_of(call["input"]), axis)
     output_O = book.produce(weight, 0)
     groups: int = call["groups"]
     if groups > 1 and weight.shape[1] == 1:
@@ -40,7 +40,7 @@ def transposed_convolution(call: Call, book: LabelBook) -> Result:
         return pin_layer(call, book, COMPUTED)
     axis = len(call.shape) - len(weight.shape) + 1
     groups: int = call["groups"]
-    book.consume(weight, (0,), channels_first(book.predicted_labels(call["input"]), axis))
+    book.consume(weight, (0,), channels_first(book.labels_of(call["input"]), axis))
     if groups > 1 and weight.shape[0] == groups:  # depthwise: each output belongs to its input
         output_O = book.produce(weight, 0).repeat_interleave(weight.shape[1])
     else:
@@ -53,14 +53,14 @@ def transposed_convolution(call: Call, book: LabelBook) -> Result:
 
 def batch_norm(call: Call, book: LabelBook) -> Result:
     """Pass channels on; scale, shift and statistics are tied to them."""
-    labels = book.predicted_labels(call["input"])
+    labels = book.labels_of(call["input"])
     _tie_channels(call, book, ("weight", "bias", "running_mean", "running_var"))
     return labels
 
 
 def group_norm(call: Call, book: LabelBook) -> Result:
     """Pass channels on; those of one group can only be removed together."""
-    labels = book.predicted_labels(call["input"])
+    labels = book.labels_of(call["input"])
     groups: int = call["num_groups"]
     if groups == 1:
         return norm_over_channels(call, book)
@@ -73,7 +73,7 @@ def group_norm(call: Call, book: LabelBook) -> Result:
 
 def norm_over_channels(call: Call, book: LabelBook) -> Result:
     """Pin: statistics over channels change when one of them is removed."""
-    labels = book.predicted_labels(call["input"])
+    labels = book.labels_of(call["input"])
     book.pin(labels, f"{call.operator} takes statistics over its channels")
     return labels
 
@@ -97,7 +97,7 @@ def embedding_bag(call: Call, book: LabelBook) -> Result:
 
 def _tie_channels(call: Call, book: LabelBook, names: tuple[str, ...]) -> None:
     """Tie a normalisation's parameters and statistics to the channels."""
-    channels_CX = channels_first(book.predicted_labels(call["input"]), 1)
+    channels_CX = channels_first(book.labels_of(call["input"]), 1)
     for name in names:
         if call[name] is not None:
             book.tie(call[name], channels_CX.T)

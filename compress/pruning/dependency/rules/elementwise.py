@@ -68,7 +68,7 @@ def _varying_axes(labels: Labels) -> set[int]:
 
 def pointwise(call: Call, book: LabelBook) -> Result:
     """Join all operands."""
-    return join([book.predicted_labels(tensor) for tensor in call.tensors], call.shape, book)
+    return join([book.labels_of(tensor) for tensor in call.tensors], call.shape, book)
 
 
 def identity(call: Call, book: LabelBook) -> Result | Weight:
@@ -83,20 +83,20 @@ def constant(call: Call, book: LabelBook) -> Result:
 
 def prelu(call: Call, book: LabelBook) -> Result:
     """Pass channels on; the slope of each is tied to it."""
-    labels = book.predicted_labels(call["self"])
+    labels = book.labels_of(call["self"])
     book.tie(call["weight"], channels_first(labels, min(1, labels.dim() - 1)).T)
     return labels
 
 
 def gated(call: Call, book: LabelBook) -> Result:
     """Join the two halves of an axis."""
-    halves = book.predicted_labels(call["self"]).chunk(2, call["dim"])
+    halves = book.labels_of(call["self"]).chunk(2, call["dim"])
     return join(list(halves), call.shape, book)
 
 
 def window(call: Call, book: LabelBook) -> Result:
     """Pool or resize the last 1, 2 or 3 axes: the digit in the operator's name."""
-    labels = book.predicted_labels(call.tensors[0])
+    labels = book.labels_of(call.tensors[0])
     count = int(next(letter for letter in call.operator if letter.isdigit()))
     coupled = couple_along(labels, range(-count, 0), book)
     if coupled is None:
@@ -107,8 +107,8 @@ def window(call: Call, book: LabelBook) -> Result:
 
 def sample(call: Call, book: LabelBook) -> Result:
     """Sample pixels of every channel at computed positions."""
-    book.pin(book.predicted_labels(call["grid"]), "it says where pixels are taken")
-    labels = book.predicted_labels(call["input"])
+    book.pin(book.labels_of(call["grid"]), "it says where pixels are taken")
+    labels = book.labels_of(call["input"])
     for axis in range(2, labels.dim()):
         if varies(labels, axis):
             return pin_all(call, book, f"{call.operator} goes over its channels")
@@ -118,7 +118,7 @@ def sample(call: Call, book: LabelBook) -> Result:
 
 def patches(call: Call, book: LabelBook) -> Result:
     """Output, for each channel, a channel for each position of the window."""
-    labels = book.predicted_labels(call["self"])
+    labels = book.labels_of(call["self"])
     if any(varies(labels, axis) for axis in (-1, -2)):
         return pin_all(call, book, f"{call.operator} goes over its channels")
     window = call.shape[-2] // labels.shape[-3]
@@ -127,7 +127,7 @@ def patches(call: Call, book: LabelBook) -> Result:
 
 def pad(call: Call, book: LabelBook) -> Result:
     """Pad axes; a border within a channel belongs to it, and added channels are pinned."""
-    labels = book.predicted_labels(call["self"])
+    labels = book.labels_of(call["self"])
     amounts: list[int] = call["pad"]
     for i in range(0, len(amounts), 2):
         axis, before, after = labels.dim() - 1 - i // 2, amounts[i], amounts[i + 1]
@@ -147,7 +147,7 @@ def reduction(call: Call, book: LabelBook) -> Result:
     """Reduce axes: channels reduced together can only be removed together, or not at all."""
     if call.get("other") is not None:
         return pointwise(call, book)
-    labels = book.predicted_labels(call.tensors[0])
+    labels = book.labels_of(call.tensors[0])
     axes = call.get("dim")
     if axes is None or axes == []:
         axes = range(labels.dim())

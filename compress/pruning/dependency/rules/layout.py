@@ -25,7 +25,7 @@ def reshape(call: Call, book: LabelBook) -> Result | Weight:
             axes = iter([a for a, n in zip(value.axes, value.shape, strict=True) if n != 1])
             order = tuple(None if n == 1 else next(axes) for n in call.shape)
             return replace(value, shape=call.shape, axes=order)
-    return book.predicted_labels(value).reshape(call.shape)
+    return book.labels_of(value).reshape(call.shape)
 
 
 def permute(call: Call, book: LabelBook) -> Result | Weight:
@@ -42,7 +42,7 @@ def permute(call: Call, book: LabelBook) -> Result | Weight:
 def move(call: Call, book: LabelBook) -> Result:
     """Run the operator itself on the labels."""
     arguments = pytree.tree_map(
-        lambda value: book.predicted_labels(value) if isinstance(value, Weight) else value,
+        lambda value: book.labels_of(value) if isinstance(value, Weight) else value,
         call.arguments,
     )
     moved = call.target(**arguments)
@@ -52,7 +52,7 @@ def move(call: Call, book: LabelBook) -> Result:
 def pick(call: Call, book: LabelBook) -> Result:
     """Select by indices: constant ones are applied, others couple all entries of their axis."""
     value = call["self"]
-    labels = book.predicted_labels(value)
+    labels = book.labels_of(value)
     indices = call.get("indices") or _on_axis(call["index"], call["dim"] % labels.dim())
     known = [getattr(index, "value", None) for index in indices]
     axes = [axis for axis, index in enumerate(indices) if index is not None]
@@ -85,7 +85,7 @@ def _on_axis(index: Any, axis: int) -> list[Any]:
 
 def concatenate(call: Call, book: LabelBook) -> Result:
     """Concatenate; constants among the parts have fixed positions, so their entries are pinned."""
-    parts = [book.predicted_labels(part) for part in call["tensors"]]
+    parts = [book.labels_of(part) for part in call["tensors"]]
     if any(bool((part != WILD).any()) for part in parts):
         constant = book.pinned_label("it lies beside constants")
         parts = [torch.where(part == WILD, constant, part) for part in parts]

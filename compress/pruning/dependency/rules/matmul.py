@@ -56,7 +56,7 @@ def matmul(call: Call, book: LabelBook) -> Result:
 def baddbmm(call: Call, book: LabelBook) -> Result:
     """Product of matrices in batches, plus a tensor."""
     product = _batched(call, book, call["batch1"], call["batch2"])
-    return join([book.predicted_labels(call["self"]), product], call.shape, book)
+    return join([book.labels_of(call["self"]), product], call.shape, book)
 
 
 def einsum(call: Call, book: LabelBook) -> Result:
@@ -78,7 +78,7 @@ def einsum(call: Call, book: LabelBook) -> Result:
         both = "".join(dict.fromkeys(left.letters + right.letters))
         kept = "".join(x for x in both if x in needed) if rest[place + 1 :] else output
         left = Operand(contract(call, book, left, right, kept), kept)
-    return book.predicted_labels(left.value)
+    return book.labels_of(left.value)
 
 
 def bilinear(call: Call, book: LabelBook) -> Result:
@@ -87,7 +87,7 @@ def bilinear(call: Call, book: LabelBook) -> Result:
     if not isinstance(weight, Weight):
         return pin_layer(call, book, COMPUTED)
     for axis, name in ((1, "input1"), (2, "input2")):
-        labels = book.predicted_labels(call[name])
+        labels = book.labels_of(call[name])
         book.consume(weight, (axis,), _channels(labels, [labels.dim() - 1]))
     output_O = book.produce(weight, 0)
     book.tie(call["bias"], output_O)
@@ -96,7 +96,7 @@ def bilinear(call: Call, book: LabelBook) -> Result:
 
 def attention(call: Call, book: LabelBook) -> Result:
     """Couple all channels of one head, with the keys and values of its group of heads."""
-    query, key, value = (book.predicted_labels(call[name]) for name in ("query", "key", "value"))
+    query, key, value = (book.labels_of(call[name]) for name in ("query", "key", "value"))
     if query.dim() != 4:
         return _one_head(call, book, query, key, value)
     if key.shape[1] != query.shape[1]:
@@ -111,7 +111,7 @@ def attention(call: Call, book: LabelBook) -> Result:
             book.equate(part, head_BH11)
     if call["attn_mask"] is not None:
         scores = (*query.shape[:-1], key.shape[-2])
-        join([head_BH11.expand(scores), book.predicted_labels(call["attn_mask"])], scores, book)
+        join([head_BH11.expand(scores), book.labels_of(call["attn_mask"])], scores, book)
     return head_BH11.expand(call.shape)
 
 
@@ -123,8 +123,7 @@ def contract(call: Call, book: LabelBook, left: Operand, right: Operand, output:
         return torch.tensor(book.pinned_label(COMPUTED)).expand(_shape(left, right, output))
     if not set(left.letters) & set(right.letters) - set(output):
         sides = [
-            _aligned(book.predicted_labels(side.value), side.letters, output)
-            for side in (left, right)
+            _aligned(book.labels_of(side.value), side.letters, output) for side in (left, right)
         ]
         return join(sides, _shape(left, right, output), book)
     if weights:
@@ -144,7 +143,7 @@ def _project(
     if not isinstance(weight, Weight):
         return pin_layer(call, book, COMPUTED)
     batch = LETTERS[-len(features.shape) + 1 :] if len(features.shape) > 1 else ""
-    left, right = Operand(book.predicted_labels(features), f"{batch}c"), Operand(weight, letters)
+    left, right = Operand(book.labels_of(features), f"{batch}c"), Operand(weight, letters)
     labels = _with_weight(book, left, right, f"{batch}o")
     if bias is not None and varies(labels, labels.dim() - 1):
         book.tie(bias, _channels(labels, [labels.dim() - 1]).T)
@@ -168,7 +167,7 @@ def _batched(call: Call, book: LabelBook, left: Labels | Weight, right: Labels |
 def _with_weight(book: LabelBook, features: Operand, side: Operand, output: str) -> Labels:
     """Multiply an activation by a weight: some axes are read, some output, others pass."""
     assert isinstance(side.value, Weight)
-    weight, labels = side.value, book.predicted_labels(features.value)
+    weight, labels = side.value, book.labels_of(features.value)
     summed = [x for x in side.letters if x in features.letters and x not in output]
     produced = [x for x in side.letters if x not in features.letters and x in output]
     rest = [x for x in features.letters if x not in summed]
@@ -194,7 +193,7 @@ def _of_activations(book: LabelBook, left: Operand, right: Operand, output: str)
     summed = "".join(x for x in left.letters if x in right.letters and x not in output)
     sides, is_alone = [], True
     for value, letters in (left, right):
-        labels = book.predicted_labels(value)
+        labels = book.labels_of(value)
         alone = [i for i, x in enumerate(letters) if x not in summed]
         is_alone &= not any(varies(labels, i) for i in alone)
         sides.append((labels, letters))
@@ -235,7 +234,7 @@ def _one_head(call: Call, book: LabelBook, query: Labels, key: Labels, value: La
     for part in (query, key):
         book.pin(part, "it is scaled by the number of its channels")
     if call["attn_mask"] is not None:
-        book.pin(book.predicted_labels(call["attn_mask"]), "attention without an axis for heads")
+        book.pin(book.labels_of(call["attn_mask"]), "attention without an axis for heads")
     return value[..., :1, :].expand(call.shape)
 
 

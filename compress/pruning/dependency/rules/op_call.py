@@ -67,7 +67,7 @@ def pin_layer(call: Call, book: LabelBook, reason: str) -> Result:
 
 def pin_all(call: Call, book: LabelBook, reason: str) -> Result:
     """Pin all channels of the operands and of the results."""
-    operands = [book.predicted_labels(tensor) for tensor in call.tensors]
+    operands = [book.labels_of(tensor) for tensor in call.tensors]
     if all(bool((labels == WILD).all()) for labels in operands):
         return call.results(WILD)  # computed from constants only, like a mask
     for labels in operands:

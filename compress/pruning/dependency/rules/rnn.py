@@ -27,7 +27,7 @@ def recurrent(call: Call, book: LabelBook) -> Result:
     directions = 2 if call["bidirectional"] else 1
     count = len(parameters) // (call["num_layers"] * directions)
     cells = [parameters[i : i + count] for i in range(0, len(parameters), count)]
-    labels = book.predicted_labels(call["input"])
+    labels = book.labels_of(call["input"])
     hidden: list[Labels] = []
     outputs: list[Labels] = []
     for first in range(0, len(cells), directions):
@@ -44,7 +44,7 @@ def recurrent(call: Call, book: LabelBook) -> Result:
     state = call.get("hx")
     states = state if isinstance(state, list) else [state]
     for initial, final in zip(states, last, strict=True):
-        join([final, book.predicted_labels(initial)], tuple(final.shape), book)
+        join([final, book.labels_of(initial)], tuple(final.shape), book)
     return [labels.expand(call.shape), *last]
 
 
@@ -54,10 +54,10 @@ def cell(call: Call, book: LabelBook) -> Result:
     weights = [call[name] for name in names if call.get(name) is not None]
     if not all(isinstance(p, Weight) for p in weights):
         return pin_layer(call, book, COMPUTED)
-    hidden_H, _ = _cell(book, book.predicted_labels(call["input"]), weights)
+    hidden_H, _ = _cell(book, book.labels_of(call["input"]), weights)
     state = call["hx"]
     for initial in state if isinstance(state, list) else [state]:
-        join([hidden_H, book.predicted_labels(initial)], call.shape, book)
+        join([hidden_H, book.labels_of(initial)], call.shape, book)
     results = [hidden_H.expand(shape) for shape in call.shapes]
     return results if call.gives_list else results[0]
 

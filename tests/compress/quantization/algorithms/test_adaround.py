@@ -5,30 +5,30 @@ import pytest
 import torch
 
 from compress.quantization.algorithms import adaround
-from compress.quantization.algorithms.matmul_view import Moments
+from compress.quantization.algorithms.matmul_view import InputMoments
 
 
 @pytest.mark.parametrize("done", [0.2, 0.5, 0.99])
-def test_the_penaltys_gradient_is_that_of_the_papers_regularizer(done: float) -> None:
+def test_the_penalty_gradient_is_that_of_the_papers_regularizer(done: float) -> None:
     """Equation 22: 1 - |2 h - 1| ** beta, whose beta falls from 20 to 2 along half a cosine."""
     beta = 2 + 18 * (1 + math.cos(math.pi * (done - 0.2) / 0.8)) / 2
     share = torch.tensor([0.05, 0.3, 0.5, 0.7, 0.95], dtype=torch.float64, requires_grad=True)
     (5 * (1 - (2 * share - 1).abs() ** beta)).sum().backward()
-    torch.testing.assert_close(adaround._penalty(share.detach(), done), share.grad)
-    assert not adaround._penalty(share.detach(), 0.19).any()
+    torch.testing.assert_close(adaround._penalty_gradient(share.detach(), done), share.grad)
+    assert not adaround._penalty_gradient(share.detach(), 0.19).any()
 
 
-def test_the_stretched_sigmoid_begins_at_the_fraction() -> None:
+def test_the_rectified_sigmoid_is_the_papers() -> None:
     """Equation 23, with zeta 1.1 and gamma -0.1."""
     share = torch.tensor([0.0, 0.2, 0.5, 0.9, 0.999])
-    torch.testing.assert_close(adaround._stretched(adaround._inverse_sigmoid(share)), share)
+    torch.testing.assert_close(adaround._rectified_sigmoid(adaround._inverse_sigmoid(share)), share)
     choice = torch.tensor([-9.0, -1.0, 0.5, 9.0])
     expected = [min(1, max(0, 1.2 / (1 + math.exp(-x)) - 0.1)) for x in choice.tolist()]
-    assert adaround._stretched(choice).tolist() == pytest.approx(expected)
+    assert adaround._rectified_sigmoid(choice).tolist() == pytest.approx(expected)
 
 
 def test_adaptive_rounding_comes_near_the_best_of_all_choices() -> None:
-    """Of 2**8 ways to round each row, judged by answers to inputs that were changed before."""
+    """Of 2**8 ways to round each row, judged by the outputs for quantized inputs."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, 8, generator=generator) @ torch.randn(8, 8, generator=generator)
     y = 0.8 * x + 0.1 * torch.randn(200, 8, generator=generator)
@@ -36,16 +36,16 @@ def test_adaptive_rounding_comes_near_the_best_of_all_choices() -> None:
     weight[0, 0, 0] = 9  # beyond the largest integer
     step = torch.full((1, 6, 1), 0.5)
     step[0, 3] = 0.3
-    moments = Moments((y.T @ y / 200)[None].double(), (x.T @ y / 200)[None].double())
-    found = adaround.adaptive(weight, step, (-7, 7), moments, 500)
+    moments = InputMoments((y.T @ y / 200)[None].double(), (x.T @ y / 200)[None].double())
+    found = adaround.round_adaptively(weight, step, (-7, 7), moments, 500)
     assert torch.equal(found, found.round()) and found.min() >= -7 and found.max() <= 7
-    ways = torch.tensor(list(itertools.product((0.0, 1.0), repeat=8)))
+    choices = torch.tensor(list(itertools.product((0.0, 1.0), repeat=8)))
     for row, scale, chosen in zip(weight[0], step[0], found[0], strict=True):
         exact = row / scale
 
         def error(integers: torch.Tensor) -> torch.Tensor:
             return ((y @ integers.T * scale).T - x @ row).square().mean(-1)  # noqa: B023
 
-        every = error((exact.floor() + ways).clamp(-7, 7))
+        errors = error((exact.floor() + choices).clamp(-7, 7))
         nearest = error(exact.round().clamp(-7, 7)[None])
-        assert error(chosen[None]) <= every.min() + 0.1 * (nearest - every.min())
+        assert error(chosen[None]) <= errors.min() + 0.1 * (nearest - errors.min())

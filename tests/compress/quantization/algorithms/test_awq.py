@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from compress.quantization.algorithms.awq import POWERS, best_power, scales
+from compress.quantization.algorithms.awq import EXPONENTS, best_exponent, channel_scales
 from compress.quantization.algorithms.weight_rounding import round_to_nearest
 
 BITS, GROUP = 4, 16
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    return round_to_nearest(weight, BITS, GROUP).floats()
+    return round_to_nearest(weight, BITS, GROUP).dequantize()
 
 
 def drawn(large: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,12 +19,12 @@ def drawn(large: float) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(48, 64, generator=generator), inputs
 
 
-def test_what_is_multiplied_with_large_inputs_errs_less() -> None:
+def test_weights_of_large_inputs_err_less() -> None:
     weight, inputs = drawn(large=20)
     moment = inputs.T @ inputs / len(inputs)
-    power = best_power(weight, moment, rounded, 0.9)
+    power = best_exponent(weight, moment, rounded, 0.9)
     assert 0 < power < 1
-    scale = scales(moment, power)
+    scale = channel_scales(moment, power)
     expected = inputs @ weight.T
     scaled, plain = (
         (inputs / s @ rounded(weight * s).T - expected).norm() for s in (scale, scale**0)
@@ -34,17 +34,17 @@ def test_what_is_multiplied_with_large_inputs_errs_less() -> None:
 
 def test_equal_inputs_need_no_scale() -> None:
     weight, inputs = drawn(large=1)
-    assert best_power(weight, inputs.T @ inputs / len(inputs), rounded, 0.9) == 0
+    assert best_exponent(weight, inputs.T @ inputs / len(inputs), rounded, 0.9) == 0
 
 
-def test_what_is_held_exactly_needs_no_scale() -> None:
-    assert best_power(torch.zeros(48, 64), torch.eye(64), rounded, 1.0) == 0
+def test_weights_that_are_exact_need_no_scale() -> None:
+    assert best_exponent(torch.zeros(48, 64), torch.eye(64), rounded, 1.0) == 0
 
 
-def test_a_channel_that_is_always_silent_is_divided_by_a_finite_number() -> None:
+def test_a_channel_that_is_always_zero_has_a_finite_scale() -> None:
     _, inputs = drawn(large=20)
     inputs[:, 5] = 0
-    scale = scales(inputs.T @ inputs / len(inputs), 1.0)
+    scale = channel_scales(inputs.T @ inputs / len(inputs), 1.0)
     assert torch.isfinite(scale).all()
     assert (scale > 0).all()
 
@@ -55,13 +55,13 @@ def test_scales_are_powers_of_the_root_mean_square(power: float) -> None:
     sizes = torch.tensor([2.0, 1.0, 0.0, 1e-6]) / 2
     expected = sizes.clamp(min=1e-4) ** power
     expected /= (1e-4**power) ** 0.5  # the largest is 1, and the mean of the ends' logarithms 0
-    torch.testing.assert_close(scales(moment, power), expected)
-    torch.testing.assert_close(scales(100 * moment, power), scales(moment, power))
-    assert torch.equal(scales(torch.zeros(3, 3), power), torch.ones(3))
+    torch.testing.assert_close(channel_scales(moment, power), expected)
+    torch.testing.assert_close(channel_scales(100 * moment, power), channel_scales(moment, power))
+    assert torch.equal(channel_scales(torch.zeros(3, 3), power), torch.ones(3))
 
 
 @pytest.mark.parametrize("large", [3, 20, 100])
-def test_the_power_is_that_of_the_least_error_on_the_samples(large: float) -> None:
+def test_the_exponent_has_the_least_error_on_the_samples(large: float) -> None:
     weight, inputs = drawn(large)
     moment = inputs.T @ inputs / len(inputs)
 
@@ -69,8 +69,8 @@ def test_the_power_is_that_of_the_least_error_on_the_samples(large: float) -> No
         answers = (inputs / scale).double() @ rounded(weight * scale).T.double()
         return float((answers - inputs.double() @ weight.T.double()).square().sum())
 
-    errors = [error(scales(moment, power)) for power in POWERS]
-    best = POWERS[errors.index(min(errors))]
+    errors = [error(channel_scales(moment, power)) for power in EXPONENTS]
+    best = EXPONENTS[errors.index(min(errors))]
     left = min(errors) / error(torch.ones(64))
-    assert best_power(weight, moment, rounded, left * 1.001) == best
-    assert best_power(weight, moment, rounded, left * 0.999) == 0
+    assert best_exponent(weight, moment, rounded, left * 1.001) == best
+    assert best_exponent(weight, moment, rounded, left * 0.999) == 0

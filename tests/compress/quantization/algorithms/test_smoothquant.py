@@ -1,6 +1,5 @@
 import copy
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +17,20 @@ from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.graph.torch_export import export_program
 from compress.quantization.algorithms import smoothquant
-from compress.quantization.algorithms.shared_input_layers import families
+from compress.quantization.algorithms.shared_input_layers import shared_input_groups
 from compress.quantization.algorithms.smoothquant import (
     STRENGTHS,
-    Seen,
+    InputStatistics,
     best_strength,
-    scales,
+    channel_scales,
     smooth_,
 )
-from compress.quantization.config.dtype_scheme import scheme_of
-from compress.quantization.ptq.calibrate import functional
+from compress.quantization.config.dtype_scheme import scheme_for
+from compress.quantization.pt2e.graph_capture import functionalize
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx, OnnxModel
+from tests.compress.quantization.conftest import FreshProcessCheck
 
 HERE = Path(__file__).parents[1]
 TOKENS = Signature(
@@ -63,10 +63,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
 @functools.cache
 def program(activation: str) -> tuple[torch.nn.Module, torch.export.ExportedProgram]:
     encoder = module(activation)
-    return encoder, functional(export_program(encoder, TOKENS))
+    return encoder, functionalize(export_program(encoder, TOKENS))
 
 
-def traced(activation: str = "gelu") -> torch.fx.GraphModule:
+def capture(activation: str = "gelu") -> torch.fx.GraphModule:
     return program(activation)[1].module(check_guards=False)
 
 
@@ -87,8 +87,8 @@ def test_scales_are_the_papers(strength: float) -> None:
         1.0,  # always 0
         2**strength / 1e-5 ** (1 - strength),
     ]
-    assert scales(weight, largest, strength).tolist() == pytest.approx(expected, rel=1e-5)
-    tiny = scales(torch.full((1, 1), 1e9), torch.tensor([1e-9]), strength)
+    assert channel_scales(weight, largest, strength).tolist() == pytest.approx(expected, rel=1e-5)
+    tiny = channel_scales(torch.full((1, 1), 1e9), torch.tensor([1e-9]), strength)
     assert float(tiny) == pytest.approx(1e-5)
 
 
@@ -101,17 +101,19 @@ def grid(values: np.ndarray, low: float, high: float, least: int, most: int) -> 
 @pytest.mark.parametrize("target", ["onnxruntime-cpu", "tensorrt"])
 @pytest.mark.parametrize("outlier", [1, 4, 30, 200])
 @pytest.mark.parametrize("offset", [0.0, 3.0, -3.0])
-def test_the_strength_is_the_least_that_is_about_the_best(
+def test_the_strength_is_the_smallest_near_the_best(
     target: str, outlier: float, offset: float
 ) -> None:
     drawn = np.random.default_rng(0)
     rows, weight = drawn.standard_normal((64, 24)) + offset, drawn.standard_normal((12, 24))
     rows[:, ::8] *= outlier
     low, high = rows.min(0) * 1.5, rows.max(0) * 1.5  # other samples went further
-    scheme = scheme_of(target)
-    ends = scheme.activations.low, scheme.activations.high
+    scheme = scheme_for(target)
+    ends = scheme.activations.quant_min, scheme.activations.quant_max
     tensors = [torch.from_numpy(a) for a in (weight, rows, low, high)]
-    seen = Seen(low_I=tensors[2], high_I=tensors[3], rows=[tensors[1][:40], tensors[1][40:]])
+    seen = InputStatistics(
+        low_I=tensors[2], high_I=tensors[3], rows=[tensors[1][:40], tensors[1][40:]]
+    )
 
     def error(scale: np.ndarray) -> float:
         below, above = min(0, (low / scale).min()), max(0, (high / scale).max())
@@ -122,7 +124,8 @@ def test_the_strength_is_the_least_that_is_about_the_best(
     largest = torch.from_numpy(np.maximum(abs(low), abs(high)))
     plain = error(np.ones(24))
     gains = {
-        strength: 10 * np.log10(plain / error(scales(tensors[0], largest, strength).numpy()))
+        strength: 10
+        * np.log10(plain / error(channel_scales(tensors[0], largest, strength).numpy()))
         for strength in STRENGTHS
     }
     best = max(gains.values())
@@ -131,29 +134,31 @@ def test_the_strength_is_the_least_that_is_about_the_best(
     assert best_strength(tensors[0], seen, scheme, best + 0.01) == 0
 
 
-def test_what_is_held_exactly_is_not_smoothed() -> None:
+def test_weights_that_are_exact_are_not_smoothed() -> None:
     rows = torch.tensor([[3.0, -1.0], [0.0, 2.0]])
-    seen = Seen(low_I=rows.amin(0), high_I=rows.amax(0), rows=[rows])
-    assert best_strength(torch.zeros(4, 2), seen, scheme_of("onnxruntime-cpu"), 0.0) == 0
+    seen = InputStatistics(low_I=rows.amin(0), high_I=rows.amax(0), rows=[rows])
+    assert best_strength(torch.zeros(4, 2), seen, scheme_for("onnxruntime-cpu"), 0.0) == 0
 
 
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 3.0), (0.5, 3.0), (-3.0, -0.5), (0.0, 1e-9)])
-def test_activations_are_compared_as_integers_hold_them(low: float, high: float) -> None:
+def test_fake_quantized_activations_match_numpy(low: float, high: float) -> None:
     values = torch.linspace(-4, 4, 50, dtype=torch.float64)  # beyond both ends, too
-    for numbers in (scheme_of("onnxruntime-cpu").activations, scheme_of("tensorrt").activations):
-        found = smoothquant._rounded_tensor(values, low, high, numbers)
-        expected = grid(values.numpy(), min(low, 0), max(high, 0), numbers.low, numbers.high)
+    for numbers in (scheme_for("onnxruntime-cpu").activations, scheme_for("tensorrt").activations):
+        found = smoothquant._fake_quantize_tensor(values, low, high, numbers)
+        expected = grid(
+            values.numpy(), min(low, 0), max(high, 0), numbers.quant_min, numbers.quant_max
+        )
         assert found.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_smoothing_changes_no_answer(data: Splits, activation: str) -> None:
+def test_smoothing_changes_no_output(data: Splits, activation: str) -> None:
     encoder, _ = program(activation)
     before = copy.deepcopy(encoder.state_dict())
-    graph = traced(activation)
+    graph = capture(activation)
     (tokens,) = TOKENS.example(5)
     expected = graph(tokens)
-    done = smooth_(graph, list(data.batches("train")), scheme_of("onnxruntime-cpu"), 0.8)
+    done = smooth_(graph, list(data.batches("train")), scheme_for("onnxruntime-cpu"), 0.8)
     assert len(done.strengths) == 9
     for got, want in zip(graph(tokens), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -163,22 +168,22 @@ def test_smoothing_changes_no_answer(data: Splits, activation: str) -> None:
 
 
 @pytest.mark.parametrize(("activation", "multiplied"), [("gelu", 3), ("relu", 1)])
-def test_what_makes_a_tensor_takes_the_scale_up(
+def test_the_operator_before_absorbs_the_scale(
     data: Splits, activation: str, multiplied: int
 ) -> None:
-    graph = traced(activation)
-    smooth_(graph, list(data.batches("train")), scheme_of("onnxruntime-cpu"), 0.8)
+    graph = capture(activation)
+    smooth_(graph, list(data.batches("train")), scheme_for("onnxruntime-cpu"), 0.8)
     # Norms, layers before a relu, and the values of attention do; a gelu cannot, nor can a norm
     # that is an output too.
     assert len([n for n, _ in graph.named_buffers() if "smoothing" in n]) == multiplied
 
 
 def test_layers_that_read_one_tensor_share_one_scale(data: Splits) -> None:
-    graph = traced()
-    names = [[n.args[1].target for n in family.linears] for family in families(graph)]
+    graph = capture()
+    names = [[n.args[1].target for n in family.linears] for family in shared_input_groups(graph)]
     assert ["layers.0.query.weight", "layers.0.key.weight", "layers.0.value.weight"] in names
     before = dict(graph.named_parameters())
-    smooth_(graph, list(data.batches("train")), scheme_of("onnxruntime-cpu"), 0.5)
+    smooth_(graph, list(data.batches("train")), scheme_for("onnxruntime-cpu"), 0.5)
     after = dict(graph.named_parameters())
     key, query = (
         after[f"layers.0.{n}.weight"] / before[f"layers.0.{n}.weight"] for n in ("key", "query")
@@ -188,7 +193,9 @@ def test_layers_that_read_one_tensor_share_one_scale(data: Splits) -> None:
 
 
 @pytest.mark.parametrize("kind", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])
-def test_outliers_cost_less(tmp_path: Path, model: EagerModel, data: Splits, kind: str) -> None:
+def test_smoothing_lowers_the_error_of_outliers(
+    tmp_path: Path, model: EagerModel, data: Splits, kind: str
+) -> None:
     expected, errors = answers(model, data), {}
     for smooth in ("off", "auto"):
         context = Context(root=tmp_path / str(smooth), data=data)
@@ -197,7 +204,7 @@ def test_outliers_cost_less(tmp_path: Path, model: EagerModel, data: Splits, kin
     assert errors["auto"] < 0.6 * errors["off"]
 
 
-def test_layers_of_rows_are_smoothed_where_they_pass_floats_on(tmp_path: Path) -> None:
+def test_layers_of_rows_are_smoothed_where_activations_are_float(tmp_path: Path) -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 16)),))
     recipe = Recipe(factory="sequences:rows")
     state = recipe.build(HERE).state_dict()
@@ -219,7 +226,7 @@ def test_layers_of_rows_are_smoothed_where_they_pass_floats_on(tmp_path: Path) -
     assert "2" not in smoothed["static"]
 
 
-def test_auto_leaves_alone_what_gains_nothing(tmp_path: Path, data: Splits) -> None:
+def test_auto_skips_layers_that_gain_nothing(tmp_path: Path, data: Splits) -> None:
     recipe = Recipe(factory="networks:sequence")
     torch.manual_seed(0)
     signature = Signature(inputs=TOKENS.inputs)
@@ -236,7 +243,7 @@ def test_auto_leaves_alone_what_gains_nothing(tmp_path: Path, data: Splits) -> N
 
 @pytest.mark.slow
 def test_both_runtimes_and_a_fresh_process_answer_alike(
-    tmp_path: Path, model: EagerModel, data: Splits, fresh_torch: Callable[[str], str]
+    tmp_path: Path, model: EagerModel, data: Splits, assert_same_in_fresh_process: FreshProcessCheck
 ) -> None:
     stage = QuantizeDynamic(smooth=0.8, calibration_samples=64)
     small = stage(model, Context(root=tmp_path / "int8", data=data))
@@ -245,17 +252,7 @@ def test_both_runtimes_and_a_fresh_process_answer_alike(
     expected = answers(small, data)
     torch.testing.assert_close(answers(exported, data), expected, rtol=0, atol=2e-3)
     (batch,) = data.batches("val")
-    torch.save({"tokens": batch.inputs[0], "expected": expected}, tmp_path / "answer.pt")
-    assert (
-        fresh_torch(f"""
-import torch
-from compress.artifacts.graph_model import GraphModel
-saved = torch.load({str(tmp_path / "answer.pt")!r})
-with GraphModel.from_directory({str(small.path)!r}).open() as predict:
-    print(torch.equal(predict(saved["tokens"])[0], saved["expected"]))
-""")
-        == "True"
-    )
+    assert_same_in_fresh_process(small, batch.inputs[0])
 
 
 def test_smoothing_needs_data_and_a_strength(tmp_path: Path, model: EagerModel) -> None:

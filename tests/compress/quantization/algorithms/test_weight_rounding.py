@@ -6,7 +6,7 @@ from compress.quantization.algorithms.weight_rounding import (
     gptq,
     grouped,
     hqq,
-    packed,
+    pack,
     round_to_nearest,
 )
 
@@ -53,13 +53,13 @@ def test_rounding_to_nearest_is_the_affine_grid_whose_range_holds_zero(bits: int
         assert float(found.scale_OG[o, g]) == scale
         assert float(found.zero_OG[o, g]) == zero
         assert found.integers_OI[o, 8 * g : 8 * g + 8].tolist() == integers.tolist()
-        floats = found.floats()[o, 8 * g : 8 * g + 8]
+        floats = found.dequantize()[o, 8 * g : 8 * g + 8]
         assert floats.tolist() == ((integers - zero) * scale).tolist()
     assert found.integers_OI.dtype == found.zero_OG.dtype == torch.uint8
     assert found.bits == bits
 
 
-def test_half_quadratic_is_the_papers_proximal_iteration() -> None:
+def test_hqq_is_the_papers_proximal_iteration() -> None:
     """Each step shrinks the error (the paper's equation 4) and fits the zero point to the rest."""
     weight = unlike_groups() * (1 + 4 * (torch.arange(32) % 8 == 5))
     found = hqq(weight, 4, 8)
@@ -89,7 +89,7 @@ def test_half_quadratic_is_the_papers_proximal_iteration() -> None:
     assert moved > 8 and found.bits == 4
 
 
-def test_optimal_brain_is_the_update_with_the_inverse_of_what_is_left(
+def test_gptq_matches_the_update_with_the_inverse_hessian_of_the_remaining_inputs(
     weight: torch.Tensor, inputs: torch.Tensor
 ) -> None:
     """GPTQ's equations 2 and 3, the Hessian of the inputs to come inverted anew at each."""
@@ -115,7 +115,7 @@ def test_optimal_brain_is_the_update_with_the_inverse_of_what_is_left(
 @pytest.mark.parametrize("bits", [4, 8])
 def test_no_number_is_further_off_than_half_a_step(weight: torch.Tensor, bits: int) -> None:
     rounded = round_to_nearest(weight, bits, 16)
-    off_OGS = grouped((rounded.floats() - weight).abs(), 4)
+    off_OGS = grouped((rounded.dequantize() - weight).abs(), 4)
     # Where the zero point was rounded, the outermost numbers lie up to a whole step off.
     assert (off_OGS <= rounded.scale_OG[..., None] * 1.001).all()
     inner = (rounded.integers_OI > 0) & (rounded.integers_OI < 2**bits - 1)
@@ -127,25 +127,23 @@ def test_zero_stays_zero(weight: torch.Tensor) -> None:
     weight[:, 3] = 0
     weight[5] = 0
     for rounded in (round_to_nearest(weight, 4, 32),):
-        assert (rounded.floats()[:, 3] == 0).all()
-        assert (rounded.floats()[5] == 0).all()
+        assert (rounded.dequantize()[:, 3] == 0).all()
+        assert (rounded.dequantize()[5] == 0).all()
 
 
-def test_half_quadratic_is_nearer_where_few_numbers_are_large(weight: torch.Tensor) -> None:
-    nearest, fitted = (f(weight, 4, 32).floats() for f in (round_to_nearest, hqq))
+def test_hqq_errs_less_where_few_weights_are_large(weight: torch.Tensor) -> None:
+    nearest, fitted = (f(weight, 4, 32).dequantize() for f in (round_to_nearest, hqq))
     norm = lambda found: (found - weight).abs().pow(0.7).mean()  # noqa: E731
     assert norm(fitted) < norm(nearest)
     zero_OG = hqq(weight, 4, 32).zero_OG
     assert not torch.equal(zero_OG, zero_OG.round())
 
 
-def test_optimal_brain_answers_nearer_on_its_inputs(
-    weight: torch.Tensor, inputs: torch.Tensor
-) -> None:
+def test_gptq_errs_less_on_its_inputs(weight: torch.Tensor, inputs: torch.Tensor) -> None:
     moment = inputs.T @ inputs / len(inputs)
     expected = inputs @ weight.T
     errors = [
-        float((inputs @ rounded.floats().T - expected).norm() / expected.norm())
+        float((inputs @ rounded.dequantize().T - expected).norm() / expected.norm())
         for rounded in (
             round_to_nearest(weight, 4, 32),
             gptq(weight, 4, 32, moment),
@@ -154,7 +152,7 @@ def test_optimal_brain_answers_nearer_on_its_inputs(
     assert errors[1] < 0.5 * errors[0]
 
 
-def test_optimal_brain_on_inputs_of_their_own_is_rounding_to_nearest(
+def test_gptq_on_uncorrelated_inputs_is_rounding_to_nearest(
     weight: torch.Tensor,
 ) -> None:
     nearest = round_to_nearest(weight.double(), 4, 32)
@@ -164,17 +162,17 @@ def test_optimal_brain_on_inputs_of_their_own_is_rounding_to_nearest(
     assert torch.equal(brain.scale_OG, nearest.scale_OG.float())
 
 
-def test_inputs_that_are_always_silent_do_no_harm(
+def test_gptq_accepts_inputs_that_are_always_zero(
     weight: torch.Tensor, inputs: torch.Tensor
 ) -> None:
     inputs[:, 10:20] = 0
     moment = inputs.T @ inputs / len(inputs)
-    rounded = gptq(weight, 4, 32, moment).floats()
+    rounded = gptq(weight, 4, 32, moment).dequantize()
     assert torch.isfinite(rounded).all()
     assert (rounded - weight).abs().max() < 2 * weight.abs().max()
 
 
-def test_weights_of_silent_inputs_set_no_range(weight: torch.Tensor, inputs: torch.Tensor) -> None:
+def test_weights_of_zero_inputs_set_no_range(weight: torch.Tensor, inputs: torch.Tensor) -> None:
     inputs[:, 10:20] = 0
     inputs[:, 32:] = 0
     moment = inputs.T @ inputs / len(inputs)
@@ -183,8 +181,8 @@ def test_weights_of_silent_inputs_set_no_range(weight: torch.Tensor, inputs: tor
     large[:, 10:20] *= 100
     rounded = gptq(large, 4, 32, moment)
     assert torch.equal(rounded.scale_OG, plain.scale_OG)
-    assert torch.equal(inputs @ rounded.floats().T, inputs @ plain.floats().T)
-    signs = (rounded.floats() * large)[:, 10:20]
+    assert torch.equal(inputs @ rounded.dequantize().T, inputs @ plain.dequantize().T)
+    signs = (rounded.dequantize() * large)[:, 10:20]
     assert (signs >= 0).all() and (signs > 0).float().mean() > 0.9, "clamped to the range, not lost"
     # Where nothing of a group is reached, its own numbers set the range.
     assert torch.equal(
@@ -194,5 +192,5 @@ def test_weights_of_silent_inputs_set_no_range(weight: torch.Tensor, inputs: tor
 
 def test_two_integers_share_a_byte_the_first_in_the_lower_half() -> None:
     integers = torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8)
-    assert packed(integers, 4).tolist() == [[0x21, 0x0F]]
-    assert packed(integers, 8) is integers
+    assert pack(integers, 4).tolist() == [[0x21, 0x0F]]
+    assert pack(integers, 8) is integers

@@ -11,7 +11,7 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
-from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement
 from compress.core.metrics import Metric
@@ -23,30 +23,13 @@ from compress.quantization.numeric_debug.sqnr import LARGEST_DB
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
-
-HERE = Path(__file__).parents[1]
-IMAGE = Signature(
-    inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),),
-    outputs=(OutputSpec(name="logits"),),
+from tests.compress.quantization.builders import (
+    IMAGE,
+    NETWORKS,
+    TOKENS,
+    build_model,
+    labelled_images,
 )
-TOKENS = Signature(inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),))
-
-
-def images(samples: int = 64) -> Splits:
-    x = torch.randn(samples, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    data = TensorDataset(x, torch.arange(samples) % 10)
-    return Splits({"train": data, "val": data}, 32)
-
-
-def source(path: Path, factory: str, signature: Signature = IMAGE) -> EagerModel:
-    torch.manual_seed(0)
-    recipe = Recipe(factory=factory)
-    module = recipe.build(HERE)
-    for layer in module.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            nn.init.uniform_(layer.running_mean, -0.5, 0.5)
-            nn.init.uniform_(layer.weight, 0.5, 1.5)
-    return EagerModel.create(path, recipe, module.state_dict(), signature, folder=HERE)
 
 
 def fidelity(artifact: GraphModel) -> Fidelity:
@@ -57,9 +40,9 @@ def own(found: Fidelity) -> dict[str, float]:
     return {layer.module: layer.own_sqnr_db for layer in found.layers}
 
 
-def test_figures_are_those_of_the_artifacts_answers(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mobilenet")
-    context = Context(root=tmp_path / "int8", data=images())
+def test_the_report_has_the_metrics_of_the_artifacts_outputs(tmp_path: Path) -> None:
+    model = build_model(tmp_path / "source", "networks:mobilenet", random_batch_norm=True)
+    context = Context(root=tmp_path / "int8", data=labelled_images())
     small = QuantizeStatic(calibration_samples=64)(model, context)
     found = fidelity(small)
     x = context.data.split("val").tensors[0]
@@ -81,22 +64,22 @@ def test_figures_are_those_of_the_artifacts_answers(tmp_path: Path) -> None:
     assert all(30 < db < 60 for db in own(found).values())
 
 
-def test_batch_norms_that_stay_are_no_part_of_a_layer(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mobilenet")
+def test_unfolded_batch_norms_do_not_count_to_a_layer(tmp_path: Path) -> None:
+    model = build_model(tmp_path / "source", "networks:mobilenet", random_batch_norm=True)
     stage = QuantizeWeights(bits=8, group_size=32)
-    found = fidelity(stage(model, Context(tmp_path / "int8", images())))
+    found = fidelity(stage(model, Context(tmp_path / "int8", labelled_images())))
     assert own(found).pop("head.1") < 60
     assert {own(found)[name] for name in ("stem.0", "depthwise.0", "pointwise.0")} == {LARGEST_DB}
 
 
 def test_the_layer_at_fault_is_named_and_not_those_after_it(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:mlp")
+    model = build_model(tmp_path / "source", "networks:mlp")
     state = model.load().state_dict()
     state["1.weight"][0] = 0
     state["1.weight"][0, 0], state["1.bias"][0] = 1e-3, 3e3
     state["3.weight"][:, 0] = 0  # one unit of 3000 that nobody reads, beside others of about 1
-    ruined = EagerModel.create(tmp_path / "ruined", model.recipe, state, IMAGE, folder=HERE)
-    context = Context(tmp_path / "int8", images())
+    ruined = EagerModel.create(tmp_path / "ruined", model.recipe, state, IMAGE, folder=NETWORKS)
+    context = Context(tmp_path / "int8", labelled_images())
     found = fidelity(QuantizeStatic(calibration_samples=64)(ruined, context))
     assert found.worst[0].module == "3"
     assert own(found)["3"] < 5
@@ -119,12 +102,12 @@ class Twice(nn.Module):
         return {"logits": self.head(torch.relu_(self.shared(x)))}
 
 
-def test_shared_layers_and_activations_in_place_are_followed(tmp_path: Path) -> None:
+def test_shared_layers_and_in_place_activations_are_compared(tmp_path: Path) -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
     torch.manual_seed(0)
     recipe = Recipe(factory="numeric_debug.test_fidelity_report:Twice")
     model = EagerModel.create(
-        tmp_path / "source", recipe, Twice().state_dict(), signature, folder=HERE
+        tmp_path / "source", recipe, Twice().state_dict(), signature, folder=NETWORKS
     )
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     data = Splits({"train": TensorDataset(x, x[:, 0]), "val": TensorDataset(x, x[:, 0])})
@@ -135,10 +118,10 @@ def test_shared_layers_and_activations_in_place_are_followed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("stage", [QuantizeDynamic(), QuantizeWeights(bits=8, group_size=16)])
-def test_tables_are_layers_too_and_seeded_inputs_do_without_data(
+def test_embeddings_are_compared_too_and_without_data_on_seeded_inputs(
     tmp_path: Path, stage: QuantizeDynamic | QuantizeWeights
 ) -> None:
-    model = source(tmp_path / "source", "networks:sequence", TOKENS)
+    model = build_model(tmp_path / "source", "networks:sequence", TOKENS)
     found = fidelity(stage(model, Context(tmp_path / "int8")))
     assert own(found).keys() == {"embedding", "up", "down"}
     assert all(30 < db < 60 for db in own(found).values())
@@ -149,8 +132,8 @@ def test_tables_are_layers_too_and_seeded_inputs_do_without_data(
 
 def test_a_fixed_batch_is_compared_in_its_own_size(tmp_path: Path) -> None:
     fixed = Signature(inputs=(TensorSpec(name="image", shape=(4, 1, 8, 8)),))
-    model = source(tmp_path / "source", "networks:mlp", fixed)
-    found = fidelity(QuantizeDynamic()(model, Context(tmp_path / "int8", images(6))))
+    model = build_model(tmp_path / "source", "networks:mlp", fixed)
+    found = fidelity(QuantizeDynamic()(model, Context(tmp_path / "int8", labelled_images(6))))
     assert found.samples == 8, "two come twice, to fill the last batch"
     assert own(found).keys() == {"1", "3", "5"}
 
@@ -166,28 +149,28 @@ class Overflowing(nn.Module):
         return image.flatten(1) / self.by
 
 
-def test_answers_that_are_not_finite_are_refused() -> None:
+def test_outputs_that_are_not_finite_are_refused() -> None:
     graph = torch.fx.symbolic_trace(Overflowing(0.0))
     with pytest.raises(StageFailed, match="output logits of the quantized model is NaN or inf"):
-        compare(Overflowing(1.0), graph, IMAGE, Context(Path(), images()))
+        compare(Overflowing(1.0), graph, IMAGE, Context(Path(), labelled_images()))
     masked = torch.fx.symbolic_trace(Overflowing(0.0))
-    same = compare(Overflowing(0.0), masked, IMAGE, Context(Path(), images()))
+    same = compare(Overflowing(0.0), masked, IMAGE, Context(Path(), labelled_images()))
     assert same.outputs[0].sqnr_db == LARGEST_DB, "infinite in both is equal"
 
 
 def test_layers_with_other_scales_are_not_compared(tmp_path: Path) -> None:
-    module = source(tmp_path / "source", "networks:mlp").load()
+    module = build_model(tmp_path / "source", "networks:mlp").load()
     graph = export_program(module, IMAGE).module()
-    context = Context(tmp_path, images())
+    context = Context(tmp_path, labelled_images())
     assert own(compare(module, graph, IMAGE, context)) == dict.fromkeys("135", LARGEST_DB)
-    again = source(tmp_path / "again", "networks:mlp").load()
+    again = build_model(tmp_path / "again", "networks:mlp").load()
     assert own(compare(again, graph, IMAGE, context, rescaled=("1",))).keys() == {"3", "5"}
 
 
 def test_labels_are_compared_where_the_metric_is_about_labels(tmp_path: Path) -> None:
     x = torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     data = Splits({"val": list(x)}, 8)
-    model = source(tmp_path / "source", "networks:mlp")
+    model = build_model(tmp_path / "source", "networks:mlp")
     context = Context(tmp_path / "int8", data, metric=Metric("fidelity"))
     assert fidelity(QuantizeDynamic()(model, context)).label_agreement is not None
 
@@ -196,8 +179,8 @@ def test_ranges_of_the_whole_call_are_compared_one_sample_at_a_time(tmp_path: Pa
     """Beside rows that are far larger small ones become zeros, and none of them is served so."""
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 16)),))
     recipe = Recipe(factory="sequences:rows")
-    weights = recipe.build(HERE).state_dict()
-    model = EagerModel.create(tmp_path / "source", recipe, weights, signature, folder=HERE)
+    weights = recipe.build(NETWORKS).state_dict()
+    model = EagerModel.create(tmp_path / "source", recipe, weights, signature, folder=NETWORKS)
     sizes = torch.tensor([1.0, 1000.0]).repeat(32)[:, None]
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) * sizes
     with model.open() as expected:

@@ -27,7 +27,7 @@ def test_deviations_add_up() -> None:
     assert deviation.sqnr_db == pytest.approx(10 * torch.log10(torch.tensor(30 / 10)).item())
 
 
-def test_figures_are_those_of_rows() -> None:
+def test_cosine_is_the_mean_over_rows() -> None:
     expected, found = np.random.default_rng(0).standard_normal((2, 4, 3, 5))
     made = deviation(expected, found)
     rows = zip(expected.reshape(4, -1), found.reshape(4, -1), strict=True)
@@ -56,7 +56,7 @@ def test_figures_are_those_of_rows() -> None:
         ([[3.0, 1.0]], [[3.0, NAN]], -LARGEST_DB, 0),
     ],
 )
-def test_what_has_no_ratio_has_a_figure(expected, found, sqnr, cosine) -> None:
+def test_equal_and_infinite_tensors_have_an_sqnr(expected, found, sqnr, cosine) -> None:
     made = deviation(expected, found)
     assert made.sqnr_db == pytest.approx(sqnr, abs=1e-9)
     assert made.cosine == pytest.approx(cosine)

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from compress.common.signature import Signature, TensorSpec
-from compress.quantization.config.dtype_scheme import scheme_of
+from compress.quantization.config.dtype_scheme import scheme_for
+from compress.quantization.pt2e.graph_capture import capture
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
-from compress.quantization.ptq.calibrate import prepare, traced
+from compress.quantization.ptq.calibrate import prepare
 
 IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
 
@@ -45,8 +46,8 @@ class Shared(nn.Module):
 def test_a_prepared_graph_answers_as_the_model(readers: str, left: int) -> None:
     torch.manual_seed(0)
     module = Shared(readers).eval()
-    graph = traced(module, IMAGE)
-    quantizer = OnnxRuntimeQuantizer(scheme_of("onnxruntime-cpu"), "minmax")
+    graph = capture(module, IMAGE)
+    quantizer = OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu"), "minmax")
     prepared = prepare(graph, quantizer)
     assert sum("batch_norm" in str(node.target) for node in prepared.graph.nodes) == left
     image = torch.randn(3, 1, 8, 8)

@@ -11,11 +11,10 @@ from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from compress.quantization.config.calibration_data import Calibration
+from compress.quantization.config.calibration_data import CalibrationData
 from compress.quantization.stages.static import QuantizeStatic
+from tests.compress.quantization.builders import IMAGE, NETWORKS, images
 
-HERE = Path(__file__).parents[1]
-IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
 TWO_INPUTS = Signature(
     inputs=(
@@ -30,19 +29,15 @@ def model_of(path: Path, factory: str, signature: Signature, **changed: float) -
     """Return a network with the first unit of each named tensor set to a number."""
     torch.manual_seed(0)
     recipe = Recipe(factory=f"networks:{factory}")
-    state = recipe.build(HERE).state_dict()
+    state = recipe.build(NETWORKS).state_dict()
     for name, value in changed.items():
         state[name.replace("__", ".")][0] = value
-    return EagerModel.create(path, recipe, state, signature, folder=HERE)
+    return EagerModel.create(path, recipe, state, signature, folder=NETWORKS)
 
 
 def context_of(path: Path, *inputs: torch.Tensor) -> Context:
     rows = [(tuple(x[i] for x in inputs), torch.tensor(0)) for i in range(len(inputs[0]))]
     return Context(root=path, data=Splits({"train": rows, "val": rows}, batch_size=32))
-
-
-def images(samples: int = 64) -> torch.Tensor:
-    return torch.randn(samples, 1, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
 def range_of_input(graph: GraphModel) -> tuple[float, float]:
@@ -54,7 +49,7 @@ def range_of_input(graph: GraphModel) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("observer", ["percentile", "moving_average", "histogram", "mse"])
-def test_the_share_cut_off_is_that_of_the_values(tmp_path: Path, observer: str) -> None:
+def test_the_saturated_share_is_counted_exactly(tmp_path: Path, observer: str) -> None:
     x = images()
     x[32:] *= 1.5
     settings = {"observer": observer, "weight_bits": 8, "calibration_samples": 64}
@@ -69,7 +64,7 @@ def test_the_share_cut_off_is_that_of_the_values(tmp_path: Path, observer: str) 
         assert expected == pytest.approx(0.05, abs=0.01)
 
 
-def test_16_bits_that_hold_all_values_cut_none_off(tmp_path: Path) -> None:
+def test_16_bits_that_span_all_values_saturate_none(tmp_path: Path) -> None:
     x = images().clamp(-1, 1)  # many values lie at the very ends
     model = model_of(tmp_path / "source", "mlp", IMAGE)
     stage = QuantizeStatic(observer="mse", activation_bits=16, calibration_samples=64)
@@ -102,9 +97,9 @@ def test_channels_and_layers_that_never_change_are_named(tmp_path: Path) -> None
 def test_a_layer_that_is_dead_as_a_whole_is_named(tmp_path: Path) -> None:
     torch.manual_seed(0)
     recipe = Recipe(factory="networks:mlp")
-    state = recipe.build(HERE).state_dict()
+    state = recipe.build(NETWORKS).state_dict()
     state["1.bias"] -= 100
-    model = EagerModel.create(tmp_path / "source", recipe, state, IMAGE, folder=HERE)
+    model = EagerModel.create(tmp_path / "source", recipe, state, IMAGE, folder=NETWORKS)
     graph = QuantizeStatic(calibration_samples=64)(model, context_of(tmp_path / "int8", images()))
     found = dict(graph.manifest.facts["dead_ranges"])  # type: ignore[arg-type]
     assert found["1"] == "always 0"
@@ -151,7 +146,7 @@ def test_a_percentile_for_another_observer_is_refused() -> None:
 def test_a_sample_is_the_same_each_time_it_is_read(tmp_path: Path) -> None:
     x = torch.randn(64, 4)
     data = Splits({"train": TensorDataset(x, x[:, 0])}, batch_size=32)
-    calibration = Calibration.of(48, ROWS, Context(root=tmp_path, data=data))
+    calibration = CalibrationData.from_context(48, ROWS, Context(root=tmp_path, data=data))
     first, again = ([batch.inputs[0] for batch in calibration] for _ in range(2))
     assert [len(part) for part in first] == [32, 16]
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchao.quantization.pt2e.fake_quantize import FakeQuantize
 
-from compress.quantization.config.dtype_scheme import scheme_of
+from compress.quantization.config.dtype_scheme import scheme_for
 from compress.quantization.pt2e import histogram_observer as histogram_module
 from compress.quantization.pt2e import observers as observers_module
 from compress.quantization.pt2e.histogram_observer import HALF, Histogram
@@ -102,7 +102,7 @@ def test_shares_below_are_those_of_the_values(kind: str) -> None:
     histogram.add_(x)
     at = x.quantile(torch.tensor([0.01, 0.9, 0.999])) + 1e-6
     expected = torch.tensor([int((x < value).sum()) for value in at])
-    found = histogram.below(at)
+    found = histogram.count_below(at)
     assert (found - expected).abs().max() < 0.005 * len(x)
 
 
@@ -122,14 +122,12 @@ def test_values_lie_evenly_spread_within_their_bins(few: Histogram) -> None:
     at = at.double()
     upto = np.concatenate([[0], few.counts.cumsum(0)])
     expected = np.interp(at, np.linspace(-2, 2, 9), upto) + 3 * (at.numpy() > 0)
-    assert few.below(at).tolist() == pytest.approx(expected.tolist(), rel=1e-12)
+    assert few.count_below(at).tolist() == pytest.approx(expected.tolist(), rel=1e-12)
 
 
 @pytest.mark.parametrize("low", [0.0, 1e-9, 0.1, 3 / 11, 0.3, 0.4])
 @pytest.mark.parametrize("high", [0.5, 0.7, 10 / 11, 0.95, 1 - 1e-9, 1.0])
-def test_quantiles_are_as_far_inside_as_they_may_be(
-    few: Histogram, low: float, high: float
-) -> None:
+def test_quantiles_are_the_innermost_values(few: Histogram, low: float, high: float) -> None:
     """As many values as asked for lie beyond; of a gap between values the inner end is taken."""
     counts = [3, 0, 0, 1, 4, 2, 0, 1]  # zeros go with what lies above them
     edges, upto = np.linspace(-2, 2, 9), np.concatenate([[0], np.cumsum(counts)])
@@ -150,11 +148,11 @@ def test_a_percentile_is_that_of_the_values(kind: str, percentile: float) -> Non
     for part in x.split(10_000):
         observer(part)
     cut = (100 - percentile) / 200 * len(x)
-    low, high = observer.choose()
-    in_bin = int(((x - high).abs() <= observer.seen.width).sum())
+    low, high = observer.choose_range()
+    in_bin = int(((x - high).abs() <= observer.histogram.width).sum())
     assert abs(int((x > high).sum()) - cut) <= 1 + in_bin < 0.02 * len(x)
     if kind != "relu":  # half of which is zero
-        in_bin = int(((x - low).abs() <= observer.seen.width).sum())
+        in_bin = int(((x - low).abs() <= observer.histogram.width).sum())
         assert abs(int((x < low).sum()) - cut) <= 1 + in_bin < 0.02 * len(x)
 
 
@@ -202,9 +200,9 @@ def test_the_modelled_error_is_the_integral_over_bins(options: dict) -> None:
             (observer.quant_max - zero) * scale.double(),
         )
         total = 0.0
-        for bin_, count in enumerate(observer.seen.counts.tolist()):
+        for bin_, count in enumerate(observer.histogram.counts.tolist()):
             if count:
-                edge, width = float(observer.seen.edges()[bin_]), observer.seen.width
+                edge, width = float(observer.histogram.edges()[bin_]), observer.histogram.width
                 x = edge + width * (torch.arange(400).double() + 0.5) / 400
                 nearest = ((x / scale).round() * scale).clamp(*ends)
                 total += count * float((x - nearest).square().mean())
@@ -244,20 +242,20 @@ def naive_entropy(x: np.ndarray, levels: int, width: float) -> float:
     return min(found)[1] * width
 
 
-def test_entropy_is_that_of_the_written_out_algorithm() -> None:
+def test_entropy_matches_a_naive_implementation() -> None:
     x = sample("outliers").clamp(min=0)
     observer = EntropyObserver(**ASYMMETRIC)
     for part in x.split(10_000):
         observer(part)
-    low, high = observer.choose()
+    low, high = observer.choose_range()
     assert float(low) == 0
-    assert float(high) == naive_entropy(x.double().numpy(), 256, observer.seen.width)
+    assert float(high) == naive_entropy(x.double().numpy(), 256, observer.histogram.width)
     assert float(high) < 0.2 * float(x.max())
 
 
 def written_out(x: np.ndarray, observer: RangeObserver, symmetric: bool) -> list[float]:
     """Return the range of least divergence, its ends equally far from zero, within the values'."""
-    width, levels = observer.seen.width, observer.quant_max - observer.quant_min + 1
+    width, levels = observer.histogram.width, observer.quant_max - observer.quant_min + 1
     bins = np.floor(x[x != 0] / width).astype(int)
     lowest, highest = min(bins.min(), 0), max(bins.max(), -1) + 1
     if symmetric:
@@ -283,7 +281,7 @@ def written_out(x: np.ndarray, observer: RangeObserver, symmetric: bool) -> list
 
 @pytest.mark.parametrize("kind", ["normal", "shifted", "below", "narrow"])
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_entropy_is_written_out_on_both_sides_of_zero(
+def test_entropy_matches_a_naive_implementation_on_both_sides_of_zero(
     monkeypatch: pytest.MonkeyPatch, kind: str, symmetric: bool
 ) -> None:
     for module in (histogram_module, observers_module):
@@ -297,7 +295,7 @@ def test_entropy_is_written_out_on_both_sides_of_zero(
     )
     observer = EntropyObserver(**few)
     observer(x)
-    found = [float(end) for end in observer.choose()]
+    found = [float(end) for end in observer.choose_range()]
     assert found == written_out(x.double().numpy(), observer, symmetric)
 
 
@@ -305,7 +303,7 @@ def test_entropy_reaches_equally_far_to_both_sides() -> None:
     x = sample("outliers")
     observer = EntropyObserver(**ASYMMETRIC)
     observer(x)
-    low, high = observer.choose()
+    low, high = observer.choose_range()
     assert -float(low) == float(high) < 0.2 * float(x.abs().max())
     shifted = EntropyObserver(**ASYMMETRIC)
     shifted(sample("shifted"))
@@ -367,8 +365,8 @@ def test_an_observers_memory_does_not_grow(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
-def test_a_quantizer_makes_the_observer_that_it_is_told(name: str) -> None:
-    quantizer = OnnxRuntimeQuantizer(scheme_of("onnxruntime-cpu"), name, percentile=99.5)
+def test_a_quantizer_creates_the_chosen_observer(name: str) -> None:
+    quantizer = OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu"), name, percentile=99.5)
     observer = quantizer.activation.observer_or_fake_quant_ctr()
     assert type(observer) is OBSERVERS[name]
     assert getattr(observer, "percentile", 99.5) == 99.5
@@ -383,7 +381,7 @@ def test_a_gpu_finds_the_same_range(name: str) -> None:
     for part in x.split(10_000):
         here(part)
         there(part.cuda())
-    assert torch.equal(there.seen.counts.cpu(), here.seen.counts)
+    assert torch.equal(there.histogram.counts.cpu(), here.histogram.counts)
     scale, zero_point = there.calculate_qparams()
     assert float(scale) == pytest.approx(float(here.calculate_qparams()[0]), rel=1e-6)
     assert int(zero_point) == int(here.calculate_qparams()[1])

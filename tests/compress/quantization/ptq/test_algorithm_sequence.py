@@ -1,5 +1,4 @@
 import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,23 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
-from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
 from compress.graph.torch_export import export_program
 from compress.quantization.algorithms import adaround
 from compress.quantization.algorithms.bias_correction import correct_bias_
 from compress.quantization.algorithms.cross_layer_equalization import equalize_
-from compress.quantization.algorithms.matmul_view import matrix, rows_of
-from compress.quantization.config.dtype_scheme import scheme_of
+from compress.quantization.algorithms.matmul_view import input_rows, weight_matrix
+from compress.quantization.config.dtype_scheme import scheme_for
+from compress.quantization.pt2e.graph_capture import functionalize
 from compress.quantization.pt2e.observed_layers import (
-    behind,
     bias_of,
     layers_of,
-    put_weight_,
+    set_weight_,
+    skip_observers,
     weight_observer_of,
     weight_of,
 )
@@ -31,24 +29,23 @@ from compress.quantization.pt2e.observer_ranges import fit_ranges_
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.pt2e.torchao_api import convert_pt2e, prepare_pt2e
 from compress.quantization.ptq.algorithm_sequence import Corrections
-from compress.quantization.ptq.calibrate import functional, observe_
+from compress.quantization.ptq.calibrate import calibrate_
 from compress.quantization.stages.static import QuantizeStatic
-
-HERE = Path(__file__).parents[1]
-IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
+from tests.compress.quantization.builders import IMAGE, NETWORKS, build_model
+from tests.compress.quantization.conftest import FreshProcessCheck
 
 
 @functools.cache
 def program(factory: str) -> torch.export.ExportedProgram:
     torch.manual_seed(0)
-    module = Recipe(factory=f"networks:{factory}").build(HERE).eval()
-    return functional(export_program(module, IMAGE))
+    module = Recipe(factory=f"networks:{factory}").build(NETWORKS).eval()
+    return functionalize(export_program(module, IMAGE))
 
 
 def prepared(factory: str, weight_bits: int = 3) -> fx.GraphModule:
     graph = program(factory).module(check_guards=False)
     return prepare_pt2e(
-        graph, OnnxRuntimeQuantizer(scheme_of("onnxruntime-cpu", weight_bits), "minmax")
+        graph, OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu", weight_bits), "minmax")
     )
 
 
@@ -58,7 +55,7 @@ def sample(digits: Splits) -> list:
 
 def rounded(digits: Splits, corrections: Corrections, factory: str = "depthwise") -> fx.GraphModule:
     graph, batches = prepared(factory), sample(digits)
-    observe_(graph, IMAGE, batches, lambda seen: None)
+    calibrate_(graph, IMAGE, batches, lambda seen: None)
     fit_ranges_(graph)
     corrections.round_(graph, batches)
     return convert_pt2e(graph)
@@ -87,7 +84,7 @@ def test_corrections_bring_answers_nearer(digits: Splits, factory: str) -> None:
     assert adaptive.norm() < 0.75 * nearest.norm()
 
 
-def test_the_chosen_integers_are_those_that_are_held(
+def test_conversion_keeps_the_integers_that_adaround_chose(
     digits: Splits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = []
@@ -96,8 +93,8 @@ def test_the_chosen_integers_are_those_that_are_held(
         chosen.append(adaptive(*arguments))
         return chosen[-1]
 
-    adaptive = adaround.adaptive
-    monkeypatch.setattr(adaround, "adaptive", noted)
+    adaptive = adaround.round_adaptively
+    monkeypatch.setattr(adaround, "round_adaptively", noted)
     corrections = Corrections(rounding="adaround", rounding_steps=50)
     converted = rounded(digits, corrections)
     held = [t for _, t in converted.named_buffers() if t.dtype is torch.int8 and t.dim() > 1]
@@ -121,13 +118,13 @@ def test_equalized_channels_share_a_range_and_answers_stay(digits: Splits) -> No
     torch.testing.assert_close(read_O, pointwise.abs().amax((0, 2, 3)), rtol=1e-3, atol=0)
 
 
-def test_channels_that_are_never_made_or_never_read_keep_their_weights(digits: Splits) -> None:
+def test_channels_that_are_zero_or_never_read_keep_their_weights(digits: Splits) -> None:
     graph = prepared("depthwise")
     first, depthwise, *_ = layers_of(graph)
     made, read = weight_of(graph, first).clone(), weight_of(graph, depthwise).clone()
     made[0], read[1], made[2], read[2] = 0, 0, 0, 0
-    put_weight_(graph, first, made)
-    put_weight_(graph, depthwise, read)
+    set_weight_(graph, first, made)
+    set_weight_(graph, depthwise, read)
     images = sample(digits)[0].inputs[0]
     with torch.no_grad():
         expected = graph(images)
@@ -155,9 +152,9 @@ class ReadTwice(torch.nn.Module):
 
 
 @pytest.mark.parametrize("where", ["no relu", "before the relu", "behind the relu"])
-def test_what_is_read_twice_is_not_equalized(where: str) -> None:
-    graph = functional(export_program(ReadTwice(where).eval(), IMAGE)).module(check_guards=False)
-    quantizer = OnnxRuntimeQuantizer(scheme_of("onnxruntime-cpu"), "minmax")
+def test_a_convolution_with_two_readers_is_not_equalized(where: str) -> None:
+    graph = functionalize(export_program(ReadTwice(where).eval(), IMAGE)).module(check_guards=False)
+    quantizer = OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu"), "minmax")
     assert equalize_(prepare_pt2e(graph, quantizer)) == []
 
 
@@ -167,7 +164,7 @@ def test_equalized_modules_are_named() -> None:
 
 def test_a_corrected_bias_takes_back_the_mean_shift(digits: Splits) -> None:
     graph, batches = prepared("depthwise"), sample(digits)
-    observe_(graph, IMAGE, batches, lambda seen: None)
+    calibrate_(graph, IMAGE, batches, lambda seen: None)
     fit_ranges_(graph)
     floats = [torch.randn(n, 1, 8, 8, generator=torch.Generator().manual_seed(n)) for n in (3, 5)]
     layer = layers_of(graph)[0]
@@ -186,7 +183,7 @@ def test_a_corrected_bias_takes_back_the_mean_shift(digits: Splits) -> None:
     assert (expected - before).abs().max() > 1e-3
 
 
-def test_what_cuts_at_a_number_is_not_equalized() -> None:
+def test_layers_around_relu6_are_not_equalized() -> None:
     assert not equalize_(prepared("mobilenet"))
 
 
@@ -198,7 +195,9 @@ def test_an_equalized_network_loses_less_with_one_scale_for_all(digits: Splits) 
         for layer in layers_of(graph)[:3]:
             observer, weight = weight_observer_of(graph, layer), weight_of(graph, layer)
             step = weight.abs().max() / observer.quant_max
-            graph.get_parameter(behind(layer.args[1]).target).data = (weight / step).round() * step
+            graph.get_parameter(skip_observers(layer.args[1]).target).data = (
+                weight / step
+            ).round() * step
         errors.append(off(digits, graph).norm())
     assert errors[1] < 0.7 * errors[0]
 
@@ -224,9 +223,9 @@ def test_a_layer_is_a_product_of_rows(shape: tuple, weight: tuple, options: dict
             return run(x, self.weight, **options)
 
     module, x = Layer(), torch.randn(shape)
-    graph = functional(torch.export.export(module, (x,))).graph
+    graph = functionalize(torch.export.export(module, (x,))).graph
     layer = next(n for n in graph.nodes if "conv" in str(n.target) or "linear" in str(n.target))
-    answers_GNO = rows_of(layer, x, weight[2:]) @ matrix(layer, module.weight.detach()).mT
+    answers_GNO = input_rows(layer, x, weight[2:]) @ weight_matrix(layer, module.weight.detach()).mT
     expected = module(x).detach()
     if len(weight) > 2:
         expected = expected.movedim(1, -1)
@@ -235,29 +234,14 @@ def test_a_layer_is_a_product_of_rows(shape: tuple, weight: tuple, options: dict
 
 
 @pytest.mark.slow
-def test_a_corrected_model_is_told_and_loads_again(
-    tmp_path: Path, digits: Splits, fresh_torch: Callable[[str], str]
+def test_a_corrected_model_is_reported_and_loads_again(
+    tmp_path: Path, digits: Splits, assert_same_in_fresh_process: FreshProcessCheck
 ) -> None:
-    torch.manual_seed(0)
-    recipe = Recipe(factory="networks:depthwise")
-    state = recipe.build(HERE).state_dict()
-    model = EagerModel.create(tmp_path / "source", recipe, state, IMAGE, folder=HERE)
+    model = build_model(tmp_path / "source", "networks:depthwise")
     settings = {"equalize": True, "bias_correction": True, "rounding": "adaround"}
     stage = QuantizeStatic(calibration_samples=120, rounding_steps=50, **settings)
     small = stage(model, Context(root=tmp_path / "int8", data=digits))
     assert small.manifest.facts["equalized_pairs"] == 2
-    (image,) = IMAGE.example(3)
-    with small.open() as predict:
-        torch.save({"image": image, "expected": predict(image)[0]}, tmp_path / "answer.pt")
-    assert (
-        fresh_torch(f"""
-import torch
-from compress.artifacts.graph_model import GraphModel
-saved = torch.load({str(tmp_path / "answer.pt")!r})
-with GraphModel.from_directory({str(small.path)!r}).open() as predict:
-    print(torch.equal(predict(saved["image"])[0], saved["expected"]))
-""")
-        == "True"
-    )
+    assert_same_in_fresh_process(small, *IMAGE.example(3))
     with pytest.raises(StageFailed, match="calibration needs data"):
         stage(model, Context(root=tmp_path / "none"))

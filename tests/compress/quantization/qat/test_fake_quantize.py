@@ -6,19 +6,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from compress.common.signature import Signature, TensorSpec
-from compress.quantization.config.dtype_scheme import scheme_of
+from compress.quantization.config.dtype_scheme import scheme_for
+from compress.quantization.pt2e.graph_capture import capture
 from compress.quantization.pt2e.quantizer import OnnxRuntimeQuantizer
 from compress.quantization.pt2e.torchao_api import MinMaxObserver, PerChannelMinMaxObserver
-from compress.quantization.ptq.calibrate import prepare, traced
-from compress.quantization.qat.conv_bn_qat import BnParameters, ConvBnQat
-from compress.quantization.qat.fake_model import FakeQuantized
+from compress.quantization.ptq.calibrate import prepare
+from compress.quantization.qat.conv_bn_qat import ConvBnParameters, ConvBnQat
+from compress.quantization.qat.fake_model import FakeQuantizedModel
 from compress.quantization.qat.fake_quantize import (
     ActivationFakeQuantize,
-    Switch,
+    FreezeFlag,
     WeightFakeQuantize,
 )
-from compress.quantization.qat.freeze import Freezing
-from compress.quantization.qat.learned_step_size import LearnedStep
+from compress.quantization.qat.freeze import FreezeSchedule
+from compress.quantization.qat.learned_step_size import LearnedStepSize
 
 
 def observed_weight(weight: torch.Tensor, bits: int = 4) -> PerChannelMinMaxObserver:
@@ -45,11 +46,11 @@ def observed_activation(values: torch.Tensor) -> MinMaxObserver:
 def weight_grid(weight: torch.Tensor, learns: bool = False) -> WeightFakeQuantize:
     observer = observed_weight(weight)
     grid = WeightFakeQuantize(observer, len(weight), learns)
-    grid.begin_(observer, weight)
+    grid.init_from_observer_(observer, weight)
     return grid
 
 
-def test_a_weights_grid_spans_it_as_it_is_until_it_is_frozen() -> None:
+def test_a_weight_range_follows_the_weight_until_frozen() -> None:
     weight_OI = torch.tensor([[0.7, -0.3], [0.0, 0.0]])
     grid = weight_grid(weight_OI)
     torch.testing.assert_close(grid(weight_OI)[0], torch.tensor([0.7, -0.3]))
@@ -61,20 +62,20 @@ def test_a_weights_grid_spans_it_as_it_is_until_it_is_frozen() -> None:
     torch.testing.assert_close(clipped[0], torch.tensor([1.4, -1.2]))
 
 
-def test_a_channel_of_zeros_keeps_the_step_it_was_given_and_others_their_share() -> None:
+def test_a_channel_of_zeros_keeps_its_scale_and_others_their_share() -> None:
     weight_OI = torch.tensor([[0.7, -0.3], [0.0, 0.0]])
     observer = observed_weight(weight_OI)
     observer.max_val = torch.tensor([1.4, 0.07])  # as if a bias needed room
-    grid = WeightFakeQuantize(observer, 2, learns=False)
-    grid.begin_(observer, weight_OI)
+    grid = WeightFakeQuantize(observer, 2, learn_scale=False)
+    grid.init_from_observer_(observer, weight_OI)
     grid(weight_OI / 2)
     torch.testing.assert_close(grid.scale, torch.tensor([0.1, 0.01]))
 
 
-def test_an_activations_range_follows_batches_in_training_alone() -> None:
+def test_an_activation_range_follows_batches_only_in_training() -> None:
     first = torch.tensor([-1.0, 3.0])
-    grid = ActivationFakeQuantize(observed_activation(first), learns=False, follows=True)
-    grid.begin_(observed_activation(first))
+    grid = ActivationFakeQuantize(observed_activation(first), learn_scale=False, track_range=True)
+    grid.init_from_observer_(observed_activation(first))
     begun = grid.scale.clone(), grid.zero_point.clone()
     torch.testing.assert_close(begun[0], torch.tensor([4 / 255]))
     grid.eval()(torch.tensor([-9.0, 9.0]))
@@ -83,13 +84,13 @@ def test_an_activations_range_follows_batches_in_training_alone() -> None:
     assert grid.scale.item() == pytest.approx((4 + 0.01 * 2) / 255, rel=1e-3)
 
 
-def test_a_range_about_zero_stays_about_zero() -> None:
+def test_a_symmetric_range_stays_symmetric() -> None:
     observer = MinMaxObserver(
         dtype=torch.int8, quant_min=-128, quant_max=127, qscheme=torch.per_tensor_symmetric
     )
     observer(torch.tensor([-1.0, 3.0]))
-    grid = ActivationFakeQuantize(observer, learns=False, follows=True)
-    grid.begin_(observer)
+    grid = ActivationFakeQuantize(observer, learn_scale=False, track_range=True)
+    grid.init_from_observer_(observer)
     assert grid.scale.item() == pytest.approx(6 / 255)
     grid.train()(torch.tensor([-1.0, 5.0]))
     assert grid.scale.item() == pytest.approx(2 * (3 + 0.01 * 2) / 255, rel=5e-3)
@@ -114,7 +115,7 @@ def straight_through(values, scale, zero_point, low, high, factor):
 
 
 @pytest.mark.parametrize("axis", [None, 0])
-def test_a_learned_step_has_the_papers_gradient(axis: int | None) -> None:
+def test_lsq_has_the_papers_gradient(axis: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, 8, generator=generator)
     scale = torch.tensor([0.1, 0.2, 0.3] if axis == 0 else [0.2])
@@ -123,7 +124,7 @@ def test_a_learned_step_has_the_papers_gradient(axis: int | None) -> None:
     weights = torch.randn(3, 8, generator=generator) / 50
 
     log_scale, own = scale.log().requires_grad_(), values.clone().requires_grad_()
-    result = LearnedStep.rounded(own, log_scale.exp(), zero_point, axis, low, high)
+    result = LearnedStepSize.quantize(own, log_scale.exp(), zero_point, axis, low, high)
     (result * weights).sum().backward()
 
     step, theirs = scale.clone().requires_grad_(), values.clone().requires_grad_()
@@ -140,10 +141,10 @@ def test_a_learned_step_has_the_papers_gradient(axis: int | None) -> None:
 
 
 @pytest.mark.parametrize("size", [1e6, -1e6])
-def test_no_gradient_moves_a_learned_step_by_more_than_its_own_size(size: float) -> None:
+def test_the_lsq_gradient_is_bounded(size: float) -> None:
     log_scale = torch.tensor([0.2]).log().requires_grad_()
     grid = torch.tensor([3], dtype=torch.int32), None, 0, 15
-    rounded = LearnedStep.rounded(torch.linspace(-2, 2, 9), log_scale.exp(), *grid)
+    rounded = LearnedStepSize.quantize(torch.linspace(-2, 2, 9), log_scale.exp(), *grid)
     (size * rounded.sum()).backward()
     # Three values lie beyond the lower end, at -3 steps, so that smaller steps make the sum larger.
     assert log_scale.grad.tolist() == pytest.approx([-1.0 if size > 0 else 1.0])
@@ -152,19 +153,21 @@ def test_no_gradient_moves_a_learned_step_by_more_than_its_own_size(size: float)
 @pytest.mark.parametrize(
     ("axis", "shape", "sharing"), [(None, (7,), 1), (None, (2, 3, 4), 12), (1, (2, 3, 4), 8)]
 )
-def test_a_steps_gradient_is_divided_by_the_root_of_what_shares_it(axis, shape, sharing) -> None:
+def test_the_lsq_gradient_is_scaled_by_the_number_of_values(axis, shape, sharing) -> None:
     """Esser et al., section 2.2: N is the number of features of a sample, or of a channel."""
     count = 1 if axis is None else shape[axis]
     log_scale = torch.full((count,), 0.1).log().requires_grad_()
     zero_point = torch.full((count,), 2, dtype=torch.int32)
     values = torch.full(shape, 9.0)  # beyond the range, whose end lies 13 steps above 0
-    (1e-3 * LearnedStep.rounded(values, log_scale.exp(), zero_point, axis, 0, 15)).sum().backward()
+    (
+        1e-3 * LearnedStepSize.quantize(values, log_scale.exp(), zero_point, axis, 0, 15)
+    ).sum().backward()
     each = 1e-3 * 13 * values.numel() / count / (sharing * 15) ** 0.5
     assert log_scale.grad.tolist() == pytest.approx([each / 0.1] * count)
 
 
-def test_a_checkpoint_knows_what_is_frozen() -> None:
-    frozen, restored = Switch(), Switch()
+def test_a_checkpoint_saves_the_freeze_flag() -> None:
+    frozen, restored = FreezeFlag(), FreezeFlag()
     frozen.turn_on_()
     restored.load_state_dict(frozen.state_dict())
     assert restored.on
@@ -180,7 +183,7 @@ def test_zeros_of_a_matrix_stay_and_biases_learn() -> None:
     for step in range(3):
         optimizer.zero_grad()
         linear(torch.ones(4, 3)).sum().backward()
-        with Freezing(ranges=0.5, batch_norm=0.5).around(linear, step, 3):
+        with FreezeSchedule(ranges=0.5, batch_norm=0.5).around(linear, step, 3):
             optimizer.step()
     assert (linear.weight == 0).tolist() == [[False, True, False], [False, False, False]]
     assert (linear.weight != before).sum() == 5
@@ -199,11 +202,11 @@ class Positions(nn.Module):
         return self.linear(x + self.table(torch.arange(x.shape[1])))
 
 
-def test_what_the_graph_makes_moves_with_it() -> None:
+def test_tensors_that_the_graph_creates_move_with_it() -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", "length", 4)),))
-    graph = traced(Positions().eval(), signature)
-    quantizer = OnnxRuntimeQuantizer(scheme_of("onnxruntime-cpu"), "minmax")
-    model = FakeQuantized(prepare(graph, quantizer), {}, learns=False, follows=True)
+    graph = capture(Positions().eval(), signature)
+    quantizer = OnnxRuntimeQuantizer(scheme_for("onnxruntime-cpu"), "minmax")
+    model = FakeQuantizedModel(prepare(graph, quantizer), {}, learn_scale=False, track_ranges=True)
     made = [n for n in model.graph.graph.nodes if "device" in n.kwargs]
     assert made
     model.to("meta")
@@ -215,7 +218,7 @@ def layer_and_norm(gain: float = 1.5) -> tuple[nn.Conv2d, nn.BatchNorm2d, ConvBn
     conv, norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
     nn.init.uniform_(norm.running_mean, -0.5, 0.5)
     nn.init.constant_(norm.weight, gain)
-    normed = BnParameters(
+    normed = ConvBnParameters(
         conv.weight,
         conv.bias,
         norm.weight,
@@ -245,7 +248,7 @@ def test_a_folded_layer_is_the_layer_and_its_batch_norm(training: bool) -> None:
     torch.testing.assert_close(folded.gain.grad, norm.weight.grad, atol=1e-3, rtol=1e-3)
 
 
-def test_frozen_statistics_stay_and_are_those_that_count() -> None:
+def test_frozen_statistics_normalize_and_do_not_change() -> None:
     _, norm, folded = layer_and_norm()
     folded.train().frozen.turn_on_()
     image = torch.randn(5, 2, 6, 6)

@@ -1,0 +1,148 @@
+"""Base classes of the quantization stages: shared settings, calibration, and saving the graph."""
+
+from __future__ import annotations
+
+import logging
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+from pydantic import model_validator
+
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.common.errors import PipelineInvalid
+from compress.core.stage import Stage
+from compress.quantization.config.backend_targets import Target
+from compress.quantization.config.calibration_data import CalibrationData
+from compress.quantization.config.dtype_scheme import activation_dtypes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    import torch
+    from torch.export import ExportedProgram
+
+    from compress.core.context import Context
+
+logger = logging.getLogger(__name__)
+LONGEST_FACT = 300
+"""Characters of a fact in the log; the manifest has all of it."""
+
+
+class QuantizationStage(Stage[EagerModel, GraphModel]):
+    """A stage that turns a float model into a graph of fewer bits."""
+
+    exclude: tuple[str, ...] = ()
+    """Names of modules left in float; `*` and `?` stand for any characters."""
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration reads data; always, unless a stage says when."""
+        return True
+
+    @property
+    def uses_data(self) -> bool:
+        """Always: the result is compared with the float model on `val`."""
+        return True
+
+    def load_float(self, model: EagerModel) -> torch.nn.Module:
+        """Load the float module, and check that each pattern of `exclude` names a part of it.
+
+        Raises:
+            PipelineInvalid: a pattern names none; the message has the closest module.
+        """
+        module = model.load()
+        names = [name for name, _ in module.named_modules() if name]
+        for pattern in self.exclude:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                close = get_close_matches(pattern, names, n=1, cutoff=0)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise PipelineInvalid(f"exclude: no module is named {pattern!r}{hint}")
+        return module
+
+    def calibration_data(self, model: EagerModel, context: Context) -> CalibrationData:
+        """Draw `calibration_samples` samples of the data.
+
+        Raises:
+            StageFailed: there is no data, or too little.
+        """
+        return CalibrationData.from_context(self.drawn_samples, model.signature, context)
+
+    def calibration_progress(self, context: Context) -> Callable[[int], None]:
+        """Return a callback that shows how many samples calibration has seen."""
+
+        def report(samples: int) -> None:
+            context.progress("calibrate", samples, self.drawn_samples)
+
+        return report
+
+    def save_graph(
+        self,
+        model: EagerModel,
+        program: ExportedProgram,
+        quantized: Mapping[str, int],
+        facts: dict[str, Any],
+        context: Context,
+        rescaled: Collection[str] = (),
+    ) -> GraphModel:
+        """Compare a quantized graph with the float model, log the result and save the graph.
+
+        Args:
+            model: the float model.
+            program: the quantized graph.
+            quantized: number of quantized operators by kind.
+            facts: what else the manifest records.
+            context: where the stage runs.
+            rescaled: modules whose outputs have other scales than the float model's, as after
+                equalization; they are not compared one by one.
+
+        Raises:
+            StageFailed: the graph's outputs are not finite where the float model's are.
+        """
+        from compress.quantization.numeric_debug.compare import compare
+
+        graph = program.module(check_guards=False)
+        fidelity = compare(model.load(), graph, model.signature, context, rescaled)
+        counts = dict(sorted(quantized.items()))
+        summary = "; ".join(
+            shorten(f"{name.replace('_', ' ')}: {value or 'none'}", LONGEST_FACT)
+            for name, value in facts.items()
+        )
+        logger.info("%s: quantized %s; %s", self.title, counts, summary)
+        logger.info("%s: %s", self.title, fidelity.line())
+        facts = {
+            "quantized_operators": counts,
+            **facts,
+            "fidelity": fidelity.model_dump(mode="json"),
+        }
+        lineage = self.lineage(model)
+        return GraphModel.create(
+            context.root, program, model.signature, lineage=lineage, facts=facts
+        )
+
+
+class IntegerStage(QuantizationStage):
+    """A quantization stage whose layers are computed by a runtime's integer kernels."""
+
+    target: Target = "onnxruntime-cpu"
+    """Runtime whose fused integer kernels decide which operators are quantized, and how."""
+    embeddings: bool = True
+    """Whether tables of embeddings are held in 8 bits too, each row with its own scale."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _backend_is_pt2e(cls, settings: Any) -> Any:
+        """Refuse the key `backend`, which users of torch.ao's FX and eager modes look for."""
+        if isinstance(settings, dict) and "backend" in settings:
+            raise ValueError(
+                "backend: torch.ao's fx and eager modes are deprecated and not supported; leave "
+                "the key out (the backend is torchao's pt2e)"
+            )
+        return settings
+
+    @property
+    def activation_formats(self) -> frozenset[str]:
+        """The integer type of the target's activations."""
+        return activation_dtypes(self.target)
