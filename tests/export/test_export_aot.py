@@ -93,7 +93,7 @@ def test_a_fresh_process_answers_alike(
 import torch
 from export import AotModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})
-with AotModel.at({str(package.path)!r}).open() as predict:
+with AotModel.from_directory({str(package.path)!r}).open() as predict:
     print(torch.equal(predict(saved["image"])[0], saved["expected"]))
 """
     assert fresh_torch(code) == "True"

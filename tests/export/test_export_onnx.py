@@ -128,7 +128,7 @@ def test_a_fresh_process_answers_alike(
 import torch
 from export import OnnxModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})
-with OnnxModel.at({str(exported.path)!r}).open() as predict:
+with OnnxModel.from_directory({str(exported.path)!r}).open() as predict:
     print(torch.equal(predict(saved["image"])[0], saved["expected"]))
 """)
         == "True"

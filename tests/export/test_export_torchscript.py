@@ -86,7 +86,7 @@ def test_a_fresh_process_answers_alike(
 import torch
 from export import TorchScriptModel
 saved = torch.load({str(tmp_path / "answer.pt")!r})
-with TorchScriptModel.at({str(artifact.path)!r}).open() as predict:
+with TorchScriptModel.from_directory({str(artifact.path)!r}).open() as predict:
     print(torch.equal(predict(saved["image"])[0], saved["expected"]))
 """)
         == "True"

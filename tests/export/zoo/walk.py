@@ -46,7 +46,7 @@ import export.exported_program, export.torchscript.stage
 from tests.export.zoo.walk import answers, digest
 from compress.artifacts.artifact import Artifact
 for path in {paths!r}:
-    print(digest(answers(Artifact.at(path))), flush=True)
+    print(digest(answers(Artifact.from_directory(path))), flush=True)
 """
 """What a fresh process runs; a line for each artifact."""
 
