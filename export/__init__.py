@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from compress.common.lazy_imports import imported_on_use
 from compress.core.baselines import BASELINES, Runtime
-from export.onnx.float_baseline import in_onnxruntime
+from export.onnx.float_baseline import onnxruntime_baseline
 
 if TYPE_CHECKING:
     from export.aotinductor.stage import AotModel, ExportAot
@@ -35,6 +35,6 @@ _HOMES = {
     "export.torchscript.stage": ("ExportTorchScript", "TorchScriptModel"),
 }
 
-BASELINES["onnxruntime"] = Runtime(in_onnxruntime, frozenset({"eager", "graph", "onnx"}))
+BASELINES["onnxruntime"] = Runtime(onnxruntime_baseline, frozenset({"eager", "graph", "onnx"}))
 
 __getattr__ = imported_on_use(__name__, _HOMES)

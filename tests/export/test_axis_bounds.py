@@ -110,6 +110,6 @@ def test_a_sample_outside_is_named(tmp_path: Path) -> None:
     recipe = Recipe(factory="windows:window")
     model = EagerModel.create(tmp_path / "m", recipe, {}, signature(min=6), folder=tmp_path)
     with model.open() as predict:
-        compare.compare(model, predict, predict, [(torch.ones(2, 6, 2),)])
+        compare.compare_outputs(model, predict, predict, [(torch.ones(2, 6, 2),)])
         with pytest.raises(StageFailed, match=r"'length' has size 5 .* allows 6 or more"):
-            compare.compare(model, predict, predict, [(torch.ones(2, 5, 2),)])
+            compare.compare_outputs(model, predict, predict, [(torch.ones(2, 5, 2),)])

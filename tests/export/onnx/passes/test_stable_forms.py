@@ -146,6 +146,6 @@ def test_the_plain_form_is_refused_and_its_layer_named(
     ExportOnnx()(model, Context(root=tmp_path / "stable"))
     operator, kind = PLAIN[name]
     monkeypatch.delitem(TRANSLATIONS, operator)
-    layer = rf"hostile inputs \(real inputs {kind}\).* first layer .* is function \(aten"
+    layer = rf"adversarial inputs \(real inputs {kind}\).* first layer .* is function \(aten"
     with pytest.raises(StageFailed, match=layer):
         ExportOnnx()(model, Context(root=tmp_path / "plain"))
