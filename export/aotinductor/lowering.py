@@ -57,12 +57,10 @@ def widen_ranges_(program: ExportedProgram) -> None:
     graph = program.graph
     for node in [node for node in graph.nodes if node.target is CHOOSE]:
         with graph.inserting_before(node):
-            least = _call(
-                graph, aten.clamp_max.default, _call(graph, aten.amin.default, node.args[0]), 0
-            )
-            most = _call(
-                graph, aten.clamp_min.default, _call(graph, aten.amax.default, node.args[0]), 0
-            )
+            smallest = _call(graph, aten.amin.default, node.args[0])
+            largest = _call(graph, aten.amax.default, node.args[0])
+            least = _call(graph, aten.clamp_max.default, smallest, 0)
+            most = _call(graph, aten.clamp_min.default, largest, 0)
             ends = _call(graph, aten.stack.default, [least, most])
         node.update_arg(0, ends)
     program.graph_module.recompile()

@@ -17,7 +17,7 @@ from compress.common.errors import StageFailed
 from export.common.targets import uint8_only
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import fx
 
@@ -28,14 +28,14 @@ QUANTIZE = decomposed.quantize_per_tensor.default
 DEQUANTIZE = decomposed.dequantize_per_tensor.default
 DEQUANTIZE_CHANNELS = decomposed.dequantize_per_channel.default
 DEQUANTIZE_AT_RUN_TIME = decomposed.dequantize_per_tensor.tensor
-CONVOLUTIONS: dict[Any, tuple[Any, Any, int]] = {
+CONVOLUTIONS: dict[Any, tuple[Any, Any]] = {
     getattr(aten, f"conv{rank}d").default: (
         getattr(kernels, f"conv{rank}d_prepack"),
         getattr(kernels, f"conv{rank}d").new if rank > 1 else kernels.conv1d.default,
-        rank,
     )
     for rank in (1, 2, 3)
 }
+"""Convolution → the function that packs its weight and bias, and the kernel."""
 PADDED = {aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding}
 LINEAR = aten.linear.default
 MOVES = {
@@ -47,10 +47,12 @@ MOVES = {
     aten.squeeze.dim,
     aten.clone.default,
 }
+"""Operators that only move values, and take integers as they are."""
 LIMITS = {
     aten.relu.default: (0.0, float("inf")),
     aten.relu6.default: (0.0, 6.0),
 }
+"""Clamp → the smallest and the largest value that it lets through."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ class QuantizedLowering:
 
     def __init__(self, graph: fx.GraphModule) -> None:
         self.graph = graph
+        self.call = graph.graph.call_function
+        self.inserting_before = graph.graph.inserting_before
         self.integers: dict[fx.Node, fx.Node] = {}
         """A quantize of the original graph → the node that now computes its integers."""
         self.packed = 0
@@ -179,7 +183,9 @@ class QuantizedLowering:
         directions = int(layers) * (2 if both_ways else 1)  # type: ignore[arg-type]  # a number
         parts: list[Any] = list(weights)  # type: ignore[arg-type]  # a list
         width = 4 if has_biases else 2
-        quantized = [self.is_quantized(part) for part in parts if part.meta["val"].dim() == 2]
+        quantized = [
+            part.target is DEQUANTIZE_CHANNELS for part in parts if part.meta["val"].dim() == 2
+        ]
         if len(parts) != directions * width or not all(quantized):
             return
         with self.inserting_before(node):
@@ -189,7 +195,7 @@ class QuantizedLowering:
             ]
             arguments = (source, states, cells, True, *node.args[4:])
             if node.target is aten.lstm.input:
-                options = {"dtype": torch.qint8, "use_dynamic": True}
+                options: dict[str, Any] = {"dtype": torch.qint8, "use_dynamic": True}
                 result = self.call(aten.quantized_lstm.input, arguments, options)
             else:
                 result = self.call(aten.quantized_gru.input, arguments)
@@ -226,14 +232,14 @@ class QuantizedLowering:
     def _packed(self, head: Any) -> tuple[fx.Node | None, Any]:
         """Return an operator's packed weight and bias, and the kernel; None where it has none."""
         arguments = _conv_arguments(head)
-        if arguments is None or not self.is_quantized(head.args[1]):
+        if arguments is None or head.args[1].target is not DEQUANTIZE_CHANNELS:
             return None, None
         weight = self.quantized_weight(head.args[1])
         bias = self._bias(head.args[2] if len(head.args) > 2 else None)
         if head.target is LINEAR:
             return self.constant(kernels.linear_prepack(weight, bias)), kernels.linear.default
         target = getattr(aten, str(head.target).split(".")[1]).default
-        prepack, kernel, _ = CONVOLUTIONS[target]
+        prepack, kernel = CONVOLUTIONS[target]
         return self.constant(prepack(weight, bias, *arguments)), kernel
 
     def quantized_weight(self, node: Any) -> torch.Tensor:
@@ -263,20 +269,6 @@ class QuantizedLowering:
         owner, _, name = str(node.target).rpartition(".")
         value: torch.Tensor = getattr(self.graph.get_submodule(owner), name)
         return value
-
-    def is_quantized(self, node: Any) -> bool:
-        """Whether a weight is stored in integers, with a scale for each channel."""
-        return node.target is DEQUANTIZE_CHANNELS
-
-    def inserting_before(self, node: fx.Node) -> Any:
-        """Insert the nodes created in a `with` block before a node."""
-        return self.graph.graph.inserting_before(node)
-
-    def call(
-        self, target: Any, arguments: Sequence[Any], named: dict[str, Any] | None = None
-    ) -> fx.Node:
-        """Add a call of an operator."""
-        return self.graph.graph.call_function(target, tuple(arguments), named)
 
 
 def _before_clamp(quantize: Any, grid: Grid) -> fx.Node | None:

@@ -11,7 +11,6 @@ from onnxscript import opset18 as op
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import program_of
-from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.stage import Context
@@ -22,6 +21,7 @@ from export.onnx.stage import ExportOnnx
 from export.parity.bisect import LayerSearch
 from export.parity.subgraph import values_before
 from export.torchscript.stage import ExportTorchScript
+from tests.export.builders import network_of
 
 SOURCE = """
 import torch
@@ -91,11 +91,7 @@ ROWS = Signature(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
     folder = tmp_path_factory.mktemp("net")
-    (folder / "blocky.py").write_text(SOURCE)
-    torch.manual_seed(0)
-    recipe = Recipe(factory="blocky:net")
-    state = recipe.build(folder).state_dict()
-    return EagerModel.create(folder / "source", recipe, state, ROWS, folder=folder)
+    return network_of(folder, SOURCE, "blocky:net", ROWS)
 
 
 @pytest.fixture
@@ -148,7 +144,7 @@ def test_the_first_wrong_layer_is_named_and_shown_in_a_fresh_process(
     assert (folder / "model.onnx").stat().st_size < 1000, "the operator alone"
 
 
-def test_an_export_that_answers_nan_is_message_as_any_other(
+def test_nan_outputs_are_reported_as_any_other_error(
     model: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def translate(x: Any) -> Any:
@@ -189,9 +185,7 @@ def test_torchscript_is_searched_and_its_folder_is_of_the_run(
 def test_what_tracing_alone_gets_wrong_is_shown_by_the_whole_file(
     tmp_path: Path, run_script: Callable[[Path], str]
 ) -> None:
-    (tmp_path / "tracers.py").write_text(TRACED_OTHERWISE)
-    recipe = Recipe(factory="tracers:Net")
-    model = EagerModel.create(tmp_path / "source", recipe, {}, ROWS, folder=tmp_path)
+    model = network_of(tmp_path, TRACED_OTHERWISE, "tracers:Net", ROWS)
     with pytest.raises(StageFailed, match="no part of the graph that is exported alone differs"):
         ExportTorchScript()(model, Context(root=tmp_path / "script"))
     folder = tmp_path / "parity" / "export_torchscript"
@@ -252,9 +246,7 @@ def test_aot_inductor_is_searched_too(
 
     aten = torch.ops.aten
     monkeypatch.setitem(lowerings, aten.erf.default, lowerings[aten.cos.default])
-    (tmp_path / "errors.py").write_text(ERROR_FUNCTION)
-    recipe = Recipe(factory="errors:Net")
-    model = EagerModel.create(tmp_path / "source", recipe, {}, ROWS, folder=tmp_path)
+    model = network_of(tmp_path, ERROR_FUNCTION, "errors:Net", ROWS)
     with pytest.raises(StageFailed, match=r"is error \(aten\.erf\.default\)"):
         ExportAot()(model, Context(root=tmp_path / "aot"))
     assert "exit code 1" in run_script(tmp_path / "parity" / "export_aot")

@@ -185,7 +185,7 @@ def test_tensors_are_in_the_signatures_order_where_they_have_its_names() -> None
     assert in_order(["output1", "output0"], ["a", "b"]) == ["output1", "output0"]
 
 
-def test_a_wrong_answer_is_message_with_the_sizes_it_was_given_at(
+def test_a_wrong_output_is_reported_with_the_sizes_of_its_inputs(
     model: EagerModel, tmp_path: Path
 ) -> None:
     sizes = {"batch": (1, 8, 32)}
