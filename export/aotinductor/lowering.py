@@ -1,4 +1,4 @@
-"""Programs rewritten into what AOTInductor makes faster code of; they compute what they did."""
+"""Rewrite programs into forms that AOTInductor compiles right and to faster code."""
 
 from __future__ import annotations
 
@@ -26,47 +26,50 @@ MOVES = {*VIEWS, aten.permute.default, aten.transpose.int, aten.unsqueeze.defaul
 
 
 def merge_products_(program: ExportedProgram) -> None:
-    """Let integer products that read the same integers be one product, in place.
+    """Merge integer products that read the same input into one product, in place.
 
     Attention's queries, keys and values are such. A call of oneDNN's kernel costs about as much as
-    the product of a short sentence. Where anything but a move follows, which the kernel would
-    compute as well, products stay as they are.
+    the product of a short sentence. A product that is followed by an operator which the kernel
+    fuses, such as an addition, stays as it is: only those followed by views and moves are merged.
     """
-    alike: dict[Any, list[Node]] = {}
+    by_input: dict[Any, list[Node]] = {}
     for node in program.graph.nodes:
-        if node.target is LINEAR and _is_integer_product(node) and _is_only_moved(node):
+        only_moved = bool(node.users) and all(reader.target in MOVES for reader in node.users)
+        if node.target is LINEAR and only_moved and _is_integer_product(node):
             source, weight = node.args[:2]
             key = (source.target, source.args, weight.args[3:], _bias(node) is None)
-            alike.setdefault(key, []).append(node)
-    for products in (found for found in alike.values() if len(found) > 1):
+            by_input.setdefault(key, []).append(node)
+    for products in (group for group in by_input.values() if len(group) > 1):
         _merge_(program.graph, products)
-        _let_views_take_gaps_(program.graph)
+        # Parts of a product lie in memory with gaps, which a view cannot always read.
+        for node in program.graph.nodes:
+            if node.target in VIEWS:
+                node.target = aten.reshape.default
     program.graph_module.recompile()
 
 
 def widen_ranges_(program: ExportedProgram) -> None:
-    """Let every range that is chosen in a call hold zero, in place, as PyTorch's own choice does.
+    """Extend every range that is found at run time to include zero, in place.
 
-    Inductor's forgets to (torch 2.11 to 2.13), and is far off where all values have one sign.
+    PyTorch's own choose_qparams does; Inductor's decomposition does not (torch 2.11 to 2.13), and
+    is far off where all values have one sign.
     """
     graph = program.graph
     for node in [node for node in graph.nodes if node.target is CHOOSE]:
         with graph.inserting_before(node):
-            least = _call(
-                graph, aten.clamp_max.default, _call(graph, aten.amin.default, node.args[0]), 0
-            )
-            most = _call(
-                graph, aten.clamp_min.default, _call(graph, aten.amax.default, node.args[0]), 0
-            )
+            smallest = _call(graph, aten.amin.default, node.args[0])
+            largest = _call(graph, aten.amax.default, node.args[0])
+            least = _call(graph, aten.clamp_max.default, smallest, 0)
+            most = _call(graph, aten.clamp_min.default, largest, 0)
             ends = _call(graph, aten.stack.default, [least, most])
         node.update_arg(0, ends)
     program.graph_module.recompile()
 
 
 def multiply_rows_(program: ExportedProgram) -> None:
-    """Multiply integers where each row of an activation has its own scale, in place.
+    """Multiply integers by `_int_mm` where each row of an activation has its own scale, in place.
 
-    Inductor knows the form with one scale for all rows, and computes this one in floats.
+    Inductor has a pattern for one scale for all rows, and computes this form in floats.
     """
     graph = program.graph
     for product in graph.find_nodes(op="call_function", target=LINEAR):
@@ -74,7 +77,7 @@ def multiply_rows_(program: ExportedProgram) -> None:
         if (
             rows.target is not DEQUANTIZE_ROWS
             or weight.target is not DEQUANTIZE_CHANNELS
-            or not all(n is None or n.op == "placeholder" for n in _held(product))
+            or not all(n is None or n.op == "placeholder" for n in _constants(product))
         ):
             continue
         (integers, scale), bias = rows.args[:2], _bias(product)
@@ -109,16 +112,12 @@ def _is_integer_product(product: Any) -> bool:
         source.target in DEQUANTIZE
         and weight.target is DEQUANTIZE_CHANNELS
         and weight.args[3] == 0
-        and all(given is None or given.op == "placeholder" for given in _held(product))
+        and all(given is None or given.op == "placeholder" for given in _constants(product))
     )
 
 
-def _is_only_moved(product: Node) -> bool:
-    return bool(product.users) and all(reader.target in MOVES for reader in product.users)
-
-
-def _held(product: Any) -> list[Any]:
-    """Return what the program holds of a product: integers, scales, zero points, and a bias."""
+def _constants(product: Any) -> list[Any]:
+    """Return a product's integer weight, scales, zero points, and bias."""
     return [*product.args[1].args[:3], _bias(product)]
 
 
@@ -132,13 +131,13 @@ def _merge_(graph: Graph, products: Sequence[Any]) -> None:
     with graph.inserting_before(first):
         joined = [
             None if parts[0] is None else _call(graph, aten.cat.default, list(parts))
-            for parts in zip(*map(_held, products), strict=True)
+            for parts in zip(*map(_constants, products), strict=True)
         ]
         *integers, bias = joined
         weight = _call(graph, DEQUANTIZE_CHANNELS, *integers, *first.args[1].args[3:])
-        whole = _call(graph, LINEAR, first.args[0], weight, bias)
+        merged = _call(graph, LINEAR, first.args[0], weight, bias)
         sizes = [len(product.args[1].meta["val"]) for product in products]
-        split = _call(graph, aten.split_with_sizes.default, whole, sizes, -1)
+        split = _call(graph, aten.split_with_sizes.default, merged, sizes, -1)
         parts = [_call(graph, operator.getitem, split, i) for i in range(len(products))]
     for product, part in zip(products, parts, strict=True):
         part.meta |= {k: v for k, v in product.meta.items() if k == "nn_module_stack"}
@@ -146,15 +145,8 @@ def _merge_(graph: Graph, products: Sequence[Any]) -> None:
         graph.erase_node(product)
 
 
-def _let_views_take_gaps_(graph: Graph) -> None:
-    """Let views read what lies in memory with gaps, as parts of a product do, however moved."""
-    for node in graph.nodes:
-        if node.target in VIEWS:
-            node.target = aten.reshape.default
-
-
 def _call(graph: Graph, target: Any, *arguments: Any) -> Node:
-    """Return a new call of an operator, with what is known of its result."""
+    """Add a call of an operator, with the meta tensor of its result."""
     node = graph.call_function(target, arguments)
     values = torch.fx.node.map_arg(arguments, lambda given: given.meta["val"])
     node.meta["val"] = target(*values)

@@ -1,4 +1,4 @@
-"""AOTInductor packages: compiled from programs, read, their kernels counted."""
+"""AOTInductor packages: compile a program, load a package, count its kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.graph.library_cache import patched_attribute
 from export.aotinductor.lowering import merge_products_, multiply_rows_, widen_ranges_
-from export.common.targets import NO_WIDE_INTEGERS
+from export.common.targets import NO_UINT16_KERNELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,44 +34,43 @@ SETTINGS = {
     # Otherwise a test program is compiled for each instruction set, which takes longer than a
     # small model; those that the processor has are used either way.
     "cpp.vec_isa_ok": True,
-    # It would be kept outside the cache's folder, and stay.
+    # The precompiled header would be written outside of the cache's folder, and stay.
     "aot_inductor.precompile_headers": False,
-    # They name the folder that was compiled in.
+    # They name the folder that was compiled in, which would make two packages differ.
     "aot_inductor.enable_line_tables": False,
     "compile_threads": 1,
 }
+# A heavy operator in the generated C++, e.g. aoti_torch_cpu__qlinear_pointwise_tensor(.
 CALL = re.compile(r"AOTI_TORCH_ERROR_CODE_CHECK\(aoti_torch_(?:cpu|cuda)_+(\w+?)\(")
 INTEGER_KERNEL = re.compile(r"qconv|qlinear|int_mm")
 FLOAT_KERNEL = re.compile(r"(mkl(dnn)?_+)*(convolution|linear|(add|b|badd)?mm)")
-SOURCE = (".cpp", ".cu")
+SOURCE_SUFFIXES = (".cpp", ".cu")
 DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor"
-UNROLLED = re.compile(r"aten\.(gru|rnn)(?:_tanh|_relu)?\.input")
+UNROLLED_RNN = re.compile(r"aten\.(gru|rnn)(?:_tanh|_relu)?\.input")
 CONVOLUTION = re.compile(r"aten\.conv(1d|2d|3d|olution)\.")
 
 
 def compile_package(
     program: ExportedProgram, signature: Signature, file: Path, device: str
 ) -> dict[str, dict[str, int]]:
-    """Compile a program into a package; return its kernels of heavy operators, with their number.
+    """Compile a program into a package; return how many integer and float kernels it calls.
 
-    What the compiler leaves behind goes into a temporary folder, which is removed. The program is
-    rewritten, and computes what it did.
+    The program is rewritten in place. Whatever else the compiler writes is removed.
 
     Raises:
         StageFailed: the program cannot be compiled, or would be compiled into wrong answers.
     """
     from torch._inductor.utils import fresh_cache
 
-    refuse_wide_integers(program)
+    refuse_uint16(program)
     refuse_one_channel_integers(program)
-    refuse_unrolled(program)
-    failure: Exception | None = None
+    refuse_unrolled_rnn(program)
     with TemporaryDirectory(prefix="compress-aot-") as scratch, _quiet(), fresh_cache(dir=scratch):
         package = Path(scratch) / file.name
         try:
             _compile(program, signature.example(device=device), package, device)
             return _without_sources(package, file)
-        except Exception as error:  # noqa: BLE001 - raised below, where the cache is removed
+        except Exception as error:  # noqa: BLE001 - raised below, once the cache is removed
             failure = error
     raise StageFailed(
         f"AOTInductor cannot compile the model: {type(failure).__name__}: {first_line(failure)}"
@@ -96,30 +95,30 @@ def load(file: Path, signature: Signature, device: str) -> Callable[..., tuple[t
 
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # The code reads memory by the sizes and strides that it was compiled for.
-        _refuse_misfit(inputs, signature)
+        _check_inputs(inputs, signature)
         return tuple(loader.boxed_run([x.contiguous() for x in inputs]))
 
     return run
 
 
-def refuse_wide_integers(program: ExportedProgram) -> None:
+def refuse_uint16(program: ExportedProgram) -> None:
     """Refuse 16-bit activations, which Inductor (torch 2.13) hands to 8-bit kernels.
 
     Raises:
-        StageFailed: there are some.
+        StageFailed: the program has some.
     """
     if any(torch.uint16 in node.args for node in program.graph.nodes):
-        raise StageFailed(NO_WIDE_INTEGERS)
+        raise StageFailed(NO_UINT16_KERNELS)
 
 
 def refuse_one_channel_integers(program: ExportedProgram) -> None:
     """Refuse integer convolutions of one channel where an axis is dynamic.
 
     Inductor (torch 2.13) takes their results for contiguous, and oneDNN's kernel writes the
-    channels last: the code compiles, and answers at chance.
+    channels last: the code compiles, and its outputs are at chance.
 
     Raises:
-        StageFailed: there is one.
+        StageFailed: the program has one.
     """
     for node in program.graph.nodes:
         source = node.args[0] if CONVOLUTION.match(str(node.target)) else None
@@ -134,17 +133,17 @@ def refuse_one_channel_integers(program: ExportedProgram) -> None:
             )
 
 
-def refuse_unrolled(program: ExportedProgram) -> None:
+def refuse_unrolled_rnn(program: ExportedProgram) -> None:
     """Refuse GRUs and plain recurrent layers over sequences of any length.
 
-    Inductor (torch 2.13) computes LSTMs alone by a kernel: of the others it writes out the steps of
-    the length that was traced, and says nothing.
+    Inductor (torch 2.13) has a kernel for LSTMs alone: the others it unrolls for the length that
+    was traced, without a warning.
 
     Raises:
-        StageFailed: there is one.
+        StageFailed: the program has one.
     """
     for node in program.graph.nodes:
-        layer = UNROLLED.match(str(node.target))
+        layer = UNROLLED_RNN.match(str(node.target))
         if layer is None:
             continue
         batch_first = bool(node.args[-1])
@@ -180,7 +179,7 @@ def _compile(
 
 @contextmanager
 def _exact_near_zero() -> Iterator[None]:
-    """Have vectors computed by kernels that keep the digits of small numbers, as torch's own do.
+    """Have Inductor compute expm1 and atanh by vector kernels that are exact near zero, in a block.
 
     Inductor (torch 2.13) writes expm1, and so ELU, as exp(x) - 1, and atanh by log(1 + x).
     """
@@ -194,14 +193,14 @@ def _exact_near_zero() -> Iterator[None]:
 
 
 def _without_sources(package: Path, file: Path) -> dict[str, dict[str, int]]:
-    """Copy a package without the C++ that it was compiled from; return the kernels called there."""
+    """Copy a package without its C++ sources; return the kernels that these call."""
     reader = PT2ArchiveReader(str(package))
     sources = []
     with file.open("wb") as stream:
         writer = torch._C.PyTorchFileWriter(stream)
         for name in sorted(n for n in reader.get_file_names() if not n.startswith(".data/")):
             record = reader.read_bytes(name)
-            if name.endswith(SOURCE):
+            if name.endswith(SOURCE_SUFFIXES):
                 sources.append(record.decode())
             elif name != "byteorder":  # the writer adds it
                 writer.write_record(name, record, len(record))
@@ -222,19 +221,19 @@ def count_kernels(source: str) -> dict[str, dict[str, int]]:
     }
 
 
-def _refuse_misfit(inputs: Sequence[torch.Tensor], signature: Signature) -> None:
+def _check_inputs(inputs: Sequence[torch.Tensor], signature: Signature) -> None:
     sizes: dict[str, int] = {}
     for spec, tensor in zip(signature.inputs, inputs, strict=True):
-        expected = [str(d) for d in spec.shape]
         fits = tensor.dim() == len(spec.shape) and str(tensor.dtype) == f"torch.{spec.dtype}"
-        for wanted, size in zip(spec.shape, tensor.shape, strict=False):
+        for axis, size in zip(spec.shape, tensor.shape, strict=False):
+            # A named axis has the same size in all inputs.
             fits = fits and size == (
-                sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted
+                sizes.setdefault(axis, size) if isinstance(axis, str) else axis
             )
         if not fits:
             raise ValueError(
                 f"input {spec.name} is {tensor.dtype} {list(tensor.shape)}, expected "
-                f"{spec.dtype} [{', '.join(expected)}]"
+                f"{spec.dtype} [{', '.join(map(str, spec.shape))}]"
             )
 
 

@@ -1,4 +1,4 @@
-"""AOTInductor: the artifact, and the stage that compiles a module or a quantized graph to it."""
+"""The artifact `AotModel`, and the stage `export_aot` that compiles it with AOTInductor."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel, program_of
 from compress.common.forward import Predictor, torch_predictor
 from compress.common.requirements import COMPILER, Requirement
+from compress.core.context import Context
 from compress.core.stage import Stage
 from compress.graph.axis_bounds import axis_limit_facts
-from export.common.targets import NO_WIDE_INTEGERS, warn_of_another
+from export.common.targets import NO_UINT16_KERNELS, warn_of_other_target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -41,33 +42,33 @@ class AotModel(Artifact):
 
     @property
     def memory_unavailable_reason(self) -> str:
-        """Why PyTorch does not know what memory a call takes on a GPU."""
+        """Why the memory of a call cannot be measured on a GPU; empty on the CPU."""
         built_for: Any = self.fact("built_for")
-        unseen = "compiled code takes memory of the GPU that PyTorch does not count"
-        return unseen if built_for["device"] == "cuda" else ""
+        reason = "compiled code takes memory of the GPU that PyTorch does not count"
+        return reason if built_for["device"] == "cuda" else ""
 
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Give the code as a predictor; it runs on what it was compiled for, whatever the device.
+        """Load the code as a predictor; it runs on what it was compiled for, whatever the device.
 
         Raises:
             ArtifactInvalid: the package was altered after sealing, or cannot be loaded.
             Unavailable: it was compiled for another machine.
         """
         from export.aotinductor.package import load
-        from export.common.host_check import refuse_elsewhere
+        from export.common.host_check import refuse_other_host
 
         built_for: Any = self.fact("built_for")
-        refuse_elsewhere(built_for, self.payload_path)
+        refuse_other_host(built_for, self.payload_path)
         self.verify()
-        device = _where(built_for["device"], device)
+        device = _numbered(built_for["device"], device)
         module = load(self.payload_path, self.signature, device)
         with torch_predictor(module, device, threads) as predict:
             yield predict
 
 
 class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
-    """Compile to native code ahead of time (AOTInductor), proved to answer like its source.
+    """Compile to native code ahead of time (AOTInductor), checked against its source.
 
     The package is tied to the kind of processor it is compiled on.
     """
@@ -85,8 +86,8 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
         return (*self.requirements, *((CUDA,) if self.device == "cuda" else ()))
 
     def unsupported_input_reason(self, formats: Set[str]) -> str:
-        """Return why there are no kernels for such activations, or nothing."""
-        return NO_WIDE_INTEGERS if "uint16" in formats else ""
+        """Return why there are no kernels for such formats; empty where there are."""
+        return NO_UINT16_KERNELS if "uint16" in formats else ""
 
     @property
     def machine_parts(self) -> dict[str, Any]:
@@ -96,24 +97,26 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
         return {"built_for": built_for(self.device)}
 
     def run(self, model: EagerModel | GraphModel, context: Context) -> AotModel:
-        """Trace, compile, check and seal."""
+        """Trace, compile, load, compare with the source."""
         from export.aotinductor.package import compile_package, load
-        from export.common.device_predictor import on_cpu
-        from export.common.host_check import built_for, refuse_missing
-        from export.parity.compare import prove_equal
+        from export.common.host_check import built_for, require_all
+        from export.parity.compare import check_parity, on_cpu
         from export.parity.report import ParityContext, report_on_mismatch
         from export.parity.repro_script import AOT
 
-        refuse_missing(self.all_requirements(), self.title)
-        warn_of_another(model, ("inductor-cpu",), self.title)
+        require_all(self.all_requirements(), self.title)
+        warn_of_other_target(model, ("inductor-cpu",), self.title)
         program = program_of(model)
-        facts: dict[str, Any] = {"built_for": built_for(self.device)}
-        facts |= {"parameters": model.parameters(), "macs": model.macs()}
-        called = program.graph_module.graph.nodes
-        operators = Counter(str(n.target) for n in called if n.op == "call_function")
-        facts["operators"] = dict(sorted(operators.items()))
-        facts |= axis_limit_facts(program, model.signature, self.title)
-        device = _where(self.device, context.device)
+        nodes = program.graph_module.graph.nodes
+        operators = Counter(str(n.target) for n in nodes if n.op == "call_function")
+        facts: dict[str, Any] = {
+            "built_for": built_for(self.device),
+            "parameters": model.parameters(),
+            "macs": model.macs(),
+            "operators": dict(sorted(operators.items())),
+            **axis_limit_facts(program, model.signature, self.title),
+        }
+        device = _numbered(self.device, context.device)
         with AotModel.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
@@ -121,10 +124,12 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
             facts |= compile_package(program, model.signature, file, device)
             module = load(file, model.signature, device)
             with torch_predictor(module, device, context.threads) as compiled:
-                got, again = on_cpu(compiled), self._export_again
-                account = ParityContext(self.title, model, got, file, program, again, AOT, context)
-                with report_on_mismatch(account):
-                    prove_equal(model, got, context, facts.get("axis_limits"), operators)
+                exported = on_cpu(compiled)
+                parity = ParityContext(
+                    self.title, model, exported, file, program, self._reexport, AOT, context
+                )
+                with report_on_mismatch(parity):
+                    check_parity(model, exported, context, facts.get("axis_limits"), operators)
         logger.info("%s: %s, %s", self.title, facts["integer_kernels"], facts["float_kernels"])
         return AotModel.from_directory(context.root)
 
@@ -132,18 +137,18 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
         self, model: EagerModel | GraphModel, artifact: AotModel, context: Context
     ) -> None:
         """Compare a package from an earlier run with its source, on the data of this one."""
-        from export.parity.compare import prove_again
+        from export.parity.compare import check_stored_parity
 
-        prove_again(model, artifact, context)
+        check_stored_parity(model, artifact, context)
 
-    def _export_again(
+    def _reexport(
         self,
         program: ExportedProgram,
         signature: Signature,
         file: Path,
         inputs: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, ...]:
-        """Compile a part of the graph and return its answers."""
+        """Compile a part of the graph and return its outputs."""
         from export.aotinductor.package import compile_package, load
 
         compile_package(program, signature, file, self.device)
@@ -151,6 +156,6 @@ class ExportAot(Stage[EagerModel | GraphModel, AotModel]):
             return tuple(t.cpu() for t in compiled(*inputs))
 
 
-def _where(compiled_for: str, device: str) -> str:
-    """Return the device to run on: a CUDA one by its number where that is asked for."""
+def _numbered(compiled_for: str, device: str) -> str:
+    """Return the device to run on, by its number where code for CUDA is to run on `cuda:1`."""
     return device if device.partition(":")[0] == compiled_for else compiled_for

@@ -1,4 +1,4 @@
-"""Weights of integer convolutions packed for the sizes that they will meet."""
+"""Pack the weights of integer convolutions for the image size that was traced."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ SHARED = ("stride", "padding", "dilation", "groups")
 
 
 class PackForImages(CustomGraphPass):
-    """Packs weights as oneDNN's kernels take them for images of the size traced, one at a time.
+    """Graph pass of Inductor: packs weights for one image of the traced size.
 
     Where the batch is dynamic, Inductor (torch 2.13) packs them for an image of no particular size.
-    Kernels that want another order then bring the weights into it in each call. What suits one
-    image suits many.
+    oneDNN's kernels that want another order then reorder the weights in each call. The order for
+    one image suits any batch.
     """
 
     def __call__(self, graph: Graph) -> None:
-        """Pack the weights of a graph anew, in place."""
+        """Repack the weights of a graph, in place."""
         for node in list(graph.nodes):
             if str(node.target).startswith(CONVOLUTION) and node.target is not PREPACK:
                 pack_(graph, node)
 
     def uuid(self) -> str:
-        """Return what the compiler's cache knows it by."""
+        """Return the pass's key in the compiler's cache."""
         return f"{__name__}:1"
 
 
 def pack_(graph: Graph, convolution: Node) -> None:
-    """Pack a convolution's weight for one image, in place, where its size is known."""
+    """Repack a convolution's weight for one image, in place, where its size is known."""
     schema = convolution.target._schema  # type: ignore[union-attr]  # an operator has one
     names = [argument.name for argument in schema.arguments]
     given: dict[str, Any] = dict(zip(names, convolution.args, strict=False))
@@ -46,11 +46,12 @@ def pack_(graph: Graph, convolution: Node) -> None:
         return
 
     def value(name: str) -> Any:
-        found = given[name]
-        return getattr(owner, str(found.target)) if isinstance(found, torch.fx.Node) else found
+        argument = given[name]
+        is_node = isinstance(argument, torch.fx.Node)
+        return getattr(owner, str(argument.target)) if is_node else argument
 
     weight = value("qw")
-    anew = PREPACK(
+    repacked = PREPACK(
         weight.to_dense() if weight.is_mkldnn else weight,
         value("w_scale"),
         float(value("x_scale")),
@@ -59,7 +60,7 @@ def pack_(graph: Graph, convolution: Node) -> None:
         [1, *sizes],
     )
     name = f"{packed.target}_for_{convolution.name}"
-    owner.register_buffer(name, anew)  # type: ignore[union-attr]
+    owner.register_buffer(name, repacked)  # type: ignore[union-attr]
     with graph.inserting_before(convolution):
         constant = graph.get_attr(name)
     constant.meta["val"] = packed.meta["val"]

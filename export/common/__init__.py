@@ -1,1 +1,1 @@
-"""What several exporters share: targets, host checks, device placement."""
+"""What several exporters share: which graphs a runtime takes, and checks of the host."""

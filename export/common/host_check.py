@@ -1,4 +1,4 @@
-"""What compiled code is tied to, and whether that is here; no torch before it is asked."""
+"""What compiled code is bound to, and whether this host has it; torch is imported in functions."""
 
 from __future__ import annotations
 
@@ -22,19 +22,15 @@ class CudaDevice(Requirement):
 
         return not torch.cuda.is_available()
 
-    def instead(self, advice: str) -> CudaDevice:
-        """Return the same with another way out where there is none."""
-        return self.model_copy(update={"install": advice})
-
 
 CUDA = CudaDevice(what="a CUDA device", install="use `device: cpu`")
 
 
-def refuse_missing(requirements: Sequence[Requirement], title: str) -> None:
-    """Refuse to go on without something.
+def require_all(requirements: Sequence[Requirement], title: str) -> None:
+    """Refuse to start a stage on a host that lacks something it needs.
 
     Raises:
-        Unavailable: it is not here.
+        Unavailable: a requirement is missing.
     """
     for requirement in requirements:
         if requirement.missing():
@@ -45,7 +41,7 @@ def built_for(device: str) -> dict[str, Any]:
     """Return what code compiled here for a device needs: a processor, a system, a PyTorch."""
     import torch
 
-    needed: dict[str, Any] = {
+    host: dict[str, Any] = {
         "device": device,
         "system": platform.system(),
         "machine": platform.machine(),
@@ -53,27 +49,30 @@ def built_for(device: str) -> dict[str, Any]:
     }
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
-        return needed | {"compute_capability": f"{major}.{minor}", "cuda": torch.version.cuda}
-    # The compiler is told `-march=native`, and may use whatever this processor has.
-    found = torch.cpu.get_capabilities()
-    return needed | {"instructions": sorted(name for name, here in found.items() if here is True)}
+        return host | {"compute_capability": f"{major}.{minor}", "cuda": torch.version.cuda}
+    # Inductor compiles with `-march=native`, which may use any instruction of this processor.
+    capabilities = torch.cpu.get_capabilities()
+    return host | {
+        "instructions": sorted(name for name, has in capabilities.items() if has is True)
+    }
 
 
-def refuse_elsewhere(needed: Mapping[str, Any], file: Path) -> None:
+def refuse_other_host(needed: Mapping[str, Any], file: Path) -> None:
     """Refuse code that was compiled for another machine.
 
     Raises:
-        Unavailable: something is other here; the message names it.
+        Unavailable: something differs here; the message names it.
     """
     if needed["device"] == "cuda" and CUDA.missing():
         raise Unavailable(f"{file}: compiled for CUDA, and there is no CUDA device here")
     here = built_for(needed["device"])
-    for name, wanted in needed.items():
-        lacking = sorted(set(wanted) - set(here[name])) if isinstance(wanted, list) else []
-        if lacking:
+    for name, value in needed.items():
+        if isinstance(value, list):  # instruction sets, of which this host may have more
+            lacking = sorted(set(value) - set(here[name]))
             problem = f"a processor with {', '.join(lacking)}, which this one has not"
-        elif not isinstance(wanted, list) and here[name] != wanted:
-            problem = f"{name.replace('_', ' ')} {wanted}, found {here[name]}"
+            differs = bool(lacking)
         else:
-            continue
-        raise Unavailable(f"{file}: compiled for {problem}; run export_aot here")
+            problem = f"{name.replace('_', ' ')} {value}, found {here[name]}"
+            differs = here[name] != value
+        if differs:
+            raise Unavailable(f"{file}: compiled for {problem}; run export_aot here")

@@ -1,4 +1,4 @@
-"""Which graphs a runtime takes: in formats that it knows, quantized for it; settings, no torch."""
+"""Which quantized graphs a runtime takes, and messages for those it does not; imports no torch."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SIXTEEN_BITS_SINCE = 21
-"""The first operator set whose QuantizeLinear gives 16 bits."""
+UINT16_OPSET = 21
+"""The first ONNX operator set whose QuantizeLinear has 16-bit integers."""
 NO_BFLOAT16 = (
     "the model computes in bfloat16, for which onnxruntime has no kernels on the CPU (of Conv, "
     "Mul, LSTM and most others); use convert_precision with dtype: float16, or export_torchscript"
 )
-NO_WIDE_INTEGERS = (
+NO_UINT16_KERNELS = (
     "AOTInductor's integer kernels take 8 bits, found uint16; quantize with 8 bits, or use "
     "export_onnx"
 )
 
 
-def no_sixteen_bits(opset: int) -> str:
-    """Return why an operator set holds no 16-bit activations."""
+def no_uint16_in(opset: int) -> str:
+    """Return why an ONNX operator set has no 16-bit activations."""
     return (
-        f"opset {opset} has no 16-bit activations; set opset: {SIXTEEN_BITS_SINCE} or more, or "
+        f"opset {opset} has no 16-bit activations; set opset: {UINT16_OPSET} or more, or "
         "leave it out"
     )
 
 
-def no_such_integers(found: str) -> str:
-    """Return why TorchScript cannot compute with some activations."""
+def uint8_only(dtype: str) -> str:
+    """Return why TorchScript cannot compute with activations of an integer type."""
     return (
-        f"TorchScript's integer kernels take activations of unsigned 8 bits, found {found}; "
+        f"TorchScript's integer kernels take activations of unsigned 8 bits, found {dtype}; "
         "quantize with target: onnxruntime-cpu and 8 bits, or use export_onnx"
     )
 
 
-def warn_of_another(model: Artifact, fitting: tuple[str, ...], title: str) -> None:
-    """Log that a graph was quantized for another runtime: it is right there, and may be slow.
+def warn_of_other_target(model: Artifact, targets: tuple[str, ...], title: str) -> None:
+    """Warn that a graph was quantized for another runtime: it is right here, and may be slow.
 
     Args:
         model: what is exported; a float model is for every runtime.
-        fitting: targets that quantize for this one, the usual one first.
+        targets: those that quantize for this runtime, the usual one first.
         title: name of the stage that exports.
     """
     target = model.manifest.facts.get("target")
-    if target is not None and target not in fitting:
+    if target is not None and target not in targets:
         logger.warning(
             "%s: the graph was quantized for %s, whose patterns are not all fused here; quantize "
             "with `target: %s`",
-            *(title, target, fitting[0]),
+            *(title, target, targets[0]),
         )

@@ -1,4 +1,4 @@
-"""A float model in ONNX Runtime as it would be without us: what a speedup is judged against."""
+"""The baseline `onnxruntime` of speedup gates: a model in ONNX Runtime, not compressed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def in_onnxruntime(model: Artifact, device: str, threads: int) -> Iterator[Predictor]:
-    """Give a model's plain export, proved equal; a model that came in as ONNX as it is.
+def onnxruntime_baseline(model: Artifact, device: str, threads: int) -> Iterator[Predictor]:
+    """Export a model to ONNX with default settings and open it; an ONNX model is opened as it is.
 
     Raises:
         StageFailed: it cannot be exported.

@@ -1,28 +1,28 @@
-"""ONNX models as data: made small, and counted."""
+"""ONNX graphs: traversal, stripping, and counts of operators, weights and multiply-accumulates."""
 
 from __future__ import annotations
 
 from collections import Counter
-from itertools import count, product
+from itertools import chain, count, product
 from math import prod
 from string import ascii_letters
 from typing import TYPE_CHECKING
 
 import onnx
 
-from export.onnx.passes.rnn import INTEGER_LSTM, RECURRENT
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    Described = (
+    Documented = (
         onnx.ModelProto | onnx.GraphProto | onnx.NodeProto | onnx.ValueInfoProto | onnx.TensorProto
     )
 
+RECURRENT = {"LSTM", "GRU", "RNN"}
+INTEGER_LSTM = "DynamicQuantizeLSTM"
+PACKED_MATMUL = "MatMulNBits"
 UNIT_STEPS = {"dilations": 1, "strides": 1, "pads": 0}
 """Values that convolutions and poolings have where the attribute is left out."""
 COUNTED = {"Conv", "ConvTranspose", "Gemm", "MatMul", "MatMulInteger", *RECURRENT}
-FEW_BITS = "MatMulNBits"
 UNCOUNTED = {"Attention", "DeformConv", "Einsum", "If", "Loop", "Scan"}
 """Operators that multiply, or may, in ways that are not counted."""
 
@@ -32,14 +32,39 @@ WEIGHT_TYPES = {
 }
 
 
-def shrink_(model: onnx.ModelProto) -> None:
+def graphs_in(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield a graph and those inside its control flow, such as the branches of an If."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from graphs_in(attribute.g)
+
+
+def inputs_of(node: onnx.NodeProto) -> Iterator[str]:
+    """Yield the values that an operator reads, those that its branches take from outside too."""
+    yield from node.input
+    for attribute in node.attribute:
+        yield from (output.name for output in attribute.g.output)
+        for inner in attribute.g.node:
+            yield from inputs_of(inner)
+
+
+def strip_(model: onnx.ModelProto) -> None:
     """Drop what the runtime does not need, in place.
 
     The exporter writes stack traces beside every operator, which would also make the file depend on
     the folder it was made in; in a small model they and the names outweigh the weights.
     """
-    _clear_provenance_(model)
-    for graph in _graphs(model.graph):
+    _clear_(model)
+    for graph in graphs_in(model.graph):
+        _clear_(graph)
+        del graph.value_info[:]  # the runtime infers them again
+        for part in (*graph.node, *graph.input, *graph.output, *graph.initializer):
+            _clear_(part)
+        for tensor in graph.initializer:
+            if not tensor.data_location:
+                tensor.ClearField("data_location")  # onnx.load leaves the default there
         for node in graph.node:
             _drop_default_attributes_(node, model.opset_import[0].version)
     _shorten_names_(model.graph)
@@ -59,7 +84,7 @@ def count_weights(model: onnx.ModelProto) -> int:
     parameters = set(_scales_and_zero_points(graph))
     quantizing = [n for n in graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
     dequantized = {n.input[0] for n in quantizing if n.op_type == "DequantizeLinear"}
-    products = [node for node in graph.node if node.op_type == FEW_BITS]
+    products = [node for node in graph.node if node.op_type == PACKED_MATMUL]
     packed = {tuple(node.input[1:]): prod(_sizes(node)) for node in products}
     plain: int = sum(
         prod(tensor.dims)
@@ -73,7 +98,7 @@ def count_weights(model: onnx.ModelProto) -> int:
 def _scales_and_zero_points(graph: onnx.GraphProto) -> Iterator[str]:
     columns = {t.name for t in graph.initializer if list(t.dims[1:]) == [1]}
     integers = {t.name for t in graph.initializer if t.data_type == onnx.TensorProto.INT8}
-    made_floats = {
+    cast_to_float = {
         n.output[0] for n in graph.node if n.op_type == "Cast" and n.input[0] in integers
     }
     at_run_time = {n.output[1] for n in graph.node if n.op_type == "DynamicQuantizeLinear"}
@@ -85,11 +110,11 @@ def _scales_and_zero_points(graph: onnx.GraphProto) -> Iterator[str]:
             yield from node.input[1:]
         elif node.op_type == "MatMulInteger":
             yield from node.input[2:]
-        elif node.op_type == FEW_BITS:
+        elif node.op_type == PACKED_MATMUL:
             yield from node.input[1:]
         elif node.op_type == INTEGER_LSTM:
             yield from node.input[8:]
-        elif node.op_type == "Mul" and node.input[0] in made_floats | at_run_time | by_row:
+        elif node.op_type == "Mul" and node.input[0] in cast_to_float | at_run_time | by_row:
             yield node.input[1]
         elif node.op_type == "Gather" and node.input[0] in columns:
             yield node.input[0]  # one scale for each row of a table
@@ -106,7 +131,7 @@ def count_macs(model: onnx.ModelProto) -> int | None:
         for axis, size in enumerate(value.type.tensor_type.shape.dim):
             if size.dim_param:
                 size.dim_value = 8 if axis else 1  # as in Signature.example
-    _unpack_(sized.graph)
+    _replace_packed_operators_(sized.graph)
     inferred = onnx.shape_inference.infer_shapes(sized, data_prop=True).graph
     shapes = {tensor.name: tuple(tensor.dims) for tensor in inferred.initializer}
     for value in (*inferred.input, *inferred.value_info, *inferred.output):
@@ -122,8 +147,8 @@ def count_macs(model: onnx.ModelProto) -> int | None:
     return total // batch
 
 
-def _unpack_(graph: onnx.GraphProto) -> None:
-    """Let products with packed weights be plain ones, in place; their shapes can be inferred."""
+def _replace_packed_operators_(graph: onnx.GraphProto) -> None:
+    """Replace operators with packed weights by standard ones, in place, for shape inference."""
     sizes = {tensor.name: tensor.dims for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == INTEGER_LSTM:
@@ -138,7 +163,7 @@ def _unpack_(graph: onnx.GraphProto) -> None:
                 )
             node.op_type, node.domain = "LSTM", ""
             del node.input[8:]
-        if node.op_type == FEW_BITS:
+        if node.op_type == PACKED_MATMUL:
             weight = onnx.helper.make_tensor_value_info(
                 f"{node.output[0]}_weight", onnx.TensorProto.FLOAT, _sizes(node)
             )
@@ -149,13 +174,13 @@ def _unpack_(graph: onnx.GraphProto) -> None:
 
 
 def _sizes(node: onnx.NodeProto) -> tuple[int, int]:
-    """Return how many numbers a product with a packed weight reads and makes."""
+    """Return the input and output features of a MatMulNBits."""
     sizes: dict[str, int] = {a.name: a.i for a in node.attribute}
     return sizes["K"], sizes["N"]
 
 
 def _macs(node: onnx.NodeProto, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-    """Count the products of one operator; None where that is not known."""
+    """Count the multiply-accumulates of one operator; None where that is not known."""
     if node.op_type in UNCOUNTED:
         return None
     if node.op_type not in COUNTED:
@@ -168,12 +193,12 @@ def _macs(node: onnx.NodeProto, shapes: Mapping[str, tuple[int, ...]]) -> int | 
     elif node.op_type == "ConvTranspose":
         macs = prod(left) * prod(right[1:])
     else:
-        macs = prod(shapes.get(node.output[0], (0,))) * _reduced(node, left, right)
+        macs = prod(shapes.get(node.output[0], (0,))) * _reduction_length(node, left, right)
     return macs or None
 
 
-def _reduced(node: onnx.NodeProto, left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    """Return how many products are summed for one element of the result."""
+def _reduction_length(node: onnx.NodeProto, left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    """Return how many multiply-accumulates one element of the output takes."""
     if node.op_type == "Conv":
         return prod(right[1:])
     if node.op_type in ("MatMul", "MatMulInteger"):
@@ -182,30 +207,9 @@ def _reduced(node: onnx.NodeProto, left: tuple[int, ...], right: tuple[int, ...]
     return left[0] if transposed else left[-1]
 
 
-def _clear_provenance_(model: onnx.ModelProto) -> None:
-    _clear_(model)
-    for graph in _graphs(model.graph):
-        _clear_(graph)
-        del graph.value_info[:]  # the runtime infers them again
-        for part in (*graph.node, *graph.input, *graph.output, *graph.initializer):
-            _clear_(part)
-        for tensor in graph.initializer:
-            if not tensor.data_location:
-                tensor.ClearField("data_location")  # onnx.load leaves the default there
-
-
-def _clear_(part: Described) -> None:
+def _clear_(part: Documented) -> None:
     part.ClearField("doc_string")
     del part.metadata_props[:]
-
-
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield a graph and those inside its control flow."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _graphs(attribute.g)
 
 
 def _drop_default_attributes_(node: onnx.NodeProto, opset: int) -> None:
@@ -214,36 +218,32 @@ def _drop_default_attributes_(node: onnx.NodeProto, opset: int) -> None:
     defaults = {
         k: v.default_value for k, v in onnx.defs.get_schema(node.op_type, opset).attributes.items()
     }
-    kept = [
+    needed = [
         a
         for a in node.attribute
         if a.SerializeToString() != defaults[a.name].SerializeToString()
         and set(a.ints) != {UNIT_STEPS.get(a.name)}
     ]
     del node.attribute[:]
-    node.attribute.extend(kept)
+    node.attribute.extend(needed)
 
 
 def _shorten_names_(graph: onnx.GraphProto) -> None:
     """Rename every value but the model's inputs and outputs: a, b, c … in order of appearance."""
-    kept = {value.name for value in (*graph.input, *graph.output)}
-    fresh = (name for name in _letters() if name not in kept)
-    names: dict[str, str] = {"": "", **{name: name for name in kept}}
+    public = {value.name for value in (*graph.input, *graph.output)}
+    letters = (map("".join, product(ascii_letters, repeat=length)) for length in count(1))
+    unused = (name for name in chain.from_iterable(letters) if name not in public)
+    names: dict[str, str] = {"": "", **{name: name for name in public}}
 
     def short(name: str) -> str:
         if name not in names:
-            names[name] = next(fresh)
+            names[name] = next(unused)
         return names[name]
 
-    for part in _graphs(graph):
+    for part in graphs_in(graph):
         for node in part.node:
             node.name = ""
             node.input[:] = [short(name) for name in node.input]
             node.output[:] = [short(name) for name in node.output]
         for value in (*part.initializer, *part.input, *part.output):
             value.name = short(value.name)
-
-
-def _letters() -> Iterator[str]:
-    for length in count(1):
-        yield from map("".join, product(ascii_letters, repeat=length))

@@ -1,4 +1,4 @@
-"""From a torch.export program to an ONNX model, by torch's own exporter."""
+"""From a torch.export program to an ONNX model, by torch's own exporter and our rewrites."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from compress.common.errors import StageFailed, first_line
 from compress.graph.axis_bounds import dynamic_shapes
 from compress.graph.library_cache import cached_composite_ops
 from compress.graph.rnn import any_sequence_length
-from export.common.targets import SIXTEEN_BITS_SINCE, no_sixteen_bits
-from export.onnx.metadata import INPUT, OUTPUT, rename_
+from export.common.targets import UINT16_OPSET, no_uint16_in
+from export.onnx.metadata import INPUT, OUTPUT, rename_values_
 from export.onnx.passes.dynamic_quant import TRANSLATIONS as DYNAMIC
-from export.onnx.passes.dynamic_quant import multiply_integers_
-from export.onnx.passes.float16 import holds, part_transposes_
-from export.onnx.passes.float_layers import keep_floats_
-from export.onnx.passes.matmul_nbits import with_packed_products
-from export.onnx.passes.rnn import compute_recurrences_
+from export.onnx.passes.dynamic_quant import fuse_integer_products_
+from export.onnx.passes.float16 import has_weights_of, separate_transposes_
+from export.onnx.passes.float_layers import separate_float_layers_
+from export.onnx.passes.matmul_nbits import use_matmul_nbits
+from export.onnx.passes.rnn import lower_quantized_rnns_
 from export.onnx.passes.stable_forms import TRANSLATIONS as STABLE
-from export.onnx.proto_io import proto_of
-from export.onnx.torch_registry import operators_read_once
+from export.onnx.proto_io import to_proto
+from export.onnx.torch_registry import cached_registry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,38 +34,47 @@ if TYPE_CHECKING:
 
     from compress.common.signature import Signature
 
-LOGGERS = (
+NOISY_LOGGERS = (
     "torch.onnx._internal.exporter._registration",
     "onnxscript.optimizer._constant_folding",  # it leaves alone what it cannot fold
 )
 TRANSLATIONS = {**DYNAMIC, **STABLE}
-"""Forms of operators that torch's exporter has none for, or loses digits with."""
+"""Operators that torch's exporter has no ONNX form for, or one that loses digits → our form."""
 TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def lower(
-    program: ExportedProgram, signature: Signature, opset: int | None, *, emptied: bool = False
+    program: ExportedProgram, signature: Signature, opset: int | None, *, free_weights: bool = False
 ) -> onnx.ModelProto:
-    """Translate a program; inputs, outputs and axes bear the signature's names.
+    """Translate a program; inputs, outputs and axes get the signature's names.
 
     Args:
         program: the model's graph.
         signature: its interface.
         opset: version of the operator set; the exporter's default where None.
-        emptied: whether the program's weights go, so that they are not in memory twice.
+        free_weights: whether to empty the program's weights, so that memory holds them once.
 
     Raises:
         StageFailed: an operator has no ONNX form, or the operator set is not available.
     """
-    opset = _wide_enough(opset, program)
+    if any(torch.uint16 in node.args for node in program.graph.nodes):
+        if opset is not None and opset < UINT16_OPSET:
+            raise StageFailed(no_uint16_in(opset))
+        opset = opset or UINT16_OPSET
     inputs = {INPUT.format(i): spec.name for i, spec in enumerate(signature.inputs)}
     outputs = {OUTPUT.format(i): spec.name for i, spec in enumerate(signature.outputs)}
-    half = holds(program, torch.float16)
+    half = has_weights_of(program, torch.float16)
     try:
-        # With gradients, attention with a learned mask is decomposed otherwise than it was traced.
-        with _quiet(), any_sequence_length(), _looking_once(), torch.no_grad():
-            program = with_packed_products(program, signature)
-            lay_out_attention_(program)
+        with (
+            _quiet(),
+            any_sequence_length(),
+            cached_registry(),
+            cached_composite_ops(),
+            # With gradients, attention with a learned mask is decomposed otherwise than traced.
+            torch.no_grad(),
+        ):
+            program = use_matmul_nbits(program, signature)
+            make_attention_contiguous_(program)
             exported = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -80,25 +89,24 @@ def lower(
         raise StageFailed(f"the model has no ONNX form: {innermost_reason(error)}") from error
     if exported is None:
         raise StageFailed("torch.onnx.export gave nothing back, expected a model")
-    model = proto_of(exported, emptied=emptied)
-    rename_(model, inputs | outputs)
-    compute_recurrences_(model)
-    multiply_integers_(model)
-    keep_floats_(model)
+    model = to_proto(exported, free_weights=free_weights)
+    rename_values_(model, inputs | outputs)
+    lower_quantized_rnns_(model)
+    fuse_integer_products_(model)
+    separate_float_layers_(model)
     if half:
-        part_transposes_(model)
-    found = model.opset_import[0].version
-    if opset is not None and found != opset:
-        raise StageFailed(f"opset {opset} was asked for and the exporter wrote {found}")
+        separate_transposes_(model)
+    written = model.opset_import[0].version
+    if opset is not None and written != opset:
+        raise StageFailed(f"opset {opset} was asked for and the exporter wrote {written}")
     return model
 
 
-def lay_out_attention_(program: ExportedProgram) -> None:
-    """Copy fused attention's transposed answers into memory of their own, in place.
+def make_attention_contiguous_(program: ExportedProgram) -> None:
+    """Copy the transposed outputs of fused attention into contiguous memory, in place.
 
-    They lie in memory as the tracer's kernel left them, and then as what the exporter decomposes it
-    to leaves them: a reshape made a view for the first does not fit the second. In ONNX the copy
-    is no operator.
+    A view after the traced kernel may not fit the strides that attention has once the exporter has
+    decomposed it. In ONNX the copy is no operator.
     """
     aten = torch.ops.aten
     layout: dict[str, Any] = {"memory_format": torch.contiguous_format}
@@ -115,26 +123,11 @@ def lay_out_attention_(program: ExportedProgram) -> None:
                     moved.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy)
 
 
-def _wide_enough(opset: int | None, program: ExportedProgram) -> int | None:
-    """Return the operator set asked for, or the one that 16-bit activations need."""
-    if not any(torch.uint16 in node.args for node in program.graph.nodes):
-        return opset
-    if opset is not None and opset < SIXTEEN_BITS_SINCE:
-        raise StageFailed(no_sixteen_bits(opset))
-    return opset or SIXTEEN_BITS_SINCE
-
-
 def innermost_reason(error: BaseException) -> str:
-    """Return in one line what started a chain of errors; the outer ones tell how to report it."""
+    """Return in one line what started a chain of errors; the outer ones say how to report it."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {TERMINAL_ESCAPE.sub('', first_line(error))}"
-
-
-@contextmanager
-def _looking_once() -> Iterator[None]:
-    with operators_read_once(), cached_composite_ops():
-        yield
 
 
 @contextmanager
@@ -145,7 +138,7 @@ def _quiet() -> Iterator[None]:
         text = record.getMessage()
         return "torchvision is not installed" not in text and "Evaluation failed" not in text
 
-    loggers = [logging.getLogger(name) for name in LOGGERS]
+    loggers = [logging.getLogger(name) for name in NOISY_LOGGERS]
     for logger in loggers:
         logger.addFilter(matters)
     try:

@@ -1,7 +1,4 @@
-"""What an ONNX model says about itself, in its properties: signature, class names, origin.
-
-The names of an ONNX graph's inputs and outputs, whatever the values inside are called.
-"""
+"""Properties and value names of an ONNX model: signature, class names, origin."""
 
 from __future__ import annotations
 
@@ -10,16 +7,22 @@ from typing import TYPE_CHECKING, Any
 from compress import __version__
 from compress.common.errors import StageFailed
 from compress.common.strict_json import canonical_json
+from export.onnx.graph import graphs_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import onnx
 
     from compress.artifacts.artifact import Artifact
 
+INPUT = "compress_input_{}"
+OUTPUT = "compress_output_{}"
+"""Names that the exporter is given, to be renamed afterwards: torch (2.13) lets a value inside keep
+a name that an output is given, and the graph is then invalid."""
 
-def describe_(model: onnx.ModelProto, source: Artifact, class_names: Sequence[str]) -> None:
+
+def add_metadata_(model: onnx.ModelProto, source: Artifact, class_names: Sequence[str]) -> None:
     """Write properties into a model, in place: each a JSON text, the same for the same source.
 
     Raises:
@@ -30,13 +33,13 @@ def describe_(model: onnx.ModelProto, source: Artifact, class_names: Sequence[st
         "signature": source.signature.model_dump(mode="json"),
     }
     if class_names:
-        refuse_misfit(model, class_names)
+        check_class_count(model, class_names)
         properties["class_names"] = list(class_names)
     for key in sorted(properties):
         model.metadata_props.add(key=key, value=canonical_json(properties[key]))
 
 
-def refuse_misfit(model: onnx.ModelProto, class_names: Sequence[str]) -> None:
+def check_class_count(model: onnx.ModelProto, class_names: Sequence[str]) -> None:
     """Refuse class names that are not one for each class.
 
     Raises:
@@ -50,16 +53,14 @@ def refuse_misfit(model: onnx.ModelProto, class_names: Sequence[str]) -> None:
         )
 
 
-INPUT = "compress_input_{}"
-OUTPUT = "compress_output_{}"
-"""What the exporter is told: torch (2.13) lets a value inside keep a name that an output is given,
-and the graph is then invalid."""
-
-
-def rename_(model: onnx.ModelProto, names: Mapping[str, str]) -> None:
-    """Give values other names, in place; those that bear one of these already make way."""
-    graphs = list(_graphs(model.graph))
-    taken = {name for graph in graphs for name in _names(graph)}
+def rename_values_(model: onnx.ModelProto, names: Mapping[str, str]) -> None:
+    """Rename values, in place; an inner value that already has a new name gets another one."""
+    graphs = list(graphs_in(model.graph))
+    taken = set()
+    for graph in graphs:
+        values = (*graph.input, *graph.output, *graph.value_info, *graph.initializer)
+        taken |= {value.name for value in values}
+        taken |= {name for node in graph.node for name in (*node.input, *node.output)}
     renamed = dict(names)
     for name in sorted(taken & set(names.values()) - names.keys()):
         number = next(i for i in range(len(taken) + 1) if f"{name}_inside_{i}" not in taken)
@@ -70,20 +71,3 @@ def rename_(model: onnx.ModelProto, names: Mapping[str, str]) -> None:
         for node in graph.node:
             node.input[:] = [renamed.get(n, n) for n in node.input]
             node.output[:] = [renamed.get(n, n) for n in node.output]
-
-
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield a graph and those that its nodes hold, such as the branches of an If."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                if inner.node or inner.output:
-                    yield from _graphs(inner)
-
-
-def _names(graph: onnx.GraphProto) -> set[str]:
-    values = (*graph.input, *graph.output, *graph.value_info, *graph.initializer)
-    return {v.name for v in values} | {
-        n for node in graph.node for n in (*node.input, *node.output)
-    }

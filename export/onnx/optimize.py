@@ -1,4 +1,4 @@
-"""ONNX graphs rewritten ahead of time by onnxruntime's own optimizer."""
+"""Rewrite ONNX graphs ahead of time with onnxruntime's own optimizer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Literal
 
 import onnxruntime
 
+from export.onnx.graph import graphs_in
 from export.onnx.proto_io import read, write
-from export.onnx.session import optimized_file
+from export.onnx.session import write_optimized
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import onnx
 
 
@@ -29,28 +28,14 @@ def optimize(model: onnx.ModelProto, level: Literal["basic", "extended"]) -> onn
     # The level above these changes layouts for the processor that it runs on.
     chosen = {"basic": levels.ORT_ENABLE_BASIC, "extended": levels.ORT_ENABLE_EXTENDED}[level]
     with TemporaryDirectory(prefix="compress-onnx-") as folder:
-        file = Path(folder) / "model.onnx"
+        file, optimized = Path(folder) / "model.onnx", Path(folder) / "rewritten.onnx"
         write(model, file)
-        rewritten = read(
-            optimized_file(file, Path(folder) / "rewritten.onnx", chosen), weights=True
-        )
-    _drop_unused_domains_(rewritten)
+        write_optimized(file, optimized, chosen)
+        rewritten = read(optimized, weights=True)
+    # onnxruntime lists all operator sets that it knows.
+    used = {"", *(node.domain for graph in graphs_in(rewritten.graph) for node in graph.node)}
+    versions = {o.domain: o.version for o in rewritten.opset_import if o.domain in used}
+    del rewritten.opset_import[:]
+    for domain, version in sorted(versions.items()):
+        rewritten.opset_import.add(domain=domain, version=version)
     return rewritten
-
-
-def _drop_unused_domains_(model: onnx.ModelProto) -> None:
-    """Keep of the operator sets, which onnxruntime lists all, those that are used, in place."""
-    used = {"", *_domains(model.graph)}
-    kept = sorted((o for o in model.opset_import if o.domain in used), key=lambda o: o.domain)
-    versions = {opset.domain: opset.version for opset in kept}
-    del model.opset_import[:]
-    for domain, version in versions.items():
-        model.opset_import.add(domain=domain, version=version)
-
-
-def _domains(graph: onnx.GraphProto) -> Iterator[str]:
-    for node in graph.node:
-        yield node.domain
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _domains(attribute.g)

@@ -1,7 +1,8 @@
-"""ONNX models: from torch's exporter to protobuf, written to files and read back."""
+"""ONNX models in protobuf: converted from torch's exporter, written to files, read back."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,18 +19,75 @@ if TYPE_CHECKING:
     from torch.onnx import ONNXProgram
 
 WEIGHTS = "model.onnx.data"
-"""Where the weights of a large model lie, beside its file."""
+"""File of a large model's weights, beside the model's file."""
 LARGEST = 2**31 - 2**20
 """Bytes of weights that one file may hold: protobuf ends at 2 GiB, the graph included."""
 SMALLEST_OUTSIDE = 1024
 """Bytes from which a tensor is put beside the file; shapes stay in it, which inference reads."""
 GRAPH = onnx.ModelProto.GRAPH_FIELD_NUMBER
-NUMBERS = onnx.TensorProto.RAW_DATA_FIELD_NUMBER
+RAW_DATA = onnx.TensorProto.RAW_DATA_FIELD_NUMBER
 INITIALIZER = onnx.GraphProto.INITIALIZER_FIELD_NUMBER
-PLAIN = ("name", "dims", "data_type", "raw_data")
-"""Fields of a tensor that has nothing to tell but its numbers."""
-MOST = 2**29
-"""No field has a larger number."""
+PLAIN_FIELDS = ("name", "dims", "data_type", "raw_data")
+FIELD_NUMBERS_END = 2**29
+"""protobuf's field numbers are smaller."""
+
+
+def to_proto(exported: ONNXProgram, *, free_weights: bool) -> onnx.ModelProto:
+    """Convert an exported program to protobuf.
+
+    Stack traces are left out: they outweigh the weights of a small model.
+
+    Args:
+        exported: what torch's exporter returned; its model keeps no weights.
+        free_weights: whether to empty the tensors of its program as well, each as soon as it is
+            copied. Deleting the program would not: onnxscript (0.7) references the last graphs
+            that it rewrote.
+    """
+    graph = exported.model.graph
+    for node in graph.all_nodes():
+        node.metadata_props.clear()
+    tensors: dict[str, Any] = {n: value.const_value for n, value in graph.initializers.items()}
+    for value in graph.initializers.values():
+        value.const_value = ir.tensor(np.empty(0, np.float32))
+    model: onnx.ModelProto = exported.model_proto
+    sources = {name: getattr(tensor, "raw", None) for name, tensor in tensors.items()}
+    # A tensor may have several names, and is needed up to the last one.
+    last_name = {id(tensor): name for name, tensor in sources.items()}
+    program = exported.exported_program
+    if free_weights and program is not None:
+        _empty_(*(t for t in program.state_dict.values() if id(t) not in last_name))
+    for proto in model.graph.initializer:
+        name = proto.name
+        tensor, source = tensors.pop(name), sources.pop(name)
+        proto.dims[:] = tensor.shape.numpy()
+        proto.data_type = tensor.dtype.value
+        raw_data = tensor.tobytes()
+        if free_weights and isinstance(source, torch.Tensor) and last_name[id(source)] == name:
+            _empty_(source)
+        del tensor, source
+        proto.raw_data = raw_data
+    return model
+
+
+def _empty_(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        tensor.data = tensor.data.new_empty(0)
+
+
+def read(file: Path, *, weights: bool = False) -> onnx.ModelProto:
+    """Read a model.
+
+    Args:
+        file: the model.
+        weights: whether those beside the file are read too.
+
+    Raises:
+        ArtifactInvalid: the file is not ONNX, or truncated.
+    """
+    try:
+        return onnx.load(file, load_external_data=weights)
+    except Exception as error:  # protobuf's own, which has no types to name
+        raise ArtifactInvalid(f"{file}: not an ONNX file, or truncated") from error
 
 
 def write(model: onnx.ModelProto, file: Path) -> None:
@@ -52,12 +110,12 @@ def write(model: onnx.ModelProto, file: Path) -> None:
         )
     else:
         with file.open("wb") as stream:
-            stream.writelines(_parts(model))
+            stream.writelines(_encode(model))
 
 
 def _check(model: onnx.ModelProto) -> None:
-    """Check a model; its weights stand as inputs, as the checker would copy them twice."""
-    small = without_weights(model)
+    """Check a model with large weights declared as inputs: the checker would copy them twice."""
+    small = _without_weights(model)
     for tensor in model.graph.initializer:
         if size_of(tensor) < SMALLEST_OUTSIDE:
             small.graph.initializer.append(tensor)
@@ -67,91 +125,112 @@ def _check(model: onnx.ModelProto) -> None:
     try:
         onnx.checker.check_model(small, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        told = " ".join(str(error).split())
-        raise StageFailed(f"the exported graph is not valid ONNX: {told}") from error
+        reason = " ".join(str(error).split())
+        raise StageFailed(f"the exported graph is not valid ONNX: {reason}") from error
 
 
-def _parts(model: onnx.ModelProto) -> Iterator[bytes]:
-    """Yield a model's bytes in protobuf's encoding, each weight on its own.
+def write_mapped(model: onnx.ModelProto, file: Path) -> None:
+    """Write a written model's graph beside its file, with the weights left where they are there.
 
-    Serialized as a whole, a model is in memory twice.
+    onnxruntime reads a whole file into memory and copies the weights out of it, which takes more
+    than twice its size; weights in another file it maps. So an export is compared with its source
+    on the file's own bytes, and is in memory once. A model with external weights needs none.
     """
-    yield _before_weights(model)
+    if any(tensor.data_location for tensor in model.graph.initializer):
+        return
+    small = _without_weights(model)
+    end = len(_encode_up_to_weights(model))
     for tensor in model.graph.initializer:
-        yield _head(INITIALIZER, size_of(tensor))
-        yield from _fields(tensor)
-    yield _only(model.graph, after=INITIALIZER)
-    yield _only(model, after=GRAPH)
+        size, length = size_of(tensor), len(tensor.raw_data)
+        end += len(_field_header(INITIALIZER, size)) + size
+        if length < SMALLEST_OUTSIDE or not is_plain(tensor):
+            small.graph.initializer.append(tensor)
+            continue
+        outside = small.graph.initializer.add()
+        outside.CopyFrom(_without_data(tensor))
+        outside.data_location = onnx.TensorProto.EXTERNAL
+        # The raw data of a plain tensor is the last of its encoding.
+        place = {"location": file.name, "offset": end - length, "length": length}
+        for key, value in place.items():
+            outside.external_data.add(key=key, value=str(value))
+    _mapped_file(file).write_bytes(small.SerializeToString(deterministic=True))
 
 
-def places(model: onnx.ModelProto) -> Iterator[int]:
-    """Yield where each weight ends in the file that a model is written to, in bytes.
-
-    Its numbers are the last of it, where it :func:`is_plain`.
-    """
-    place = len(_before_weights(model))
-    for tensor in model.graph.initializer:
-        place += len(_head(INITIALIZER, size_of(tensor))) + size_of(tensor)
-        yield place
-
-
-def _before_weights(model: onnx.ModelProto) -> bytes:
-    """Return what stands before the weights in a model's file."""
-    first, then = (
-        _only(model.graph, before=INITIALIZER),
-        _only(model.graph, after=INITIALIZER),
-    )
-    sizes = [size_of(tensor) for tensor in model.graph.initializer]
-    weights = sum(len(_head(INITIALIZER, size)) + size for size in sizes)
-    head = _head(GRAPH, len(first) + weights + len(then))
-    return _only(model, before=GRAPH) + head + first
+@contextmanager
+def mapped(file: Path) -> Iterator[Path]:
+    """Give the file of :func:`write_mapped`, or the model's own, and remove the former."""
+    graph = _mapped_file(file)
+    try:
+        yield graph if graph.exists() else file
+    finally:
+        graph.unlink(missing_ok=True)
 
 
-def bare(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    """Return a tensor without its numbers."""
-    return onnx.TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.data_type)
+def _mapped_file(file: Path) -> Path:
+    return file.with_name(f".{file.name}.mapped")
 
 
 def is_plain(tensor: onnx.TensorProto) -> bool:
-    """Whether a tensor is a name, sizes, a type, and then its numbers as bytes."""
+    """Whether a tensor has a name, sizes, a type and raw data, and no other field."""
     return tensor.HasField("raw_data") and not any(
         len(getattr(tensor, field.name)) if field.is_repeated else tensor.HasField(field.name)
         for field in onnx.TensorProto.DESCRIPTOR.fields
-        if field.name not in PLAIN
+        if field.name not in PLAIN_FIELDS
     )
 
 
 def size_of(tensor: onnx.TensorProto) -> int:
     """Return a tensor's bytes in protobuf's encoding.
 
-    To count them, protobuf writes them, and then has the numbers in memory three times: a plain
-    tensor's are counted here.
+    ``ByteSize`` of a plain tensor would encode it, and have its data in memory three times.
     """
     if not is_plain(tensor):
         return int(tensor.ByteSize())
     length = len(tensor.raw_data)
-    return int(bare(tensor).ByteSize()) + len(_head(NUMBERS, length)) + length
+    return int(_without_data(tensor).ByteSize()) + len(_field_header(RAW_DATA, length)) + length
 
 
-def _fields(tensor: onnx.TensorProto) -> tuple[bytes, ...]:
-    """Return a tensor's bytes, its numbers on their own: protobuf would copy them twice."""
-    if not is_plain(tensor):
-        return (tensor.SerializeToString(deterministic=True),)
-    numbers = tensor.raw_data
-    first = bare(tensor).SerializeToString(deterministic=True)
-    return first + _head(NUMBERS, len(numbers)), numbers
+def _encode(model: onnx.ModelProto) -> Iterator[bytes]:
+    """Yield a model in protobuf's encoding, each weight on its own.
+
+    Serialized as a whole, a model is in memory twice.
+    """
+    yield _encode_up_to_weights(model)
+    for tensor in model.graph.initializer:
+        yield _field_header(INITIALIZER, size_of(tensor))
+        if is_plain(tensor):
+            data = tensor.raw_data
+            before = _without_data(tensor).SerializeToString(deterministic=True)
+            yield before + _field_header(RAW_DATA, len(data))
+            yield data
+        else:
+            yield tensor.SerializeToString(deterministic=True)
+    yield _encode_fields(model.graph, after=INITIALIZER)
+    yield _encode_fields(model, after=GRAPH)
 
 
-def _only(message: Any, *, before: int = MOST, after: int = 0) -> bytes:
-    """Return the bytes of some of a message's fields, which are told apart by their numbers."""
+def _encode_up_to_weights(model: onnx.ModelProto) -> bytes:
+    before = _encode_fields(model.graph, before=INITIALIZER)
+    after = _encode_fields(model.graph, after=INITIALIZER)
+    sizes = [size_of(tensor) for tensor in model.graph.initializer]
+    weights = sum(len(_field_header(INITIALIZER, size)) + size for size in sizes)
+    header = _field_header(GRAPH, len(before) + weights + len(after))
+    return _encode_fields(model, before=GRAPH) + header + before
+
+
+def _encode_fields(message: Any, *, before: int = FIELD_NUMBERS_END, after: int = 0) -> bytes:
+    """Encode the fields of a message whose numbers are in a range."""
     fields = [field for field, _ in message.ListFields() if not after < field.number < before]
-    kept = _without(message, *(field.name for field in fields))
-    serialized: bytes = kept.SerializeToString(deterministic=True)
-    return serialized
+    selected = _without(message, *(field.name for field in fields))
+    encoded: bytes = selected.SerializeToString(deterministic=True)
+    return encoded
 
 
-def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a model's graph alone."""
+def _without_data(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    return onnx.TensorProto(name=tensor.name, dims=tensor.dims, data_type=tensor.data_type)
+
+
+def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     small: onnx.ModelProto = _without(model, "graph")
     small.graph.CopyFrom(_without(model.graph, "initializer"))
     return small
@@ -159,85 +238,29 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _without(message: Any, *names: str) -> Any:
     """Return a copy of a message without some of its fields."""
-    kept = type(message)()
+    copy = type(message)()
     for field, value in message.ListFields():
         if field.name in names:
             continue
-        if hasattr(value, "extend"):  # how to tell depends on protobuf's version
-            getattr(kept, field.name).extend(value)
+        # How a field says that it is repeated depends on protobuf's version.
+        if hasattr(value, "extend"):
+            getattr(copy, field.name).extend(value)
         elif hasattr(value, "CopyFrom"):
-            getattr(kept, field.name).CopyFrom(value)
+            getattr(copy, field.name).CopyFrom(value)
         else:
-            setattr(kept, field.name, value)
-    return kept
+            setattr(copy, field.name, value)
+    return copy
 
 
-def _head(field: int, size: int) -> bytes:
-    """Return what stands before a part of some bytes: its field's number, and its length."""
-    return bytes(_varint(field << 3 | 2)) + bytes(_varint(size))
+def _field_header(field: int, size: int) -> bytes:
+    """Return what protobuf writes before a field's bytes: its number and type 2, and its length."""
+    return _varint(field << 3 | 2) + _varint(size)
 
 
-def _varint(number: int) -> Iterator[int]:
-    """Yield a number seven bits at a time, the lowest first."""
+def _varint(number: int) -> bytes:
+    """Encode a number seven bits at a time, the lowest first."""
+    encoded = bytearray()
     while number > 127:
-        yield number & 127 | 128
+        encoded.append(number & 127 | 128)
         number >>= 7
-    yield number
-
-
-def read(file: Path, *, weights: bool = False) -> onnx.ModelProto:
-    """Read a model.
-
-    Args:
-        file: the model.
-        weights: whether those beside the file are read too.
-
-    Raises:
-        ArtifactInvalid: the file is not ONNX, or truncated.
-    """
-    try:
-        return onnx.load(file, load_external_data=weights)
-    except Exception as error:  # protobuf's own, which has no types to name
-        raise ArtifactInvalid(f"{file}: not an ONNX file, or truncated") from error
-
-
-def proto_of(exported: ONNXProgram, *, emptied: bool) -> onnx.ModelProto:
-    """Return an exported program as protobuf.
-
-    Stack traces are left out: they outweigh the weights of a small model.
-
-    Args:
-        exported: what torch's exporter returned; its model keeps no weights.
-        emptied: whether the tensors of its program go as well, each as soon as it is copied.
-            Letting go of the program does not do it: onnxscript (0.7) holds the last graphs that
-            it rewrote.
-    """
-    graph = exported.model.graph
-    for node in graph.all_nodes():
-        node.metadata_props.clear()
-    tensors: dict[str, Any] = {n: value.const_value for n, value in graph.initializers.items()}
-    for value in graph.initializers.values():
-        value.const_value = ir.tensor(np.empty(0, np.float32))
-    model: onnx.ModelProto = exported.model_proto
-    raw = {name: getattr(tensor, "raw", None) for name, tensor in tensors.items()}
-    # A tensor may have several names, and is needed up to the last one.
-    last = {id(tensor): name for name, tensor in raw.items()}
-    program = exported.exported_program
-    if emptied and program is not None:
-        _empty_(*(t for t in program.state_dict.values() if id(t) not in last))
-    for proto in model.graph.initializer:
-        name = proto.name
-        tensor, held = tensors.pop(name), raw.pop(name)
-        proto.dims[:] = tensor.shape.numpy()
-        proto.data_type = tensor.dtype.value
-        numbers = tensor.tobytes()
-        if emptied and isinstance(held, torch.Tensor) and last[id(held)] == name:
-            _empty_(held)
-        del tensor, held
-        proto.raw_data = numbers
-    return model
-
-
-def _empty_(*tensors: torch.Tensor) -> None:
-    for tensor in tensors:
-        tensor.data = tensor.data.new_empty(0)
+    return bytes((*encoded, number))

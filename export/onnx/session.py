@@ -1,4 +1,4 @@
-"""onnxruntime: a session as a predictor, and which kernels it chose."""
+"""onnxruntime: sessions as predictors, and which kernels it chooses."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from compress.common.forward import Predictor
 
 ERRORS_ONLY = 3
+"""onnxruntime's number of a log level."""
 FLOAT_KERNELS = {
     *("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul"),
     *("LSTM", "GRU", "RNN"),
@@ -46,18 +47,19 @@ def counted_predictor(file: Path, threads: int) -> tuple[Predictor, dict[str, di
     """
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
-        session = _session(file, _writing(_options(threads), optimized))
+        session = _session(file, _options(threads, optimized))
         return _predictor(session), count_kernels(read(optimized))
 
 
-def _predictor(session: Any) -> Predictor:
-    names = [i.name for i in session.get_inputs()]
+def write_optimized(file: Path, optimized: Path, level: Any) -> None:
+    """Write a model as onnxruntime rewrites it for the CPU at an optimization level.
 
-    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        feed = {n: x.detach().cpu().numpy() for n, x in zip(names, inputs, strict=True)}
-        return tuple(torch.from_numpy(y) for y in session.run(None, feed))
-
-    return predict
+    Raises:
+        ArtifactInvalid: onnxruntime cannot load the file.
+    """
+    options = _options(1, optimized)
+    options.graph_optimization_level = level
+    _session(file, options)
 
 
 def count_kernels(optimized: onnx.ModelProto) -> dict[str, dict[str, int]]:
@@ -70,35 +72,30 @@ def count_kernels(optimized: onnx.ModelProto) -> dict[str, dict[str, int]]:
     }
 
 
-def optimized_file(file: Path, to: Path, level: Any) -> Path:
-    """Write a model as onnxruntime rewrites it for the CPU; return where.
+def _predictor(session: Any) -> Predictor:
+    names = [i.name for i in session.get_inputs()]
 
-    Raises:
-        ArtifactInvalid: onnxruntime cannot load the file.
-    """
-    options = _options(threads=1)
-    options.graph_optimization_level = level
-    _session(file, _writing(options, to))
-    return to
+    def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        feed = {n: x.detach().cpu().numpy() for n, x in zip(names, inputs, strict=True)}
+        return tuple(torch.from_numpy(y) for y in session.run(None, feed))
+
+    return predict
 
 
-def _writing(options: Any, to: Path) -> Any:
-    """Return options by which the rewritten model is written too."""
-    options.optimized_model_filepath = str(to)
-    # In one file, a model of 2 GiB could not be written.
-    options.add_session_config_entry(
-        "session.optimized_model_external_initializers_file_name", f"{to.name}.data"
-    )
-    return options
-
-
-def _options(threads: int) -> Any:
+def _options(threads: int, optimized: Path | None = None) -> Any:
+    """Return a session's options; with a file, the model that it rewrites is written there."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    # A waiting thread that spins takes the core from whatever is measured beside it.
+    # A waiting thread that spins takes the core from whatever is measured at the same time.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = ERRORS_ONLY
+    if optimized:
+        options.optimized_model_filepath = str(optimized)
+        # In one file, a model of 2 GiB could not be written.
+        options.add_session_config_entry(
+            "session.optimized_model_external_initializers_file_name", f"{optimized.name}.data"
+        )
     return options
 
 

@@ -1,4 +1,4 @@
-"""torch's table of ONNX operators, read once in a process, and not in each export."""
+"""Cache torch's table of ONNX operators, which it otherwise builds anew in each export."""
 
 from __future__ import annotations
 
@@ -18,36 +18,29 @@ from compress.graph.library_cache import patched_attribute
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-READER = "from_torchlib"
-SOURCE = "function_ir"
+_build_registry = ONNXRegistry.from_torchlib
 
 
 @contextmanager
-def operators_read_once() -> Iterator[None]:
-    """Let torch's exporter have, in a block, a copy of the table where it would make one.
+def cached_registry() -> Iterator[None]:
+    """Have torch's exporter use a copy of a cached table of operators, in a block.
 
-    torch 2.13 makes it of 600 functions in each export: a third of the time of a small model's.
+    torch 2.13 builds it from 600 functions in each export: a third of the time of a small model's.
     """
-    with patched_attribute(ONNXRegistry, READER, staticmethod(_copied_operators)):
+    with patched_attribute(ONNXRegistry, "from_torchlib", staticmethod(_copy_of_registry)):
         yield
 
 
-def _copied_operators(**version: int) -> Any:
+def _copy_of_registry(**version: int) -> Any:
     # Operators that are not registered yet are left out, and torchvision registers its own.
-    table = copy.copy(_operators("torchvision" in sys.modules, **version))
-    table.functions = {name: [*forms] for name, forms in table.functions.items()}
-    return table
+    registry = copy.copy(_registry("torchvision" in sys.modules, **version))
+    registry.functions = {name: [*forms] for name, forms in registry.functions.items()}
+    return registry
 
 
 @functools.cache
-def _operators(_vision: bool, **version: int) -> Any:
-    """Read the table.
-
-    onnxscript 0.7 parses the source of each function to tell its domain, which is its opset's.
-    """
+def _registry(_vision: bool, **version: int) -> Any:
+    # onnxscript 0.7 parses the source of each function to find its domain, which is its opset's.
     domain_alone = property(lambda self: SimpleNamespace(domain=self.opset.domain))
-    with gc_disabled(), patched_attribute(TracedOnnxFunction, SOURCE, domain_alone):
-        return _reads(**version)
-
-
-_reads = ONNXRegistry.from_torchlib
+    with gc_disabled(), patched_attribute(TracedOnnxFunction, "function_ir", domain_alone):
+        return _build_registry(**version)

@@ -1,4 +1,4 @@
-"""From a module or a graph to ONNX, by torch's exporter, or by its older one where that fails."""
+"""From a module or a graph to ONNX: by torch's exporter, or by its older one where that fails."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ from compress.common.errors import StageFailed
 from compress.graph.axis_bounds import axis_limit_facts
 from compress.graph.torch_export import with_flat_outputs
 from export.onnx.lowering import innermost_reason, lower
-from export.onnx.passes.float16 import holds, refuse_bfloat16
-from export.parity import compare
+from export.onnx.passes.float16 import has_weights_of, refuse_bfloat16
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Iterator
 
-    from compress.artifacts.artifact import Artifact
     from compress.artifacts.eager_model import EagerModel
-    from compress.common.forward import Predictor
     from compress.common.signature import Signature
 
 logger = logging.getLogger(__name__)
@@ -38,16 +35,28 @@ class Translation(NamedTuple):
     exporter: Literal["dynamo", "legacy"]
     half: bool
     """Whether weights are float16."""
-    limits: dict[str, Any]
-    """Facts on how large axes may be; the older exporter knows none."""
+    facts: dict[str, Any]
+    """Largest sizes of axes (the older exporter knows none), or a warning for the manifest."""
     problem: str = ""
     """Why the usual exporter failed, where the older one did not."""
+
+    @contextlib.contextmanager
+    def explaining_failure(self) -> Iterator[None]:
+        """Have a failed comparison begin with why the older exporter was used, if it was."""
+        try:
+            yield
+        except StageFailed as error:
+            if not self.problem:
+                raise
+            raise StageFailed(
+                f"{self.problem} (what torch's older exporter writes is wrong: {error})"
+            ) from error
 
 
 def translate(
     source: EagerModel | GraphModel, opset: int | None, title: str
 ) -> tuple[onnx.ModelProto, Translation]:
-    """Return a model as ONNX, and how; where torch's exporter fails, its older one has a try.
+    """Return a model as ONNX; where torch's exporter fails, its older one is tried.
 
     Args:
         source: what is exported; a graph has no module that the older exporter could trace.
@@ -55,21 +64,21 @@ def translate(
         title: name of the stage, for the log.
 
     Raises:
-        StageFailed: no exporter can translate the model; the usual one's reason is told.
+        StageFailed: neither exporter can translate the model; the message is the usual one's.
     """
     try:
         program = program_of(source)
         refuse_bfloat16(program)
         limits = axis_limit_facts(program, source.signature, title)
-        half = holds(program, torch.float16)
-        graph = lower(program, source.signature, opset, emptied=True)
+        half = has_weights_of(program, torch.float16)
+        graph = lower(program, source.signature, opset, free_weights=True)
         return graph, Translation("dynamo", half, limits)
     except StageFailed as error:
         if isinstance(source, GraphModel):
             raise
         module = source.load()
-        traced = _traced(module, source.signature, opset)
-        if traced is None:
+        legacy = _export_legacy(module, source.signature, opset)
+        if legacy is None:
             raise
         problem = str(error)
     logger.warning(
@@ -77,49 +86,27 @@ def translate(
         *(title, problem),
     )
     half = any(tensor.dtype is torch.float16 for tensor in module.state_dict().values())
-    return traced, Translation("legacy", half, {}, problem)
+    facts = {"warnings": [f"by torch's older, deprecated exporter: {problem}"]}
+    return legacy, Translation("legacy", half, facts, problem)
 
 
-def prove_equal(
-    source: Artifact,
-    expected: Predictor,
-    got: Predictor,
-    seen: Sequence[tuple[torch.Tensor, ...]],
-    translation: Translation,
-    operators: Container[str],
-) -> None:
-    """Compare a translation with its source.
-
-    Args:
-        source: what was translated.
-        expected: its answers.
-        got: the translation's.
-        seen: batches of real inputs.
-        translation: how it was made.
-        operators: those that it is made of.
-
-    Raises:
-        StageFailed: they answer otherwise; where the older exporter was tried, the usual one's
-            failure is told first.
-    """
-    try:
-        limits = translation.limits.get("axis_limits")
-        compare.compare(source, expected, got, seen, limits, operators)
-    except StageFailed as error:
-        if not translation.problem:
-            raise
-        raise StageFailed(
-            f"{translation.problem} (what torch's older exporter writes is wrong: {error})"
-        ) from error
-
-
-def _traced(
+def _export_legacy(
     module: torch.nn.Module, signature: Signature, opset: int | None
 ) -> onnx.ModelProto | None:
-    """Return a module as the older exporter traces it; None where it fails, or guesses."""
+    """Return a module as the older exporter traces it; None where it fails.
+
+    It also fails where tracing records a branch or a number that other inputs would change.
+    """
     inputs = signature.example()
     try:
-        with torch.no_grad(), _refusing_guesses(), TemporaryDirectory() as folder:
+        with (
+            torch.no_grad(),
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),  # it prints whole graphs at errors
+            TemporaryDirectory() as folder,
+        ):
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", torch.jit._trace.TracerWarning)
             file = Path(folder) / "model.onnx"
             torch.onnx.export(
                 with_flat_outputs(module, inputs),
@@ -135,18 +122,6 @@ def _traced(
                 opset_version=opset,
             )
             return onnx.load(file)
-    except Exception as error:  # noqa: BLE001 - the usual exporter's failure is told instead
+    except Exception as error:  # noqa: BLE001 - the usual exporter's failure is raised instead
         logger.debug("the older exporter failed too: %s", innermost_reason(error))
         return None
-
-
-@contextlib.contextmanager
-def _refusing_guesses() -> Iterator[None]:
-    """Raise where tracing records a branch or number that other inputs would change; be quiet."""
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(io.StringIO()),  # whole graphs, at errors
-    ):
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("error", torch.jit._trace.TracerWarning)
-        yield

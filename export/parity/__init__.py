@@ -1,1 +1,1 @@
-"""Does an exported file answer like its source?"""
+"""Compare exported files with their source, and report where they differ."""

@@ -1,56 +1,48 @@
-"""The first layer whose value leaves tolerance, found by exporting parts of the graph again."""
+"""Find the first layer out of tolerance, by exporting parts of the graph again."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from pydantic import ValidationError
+from torch import fx
+from torch.export import ExportedProgram
 
 from compress.common.errors import CompressError, StageFailed
 from compress.common.signature import OutputSpec, Signature
 from compress.common.tensor_difference import largest, relative_error
 from export.parity.subgraph import (
-    alone,
-    leading_to,
+    ancestors,
     module_of,
     operator_of,
     prefix,
     retrace,
+    single_operator,
     values_before,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
-    from torch import fx
-    from torch.export import ExportedProgram
-
-Outputs = tuple[torch.Tensor, ...]
+Tensors = tuple[torch.Tensor, ...]
+Reexport: TypeAlias = Callable[[ExportedProgram, Signature, Path, Tensors], Tensors]
+"""Writes a program to a file in some format, and returns the file's outputs for inputs."""
 
 SECONDS = 180.0
-"""How long is searched at most; one export may end later."""
-
-
-class Exporting(Protocol):
-    """How a format is made from a program, and answers."""
-
-    def __call__(
-        self, program: ExportedProgram, signature: Signature, file: Path, inputs: Outputs
-    ) -> Outputs:
-        """Write the file and return its answers to the inputs."""
-        ...
+"""How long a search may take; the export that runs then is not interrupted."""
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Where an exported model leaves its source."""
+class WrongLayer:
+    """Where an exported model's values leave its source's."""
 
     module: str
-    """Path of the user's module; empty where the graph does not tell."""
+    """Path of the user's module; empty where the graph does not say."""
     operator: str
     node: str
     """Name in the graph of torch.export."""
@@ -64,14 +56,15 @@ class Layer:
 
 
 @dataclass
-class Search:
-    """A search in one graph, on one input where the export answers otherwise."""
+class LayerSearch:
+    """A bisection of one graph, on one input for which the export's outputs are wrong."""
 
     program: ExportedProgram
     signature: Signature
-    inputs: Outputs
-    exporting: Exporting
+    inputs: Tensors
+    reexport: Reexport
     scratch: Path
+    """File that parts are exported to."""
     limit: float
     """Largest error of a layer, relative to its norm."""
     seconds: float = SECONDS
@@ -83,112 +76,111 @@ class Search:
     refusal: str = ""
     """Why the last part that could not be exported was not."""
     node: fx.Node | None = None
-    """What was found."""
+    """The wrong layer's node, once it was found."""
     module: fx.GraphModule = field(init=False)
 
     def __post_init__(self) -> None:
         self.module = self.program.module(check_guards=False)
-        self._found: dict[fx.Node, float] = {}
-        self._ends = time.monotonic() + self.seconds
+        self._errors: dict[fx.Node, float] = {}
+        self._deadline = time.monotonic() + self.seconds
 
-    def run(self) -> Layer | None:
+    def run(self) -> WrongLayer | None:
         """Return the first layer out of tolerance; None where no part of the graph is."""
-        outputs = [n for n in self.module.graph.output_node().all_input_nodes if leading_to(n)]
-        errors = {n: self._error(n) for n in outputs}
+        outputs = [n for n in self.module.graph.output_node().all_input_nodes if ancestors(n)]
+        errors = {n: self._measure([n]) for n in outputs}
         self.refused = bool(errors) and all(e is None for e in errors.values())
-        bad = [n for n, e in errors.items() if (e or 0) > self.limit]
-        if not bad:
+        wrong = [n for n, e in errors.items() if e and e[0] > self.limit]
+        if not wrong:
             return None
-        worst, verified = bad[0], False
+        worst, verified = wrong[0], False
         while not (verified or self.out_of_time):
             worst = self._bisect(worst)
             before = values_before(worst)
-            # Errors need not grow along the graph, so what was found is looked at again.
-            found = self._errors([*before, worst])
-            if found is None:
+            if not before:
+                verified = True
                 break
-            earlier = [n for n, e in zip(before, found, strict=False) if e > self.limit]
-            verified = not earlier and found[-1] > self.limit
+            # Errors need not grow along the graph, so the layer and its inputs are measured again.
+            measured = self._measure([*before, worst])
+            if measured is None:
+                break
+            earlier = [n for n, e in zip(before, measured, strict=False) if e > self.limit]
+            verified = not earlier and measured[-1] > self.limit
             if not earlier:
                 break
             worst = earlier[0]
         self.node = worst
         place = module_of(worst), operator_of(worst), worst.name
-        return Layer(*place, self._found[worst], verified)
+        return WrongLayer(*place, self._errors[worst], verified)
 
-    def _bisect(self, bad: fx.Node) -> fx.Node:
-        """Return a layer out of tolerance on the way to one, the one before it being within."""
-        line = leading_to(bad)
-        good = -1
-        while len(line) - good > 2 and not self.out_of_time:
-            middle = (good + len(line) - 1) // 2
-            error = self._error(line[middle])
-            if error is None:
+    def _bisect(self, wrong: fx.Node) -> fx.Node:
+        """Return a layer out of tolerance that leads to a wrong one, the one before it within."""
+        line = ancestors(wrong)
+        right = -1
+        while len(line) - right > 2 and not self.out_of_time:
+            middle = (right + len(line) - 1) // 2
+            errors = self._measure([line[middle]])
+            if errors is None:
                 del line[middle]  # this part cannot be exported: cut elsewhere
-            elif error > self.limit:
+            elif errors[0] > self.limit:
                 del line[middle + 1 :]
             else:
-                good = middle
+                right = middle
         return line[-1]
 
-    def _error(self, node: fx.Node) -> float | None:
-        errors = self._errors([node])
-        return errors[0] if errors else None
-
-    def _errors(self, nodes: Sequence[fx.Node]) -> list[float] | None:
+    def _measure(self, nodes: Sequence[fx.Node]) -> list[float] | None:
         """Return the errors of some layers; None where the part up to them cannot be exported."""
-        self.out_of_time = self.out_of_time or time.monotonic() > self._ends
+        self.out_of_time = self.out_of_time or time.monotonic() > self._deadline
         if self.out_of_time:
             return None
         part = prefix(self.module, nodes)
         self.exports += 1
         try:
-            signature = self.named(len(nodes))
-            errors = errors_of(part, signature, self.inputs, self.exporting, self.scratch)
+            signature = self._signature_with_outputs(len(nodes))
+            errors = export_errors(part, signature, self.inputs, self.reexport, self.scratch)
         except StageFailed as error:
             self.refusal = str(error)
             return None
-        self._found |= dict(zip(nodes, errors, strict=True))
+        self._errors |= dict(zip(nodes, errors, strict=True))
         return errors
 
-    def named(self, outputs: int) -> Signature:
-        """Return the signature of a part with some outputs."""
-        names = tuple(OutputSpec(name=f"value_of_part_{i}") for i in range(outputs))
+    def _signature_with_outputs(self, count: int) -> Signature:
+        names = tuple(OutputSpec(name=f"value_of_part_{i}") for i in range(count))
         return self.signature.model_copy(update={"outputs": names})
 
-    def smallest(
+    def export_smallest(
         self, node: fx.Node, file: Path
-    ) -> tuple[fx.GraphModule, Signature, Outputs, float]:
-        """Return the smallest part that shows the difference, what to feed it with, and its error.
-
-        That is the operator alone, or else all that leads to it.
+    ) -> tuple[fx.GraphModule, Signature, Tensors, float]:
+        """Export the smallest part that shows the difference: the operator, or all up to it.
 
         Args:
-            node: what was found.
+            node: the wrong layer.
             file: where the part is exported to.
+
+        Returns:
+            The part, its signature, the inputs that show the difference, and its error.
 
         Raises:
             StageFailed: the part cannot be exported on its own.
         """
         try:
-            part, taken = alone(self.module, node)
+            part, arguments = single_operator(self.module, node)
             with torch.no_grad():
-                inputs = tuple(t.clone() for t in prefix(self.module, taken)(*self.inputs))
+                inputs = tuple(t.clone() for t in prefix(self.module, arguments)(*self.inputs))
             signature = Signature.from_examples(inputs, batch_axis=None)
-            error = largest(errors_of(part, signature, inputs, self.exporting, file))
+            error = largest(export_errors(part, signature, inputs, self.reexport, file))
             if error > self.limit:
                 return part, signature, inputs, error
         except (CompressError, ValidationError):
             pass  # it needs sizes that are not its own, or types that no signature has
-        part, signature = prefix(self.module, [node]), self.named(1)
-        errors = errors_of(part, signature, self.inputs, self.exporting, file)
+        part, signature = prefix(self.module, [node]), self._signature_with_outputs(1)
+        errors = export_errors(part, signature, self.inputs, self.reexport, file)
         return part, signature, self.inputs, largest(errors)
 
 
-def errors_of(
-    part: fx.GraphModule, signature: Signature, inputs: Outputs, exporting: Exporting, file: Path
+def export_errors(
+    part: fx.GraphModule, signature: Signature, inputs: Tensors, reexport: Reexport, file: Path
 ) -> list[float]:
-    """Export a part and return the error of each output, infinite where it does not answer.
+    """Export a part and return the error of each output, infinite where the export fails to run.
 
     Raises:
         StageFailed: the part cannot be exported.
@@ -197,9 +189,9 @@ def errors_of(
         expected = part(*inputs)
     program = retrace(part, signature, signature.example())
     try:
-        got = exporting(program, signature, file, inputs)
+        outputs = reexport(program, signature, file, inputs)
     except StageFailed:
         raise
     except Exception:  # noqa: BLE001 - each runtime raises its own
         return [float("inf")] * len(expected)
-    return [relative_error(a, b) for a, b in zip(expected, got, strict=True)]
+    return [relative_error(a, b) for a, b in zip(expected, outputs, strict=True)]

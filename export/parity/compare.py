@@ -1,4 +1,4 @@
-"""Whether an exported model answers like its source, whatever the size of each named axis."""
+"""Compare an exported model with its source: every named axis, `val`, adversarial inputs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from compress.artifacts.graph_model import GraphModel
 from compress.common.errors import StageFailed
 from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import relative_error
-from export.parity import sample_parity
-from export.parity.adversarial_inputs import adversarial_inputs, check_on_hostile
+from export.parity.adversarial_inputs import adversarial_inputs, find_adversarial_mismatch
 from export.parity.float64_reference import Float64Reference
-from export.parity.sample_parity import ELSEWHERE, NOTHING_FINITE, check_on_samples, val_inputs
+from export.parity.sample_parity import (
+    NOTHING_FINITE,
+    OTHER_INFINITIES,
+    check_on_samples,
+    val_inputs,
+)
+from export.parity.tolerance import FLOAT, Tolerance, tolerance_for
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
+
+    import torch
 
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
@@ -27,25 +31,20 @@ if TYPE_CHECKING:
     from compress.core.context import Context
 
     Limits = Mapping[str, int]
+    Tensors = tuple[torch.Tensor, ...]
 
 logger = logging.getLogger(__name__)
-
-Outputs = tuple[torch.Tensor, ...]
 
 BATCHES = (1, 3, 8)
 SIZES = (8, 16, 4, 7)
 """Sizes tried of named axes other than the batch, an odd one too; a model may refuse some."""
 LARGEST = 1024
-"""The largest size of an axis that is bounded is tried too, up to here: answers take memory."""
-FLOAT_ERROR = 1e-3
-"""Largest error, relative to the norm of the output, of a model that computes in floats."""
-ROUNDED_ERROR = 0.1
-"""The same with integer activations, where one unit in the last place of a float flips a rounding;
-a gate states what accuracy is needed, this only tells a right graph from a wrong one."""
+"""The largest allowed size of an axis is tried up to here: longer inputs take too much memory."""
+# What torch.export's graph, or the code that AOTInductor compiles from it, raises for a size that
+# was ruled out while tracing.
 ASSERTED = re.compile(
     r"Runtime assertion failed for expression|Expected .+ to be True but received"
 )
-"""What a graph of torch.export says, or AOTInductor's code, of sizes that were ruled out."""
 RULED_OUT = (
     ": the model's code, or torch's own, goes another way where this holds than where it does not; "
     "torch.export followed one way, and refuses the other sizes (it takes it that none within the "
@@ -57,92 +56,105 @@ BAKED_IN = (
 )
 
 
-class Disagreement(StageFailed):
-    """Two models answer otherwise to an input that is known."""
+class ParityMismatch(StageFailed):
+    """An exported model's outputs differ from its source's on a known input."""
 
-    def __init__(self, message: str, kind: str = "", inputs: Outputs = ()) -> None:
-        # Made of the message alone too, as errors are when a stage's name is put before them.
+    def __init__(self, message: str, kind: str = "", inputs: Tensors = ()) -> None:
+        # The other arguments have defaults because errors are made anew from their message alone
+        # where a stage's name is prefixed.
         super().__init__(message)
         self.kind = kind
-        """What sort of input it is."""
+        """Name of the kind of input, such as "zeros"."""
         self.inputs = inputs
 
 
-def prove_equal(
+def check_parity(
     source: Artifact,
-    got: Predictor,
+    exported: Predictor,
     context: Context,
     limits: Limits | None = None,
     operators: Container[str] = (),
 ) -> None:
-    """Compare an exported model with its source: at several sizes, on `val`, on hostile inputs.
+    """Compare an exported model with its source, which is opened for it.
 
     Args:
         source: what was exported.
-        got: the exported model.
+        exported: the exported model.
         context: with the data and threads of this run.
         limits: the largest size of each named axis that has one.
-        operators: those that the exported model has, by their names.
+        operators: names of the operators in the exported model.
 
     Raises:
-        StageFailed: they answer otherwise; the message says where.
+        StageFailed: their outputs differ; the message says where.
     """
     with source.open(threads=context.threads) as expected:
-        compare(source, expected, got, list(val_inputs(context)), limits, operators)
+        val_batches = list(val_inputs(context))
+        compare_outputs(source, expected, exported, val_batches, limits, operators)
 
 
-def compare(
+def check_stored_parity(source: Artifact, artifact: Artifact, context: Context) -> None:
+    """Compare an artifact of an earlier run with its source, on the data of this run.
+
+    Raises:
+        StageFailed: their outputs differ.
+    """
+    with artifact.open(threads=context.threads) as exported:
+        limits: Any = artifact.manifest.facts.get("axis_limits")
+        operators: Any = artifact.manifest.facts.get("operators", ())
+        check_parity(source, exported, context, limits, operators)
+
+
+def compare_outputs(
     source: Artifact,
     expected: Predictor,
-    got: Predictor,
-    seen: Sequence[Outputs],
+    exported: Predictor,
+    val_batches: Sequence[Tensors],
     limits: Limits | None = None,
     operators: Container[str] = (),
 ) -> None:
-    """Compare two models: at several sizes, on real inputs, on hostile ones.
+    """Compare two models: at several sizes of each axis, on `val`, on adversarial inputs.
 
     Args:
         source: what was exported.
-        expected: its answers.
-        got: the exported model.
-        seen: batches of real inputs.
+        expected: its predictor, or its recorded outputs.
+        exported: the exported model.
+        val_batches: inputs of `val`.
         limits: the largest size of each named axis that has one.
-        operators: those that the exported model has, by their names.
+        operators: names of the operators in the exported model.
 
     Raises:
-        StageFailed: they answer otherwise; the message says where.
+        StageFailed: their outputs differ; the message says where.
     """
-    signature, rounded = source.signature, isinstance(source, GraphModel)
-    _refuse_outside(signature, seen)
-    truth = Float64Reference(source, expected)
-    check_agreement(expected, got, signature, rounded=rounded, truth=truth, limits=limits)
-    found = check_on_samples(
+    signature, tolerance = source.signature, tolerance_for(source)
+    _refuse_sizes_out_of_bounds(signature, val_batches)
+    reference = Float64Reference(source, expected)
+    check_axis_sizes(expected, exported, signature, tolerance, reference, limits)
+    check_on_samples(
         accept_any_batch(expected, signature),
-        accept_any_batch(got, signature),
-        seen,
-        rounded=rounded,
+        accept_any_batch(exported, signature),
+        val_batches,
+        tolerance,
     )
-    limit = sample_parity.ROUNDED_ERROR if rounded else FLOAT_ERROR
-    kinds = adversarial_inputs(signature, seen, operators)
-    hostile = check_on_hostile(expected, got, signature, kinds, limit, truth)
-    if hostile:
-        kind, inputs, error = hostile
-        raise Disagreement(
-            f"on hostile inputs ({kind}) the exported model's answers differ from the source's by "
-            f"{error:.2g} of their norm, expected at most {limit:g}",
+    mismatch = find_adversarial_mismatch(
+        expected,
+        exported,
+        signature,
+        adversarial_inputs(signature, val_batches, operators),
+        tolerance.adversarial,
+        reference,
+    )
+    if mismatch:
+        kind, inputs, error = mismatch
+        raise ParityMismatch(
+            f"on adversarial inputs ({kind}) the exported model's answers differ from the source's "
+            f"by {error:.2g} of their norm, expected at most {tolerance.adversarial:g}",
             kind,
             inputs,
         )
-    if found.samples:
-        logger.info(
-            "on %d samples of `val` answers differ by %.2g of their spread, %d labels clearly",
-            *(found.samples, found.relative_error, found.changed),
-        )
 
 
-def _refuse_outside(signature: Signature, seen: Sequence[Outputs]) -> None:
-    """Refuse real inputs of a size that was declared not to come."""
-    for inputs in seen:
+def _refuse_sizes_out_of_bounds(signature: Signature, val_batches: Sequence[Tensors]) -> None:
+    for inputs in val_batches:
         for spec, x in zip(signature.inputs, inputs, strict=True):
             for axis, size in zip(spec.shape, x.shape, strict=True):
                 if isinstance(axis, str) and size not in signature.bounds(axis):
@@ -152,26 +164,14 @@ def _refuse_outside(signature: Signature, seen: Sequence[Outputs]) -> None:
                     )
 
 
-def prove_again(source: Artifact, artifact: Artifact, context: Context) -> None:
-    """Compare an artifact from an earlier run with its source, on the data of this one.
-
-    Raises:
-        StageFailed: they answer otherwise.
-    """
-    with artifact.open(threads=context.threads) as got:
-        limits: Any = artifact.manifest.facts.get("axis_limits")
-        operators: Any = artifact.manifest.facts.get("operators", ())
-        prove_equal(source, got, context, limits, operators)
-
-
-def cases(
-    signature: Signature, seen: Sequence[Outputs], limits: Limits | None = None
-) -> Iterator[tuple[str, Outputs]]:
-    """Yield every kind of input that two models are compared on, with its name.
+def parity_inputs(
+    signature: Signature, val_batches: Sequence[Tensors], limits: Limits | None = None
+) -> Iterator[tuple[str, Tensors]]:
+    """Yield every kind of input on which two models are compared, after its name.
 
     Args:
         signature: their interface.
-        seen: batches of real inputs.
+        val_batches: inputs of `val`.
         limits: the largest size of each named axis that has one.
     """
     yield "seeded", signature.example()
@@ -179,79 +179,88 @@ def cases(
         for size in _sizes(signature, axis, limits):
             yield f"{axis} of {size}", signature.example(sizes={axis: size})
     rows = signature.inputs[0].shape[0] if signature.inputs[0].shape else None
-    for i, inputs in enumerate(seen):
+    for i, inputs in enumerate(val_batches):
         fixed = tuple(x[:rows] for x in inputs) if isinstance(rows, int) else inputs
         if not isinstance(rows, int) or len(fixed[0]) == rows:
             yield f"val, batch {i}", fixed
-    yield from adversarial_inputs(signature, seen)
+    yield from adversarial_inputs(signature, val_batches)
 
 
-def check_agreement(
+def check_axis_sizes(
     expected: Predictor,
-    got: Predictor,
+    exported: Predictor,
     signature: Signature,
-    *,
-    rounded: bool = False,
-    truth: Float64Reference | None = None,
+    tolerance: Tolerance = FLOAT,
+    reference: Float64Reference | None = None,
     limits: Limits | None = None,
 ) -> None:
-    """Compare two models at several sizes of every named axis.
+    """Compare two models on seeded inputs, at several sizes of every named axis.
 
     Args:
         expected: the source model.
-        got: the exported one.
+        exported: the exported one.
         signature: their interface.
-        rounded: whether the models compute in integers.
-        truth: what excuses a difference.
+        tolerance: largest error.
+        reference: the source in float64, which may explain a difference.
         limits: the largest size of each named axis that has one.
 
     Raises:
-        StageFailed: an axis is baked in, or the answers differ; the message names the axis.
+        StageFailed: an axis is baked in, or outputs differ; the message names the axis.
     """
-    limit = ROUNDED_ERROR if rounded else FLOAT_ERROR
+    limit = tolerance.relative
+
+    def problem_at(inputs: Tensors, outputs: Tensors) -> str:
+        problem = _find_problem(exported, inputs, outputs, limit)
+        explained = problem and _is_explained(reference, exported, inputs, limit)
+        return "" if explained else problem
+
     example = signature.example()
     if not signature.dynamic_axes:
-        problem = _problem(got, example, expected(*example), limit)
-        if problem and not _excused(truth, got, example, limit):
-            raise Disagreement(problem, "seeded", example)
+        problem = problem_at(example, expected(*example))
+        if problem:
+            raise ParityMismatch(problem, "seeded", example)
     for axis in signature.dynamic_axes:
-        for size, inputs, outputs in _variations(expected, signature, axis, limits):
-            problem = _problem(got, inputs, outputs, limit)
-            if problem and not _excused(truth, got, inputs, limit):
-                baked_in = _problem(got, example, expected(*example), limit) is None
-                advice = BAKED_IN if baked_in else ""
-                advice = RULED_OUT if ASSERTED.search(problem) else advice
-                raise Disagreement(
+        for size, inputs, outputs in _accepted_sizes(expected, signature, axis, limits):
+            problem = problem_at(inputs, outputs)
+            if problem:
+                advice = ""
+                if ASSERTED.search(problem):
+                    advice = RULED_OUT
+                elif not _find_problem(exported, example, expected(*example), limit):
+                    advice = BAKED_IN
+                raise ParityMismatch(
                     f"axis {axis!r} at size {size}: {problem}{advice}", f"{axis} of {size}", inputs
                 )
 
 
-def _excused(truth: Float64Reference | None, got: Predictor, inputs: Outputs, limit: float) -> bool:
+def _is_explained(
+    reference: Float64Reference | None, exported: Predictor, inputs: Tensors, limit: float
+) -> bool:
     """Whether float32 itself is as far off; False where the exported model fails."""
-    if truth is None:
+    if reference is None:
         return False
     try:
-        return truth.explains(inputs, got(*inputs), limit)
-    except Exception:  # noqa: BLE001 - each runtime raises its own, and the problem tells it
+        return reference.explains(inputs, exported(*inputs), limit)
+    except Exception:  # noqa: BLE001 - each runtime raises its own, and the problem quotes it
         return False
 
 
-def _variations(
+def _accepted_sizes(
     expected: Predictor, signature: Signature, axis: str, limits: Limits | None
-) -> Iterator[tuple[int, Outputs, Outputs]]:
-    """Yield sizes of an axis with inputs of that size and the source model's outputs."""
-    taken = 0
+) -> Iterator[tuple[int, Tensors, Tensors]]:
+    """Yield each size of an axis that the source accepts, with inputs of that size and outputs."""
+    accepted = 0
     refusal = ""
     for size in _sizes(signature, axis, limits):
         inputs = signature.example(sizes={axis: size})
         try:
             outputs = expected(*inputs)
         except Exception as error:  # noqa: BLE001 - whatever the user's own code raises
-            refusal = f"size {size}: {_one_line(error)}"
+            refusal = f"size {size}: {_summary_line(error)}"
             continue
-        taken += 1
+        accepted += 1
         yield size, inputs, outputs
-    if taken < 2:
+    if accepted < 2:
         raise StageFailed(
             f"axis {axis!r} is declared dynamic and the source model takes one size only "
             f"({refusal}); declare a number instead of the name in model.inputs"
@@ -261,40 +270,48 @@ def _variations(
 def _sizes(signature: Signature, axis: str, limits: Limits | None) -> tuple[int, ...]:
     """Return the sizes of an axis that are tried: usual ones, and the ends of what is allowed."""
     bounds, limit = signature.bounds(axis), (limits or {}).get(axis, 0)
-    usual = [s for s in (BATCHES if axis == signature.batch_axis else SIZES) if s in bounds]
+    sizes = [s for s in (BATCHES if axis == signature.batch_axis else SIZES) if s in bounds]
     largest = min(limit or math.inf, bounds.max or math.inf)
-    if (not usual or usual[0] < largest) and largest <= LARGEST:
-        usual.append(int(largest))
+    if (not sizes or sizes[0] < largest) and largest <= LARGEST:
+        sizes.append(int(largest))
     if bounds.min > 1:
-        usual += [bounds.min, bounds.nearest(2 * bounds.min)]
-    return tuple(dict.fromkeys(usual))
+        sizes += [bounds.min, bounds.nearest(2 * bounds.min)]
+    return tuple(dict.fromkeys(sizes))
 
 
-def _problem(
-    got: Predictor, inputs: Sequence[torch.Tensor], expected: Outputs, limit: float
-) -> str | None:
-    """Return how the exported model's answer to one input is wrong, or None."""
+def _find_problem(exported: Predictor, inputs: Tensors, expected: Tensors, limit: float) -> str:
+    """Return how the exported model's outputs for one input are wrong; empty where they are not."""
     try:
-        answers = got(*inputs)
+        outputs = exported(*inputs)
     except Exception as error:  # noqa: BLE001 - each runtime raises its own
-        return f"the exported model fails where the source answers ({_one_line(error)})"
-    shapes, expected_shapes = ([tuple(t.shape) for t in ts] for ts in (answers, expected))
+        return f"the exported model fails where the source answers ({_summary_line(error)})"
+    shapes, expected_shapes = ([tuple(t.shape) for t in ts] for ts in (outputs, expected))
     if shapes != expected_shapes:
         return f"the exported model returns shapes {shapes} and the source {expected_shapes}"
     if all(a.numel() and not a.isfinite().any() for a in expected):
         return NOTHING_FINITE
-    for pair in zip(expected, answers, strict=True):
+    for pair in zip(expected, outputs, strict=True):
         relative = relative_error(*pair)
         if math.isinf(relative):
-            return ELSEWHERE
+            return OTHER_INFINITIES
         if not relative <= limit:
             return (
                 f"the exported model's answers differ from the source's by {relative:.2g} of their "
                 f"norm, expected at most {limit:g}"
             )
-    return None
+    return ""
 
 
-def _one_line(error: Exception) -> str:
+def _summary_line(error: Exception) -> str:
+    """Return the line of an error that says what happened: TorchScript's comes last."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1] if "TorchScript interpreter" in lines[0] else lines[0]
+
+
+def on_cpu(predict: Predictor) -> Predictor:
+    """Return a predictor whose outputs are moved to the CPU, where the source's are."""
+
+    def predict_on_cpu(*inputs: torch.Tensor) -> Tensors:
+        return tuple(t.cpu() for t in predict(*inputs))
+
+    return predict_on_cpu

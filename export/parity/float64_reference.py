@@ -1,4 +1,4 @@
-"""How far float32 itself is from the truth: the source in float64, and its answers nearby."""
+"""The source in float64: tells an export's error from what float32 itself is off."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
 
-Outputs = tuple[torch.Tensor, ...]
+    Tensors = tuple[torch.Tensor, ...]
 
-TIMES_TORCH = 4.0
-"""How many times the source's own error a runtime may have."""
+ERROR_FACTOR = 4.0
+"""How many times the source's own error an export may have: each sums in another order."""
 NUDGE = 1e-6
-"""Relative change of the inputs, some ulps of float32, that no answer should jump at."""
+"""Relative change of the inputs, some ulps of float32, at which no output should jump."""
 
 
 class Float64Reference:
-    """What excuses an export that answers otherwise than the source does in float32.
+    """Decides whether float32 arithmetic alone explains an export's error.
 
-    Asked only after two models were found apart, so that nothing is computed where they agree.
+    Used only after outputs were found to differ, so that nothing is computed where they agree.
     """
 
     def __init__(self, source: Artifact, expected: Predictor) -> None:
@@ -34,63 +34,66 @@ class Float64Reference:
         self._expected = expected
         self._double: torch.nn.Module | None = None
 
-    def explains(self, inputs: Outputs, got: Outputs, limit: float) -> bool:
+    def explains(self, inputs: Tensors, exported: Tensors, limit: float) -> bool:
         """Whether an export is about as near to float64 as its source, or the source jumps here.
 
         Args:
-            inputs: what both were asked.
-            got: the export's answers.
+            inputs: where the outputs differ.
+            exported: the export's outputs.
             limit: error, relative to the norm, that is allowed besides.
         """
-        answers = self._expected(*inputs)
-        if [t.shape for t in answers] != [t.shape for t in got]:
+        expected = self._expected(*inputs)
+        if [t.shape for t in expected] != [t.shape for t in exported]:
             return False
-        known = tuple(a.isfinite() for a in answers)
+        finite = tuple(t.isfinite() for t in expected)
         exact = self.exact(inputs)
         if exact is not None:
-            both = tuple(k & e.isfinite() for k, e in zip(known, exact, strict=True))
-            mine, others = _errors(exact, answers, both), _errors(exact, got, both)
+            both = tuple(f & e.isfinite() for f, e in zip(finite, exact, strict=True))
+            source_errors, errors = _errors(exact, expected, both), _errors(exact, exported, both)
             if all(
-                e <= TIMES_TORCH * m + limit * n
-                for e, m, n in zip(others, mine, _norms(exact, both), strict=True)
+                error <= ERROR_FACTOR * of_source + limit * norm
+                for error, of_source, norm in zip(
+                    errors, source_errors, _norms(exact, both), strict=True
+                )
             ):
                 return True
-        theirs = _errors(answers, got, known)
-        beside = [_errors(answers, self._expected(*_nudged(inputs, s)), known) for s in (1, -1)]
-        jumps = [largest(pair) for pair in zip(*beside, strict=True)]
+        errors = _errors(expected, exported, finite)
+        nudged = [_errors(expected, self._expected(*_nudged(inputs, s)), finite) for s in (1, -1)]
+        jumps = [largest(pair) for pair in zip(*nudged, strict=True)]
         return all(
-            (math.isfinite(j) and e <= TIMES_TORCH * j) or e <= limit * n
-            for e, j, n in zip(theirs, jumps, _norms(answers, known), strict=True)
+            (math.isfinite(jump) and error <= ERROR_FACTOR * jump) or error <= limit * norm
+            for error, jump, norm in zip(errors, jumps, _norms(expected, finite), strict=True)
         )
 
-    def exact(self, inputs: Outputs) -> Outputs | None:
-        """Return the answers in float64; None where the source cannot be run so."""
+    def exact(self, inputs: Tensors) -> Tensors | None:
+        """Return the outputs in float64; None where the source cannot be run so."""
         if self._source is None:
             return None
         try:
             if self._double is None:
                 self._double = self._source.load().double()
-            wide = (x.double() if x.is_floating_point() else x for x in inputs)
-            return run_in_eval(self._double, tuple(wide))
+            return run_in_eval(
+                self._double, tuple(x.double() if x.is_floating_point() else x for x in inputs)
+            )
         except Exception:  # noqa: BLE001 - code that names float32 cannot run in float64
             return None
 
 
-def _errors(expected: Outputs, got: Outputs, known: Outputs) -> list[float]:
-    """Return the norm of the difference of each pair, of the elements that are known."""
-    differences = [b.cpu().double() - a.cpu().double() for a, b in zip(expected, got, strict=True)]
-    return _norms(tuple(differences), known)
+def _errors(expected: Tensors, outputs: Tensors, where: Tensors) -> list[float]:
+    """Return the norm of each output's error, over the elements of a mask."""
+    pairs = zip(expected, outputs, strict=True)
+    return _norms(tuple(b.cpu().double() - a.cpu().double() for a, b in pairs), where)
 
 
-def _norms(tensors: Outputs, known: Outputs) -> list[float]:
-    """Return the norm of each tensor, of the elements that are known."""
+def _norms(tensors: Tensors, where: Tensors) -> list[float]:
+    """Return the norm of each tensor, over the elements of a mask."""
     return [
-        float(torch.linalg.vector_norm(t.cpu().double().where(k.cpu(), 0)))
-        for t, k in zip(tensors, known, strict=True)
+        float(torch.linalg.vector_norm(t.cpu().double().where(mask.cpu(), 0)))
+        for t, mask in zip(tensors, where, strict=True)
     ]
 
 
-def _nudged(inputs: Outputs, sign: int) -> Outputs:
+def _nudged(inputs: Tensors, sign: int) -> Tensors:
     generator = torch.Generator().manual_seed(0)
     return tuple(
         x

@@ -1,4 +1,4 @@
-"""A source's answers, asked once and kept on disk: the source need not stay beside its export."""
+"""A source's outputs, computed once and stored on disk, so that it can leave memory."""
 
 from __future__ import annotations
 
@@ -19,91 +19,95 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
 
-Outputs = tuple[torch.Tensor, ...]
+    Tensors = tuple[torch.Tensor, ...]
 
 LARGEST = 2**30
-"""Bytes of answers that are kept; what comes after is asked where it is needed."""
+"""Bytes of outputs that are stored; further ones are computed where they are needed."""
 
 
 @contextmanager
-def recorded(source: Artifact, asked: Iterable[Outputs], threads: int) -> Iterator[Predictor]:
-    """Give a model's answers as a predictor, and let the model go.
+def recorded_outputs(
+    source: Artifact, inputs: Iterable[Tensors], threads: int
+) -> Iterator[Predictor]:
+    """Run a model on inputs, close it, and give its stored outputs as a predictor.
 
     Args:
-        source: the model; it is opened again where another input is asked.
-        asked: inputs.
-        threads: CPU threads that it answers with.
+        source: the model; it is opened again for an input whose output is not stored.
+        inputs: those that will be needed.
+        threads: CPU threads that it runs with.
     """
     with TemporaryDirectory(prefix="compress-answers-") as folder, ExitStack() as stack:
-        kept = _Answers(Path(folder))
+        stored = OutputFolder(Path(folder))
         with source.open(threads=threads) as predict:
-            kept.record(accept_any_batch(kept.keeping(predict), source.signature), asked)
+            stored.record(accept_any_batch(stored.recording(predict), source.signature), inputs)
         del predict
         release_memory()
-        again: list[Predictor] = []
+        reopened: list[Predictor] = []
 
-        def answer(*inputs: torch.Tensor) -> Outputs:
-            if not kept.knows(inputs):
-                if not again:
-                    again.append(stack.enter_context(source.open(threads=threads)))
-                return again[0](*inputs)
-            return kept.read(inputs)
+        def read_or_predict(*asked: torch.Tensor) -> Tensors:
+            if asked in stored:
+                return stored.read(asked)
+            if not reopened:
+                reopened.append(stack.enter_context(source.open(threads=threads)))
+            return reopened[0](*asked)
 
-        yield answer
+        yield read_or_predict
 
 
-class _Answers:
-    """Answers in a folder, and what inputs were refused with."""
+class OutputFolder:
+    """A model's outputs in a folder, one file for each input, and the errors that inputs raised."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._bytes = 0
-        self._refused: dict[str, Exception] = {}
+        self._errors: dict[str, Exception] = {}
 
-    def record(self, ask: Predictor, asked: Iterable[Outputs]) -> None:
-        for inputs in asked:
+    def record(self, predict: Predictor, inputs: Iterable[Tensors]) -> None:
+        """Run a recording predictor on inputs, up to LARGEST bytes of outputs."""
+        for batch in inputs:
             if self._bytes > LARGEST:
                 break
             try:
-                ask(*inputs)
-            except Exception as error:  # noqa: BLE001 - raised again where the answer is needed
+                predict(*batch)
+            except Exception as error:  # noqa: BLE001 - raised again where the output is needed
                 error.__traceback__ = None  # its frames would keep the model in memory
 
-    def keeping(self, predict: Predictor) -> Predictor:
-        """Return a predictor whose answers are kept."""
+    def recording(self, predict: Predictor) -> Predictor:
+        """Return a predictor whose outputs are stored."""
 
-        def answer(*inputs: torch.Tensor) -> Outputs:
-            if self.knows(inputs):
+        def predict_and_store(*inputs: torch.Tensor) -> Tensors:
+            if inputs in self:
                 return self.read(inputs)
             key = _key(inputs)
             try:
                 outputs = predict(*inputs)
             except Exception as error:
-                self._refused[key] = error
+                self._errors[key] = error
                 raise
-            # What an answer is a part of would be written with it.
+            # A view would be written with all of the tensor that it is a part of.
             torch.save(tuple(t.clone() for t in outputs), self._folder / key)
             self._bytes += sum(t.nbytes for t in outputs)
             return outputs
 
-        return answer
+        return predict_and_store
 
-    def knows(self, inputs: Outputs) -> bool:
+    def __contains__(self, inputs: Tensors) -> bool:
         key = _key(inputs)
-        return key in self._refused or (self._folder / key).exists()
+        return key in self._errors or (self._folder / key).exists()
 
-    def read(self, inputs: Outputs) -> Outputs:
+    def read(self, inputs: Tensors) -> Tensors:
+        """Return the stored outputs, or raise the model's error again."""
         key = _key(inputs)
-        if key in self._refused:
-            raise self._refused[key]
-        found: Outputs = torch.load(self._folder / key, weights_only=True)
-        return found
+        if key in self._errors:
+            raise self._errors[key]
+        outputs: Tensors = torch.load(self._folder / key, weights_only=True)
+        return outputs
 
 
-def _key(inputs: Outputs) -> str:
-    """Return a name for some inputs that others do not have."""
-    found = hashlib.sha256()
+def _key(inputs: Tensors) -> str:
+    """Hash types, shapes and values."""
+    digest = hashlib.sha256()
     for x in inputs:
-        found.update(f"{x.dtype}{tuple(x.shape)}".encode())
-        found.update(x.detach().cpu().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(f"{x.dtype}{tuple(x.shape)}".encode())
+        digest.update(x.detach().cpu().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

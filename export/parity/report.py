@@ -1,4 +1,4 @@
-"""What a user finds after an export that answers otherwise: where, and how to see it."""
+"""Report an export whose outputs are wrong: errors, first wrong layer, script that shows it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.artifacts.graph_model import GraphModel, program_of
+from compress.artifacts.graph_model import program_of
 from compress.common.atomic_files import partial_path, remove_leftovers
 from compress.common.errors import CompressError, StageFailed, first_line
 from compress.common.forward import accept_any_batch
 from compress.common.tensor_difference import largest, largest_difference, relative_error
 from compress.core.metrics import evaluate, predicted_labels
 from export.parity import repro_script
-from export.parity.bisect import Layer, Search
-from export.parity.compare import FLOAT_ERROR, ROUNDED_ERROR, Disagreement, cases
+from export.parity.bisect import LayerSearch, WrongLayer
+from export.parity.compare import ParityMismatch, parity_inputs
 from export.parity.sample_parity import val_inputs
+from export.parity.tolerance import tolerance_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,84 +34,84 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.common.forward import Predictor
     from compress.core.context import Context
-    from export.parity.bisect import Exporting
-    from export.parity.repro_script import Runtime
+    from export.parity.bisect import Reexport
+    from export.parity.repro_script import ScriptRuntime
+
+    Tensors = tuple[torch.Tensor, ...]
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "parity"
 REPORT = "parity.json"
 
-Outputs = tuple[torch.Tensor, ...]
-
 
 @dataclass(frozen=True)
 class ParityContext:
-    """What is needed to find out where an export left its source."""
+    """What a report on a mismatch is made from."""
 
     title: str
     """Name of the stage."""
     source: Artifact
-    got: Predictor
+    exported: Predictor
     file: Path
-    """What answers so."""
+    """The exported file."""
     program: ExportedProgram | None
-    """Its graph; traced where it is needed and was not."""
-    exporting: Exporting
-    runtime: Runtime
+    """The source's graph; None: it is traced when a report needs it."""
+    reexport: Reexport
+    """Exports a part of the graph."""
+    runtime: ScriptRuntime
     context: Context
 
     @property
     def folder(self) -> Path:
-        """Where the report goes, beside the artifacts: what is not equal is not kept as one."""
+        """Where the report goes: beside the artifacts, as a wrong export becomes none."""
         return (self.context.results or self.context.root.parent).absolute() / FOLDER / self.title
 
 
 @contextmanager
-def report_on_mismatch(account: ParityContext) -> Iterator[None]:
-    """Name the first layer out of tolerance where an export is found to answer otherwise.
+def report_on_mismatch(parity: ParityContext) -> Iterator[None]:
+    """Write a report where the body finds that an export's outputs are wrong.
 
-    The folder ``parity`` of an earlier attempt goes, and what of one was half written.
+    The report of an earlier attempt is removed first, and what of one was half written.
 
     Raises:
-        StageFailed: the body raised it; the layer and the folder are added to the message.
+        StageFailed: the body raised it; the wrong layer and the folder are added to the message.
     """
-    shutil.rmtree(account.folder, ignore_errors=True)
-    remove_leftovers(account.folder.parent, account.folder.name)
+    shutil.rmtree(parity.folder, ignore_errors=True)
+    remove_leftovers(parity.folder.parent, parity.folder.name)
     try:
         yield
     except StageFailed as error:
         try:
-            told = _write_report(account, error)
+            summary = _write_report(parity, error)
         except Exception as fault:  # noqa: BLE001 - the first error is what matters
-            logger.warning("%s: no parity report: %s", account.title, first_line(fault))
+            logger.warning("%s: no parity report: %s", parity.title, first_line(fault))
             raise error from None
-        raise StageFailed(f"{error}; {told}") from error
+        raise StageFailed(f"{error}; {summary}") from error
 
 
-def _write_report(account: ParityContext, error: StageFailed) -> str:
-    """Search, write the folder, and return what the message is to end with."""
-    limit = ROUNDED_ERROR if isinstance(account.source, GraphModel) else FLOAT_ERROR
-    with account.source.open(threads=account.context.threads) as expected:
-        rows, worst = _compare(account, expected)
-        kind, inputs = (error.kind, error.inputs) if isinstance(error, Disagreement) else worst
-        metric = _metric(account, expected)
+def _write_report(parity: ParityContext, error: StageFailed) -> str:
+    """Measure, search for the layer, write the folder; return what is added to the message."""
+    with parity.source.open(threads=parity.context.threads) as expected:
+        rows, worst = _compare_inputs(parity, expected)
+        kind, inputs = (error.kind, error.inputs) if isinstance(error, ParityMismatch) else worst
+        metric = _metric(parity, expected)
         with torch.no_grad():
-            limit = min(limit, _error(expected, account.got, inputs) / 2)
-    folder = account.folder
-    partial = partial_path(folder)
+            total = _relative_error(expected, parity.exported, inputs)
+    # An error that is large only beside the samples' spread may be within the tolerance here.
+    limit = min(tolerance_for(parity.source).relative, total / 2)
+    partial = partial_path(parity.folder)
     partial.mkdir(parents=True)
     with TemporaryDirectory() as scratch:
-        file = Path(scratch) / account.runtime.file
-        signature = account.source.signature
-        program = account.program or program_of(account.source)
-        search = Search(program, signature, inputs, account.exporting, file, limit)
+        program = parity.program or program_of(parity.source)
+        file = Path(scratch) / parity.runtime.file
+        search = LayerSearch(program, parity.source.signature, inputs, parity.reexport, file, limit)
         layer = search.run()
-        shown = _reproduce(account, search, layer, partial)
+        reproduce = _write_script(parity, search, layer, partial)
     report = {
         "version": 1,
-        "stage": account.title,
-        "runtime": account.runtime.name,
+        "stage": parity.title,
+        "runtime": parity.runtime.name,
         "problem": str(error),
         "kinds": rows,
         "metric": metric,
@@ -119,112 +120,104 @@ def _write_report(account: ParityContext, error: StageFailed) -> str:
         "first_layer": None if layer is None else asdict(layer) | {"error": _number(layer.error)},
         "exports": search.exports,
         "out_of_time": search.out_of_time,
-        "reproduce": shown,
+        "reproduce": reproduce,
     }
     text = json.dumps(report, indent=1, allow_nan=False)
     (partial / REPORT).write_text(text + "\n", encoding="utf-8")
-    partial.rename(folder)
-    return f"{_sentence(layer, search)}; see {folder / REPORT}"
-
-
-def _sentence(layer: Layer | None, search: Search) -> str:
+    partial.rename(parity.folder)
     if search.refused:
-        return f"where is not known, as its graph cannot be exported again ({search.refusal})"
-    if layer is None:
-        return "no part of the graph that is exported alone differs"
-    first = "the first layer" if layer.verified else "a layer (perhaps not the first)"
-    return f"{first} out of tolerance is {layer}"
+        where = f"where is not known, as its graph cannot be exported again ({search.refusal})"
+    elif layer is None:
+        where = "no part of the graph that is exported alone differs"
+    else:
+        certain = "the first layer" if layer.verified else "a layer (perhaps not the first)"
+        where = f"{certain} out of tolerance is {layer}"
+    return f"{where}; see {parity.folder / REPORT}"
 
 
-def _compare(
-    account: ParityContext, expected: Predictor
-) -> tuple[list[dict[str, Any]], tuple[str, Outputs]]:
-    """Return a row for each kind of input, and the inputs of the worst."""
-    rows, worst, largest = [], None, -1.0
-    got = accept_any_batch(account.got, account.source.signature)
-    seen = list(val_inputs(account.context))
-    for kind, inputs in cases(account.source.signature, seen):
-        row, error = _row(kind, inputs, accept_any_batch(expected, account.source.signature), got)
+def _compare_inputs(
+    parity: ParityContext, expected: Predictor
+) -> tuple[list[dict[str, Any]], tuple[str, Tensors]]:
+    """Return a row for each kind of input, and the kind with the largest error."""
+    rows, worst, worst_error = [], None, -1.0
+    signature = parity.source.signature
+    pair = accept_any_batch(expected, signature), accept_any_batch(parity.exported, signature)
+    for kind, inputs in parity_inputs(signature, list(val_inputs(parity.context))):
+        row, error = _compare_one(kind, inputs, *pair)
         rows.append(row)
-        if error > largest:
-            worst, largest = (kind, inputs), error
+        if error > worst_error:
+            worst, worst_error = (kind, inputs), error
     if worst is None:
         raise StageFailed("the source answers to no input")
     return rows, worst
 
 
-def _row(
-    kind: str, inputs: Outputs, expected: Predictor, got: Predictor
+def _compare_one(
+    kind: str, inputs: Tensors, expected: Predictor, exported: Predictor
 ) -> tuple[dict[str, Any], float]:
+    """Return a row of the report and the error; -1 where the source refuses the inputs."""
     row: dict[str, Any] = {"kind": kind, "samples": len(inputs[0]) if inputs[0].dim() else 1}
     try:
-        answers = expected(*inputs)
+        source_outputs = expected(*inputs)
     except Exception as error:  # noqa: BLE001 - whatever the user's own code raises
         return row | {"note": f"the source refuses it: {first_line(error)}"}, -1.0
     try:
-        theirs = got(*inputs)
+        outputs = exported(*inputs)
     except Exception as error:  # noqa: BLE001 - each runtime raises its own
         return row | {"note": f"the exported model fails: {first_line(error)}"}, math.inf
-    pairs = list(zip(answers, theirs, strict=True))
+    pairs = list(zip(source_outputs, outputs, strict=True))
     relative = largest(relative_error(a, b) for a, b in pairs)
     absolute = largest(largest_difference(a, b) for a, b in pairs)
     row |= {"absolute": _number(absolute), "relative": _number(relative)}
-    if answers[0].dim() == 2 and answers[0].shape == theirs[0].shape and answers[0].shape[1] > 1:
-        row |= _equal_labels(answers[0].cpu(), theirs[0].cpu())
+    scores = source_outputs[0]
+    if scores.dim() == 2 and scores.shape == outputs[0].shape and scores.shape[1] > 1:
+        try:
+            equal = predicted_labels(scores.cpu()) == predicted_labels(outputs[0].cpu())
+        except StageFailed as error:
+            row["note"] = f"no labels: {error}"
+        else:
+            if len(equal):
+                row["equal_labels"] = float(equal.double().mean())
     return row, relative
 
 
-def _equal_labels(expected: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
-    """Return the share of equal labels; a note where one side has none."""
+def _relative_error(expected: Predictor, exported: Predictor, inputs: Tensors) -> float:
     try:
-        same = predicted_labels(expected) == predicted_labels(got)
-    except StageFailed as error:
-        return {"note": f"no labels: {error}"}
-    return {"equal_labels": float(same.double().mean())} if len(same) else {}
-
-
-def _error(expected: Predictor, got: Predictor, inputs: Outputs) -> float:
-    try:
-        pairs = zip(expected(*inputs), got(*inputs), strict=True)
+        pairs = zip(expected(*inputs), exported(*inputs), strict=True)
         return largest(relative_error(a, b) for a, b in pairs)
     except Exception:  # noqa: BLE001 - each runtime raises its own
         return math.inf
 
 
-def _metric(account: ParityContext, expected: Predictor) -> dict[str, Any] | None:
+def _metric(parity: ParityContext, expected: Predictor) -> dict[str, Any] | None:
     """Return the task's metric on ``val`` of both, where there is data and a metric for it."""
-    context, signature = account.context, account.source.signature
-    if context.data is None or "val" not in context.data.datasets:
+    data, metric = parity.context.data, parity.context.metric
+    if data is None or "val" not in data.datasets:
         return None
-    metric = context.metric
+    source, exported = (
+        accept_any_batch(p, parity.source.signature) for p in (expected, parity.exported)
+    )
     try:
-        values = [
-            evaluate(
-                accept_any_batch(p, signature),
-                context.data,
-                "val",
-                metric,
-                accept_any_batch(expected, signature),
-            )
-            for p in (expected, account.got)
-        ]
+        values = [evaluate(predict, data, "val", metric, source) for predict in (source, exported)]
     except Exception as error:  # noqa: BLE001 - a metric of the user's may raise any
         return {"name": metric.name, "note": first_line(error)}
     return {"name": metric.name, "source": values[0], "exported": values[1]}
 
 
-def _reproduce(
-    account: ParityContext, search: Search, layer: Layer | None, folder: Path
+def _write_script(
+    parity: ParityContext, search: LayerSearch, layer: WrongLayer | None, folder: Path
 ) -> dict[str, Any] | None:
-    what = f"{account.runtime.name} and PyTorch differ" + (f" at {layer}." if layer else ".")
+    summary = f"{parity.runtime.name} and PyTorch differ" + (f" at {layer}." if layer else ".")
     try:
-        error = repro_script.write(folder, search, account, what)
+        error = repro_script.write(
+            folder, search, parity.runtime, parity.file, parity.exported, summary
+        )
     except CompressError as fault:
-        logger.warning("%s: no %s: %s", account.title, repro_script.SCRIPT, fault)
+        logger.warning("%s: no %s: %s", parity.title, repro_script.SCRIPT, fault)
         return None
     return {"script": repro_script.SCRIPT, "error": _number(error)}
 
 
 def _number(value: float) -> float | str:
-    """Return a number that JSON has."""
+    """Return a number that JSON can hold."""
     return value if math.isfinite(value) else "not finite"

@@ -1,4 +1,4 @@
-"""A script that shows where an exported model and PyTorch part, with those two alone."""
+"""Write a script that shows where an export and PyTorch differ, and imports only those two."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ from compress.graph.torch_export import save_program
 from export.parity.subgraph import retrace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from torch import fx
-
     from compress.common.forward import Predictor
-    from export.parity.bisect import Search
-    from export.parity.report import ParityContext
+    from export.parity.bisect import LayerSearch
 
 SOURCE = "source.pt2"
 INPUTS = "inputs.npz"
@@ -73,25 +69,25 @@ sys.exit(0 if worst <= LIMIT else 1)
 
 
 @dataclass(frozen=True)
-class Runtime:
-    """How a script answers with an exported file, in the words of its library."""
+class ScriptRuntime:
+    """How a script runs an exported file with the runtime's own library."""
 
     name: str
     file: str
     """Name of the exported file."""
     imports: str
-    """Further lines that import."""
-    answers: tuple[str, ...]
-    """Lines that return the outputs as tensors, of ``inputs`` and ``HERE``."""
+    """Its import lines."""
+    run_lines: tuple[str, ...]
+    """Body of a function that returns the outputs as tensors, from ``inputs`` and ``HERE``."""
     library: str = ""
-    """What it needs beside torch."""
+    """What must be installed beside torch and numpy."""
 
 
-ONNX = Runtime(
+ONNX = ScriptRuntime(
     name="onnxruntime",
     file="model.onnx",
     imports="import onnxruntime\n",
-    answers=(
+    run_lines=(
         'session = onnxruntime.InferenceSession(HERE / "model.onnx", '
         'providers=["CPUExecutionProvider"])',
         "names = [i.name for i in session.get_inputs()]",
@@ -100,22 +96,22 @@ ONNX = Runtime(
     ),
     library="onnxruntime",
 )
-TORCHSCRIPT = Runtime(
+TORCHSCRIPT = ScriptRuntime(
     name="TorchScript",
     file="model.ts",
     imports="",
-    answers=(
+    run_lines=(
         'module = torch.jit.load(HERE / "model.ts")',
         "with torch.no_grad():",
         "    outputs = module(*inputs)",
         "return outputs if isinstance(outputs, (tuple, list)) else [outputs]",
     ),
 )
-AOT = Runtime(
+AOT = ScriptRuntime(
     name="AOTInductor",
     file="model.pt2",
     imports="",
-    answers=(
+    run_lines=(
         'path = str(HERE / "model.pt2")',
         'package = torch._C._aoti.AOTIModelPackageLoader(path, "model", True, 1, -1)',
         "return package.boxed_run([x.contiguous() for x in inputs])",
@@ -123,21 +119,38 @@ AOT = Runtime(
 )
 
 
-def write(folder: Path, search: Search, account: ParityContext, what: str) -> float:
+def write(
+    folder: Path,
+    search: LayerSearch,
+    runtime: ScriptRuntime,
+    file: Path,
+    exported: Predictor,
+    summary: str,
+) -> float:
     """Write script, program, exported file and inputs; return the error that they show.
 
-    Where no part differs on its own, the file is the one that was found to.
+    Args:
+        folder: where they go.
+        search: the finished search; where it found no layer, the whole exported file is shown.
+        runtime: what runs the exported file.
+        file: the whole exported model.
+        exported: its predictor.
+        summary: first line of the script.
 
     Raises:
         StageFailed: the part cannot be exported on its own.
     """
-    runtime = account.runtime
     if search.node is None:
         part, signature, inputs = search.module, search.signature, search.inputs
-        shutil.copyfile(account.file, folder / runtime.file)
-        error = _error(part, account.got, inputs)
+        shutil.copyfile(file, folder / runtime.file)
+        with torch.no_grad():
+            outputs = part(*inputs)
+        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        error = largest(
+            relative_error(a, b) for a, b in zip(outputs, exported(*inputs), strict=True)
+        )
     else:
-        part, signature, inputs, error = search.smallest(search.node, folder / runtime.file)
+        part, signature, inputs, error = search.export_smallest(search.node, folder / runtime.file)
     if not (folder / runtime.file).exists():
         raise StageFailed("the part cannot be exported on its own")
     program = retrace(part, signature, signature.example())
@@ -146,7 +159,7 @@ def write(folder: Path, search: Search, account: ParityContext, what: str) -> fl
     arrays = {n: _as_array(x) for n, x in zip(names, inputs, strict=True)}
     np.savez(folder / INPUTS, allow_pickle=False, **arrays)
     text = TEMPLATE.format(
-        what=what,
+        what=summary,
         source=SOURCE,
         exported=runtime.file,
         script=SCRIPT,
@@ -155,20 +168,13 @@ def write(folder: Path, search: Search, account: ParityContext, what: str) -> fl
         imports=runtime.imports,
         limit=search.limit,
         dtypes={spec.name: spec.dtype for spec in signature.inputs},
-        answers="\n".join(f"    {line}" for line in (*runtime.answers, "")),
+        answers="\n".join(f"    {line}" for line in (*runtime.run_lines, "")),
     )
     (folder / SCRIPT).write_text(text, encoding="utf-8")
     return error
 
 
-def _error(part: fx.GraphModule, got: Predictor, inputs: Sequence[torch.Tensor]) -> float:
-    with torch.no_grad():
-        outputs = part(*inputs)
-    expected = outputs if isinstance(outputs, tuple | list) else (outputs,)
-    return largest(relative_error(a, b) for a, b in zip(expected, got(*inputs), strict=True))
-
-
 def _as_array(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-    """Return a tensor for numpy, which has no bfloat16."""
-    plain = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-    return plain.detach().cpu().numpy()
+    """Return a tensor as an array; numpy has no bfloat16."""
+    tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    return tensor.detach().cpu().numpy()

@@ -1,4 +1,4 @@
-"""Cutting a torch.export graph: what leads to a node, or one operator alone."""
+"""Cut a torch.export graph: all that a node depends on, or one operator."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 
 
 def is_value(node: fx.Node) -> bool:
-    """Whether a node computes one tensor."""
+    """Whether a node is an operator whose result is one tensor."""
     return node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def values_before(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes of one tensor that a node is computed from at once, inputs left out."""
-    found: dict[fx.Node, None] = {}
+    """Return the nearest nodes of one tensor that a node is computed from, inputs left out."""
+    values: dict[fx.Node, None] = {}
     for argument in node.all_input_nodes:
         if is_value(argument):
-            found[argument] = None
+            values[argument] = None
         else:  # such as a split into several tensors, or a size
-            found |= dict.fromkeys(values_before(argument))
-    return list(found)
+            values |= dict.fromkeys(values_before(argument))
+    return list(values)
 
 
-def leading_to(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes of one tensor that a node depends on, itself last, in the order they run."""
-    needed, waiting = {node}, [node]
-    while waiting:
-        fresh = [n for n in waiting.pop().all_input_nodes if n not in needed]
-        needed.update(fresh)
-        waiting += fresh
+def ancestors(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes of one tensor that a node depends on, and itself, in execution order."""
+    needed, pending = {node}, [node]
+    while pending:
+        new = [n for n in pending.pop().all_input_nodes if n not in needed]
+        needed.update(new)
+        pending += new
     return [n for n in node.graph.nodes if n in needed and is_value(n)]
 
 
 def prefix(module: fx.GraphModule, ends: Sequence[fx.Node]) -> fx.GraphModule:
-    """Return a module that takes the same inputs and gives the values of some nodes."""
+    """Return a module that takes the same inputs and returns the values of some nodes."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         if node.op != "output":
@@ -55,29 +55,29 @@ def prefix(module: fx.GraphModule, ends: Sequence[fx.Node]) -> fx.GraphModule:
     return fx.GraphModule(module, graph).eval()
 
 
-def alone(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """Return a module of one operator, weights included, and the nodes whose values it takes.
+def single_operator(module: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """Return a module of one operator with its weights, and the nodes that are its inputs.
 
     Raises:
         StageFailed: the operator takes a size, or one of several results of another.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    taken = [n for n in node.all_input_nodes if n.op != "get_attr"]
-    if not taken or not all(is_value(n) or n.op == "placeholder" for n in taken):
+    inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
+    if not inputs or not all(is_value(n) or n.op == "placeholder" for n in inputs):
         raise StageFailed(f"{node.name} cannot stand alone")
-    for position, before in enumerate(taken):
-        copies[before] = graph.placeholder(f"input_{position}")
-    for before in node.all_input_nodes:
-        if before.op == "get_attr":
-            copies[before] = graph.node_copy(before)
+    for position, argument in enumerate(inputs):
+        copies[argument] = graph.placeholder(f"input_{position}")
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr":
+            copies[argument] = graph.node_copy(argument)
     graph.output((graph.node_copy(node, copies.__getitem__),))
-    return fx.GraphModule(module, graph).eval(), taken
+    return fx.GraphModule(module, graph).eval(), inputs
 
 
 def retrace(
     module: fx.GraphModule, signature: Signature, inputs: Sequence[torch.Tensor]
 ) -> ExportedProgram:
-    """Return a part of a graph as a program of its own.
+    """Export a part of a graph as a program of its own.
 
     Raises:
         StageFailed: torch.export refuses the part.

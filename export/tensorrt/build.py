@@ -1,4 +1,4 @@
-"""TensorRT engines, built from ONNX by TensorRT's parser or from programs by torch-tensorrt.
+"""Build TensorRT engines: from ONNX by TensorRT's parser, or from programs by torch-tensorrt.
 
 The calls were written from the sources of torch-tensorrt 2.13 and the bindings of TensorRT 11.0,
 whose networks are always strongly typed: they compute in the types that the model is written in.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from compress.artifacts.graph_model import GraphModel
+from compress.artifacts.graph_model import program_of
 from compress.common.errors import StageFailed, first_line
 from export.onnx.stage import OnnxModel
 from export.tensorrt.shape_profiles import Shapes, shapes_of
@@ -23,48 +23,82 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from compress.artifacts.eager_model import EagerModel
+    from compress.artifacts.graph_model import GraphModel
     from compress.common.signature import Signature
-    from export.tensorrt.stage import ExportTensorRT
 
 MEBIBYTE = 2**20
 TIMINGS = "timing.cache"
-BFLOAT16_SINCE = 22
-"""The first operator set whose Conv, and what pools, take bfloat16."""
-ROUNDED = "quantized_decomposed."
+BFLOAT16_OPSET = 22
+"""The first ONNX operator set whose Conv and poolings take bfloat16."""
+QUANTIZED = "quantized_decomposed."
 
 
-def build(
+class BuildOptions(NamedTuple):
+    """Settings of a build: see :class:`~export.tensorrt.stage.ExportTensorRT`."""
+
+    workspace_mebibytes: int | None = None
+    optimization_level: int | None = None
+    tf32: bool = False
+    cache: Path | None = None
+
+
+def build_from_onnx(
     model: EagerModel | GraphModel | OnnxModel,
-    stage: ExportTensorRT,
     sizes: Mapping[str, Sequence[int]],
-    device: str,
+    options: BuildOptions,
 ) -> bytes:
-    """Return a serialized engine.
+    """Return a serialized engine, built by TensorRT's parser from the model as ONNX.
 
     Raises:
-        StageFailed: an operator cannot be converted, or no kernel fits.
+        StageFailed: the parser refuses the model, or no kernel fits.
     """
     shapes = {spec.name: shapes_of(spec, sizes) for spec in model.signature.inputs}
+    if isinstance(model, OnnxModel):
+        return parse_and_build(model.payload_path, shapes, options)
     with TemporaryDirectory(prefix="compress-tensorrt-") as scratch:
-        if stage.through == "onnx":
-            file = model.payload_path
-            if not isinstance(model, OnnxModel):
-                file = Path(scratch) / OnnxModel.payload
-                write_onnx(_program(model), model.signature, file)
-            return parse_and_build(file, shapes, stage)
-        program = _program(model)
-        refuse_integers(program)
-        return convert(program, model.signature, shapes, stage, device, Path(scratch))
+        file = Path(scratch) / OnnxModel.payload
+        write_onnx(program_of(model), model.signature, file)
+        return parse_and_build(file, shapes, options)
 
 
-def _program(model: EagerModel | GraphModel | OnnxModel) -> ExportedProgram:
-    from compress.graph.torch_export import export_program
+def build_from_program(
+    model: EagerModel | GraphModel | OnnxModel,
+    sizes: Mapping[str, Sequence[int]],
+    options: BuildOptions,
+    device: str,
+) -> bytes:
+    """Return a serialized engine, converted from the model's graph by torch-tensorrt.
+
+    Raises:
+        StageFailed: an operator has no converter, or no kernel fits.
+    """
+    import torch
+    import torch_tensorrt
+    from torch.export.passes import move_to_device_pass
 
     if isinstance(model, OnnxModel):
         raise StageFailed("torch-tensorrt does not read ONNX; leave `through` out")
-    if isinstance(model, GraphModel):
-        return model.program()
-    return export_program(model.load(), model.signature)
+    program = program_of(model)
+    refuse_quantized(program)
+    inputs = [
+        torch_tensorrt.Input(
+            **input_shapes(shapes_of(spec, sizes)), dtype=getattr(torch, spec.dtype), name=spec.name
+        )
+        for spec in model.signature.inputs
+    ]
+    with TemporaryDirectory(prefix="compress-tensorrt-") as scratch:
+        try:
+            engine: bytes = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
+                move_to_device_pass(program, device),
+                arg_inputs=inputs,
+                **conversion_settings(options, device, Path(scratch)),
+            )
+        except Exception as error:
+            raise StageFailed(
+                f"torch-tensorrt cannot convert the model: {type(error).__name__}: "
+                f"{first_line(error)}"
+            ) from error
+    return bytes(engine)
 
 
 def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> None:
@@ -75,43 +109,43 @@ def write_onnx(program: ExportedProgram, signature: Signature, file: Path) -> No
     """
     import torch
 
-    from export.onnx.graph import shrink_
+    from export.onnx.graph import strip_
     from export.onnx.lowering import lower
-    from export.onnx.passes.float16 import holds
+    from export.onnx.passes.float16 import has_weights_of
     from export.onnx.proto_io import write
 
-    opset = BFLOAT16_SINCE if holds(program, torch.bfloat16) else None
+    opset = BFLOAT16_OPSET if has_weights_of(program, torch.bfloat16) else None
     graph = lower(program, signature, opset)
-    foreign = sorted(foreign_operators(graph))
-    if foreign:
+    unsupported = sorted(unsupported_operators(graph))
+    if unsupported:
         raise StageFailed(
-            f"TensorRT has no form of {', '.join(foreign)}, which rounds at run time or holds few "
-            "bits; quantize with quantize_static and target: tensorrt"
+            f"TensorRT has no form of {', '.join(unsupported)}, which rounds at run time or holds "
+            "few bits; quantize with quantize_static and target: tensorrt"
         )
-    shrink_(graph)
+    strip_(graph)
     write(graph, file)
 
 
-def foreign_operators(graph: onnx.ModelProto) -> set[str]:
-    """Return the operators of a model that are onnxruntime's own, or round at run time."""
+def unsupported_operators(graph: onnx.ModelProto) -> set[str]:
+    """Return the operators of a model that are onnxruntime's own, or quantize at run time."""
     run_time = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"}
     return {node.op_type for node in graph.graph.node if node.domain or node.op_type in run_time}
 
 
-def refuse_integers(program: ExportedProgram) -> None:
-    """Refuse what torch-tensorrt (2.13) has no converters for: it knows its own quantizer's alone.
+def refuse_quantized(program: ExportedProgram) -> None:
+    """Refuse integer graphs: torch-tensorrt (2.13) converts those of its own quantizer alone.
 
     Raises:
         StageFailed: the program quantizes.
     """
-    if any(str(node.target).startswith(ROUNDED) for node in program.graph.nodes):
+    if any(str(node.target).startswith(QUANTIZED) for node in program.graph.nodes):
         raise StageFailed(
             "torch-tensorrt has no converters for integer graphs; leave `through` out, and "
             "TensorRT reads the graph as ONNX"
         )
 
 
-def parse_and_build(file: Path, shapes: Mapping[str, Shapes], stage: ExportTensorRT) -> bytes:
+def parse_and_build(file: Path, shapes: Mapping[str, Shapes], options: BuildOptions) -> bytes:
     """Return an engine built from an ONNX file by TensorRT's parser.
 
     Raises:
@@ -125,81 +159,35 @@ def parse_and_build(file: Path, shapes: Mapping[str, Shapes], stage: ExportTenso
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(file)):
-        told = parser.get_error(0).desc() if parser.num_errors else "it does not say why"
-        raise StageFailed(f"TensorRT cannot read the model: {' '.join(told.split())}")
+        reason = parser.get_error(0).desc() if parser.num_errors else "it does not say why"
+        raise StageFailed(f"TensorRT cannot read the model: {' '.join(reason.split())}")
     config = builder.create_builder_config()
-    _configure_(config, stage)
+    if options.workspace_mebibytes is not None:
+        bytes_allowed = options.workspace_mebibytes * MEBIBYTE
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, bytes_allowed)
+    if options.optimization_level is not None:
+        config.builder_optimization_level = options.optimization_level
+    if not options.tf32:
+        config.clear_flag(trt.BuilderFlag.TF32)
     profile = builder.create_optimization_profile()
     for name, (smallest, usual, largest) in shapes.items():
         profile.set_shape(name, smallest, usual, largest)
     config.add_optimization_profile(profile)
-    timings = Path(stage.cache) / TIMINGS if stage.cache else None
+    timings = options.cache / TIMINGS if options.cache else None
     if timings:
         known = timings.read_bytes() if timings.is_file() else b""
-        config.set_timing_cache(config.create_timing_cache(known), False)  # of this GPU alone
+        # False: timings of another GPU or TensorRT are refused.
+        config.set_timing_cache(config.create_timing_cache(known), False)
     plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise StageFailed("TensorRT found no kernels for the model; its own log, above, says where")
     if timings:
-        _keep(bytes(config.get_timing_cache().serialize()), timings)
+        # Written aside and renamed, as another build may be reading the file.
+        timings.parent.mkdir(parents=True, exist_ok=True)
+        partial = timings.with_name(f".{timings.name}.{os.getpid()}")
+        partial.write_bytes(bytes(config.get_timing_cache().serialize()))
+        partial.replace(timings)
     return bytes(plan)
-
-
-def _configure_(config: Any, stage: ExportTensorRT) -> None:
-    import tensorrt as trt
-
-    if stage.workspace_mebibytes is not None:
-        config.set_memory_pool_limit(
-            trt.MemoryPoolType.WORKSPACE, stage.workspace_mebibytes * MEBIBYTE
-        )
-    if stage.optimization_level is not None:
-        config.builder_optimization_level = stage.optimization_level
-    if not stage.tf32:
-        config.clear_flag(trt.BuilderFlag.TF32)
-
-
-def _keep(timings: bytes, file: Path) -> None:
-    """Write the timings whole, or not at all: another build may be reading them."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_bytes(timings)
-    partial.replace(file)
-
-
-def convert(
-    program: ExportedProgram,
-    signature: Signature,
-    shapes: Mapping[str, Shapes],
-    stage: ExportTensorRT,
-    device: str,
-    scratch: Path,
-) -> bytes:
-    """Return an engine converted from a program by torch-tensorrt.
-
-    Raises:
-        StageFailed: an operator has no converter, or no kernel fits.
-    """
-    import torch
-    import torch_tensorrt
-    from torch.export.passes import move_to_device_pass
-
-    inputs = [
-        torch_tensorrt.Input(
-            **input_shapes(shapes[spec.name]), dtype=getattr(torch, spec.dtype), name=spec.name
-        )
-        for spec in signature.inputs
-    ]
-    try:
-        engine: bytes = torch_tensorrt.dynamo.convert_exported_program_to_serialized_trt_engine(
-            move_to_device_pass(program, device),
-            arg_inputs=inputs,
-            **conversion_settings(stage, device, scratch),
-        )
-    except Exception as error:
-        raise StageFailed(
-            f"torch-tensorrt cannot convert the model: {type(error).__name__}: {first_line(error)}"
-        ) from error
-    return bytes(engine)
 
 
 def input_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
@@ -209,19 +197,19 @@ def input_shapes(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     return {"min_shape": shapes.smallest, "opt_shape": shapes.usual, "max_shape": shapes.largest}
 
 
-def conversion_settings(stage: ExportTensorRT, device: str, scratch: Path) -> dict[str, Any]:
-    """Return a stage's settings as torch-tensorrt takes them."""
-    # Left alone, it would keep its timings in a folder that all users share.
-    folder = Path(stage.cache) if stage.cache else scratch
+def conversion_settings(options: BuildOptions, device: str, scratch: Path) -> dict[str, Any]:
+    """Return the settings of a build as torch-tensorrt takes them."""
+    # By default it writes its timings to a folder that all users share.
+    folder = options.cache or scratch
     settings: dict[str, Any] = {
         "device": device,
-        "disable_tf32": not stage.tf32,
-        "workspace_size": (stage.workspace_mebibytes or 0) * MEBIBYTE,  # 0: all there is
-        "optimization_level": stage.optimization_level,
+        "disable_tf32": not options.tf32,
+        "workspace_size": (options.workspace_mebibytes or 0) * MEBIBYTE,  # 0: all there is
+        "optimization_level": options.optimization_level,
         "timing_cache_path": str(folder / TIMINGS),
     }
-    if stage.cache:
-        # It keeps engines whose weights can be put in anew, and no others.
+    if options.cache:
+        # It caches only engines whose weights can be replaced.
         settings |= {"cache_built_engines": True, "reuse_cached_engines": True}
         settings |= {"engine_cache_dir": str(folder / "engines"), "immutable_weights": False}
     return settings

@@ -1,4 +1,4 @@
-"""What a TensorRT engine is tied to, and whether that is here; nothing heavy before it is asked."""
+"""What a TensorRT engine is bound to, and whether this host has it; imports are in functions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXACT = {"tensorrt": "TensorRT", "gpu": "the GPU", "compute_capability": "compute capability"}
-"""What must be the same, as it is told; a newer driver runs what an older one built."""
+"""Facts that must be equal, and their names in messages; a newer driver runs older engines."""
 
 
 def built_for(device: str = "cuda:0") -> dict[str, str]:
-    """Return what an engine built here needs: a GPU, its driver, a TensorRT.
+    """Return what an engine built here needs: GPU, driver and TensorRT.
 
     Raises:
         Unavailable: TensorRT or the GPU is not here.
@@ -41,33 +41,33 @@ def built_for(device: str = "cuda:0") -> dict[str, str]:
 
 
 def driver() -> str:
-    """Return the version of the NVIDIA driver, empty where nvidia-smi does not tell."""
-    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    """Return the version of the NVIDIA driver; empty where nvidia-smi fails."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60).stdout
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return told.strip().partition("\n")[0]
+    return done.stdout.strip().partition("\n")[0]
 
 
-def refuse_elsewhere(needed: Mapping[str, str], file: Path, device: str) -> None:
+def refuse_other_host(needed: Mapping[str, str], file: Path, device: str) -> None:
     """Refuse an engine that was built for another machine.
 
     Raises:
-        Unavailable: something is other here, or missing; the message names it.
+        Unavailable: something differs here, or is missing; the message names it.
     """
     wanted = f"built for {needed['gpu']} with TensorRT {needed['tensorrt']}"
     try:
         here = built_for(device)
     except Unavailable as error:
         raise Unavailable(f"{file}: {wanted}: {error}") from error
-    other = difference(needed, here)
-    if other:
-        raise Unavailable(f"{file}: built for {other}; run export_tensorrt here")
+    mismatch = difference(needed, here)
+    if mismatch:
+        raise Unavailable(f"{file}: built for {mismatch}; run export_tensorrt here")
 
 
 def difference(needed: Mapping[str, str], here: Mapping[str, str]) -> str:
-    """Return the first thing that is other here than what an engine needs; empty where none is."""
+    """Return the first thing that differs from what an engine needs; empty where nothing does."""
     for key, name in EXACT.items():
         if needed[key] != here[key]:
             return f"{name} {needed[key]}, found {here[key]}"

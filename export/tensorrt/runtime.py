@@ -1,4 +1,4 @@
-"""TensorRT engines, loaded and asked."""
+"""Load and run TensorRT engines."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DTYPES = {
 }
 """TensorRT's name of an element type → torch's."""
 
-Outputs = tuple[torch.Tensor, ...]
+Tensors = tuple[torch.Tensor, ...]
 
 
 def load(
     file: Path, signature: Signature, sizes: Mapping[str, Sequence[int]], device: str
-) -> Callable[..., Outputs]:
+) -> Callable[..., Tensors]:
     """Return a function that runs an engine on CUDA tensors.
 
     Raises:
@@ -42,7 +42,7 @@ def load(
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
     inputs = [n for n in names if engine.get_tensor_mode(n) == trt.TensorIOMode.INPUT]
     outputs = [n for n in names if n not in inputs]
-    # Engines that came by ONNX bear the signature's names, others their order alone.
+    # Engines built from ONNX have the signature's names, others its order alone.
     inputs = in_order(inputs, [spec.name for spec in signature.inputs])
     outputs = in_order(outputs, [spec.name for spec in signature.outputs])
     run = _runner(engine, inputs, outputs, device)
@@ -52,59 +52,60 @@ def load(
     return in_parts(run, signature, sizes[signature.batch_axis][2])
 
 
-def in_order(found: Sequence[str], wanted: Sequence[str]) -> list[str]:
+def in_order(names: Sequence[str], signature_names: Sequence[str]) -> list[str]:
     """Return an engine's tensors in the signature's order."""
-    return list(wanted) if set(found) == set(wanted) else list(found)
+    return list(signature_names if set(names) == set(signature_names) else names)
 
 
 def in_parts(
-    run: Callable[..., Outputs], signature: Signature, largest: int
-) -> Callable[..., Outputs]:
-    """Return a function that asks for at most so many samples at once.
+    run: Callable[..., Tensors], signature: Signature, largest: int
+) -> Callable[..., Tensors]:
+    """Return a function that runs at most `largest` samples at once.
 
-    Inputs without the batch axis are given whole. Outputs must have it first.
+    Inputs without the batch axis are passed unchanged. Tensors must have it first.
     """
     batched = [spec.shape[:1] == (signature.batch_axis,) for spec in signature.inputs]
 
-    def ask(*inputs: torch.Tensor) -> Outputs:
-        rows, answers = len(inputs[0]), []
+    def run_in_parts(*inputs: torch.Tensor) -> Tensors:
+        rows, outputs = len(inputs[0]), []
         for start in range(0, rows, largest):
             part = slice(start, start + largest)
-            answers.append(
+            outputs.append(
                 run(*(x[part] if b else x for x, b in zip(inputs, batched, strict=True)))
             )
-        return tuple(torch.cat(column) for column in zip(*answers, strict=True))
+        return tuple(torch.cat(column) for column in zip(*outputs, strict=True))
 
-    return ask
+    return run_in_parts
 
 
 def _runner(
     engine: Any, inputs: Sequence[str], outputs: Sequence[str], device: str
-) -> Callable[..., Outputs]:
+) -> Callable[..., Tensors]:
     context = engine.create_execution_context()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch
     dtypes = {n: DTYPES[engine.get_tensor_dtype(n).name] for n in (*inputs, *outputs)}
 
-    def run(*given: torch.Tensor) -> Outputs:
-        held = [x.to(dtypes[n]).contiguous() for n, x in zip(inputs, given, strict=True)]
-        for name, tensor in zip(inputs, held, strict=True):
+    def run(*tensors: torch.Tensor) -> Tensors:
+        # In a list, so that the memory lives until the engine has read it.
+        buffers = [x.to(dtypes[n]).contiguous() for n, x in zip(inputs, tensors, strict=True)]
+        for name, tensor in zip(inputs, buffers, strict=True):
             if not context.set_input_shape(name, tuple(tensor.shape)):
                 raise ValueError(
                     f"input {name} has shape {list(tensor.shape)}, which the engine was not built "
                     "for; set export_tensorrt's sizes"
                 )
             context.set_tensor_address(name, tensor.data_ptr())
-        answers = []
+        results = []
         for name in outputs:
             shape = tuple(context.get_tensor_shape(name))
             if min(shape, default=0) < 0:
                 raise StageFailed(f"the size of output {name} depends on the values of the inputs")
-            answers.append(torch.empty(shape, dtype=dtypes[name], device=device))
-            context.set_tensor_address(name, answers[-1].data_ptr())
+            results.append(torch.empty(shape, dtype=dtypes[name], device=device))
+            context.set_tensor_address(name, results[-1].data_ptr())
         stream.wait_stream(torch.cuda.current_stream(device))
         if not context.execute_async_v3(stream.cuda_stream):
             raise RuntimeError("TensorRT could not run the engine; its own log says why")
         stream.synchronize()
-        return tuple(answers)
+        return tuple(results)
 
     return run

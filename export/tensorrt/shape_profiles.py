@@ -1,4 +1,4 @@
-"""Sizes that an engine is built for: the smallest, the usual and the largest of each named axis."""
+"""Optimization profiles: smallest, usual and largest size of each named axis of an engine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature, TensorSpec
 
 BATCH = (1, 8, 32)
-"""The batch where nothing was said."""
+"""Sizes of the batch where the stage has none."""
 LENGTH = 128
-"""The usual size of another axis whose bounds alone are known, or the nearest that they allow."""
+"""The usual size of another axis of which only the bounds are known, or the nearest allowed."""
 
 
 class Shapes(NamedTuple):
@@ -40,7 +40,7 @@ def sizes_of(
                 f"sizes: {name!r} is no named axis of the model's inputs; they have "
                 f"{', '.join(axes) or 'none'}"
             )
-    found = {}
+    all_sizes = {}
     for name in axes:
         bounds = signature.bounds(name)
         usual = BATCH if name == signature.batch_axis else None
@@ -56,17 +56,17 @@ def sizes_of(
             raise StageFailed(
                 f"sizes: {{{name}: {[*sizes]}}} leaves what model.axes allows, {bounds}"
             )
-        found[name] = (sizes[0], sizes[1], sizes[2])
-    return found
+        all_sizes[name] = (sizes[0], sizes[1], sizes[2])
+    return all_sizes
 
 
 def shapes_of(spec: TensorSpec, sizes: Mapping[str, Sequence[int]]) -> Shapes:
-    """Return the three shapes of an input."""
+    """Return the shapes of an input at the three sizes."""
     return Shapes(*(spec.sized({name: s[i] for name, s in sizes.items()}) for i in range(3)))
 
 
-def fixed(signature: Signature, sizes: Mapping[str, int]) -> Signature:
-    """Return a signature whose named axes are numbers."""
+def with_fixed_sizes(signature: Signature, sizes: Mapping[str, int]) -> Signature:
+    """Return a signature whose named axes are replaced by numbers."""
     inputs = tuple(
         spec.model_copy(update={"shape": spec.sized(dict(sizes))}) for spec in signature.inputs
     )

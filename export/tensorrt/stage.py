@@ -1,9 +1,10 @@
-"""TensorRT: the artifact, and the stage that builds an engine from a module, a graph or ONNX."""
+"""The artifact `TensorRTEngine`, and the stage `export_tensorrt` that builds it."""
 
 from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field
@@ -20,9 +21,9 @@ from export.onnx.stage import OnnxModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from compress.core.context import Context
+    from export.tensorrt.build import BuildOptions
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ Sizes = Annotated[tuple[Count, Count, Count], AfterValidator(_ascending)]
 class TensorRTEngine(Artifact):
     """A TensorRT engine: kernels chosen on one GPU, with the weights.
 
-    It is tied to that model of GPU and to the version of TensorRT, and refused elsewhere.
+    It is bound to that model of GPU and to the version of TensorRT, and refused elsewhere.
     """
 
     kind: ClassVar[str] = "tensorrt"
@@ -57,7 +58,7 @@ class TensorRTEngine(Artifact):
 
     @contextmanager
     def open(self, device: str = "cuda", threads: int = 1) -> Iterator[Predictor]:
-        """Give the engine as a predictor; it runs on a CUDA device, whatever the device.
+        """Load the engine as a predictor; it runs on a CUDA device, whatever the device.
 
         More samples than the largest batch are answered in parts.
 
@@ -65,11 +66,11 @@ class TensorRTEngine(Artifact):
             ArtifactInvalid: the engine was altered after sealing, or cannot be loaded.
             Unavailable: it was built elsewhere, or TensorRT or the GPU is not here.
         """
-        from export.tensorrt.host_check import refuse_elsewhere
+        from export.tensorrt.host_check import refuse_other_host
         from export.tensorrt.runtime import load
 
         device = _numbered(device)
-        refuse_elsewhere(self.fact("built_for"), self.payload_path, device)
+        refuse_other_host(self.fact("built_for"), self.payload_path, device)
         self.verify()
         run = load(self.payload_path, self.signature, self.fact("sizes"), device)
         with torch_predictor(run, device, threads) as predict:
@@ -77,7 +78,7 @@ class TensorRTEngine(Artifact):
 
 
 class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine]):
-    """Build a TensorRT engine for the GPU that is here, proved to answer like its source.
+    """Build a TensorRT engine for the GPU of this host, checked against its source.
 
     It computes in the source's own types: float16 and bfloat16 after `convert_precision`, int8
     after `quantize_static` with `target: tensorrt`.
@@ -102,19 +103,27 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
     torch-tensorrt its engines, so that building again is faster; none when left out."""
 
     def resolve_paths(self, folder: Path, code: Path) -> Self:
-        """Return the same stage with its cache relative to the pipeline file."""
+        """Return the stage with its cache's path resolved against the pipeline file's folder."""
         if self.cache is None:
             return self
         return self.model_copy(update={"cache": str((folder / self.cache).absolute())})
 
     def own_settings(self) -> dict[str, Any]:
-        """Return the settings that decide the result; the cache's place does not."""
+        """Return the settings that decide the result; the cache's path does not."""
         return {k: v for k, v in super().own_settings().items() if k != "cache"}
 
     def all_requirements(self) -> tuple[Requirement, ...]:
         """Return TensorRT, torch-tensorrt where it is used, and a CUDA device."""
         converter = (TORCH_TENSORRT,) if self.through == "torch_tensorrt" else ()
-        return (*converter, TENSORRT, CUDA.instead("use export_onnx"))
+        cuda = CUDA.model_copy(update={"install": "use export_onnx"})
+        return (*converter, TENSORRT, cuda)
+
+    def build_options(self) -> BuildOptions:
+        """Return the settings of TensorRT's builder."""
+        from export.tensorrt.build import BuildOptions
+
+        cache = Path(self.cache) if self.cache else None
+        return BuildOptions(self.workspace_mebibytes, self.optimization_level, self.tf32, cache)
 
     @property
     def machine_parts(self) -> dict[str, Any]:
@@ -124,32 +133,37 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
         return {"built_for": built_for()}
 
     def run(self, model: EagerModel | GraphModel | OnnxModel, context: Context) -> TensorRTEngine:
-        """Build, check and seal."""
-        from export.common.host_check import refuse_missing
-        from export.common.targets import warn_of_another
-        from export.tensorrt.build import build
+        """Build, load, compare with the source."""
+        from export.common.host_check import require_all
+        from export.common.targets import warn_of_other_target
+        from export.tensorrt.build import build_from_onnx, build_from_program
         from export.tensorrt.host_check import built_for
-        from export.tensorrt.parity import prove_equal
+        from export.tensorrt.parity import check_engine
         from export.tensorrt.runtime import load
         from export.tensorrt.shape_profiles import sizes_of
 
-        refuse_missing(self.all_requirements(), self.title)
-        warn_of_another(model, ("tensorrt",), self.title)
+        require_all(self.all_requirements(), self.title)
+        warn_of_other_target(model, ("tensorrt",), self.title)
         sizes = sizes_of(model.signature, self.sizes)
         device = _numbered(context.device)
         facts: dict[str, Any] = {
             "built_for": built_for(device),
             "sizes": {name: list(three) for name, three in sizes.items()},
+            "parameters": model.parameters(),
+            "macs": model.macs(),
         }
-        facts |= {"parameters": model.parameters(), "macs": model.macs()}
         with TensorRTEngine.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             file = partial / TensorRTEngine.payload
-            file.write_bytes(build(model, self, sizes, device))
+            if self.through == "onnx":
+                plan = build_from_onnx(model, sizes, self.build_options())
+            else:
+                plan = build_from_program(model, sizes, self.build_options(), device)
+            file.write_bytes(plan)
             run = load(file, model.signature, sizes, device)
             with torch_predictor(run, device, context.threads) as engine:
-                prove_equal(model, engine, sizes, context)
+                check_engine(model, engine, sizes, context)
         logger.info("%s: built for %s", self.title, facts["built_for"]["gpu"])
         return TensorRTEngine.from_directory(context.root)
 
@@ -160,11 +174,11 @@ class ExportTensorRT(Stage[EagerModel | GraphModel | OnnxModel, TensorRTEngine])
         context: Context,
     ) -> None:
         """Compare an engine from an earlier run with its source, on the data of this one."""
-        from export.tensorrt.parity import prove_equal
+        from export.tensorrt.parity import check_engine
 
         sizes: Any = artifact.fact("sizes")
         with artifact.open(_numbered(context.device), context.threads) as engine:
-            prove_equal(model, engine, sizes, context)
+            check_engine(model, engine, sizes, context)
 
 
 def _numbered(device: str) -> str:

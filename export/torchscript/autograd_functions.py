@@ -1,4 +1,4 @@
-"""Functions with a gradient of their own (torch.autograd.Function), traced as what they compute."""
+"""Trace torch.autograd.Function subclasses as the operators of their forward pass."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 Function = torch.autograd.Function
 
 
-class _Forgetful:
-    """What a forward pass keeps for a backward pass that never comes."""
+class _ForwardContext:
+    """The `ctx` of a forward pass without a backward pass: it stores nothing."""
 
     def __init__(self, inputs: int) -> None:
         self.needs_input_grad = (False,) * inputs
@@ -31,20 +31,20 @@ class _Forgetful:
 
 
 @contextmanager
-def plain_functions() -> Iterator[None]:
-    """Let functions with their own gradient be called as any other.
+def inlined_functions() -> Iterator[None]:
+    """Have `Function.apply` call `forward` directly, in a block.
 
     The tracer would record a call of Python code, which no TorchScript file can hold.
     """
-    known = Function.__dict__["apply"]
+    original = Function.__dict__["apply"]
 
-    def apply(cls: type[Function], *inputs: Any, **more: Any) -> Any:
+    def apply(cls: type[Function], *inputs: Any, **named: Any) -> Any:
         if cls.setup_context is not Function.setup_context:
-            return cls.forward(*inputs, **more)
-        return cls.forward(_Forgetful(len(inputs)), *inputs, **more)
+            return cls.forward(*inputs, **named)
+        return cls.forward(_ForwardContext(len(inputs)), *inputs, **named)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        Function.apply = known  # type: ignore[method-assign]
+        Function.apply = original  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""TorchScript modules: made from eager ones, written byte for byte alike, read, counted."""
+"""TorchScript modules: made from eager ones, written reproducibly, read, their weights counted."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from compress.checkpoint.safe_zip import refuse_bomb
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.graph.torch_export import with_flat_outputs
-from export.torchscript.autograd_functions import plain_functions
-from export.torchscript.script_or_trace import guesses, script_parts_
+from export.torchscript.autograd_functions import inlined_functions
+from export.torchscript.script_or_trace import record_guesses, script_parts_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,19 +23,20 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
 
 MANGLED = re.compile(rb"___torch_mangle_\d+")
-"""How TorchScript tells two classes of one name apart: by a number that counts up per process."""
+"""TorchScript's suffix of a class whose name was used before: a counter of the process."""
 TEXT = (".py", ".pkl")
 SOURCE_LOCATIONS = ".debug_pkl"
 VERSIONS = ("version", ".data/version")
-WRITTEN_ANYWAY = (*VERSIONS, "byteorder", ".data/serialization_id")
+WRITTEN_BY_TORCH = (*VERSIONS, "byteorder", ".data/serialization_id")
+"""Records that PyTorchFileWriter adds to every archive itself."""
 
 
-class Method(NamedTuple):
+class ScriptMethod(NamedTuple):
     """How an eager model becomes TorchScript."""
 
     name: Literal["trace", "script", "mixed"] = "trace"
     scripted: tuple[str, ...] = ()
-    """Submodules that `mixed` scripts; those that a trace would guess in, where there are none."""
+    """Submodules that `mixed` scripts; where empty, those in which a trace would guess."""
     freeze: bool = True
 
 
@@ -45,17 +46,18 @@ OTHERS = {"trace": "script", "script": "trace", "mixed": "script"}
 def to_torchscript(
     module: torch.nn.Module,
     signature: Signature,
-    method: Method,
+    method: ScriptMethod,
     inputs: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.jit.ScriptModule, list[str]]:
-    """Return a module in eval mode as TorchScript, and the parts in which tracing guessed.
+    """Return a module in eval mode as TorchScript, and the submodules in which tracing guessed.
 
-    The module's own parts may be replaced. Frozen, its weights are constants of the graph.
+    A trace guesses where Python code reads a number from a tensor: see :func:`record_guesses`. The
+    module's own submodules may be replaced. Frozen, its weights are constants of the graph.
 
     Args:
         module: the module.
         signature: its interface.
-        method: how it is read.
+        method: trace, script or both.
         inputs: what is traced; seeded inputs when left out.
 
     Raises:
@@ -66,8 +68,8 @@ def to_torchscript(
 
     def trace() -> Any:
         flat = with_flat_outputs(module, inputs)
-        # The tracer's own check runs the same inputs again; check_agreement does more.
-        with plain_functions():
+        # The tracer's own check runs the same inputs again; the parity check does more.
+        with inlined_functions():
             return torch.jit.trace(flat, inputs, check_trace=False)  # type: ignore[no-untyped-call]  # torch
 
     with torch.no_grad(), quiet():
@@ -78,12 +80,9 @@ def to_torchscript(
             if method.name == "script":
                 scripted = torch.jit.script(module)
             else:
-                with guesses(module) as guessed:
+                with record_guesses(module) as guessed:
                     scripted = trace()
-            frozen: torch.jit.ScriptModule = (
-                torch.jit.freeze(scripted) if method.freeze else scripted
-            )
-            return frozen, guessed
+            return torch.jit.freeze(scripted) if method.freeze else scripted, guessed
         except StageFailed:
             raise
         except Exception as error:
@@ -97,7 +96,7 @@ def to_torchscript(
 def save(module: torch.jit.ScriptModule, file: Path) -> None:
     """Write a module; equal modules give equal bytes.
 
-    Classes are numbered by appearance, not by how many the process has made before. Source
+    Classes are numbered in order of appearance, not by how many the process has made before. Source
     locations, which name the author's folders, are left out.
 
     Raises:
@@ -118,10 +117,11 @@ def save(module: torch.jit.ScriptModule, file: Path) -> None:
 
     with file.open("wb") as stream:
         writer = torch._C.PyTorchFileWriter(stream)
-        # An older version would have the operators read with the meaning they had then.
-        writer.set_min_version(_version(reader))
+        # With an older version, operators would be read with the meaning that they had then.
+        version = next(name for name in reader.get_all_records() if name in VERSIONS)
+        writer.set_min_version(int(reader.get_record(version)))
         for name in reader.get_all_records():
-            if name.endswith(SOURCE_LOCATIONS) or name in WRITTEN_ANYWAY:
+            if name.endswith(SOURCE_LOCATIONS) or name in WRITTEN_BY_TORCH:
                 continue
             record = reader.get_record(name)
             if name.endswith(TEXT):
@@ -131,23 +131,17 @@ def save(module: torch.jit.ScriptModule, file: Path) -> None:
         writer.write_end_of_file()
 
 
-def _version(reader: torch._C.PyTorchFileReader) -> int:
-    """Return the version of TorchScript's operators that an archive was written for."""
-    name = next(n for n in reader.get_all_records() if n in VERSIONS)
-    return int(reader.get_record(name))
-
-
 def load(file: Path, device: str = "cpu", *, optimized: bool = False) -> Any:
     """Read a module.
 
     Args:
         file: the module.
         device: where it goes.
-        optimized: whether convolutions are given the layout of the processor that is here, which
+        optimized: whether to change convolutions to the memory layout of this processor, which
             torch (2.13) cannot save.
 
     Raises:
-        ArtifactInvalid: the file is not TorchScript, truncated, or an archive of another's making.
+        ArtifactInvalid: the file is not TorchScript, truncated, or would unpack to too much.
     """
     refuse_bomb(file)
     try:
@@ -164,16 +158,15 @@ def count_weights(module: Any) -> int:
     graph = module.inlined_graph  # the nodes live as long as this name does
     constants = [n for n in graph.findAllNodes("prim::Constant") if n.hasAttribute("value")]
     tensors = [n.t("value") for n in constants if n.kindOf("value") == "t"]
-    held: int = sum(p.numel() for p in module.parameters())  # none where it is frozen
-    constants_held: int = sum(t.numel() for t in tensors if t.dim())
-    return held + constants_held
+    tensors = [*(t for t in tensors if t.dim()), *module.parameters()]  # none where it is frozen
+    return sum(t.numel() for t in tensors)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Hide torch's deprecations, which the stage logs in one line instead."""
     with warnings.catch_warnings():
-        # Of graphs' modules, whose annotations scripting does not need.
+        # Annotations in graph modules, which scripting does not need.
         warnings.filterwarnings("ignore", message=r"The TorchScript type system doesn't support")
         # Tensors of quint8 and qint8 are to leave torch after TorchScript.
         warnings.filterwarnings("ignore", message=r"torch\.quantize_per_tensor, .* are deprecated")

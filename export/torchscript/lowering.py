@@ -1,4 +1,4 @@
-"""TorchScript from a traced graph: integers computed by torch's own quantized kernels."""
+"""TorchScript from a torch.export graph, with torch's own quantized kernels."""
 
 from __future__ import annotations
 
@@ -13,39 +13,40 @@ from torch.fx.graph import CodeGen
 from compress.artifacts.graph_model import reshape_views_
 from compress.common.errors import StageFailed, first_line
 from export.torchscript.file_io import quiet
-from export.torchscript.quantized_kernels import lower_
+from export.torchscript.quantized_kernels import lower_quantized_
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 aten = torch.ops.aten
 HEAVY = {"conv1d", "conv2d", "conv3d", "linear", "lstm", "gru"}
-"""Operators that take the time."""
+"""Operators whose float kernels are counted."""
 
 
 def script(program: ExportedProgram) -> tuple[torch.jit.ScriptModule, dict[str, dict[str, int]]]:
     """Return a program as TorchScript, and how many integer and float kernels it calls.
 
-    The graph is compiled and not recorded, so that the sizes of named axes stay computed. It is not
+    The graph is scripted and not traced, so that the sizes of named axes stay computed. It is not
     frozen: freezing would turn integer weights back into floats.
 
     Raises:
         StageFailed: TorchScript has no form of an operator.
     """
-    graph = plain(program.module(check_guards=False))
+    graph = without_guards(program.module(check_guards=False))
     with quiet():
-        lower_(graph)
+        lower_quantized_(graph)
     kernels = count_kernels(graph)
-    drop_unread_(graph)
+    remove_unused_(graph)
     for node in graph.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
             node.target = node.target.overloadpacket  # scripting knows operators, not overloads
     graph.recompile()
-    # The first class of a name in a process has no number, which would make two files differ.
-    taken = fx.GraphModule({}, fx.symbolic_trace(torch.nn.Identity()).graph)
+    # The first class of a name in a process gets no number, which would make two files differ: so
+    # another one is scripted first.
+    first = fx.GraphModule({}, fx.symbolic_trace(torch.nn.Identity()).graph)
     try:
         with quiet():
-            torch.jit.script(taken)
+            torch.jit.script(first)
             return torch.jit.script(graph.eval()), kernels
     except Exception as error:
         raise StageFailed(
@@ -53,11 +54,11 @@ def script(program: ExportedProgram) -> tuple[torch.jit.ScriptModule, dict[str, 
         ) from error
 
 
-def plain(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a program's module without what torch.export adds around its operators."""
+def without_guards(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a program's module as operators and tensors alone, without torch.export's checks."""
     graph = module.graph
     graph.set_codegen(CodeGen())
-    reshape_views_(module)  # integer convolutions answer with channels last
+    reshape_views_(module)  # the outputs of integer convolutions have channels last
     for node in list(graph.nodes):
         if node.op == "call_module" or node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)  # checks of inputs and types
@@ -76,7 +77,7 @@ def plain(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def count_kernels(graph: fx.GraphModule) -> dict[str, dict[str, int]]:
-    """Count the integer kernels, and the heavy operators computed in floats."""
+    """Count the integer kernels, and the heavy operators that are computed in floats."""
     called = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
     integer = Counter(name for name in called if name.startswith(("quantized.", "aten.quantized_")))
     heavy = Counter(
@@ -90,7 +91,7 @@ def count_kernels(graph: fx.GraphModule) -> dict[str, dict[str, int]]:
     }
 
 
-def drop_unread_(graph: fx.GraphModule) -> None:
+def remove_unused_(graph: fx.GraphModule) -> None:
     """Remove operators and tensors that nothing reads, in place."""
     graph.graph.eliminate_dead_code()
     for node in list(graph.graph.nodes):

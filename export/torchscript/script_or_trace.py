@@ -1,4 +1,4 @@
-"""What a trace would guess: which modules branch or count by the data, and scripting only those."""
+"""Find the submodules that branch or loop by the data, and script only those."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compress.common.errors import StageFailed, first_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-WHOLE = "the model's own forward"
+ROOT = "the model's own forward"
 
 
 def script_parts_(
@@ -23,16 +23,19 @@ def script_parts_(
     """Replace submodules by scripted ones, in place.
 
     Args:
-        module: the whole.
+        module: the model.
         patterns: their names, `*` and `?` standing for any characters; where there are none, they
-            are those that guess while ``trace`` runs.
-        trace: records a forward pass of the whole.
+            are those in which ``trace`` guesses.
+        trace: traces a forward pass of the model.
 
     Raises:
         StageFailed: a name fits no submodule, one cannot be scripted, or all would have to be.
     """
-    names = _named(module, patterns) if patterns else _guessing(module, trace)
-    for name in names:
+    names = _matching(module, patterns) if patterns else _guessing(module, trace)
+    # A scripted module takes those inside it along.
+    for name in sorted(set(names)):
+        if any(name.startswith(f"{outer}.") for outer in names):
+            continue
         try:
             scripted = torch.jit.script(module.get_submodule(name))
         except Exception as error:
@@ -44,36 +47,27 @@ def script_parts_(
         setattr(module.get_submodule(owner), attribute, scripted)
 
 
-def _named(module: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
+def _matching(module: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [name for name, _ in module.named_modules() if name]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise StageFailed(f"scripted: no submodule is named {pattern!r}")
-    return _outermost(n for n in names if any(fnmatchcase(n, p) for p in patterns))
+    return [n for n in names if any(fnmatchcase(n, p) for p in patterns)]
 
 
 def _guessing(module: torch.nn.Module, trace: Callable[[], Any]) -> list[str]:
-    with guesses(module) as found:
+    with record_guesses(module) as names:
         trace()
-    if WHOLE in found:
+    if ROOT in names:
         raise StageFailed(
-            f"{WHOLE} branches or counts by the data, and no part of it; use `method: script`, or "
+            f"{ROOT} branches or counts by the data, and no part of it; use `method: script`, or "
             "put that into a submodule"
         )
-    return _outermost(found)
-
-
-def _outermost(names: Any) -> list[str]:
-    """Return names without those of modules inside others."""
-    kept: list[str] = []
-    for name in sorted(set(names)):
-        if not any(name.startswith(f"{outer}.") for outer in kept):
-            kept.append(name)
-    return kept
+    return names
 
 
 def _without_hooks(module: torch.nn.Module) -> set[torch.nn.Module]:
-    """Return what guesses nothing and takes no hooks: scripted parts, torch's integer layers."""
+    """Return the submodules that take no hooks: scripted parts, torch's integer layers."""
     return {
         inner
         for part in module.modules()
@@ -84,39 +78,40 @@ def _without_hooks(module: torch.nn.Module) -> set[torch.nn.Module]:
 
 
 @contextmanager
-def guesses(module: torch.nn.Module) -> Iterator[list[str]]:
-    """Collect the names of modules that make a number of a tensor while they are traced.
+def record_guesses(module: torch.nn.Module) -> Iterator[list[str]]:
+    """Collect the names of modules that convert a tensor to a number while they are traced.
 
-    The trace keeps the number, or the branch taken, whatever the data of later calls is.
+    The trace fixes the number, or the branch taken, whatever the data of later calls is. torch's
+    warning does not name the module, so hooks record which one runs.
     """
-    names = {part: name or WHOLE for name, part in module.named_modules()}
+    names = {part: name or ROOT for name, part in module.named_modules()}
     running: list[str] = []
-    found: list[str] = []
+    guessing: list[str] = []
 
     def enter(part: torch.nn.Module, _: Any) -> None:
-        running.append(names.get(part, running[-1] if running else WHOLE))
+        running.append(names.get(part, running[-1] if running else ROOT))
 
     def leave(_: torch.nn.Module, __: Any, ___: Any) -> None:
         running.pop()
 
-    def note(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    def record(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if not issubclass(category, torch.jit._trace.TracerWarning):
-            shown(message, category, *place, **more)
-        elif (running or [WHOLE])[-1] not in found:
-            found.append((running or [WHOLE])[-1])
+            showwarning(message, category, *place, **more)
+        elif (running or [ROOT])[-1] not in guessing:
+            guessing.append((running or [ROOT])[-1])
 
     handles = []
-    shown = warnings.showwarning
-    deaf = _without_hooks(module)
+    showwarning = warnings.showwarning
+    unhookable = _without_hooks(module)
     for part in module.modules():
-        if part in deaf:
+        if part in unhookable:
             continue
         handles += [part.register_forward_pre_hook(enter), part.register_forward_hook(leave)]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always", torch.jit._trace.TracerWarning)
-            warnings.showwarning = note
-            yield found
+            warnings.showwarning = record
+            yield guessing
     finally:
         for handle in handles:
             handle.remove()

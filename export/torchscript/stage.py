@@ -1,4 +1,4 @@
-"""TorchScript: the artifact, and the stage that freezes a module into it."""
+"""The artifact `TorchScriptModel`, and the stage `export_torchscript` that writes it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pydantic import model_validator
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
+from compress.core.context import Context
 from compress.core.stage import Stage
-from export.common.targets import no_such_integers
+from export.common.targets import uint8_only
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -28,12 +29,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SIGNED_OR_WIDE = {"int8", "uint16"}
+Source: TypeAlias = EagerModel | GraphModel
+
+NOT_UINT8 = {"int8", "uint16"}
 """Activations that torch's integer kernels do not take."""
 DEPRECATED = "torch itself calls TorchScript deprecated; export_onnx and export_aot are not"
-
-
-Source: TypeAlias = EagerModel | GraphModel
 
 
 class TorchScriptModel(Artifact):
@@ -45,13 +45,12 @@ class TorchScriptModel(Artifact):
 
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Give the module as a predictor."""
+        """Load the module as a predictor."""
         from compress.common.forward import torch_predictor
         from export.torchscript.file_io import load
 
         self.verify_cached()
-        facts = self.manifest.facts
-        optimized = bool(facts.get("optimize_for_inference"))
+        optimized = bool(self.manifest.facts.get("optimize_for_inference"))
         module = load(self.payload_path, device, optimized=optimized)
         with torch_predictor(module, device, threads) as predict:
             yield predict
@@ -60,23 +59,23 @@ class TorchScriptModel(Artifact):
         """Count the weights, BatchNorm folded into them where freezing did so."""
         from export.torchscript.file_io import count_weights, load
 
-        return self._of_its_graph("parameters") or count_weights(load(self.payload_path))
+        return self._recorded_count("parameters") or count_weights(load(self.payload_path))
 
     def macs(self) -> int:
         """Count multiply-accumulates for one sample."""
         from compress.graph.flops import count_macs
         from export.torchscript.file_io import load
 
-        counted = self._of_its_graph("macs")
-        return counted or count_macs(load(self.payload_path), self.signature.example(batch=1))
+        recorded = self._recorded_count("macs")
+        return recorded or count_macs(load(self.payload_path), self.signature.example(batch=1))
 
-    def _of_its_graph(self, count: str) -> int:
-        """Return what was counted in the graph it was made from; packed weights do not tell."""
+    def _recorded_count(self, count: str) -> int:
+        """Return a count of the source graph, whose weights are packed in the file; 0 if none."""
         return int(str(self.manifest.facts.get(count, 0)))
 
 
 class ExportTorchScript(Stage[Source, TorchScriptModel]):
-    """Write a TorchScript file, proved to answer like its source.
+    """Write a TorchScript file, checked against its source.
 
     Eager models are frozen. Of quantized graphs, what lies between dequantize and quantize becomes
     torch's own integer kernels.
@@ -104,20 +103,20 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
         return self
 
     def unsupported_input_reason(self, formats: Set[str]) -> str:
-        """Return why torch has no kernels for such activations, or nothing."""
-        other = formats & SIGNED_OR_WIDE
-        return no_such_integers(min(other)) if other else ""
+        """Return why torch has no kernels for such formats; empty where it has."""
+        other = formats & NOT_UINT8
+        return uint8_only(min(other)) if other else ""
 
     def run(self, model: Source, context: Context) -> TorchScriptModel:
-        """Trace or script, check and seal."""
+        """Trace or script, write, read back, compare with the source."""
         from compress.common.forward import torch_predictor
-        from export.parity.compare import prove_equal
+        from export.parity.compare import check_parity
         from export.parity.report import ParityContext, report_on_mismatch
         from export.parity.repro_script import TORCHSCRIPT
         from export.torchscript.file_io import load, save
 
         facts: dict[str, Any] = {"warnings": [DEPRECATED]}
-        scripted = self._scripted(model, facts)
+        scripted = self._to_torchscript(model, facts)
         if self.optimize_for_inference:
             facts["optimize_for_inference"] = True
         with TorchScriptModel.atomic_write(
@@ -126,33 +125,36 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
             file = partial / TorchScriptModel.payload
             save(scripted, file)
             module = load(file, optimized=self.optimize_for_inference)
-            with torch_predictor(module, "cpu", context.threads) as got:
-                again = functools.partial(_export_again, isinstance(model, GraphModel))
-                account = ParityContext(
-                    self.title, model, got, file, None, again, TORCHSCRIPT, context
+            with torch_predictor(module, "cpu", context.threads) as exported:
+                reexport = functools.partial(_reexport, isinstance(model, GraphModel))
+                parity = ParityContext(
+                    self.title, model, exported, file, None, reexport, TORCHSCRIPT, context
                 )
-                with report_on_mismatch(account):
-                    prove_equal(model, got, context)
-        self._log_facts(facts)
+                with report_on_mismatch(parity):
+                    check_parity(model, exported, context)
+        logger.info("%s: %s", self.title, DEPRECATED)
+        if facts.get("integer_kernels"):
+            kernels = facts["integer_kernels"], facts["float_kernels"]
+            logger.info("%s: %s, in floats %s", self.title, *kernels)
         return TorchScriptModel.from_directory(context.root)
 
     def check_parity(self, model: Source, artifact: TorchScriptModel, context: Context) -> None:
         """Compare a file from an earlier run with its source, on the data of this one."""
-        from export.parity.compare import prove_again
+        from export.parity.compare import check_stored_parity
 
-        prove_again(model, artifact, context)
+        check_stored_parity(model, artifact, context)
 
-    def _scripted(self, model: Source, facts: dict[str, Any]) -> Any:
-        """Return the model as TorchScript; what was found out is added to the facts."""
+    def _to_torchscript(self, model: Source, facts: dict[str, Any]) -> Any:
+        """Return the model as TorchScript; kernels and warnings are added to the facts."""
         if isinstance(model, GraphModel):
             from export.torchscript.lowering import script
 
             module, kernels = script(model.program())
             facts |= {**kernels, "parameters": model.parameters(), "macs": model.macs()}
             return module
-        from export.torchscript.file_io import Method, to_torchscript
+        from export.torchscript.file_io import ScriptMethod, to_torchscript
 
-        method = Method(self.method, self.scripted, self.freeze)
+        method = ScriptMethod(self.method, self.scripted, self.freeze)
         module, guessed = to_torchscript(model.load(), model.signature, method)
         if guessed:
             facts["warnings"].append(
@@ -162,33 +164,27 @@ class ExportTorchScript(Stage[Source, TorchScriptModel]):
             logger.warning("%s: %s", self.title, facts["warnings"][-1])
         return module
 
-    def _log_facts(self, facts: dict[str, Any]) -> None:
-        logger.info("%s: %s", self.title, DEPRECATED)
-        if facts.get("integer_kernels"):
-            told = (self.title, facts["integer_kernels"], facts["float_kernels"])
-            logger.info("%s: %s, in floats %s", *told)
 
-
-def _export_again(
+def _reexport(
     quantized: bool,
     program: ExportedProgram,
     signature: Signature,
     file: Path,
     inputs: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """Write a part of the graph and return its answers."""
+    """Export a part of the graph and return its outputs."""
     from compress.common.forward import torch_predictor
     from export.parity.subgraph import prefix
-    from export.torchscript.file_io import Method, load, save, to_torchscript
+    from export.torchscript.file_io import ScriptMethod, load, save, to_torchscript
     from export.torchscript.lowering import script
 
     if quantized:
         scripted, _ = script(program)
     else:
         graph = program.module(check_guards=False)
-        # The checks of a program's module cannot be traced, nor its sizes: they become constants.
+        # A program's checks of its inputs cannot be traced; prefix() drops them.
         part = prefix(graph, graph.graph.output_node().all_input_nodes)
-        scripted, _ = to_torchscript(part, signature, Method("trace"), inputs)
+        scripted, _ = to_torchscript(part, signature, ScriptMethod("trace"), inputs)
     save(scripted, file)
-    with torch_predictor(load(file), "cpu", 1) as got:
-        return got(*inputs)
+    with torch_predictor(load(file), "cpu", 1) as predict:
+        return predict(*inputs)

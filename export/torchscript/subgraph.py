@@ -1,4 +1,4 @@
-"""A TorchScript module with some of its outputs alone."""
+"""Reduce a TorchScript module to some of its outputs."""
 
 from __future__ import annotations
 
@@ -16,48 +16,53 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Chosen(nn.Module):
-    """A module of which another is a part."""
+class Wrapper(nn.Module):
+    """A module around another one."""
+
+    # TorchScript files hold the class's name: this one keeps their digests what they were.
+    _jit_override_qualname = "__torch__.export.torchscript_outputs.Chosen"
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
         self.part = part
 
 
-def choosing(
-    module: torch.jit.ScriptModule, names: Sequence[str], answer: Any, count: int
+def select_outputs(
+    module: torch.jit.ScriptModule, names: Sequence[str], output: Any, inputs: int
 ) -> torch.jit.ScriptModule:
-    """Return a module that gives a tuple of some entries of another's answer.
+    """Return a module that returns a tuple of some tensors of another's output.
 
-    It is written in TorchScript: a trace would take one path through the module alone.
+    It is written in TorchScript: a trace would record one path through the module alone.
 
     Args:
-        module: the module; it becomes a part.
-        names: the entries, as :func:`~compress.common.forward.match_outputs` calls them.
-        answer: what the module answered once, which shows where entries are.
-        count: how many tensors it takes.
+        module: the module, which is called.
+        names: the tensors, as :func:`~compress.artifacts.edits.call_adapter.match_outputs` names
+            them.
+        output: the module's output for some input, which shows where the tensors are.
+        inputs: how many tensors it takes.
     """
-    places = dict(_places(answer))
-    inputs = ", ".join(f"x{i}" for i in range(count))
-    chosen = "".join(f"answer{places[name]}, " for name in names)
+    places = dict(_places(output))
+    arguments = ", ".join(f"x{i}" for i in range(inputs))
+    selected = "".join(f"answer{places[name]}, " for name in names)
     with quiet():
-        outer: Any = torch.jit.script(Chosen(module))
+        outer: Any = torch.jit.script(Wrapper(module))
     outer.define(
-        f"def forward(self, {inputs}):\n    answer = self.part({inputs})\n    return ({chosen})\n"
+        f"def forward(self, {arguments}):\n    answer = self.part({arguments})\n"
+        f"    return ({selected})\n"
     )
     return outer  # type: ignore[no-any-return]
 
 
-def _places(answer: Any, name: str = "") -> list[tuple[str, str]]:
-    """Return for each tensor its name, and where it is in an answer, as source code."""
-    if isinstance(answer, torch.Tensor):
+def _places(output: Any, name: str = "") -> list[tuple[str, str]]:
+    """Return for each tensor its name, and the source code that takes it from the output."""
+    if isinstance(output, torch.Tensor):
         return [(name, "")]
     before = f"{name}_" if name else ""
-    if hasattr(answer, "_asdict"):
-        parts = [(f"{before}{key}", f".{key}", value) for key, value in answer._asdict().items()]
-    elif isinstance(answer, Mapping):
-        parts = [(f"{before}{key}", f"[{key!r}]", value) for key, value in answer.items()]
+    if hasattr(output, "_asdict"):
+        parts = [(f"{before}{key}", f".{key}", value) for key, value in output._asdict().items()]
+    elif isinstance(output, Mapping):
+        parts = [(f"{before}{key}", f"[{key!r}]", value) for key, value in output.items()]
         parts += [(re.sub(r"\W", "_", key), *place) for key, *place in parts]
     else:
-        parts = [(f"{name or OUTPUT}_{i}", f"[{i}]", value) for i, value in enumerate(answer)]
+        parts = [(f"{name or OUTPUT}_{i}", f"[{i}]", value) for i, value in enumerate(output)]
     return [(n, f"{place}{rest}") for k, place, v in parts for n, rest in _places(v, k)]

@@ -138,13 +138,13 @@ def _import_script(file: Path, signature: Signature, path: Path) -> Artifact:
     from compress.common.forward import match_outputs
     from export.torchscript.file_io import load, save
     from export.torchscript.stage import TorchScriptModel
-    from export.torchscript.subgraph import choosing
+    from export.torchscript.subgraph import select_outputs
 
     module = load(file).eval()
     answer = _try(file, module, signature)
     chosen, signature = match_outputs(answer, signature)
     if chosen:
-        module = choosing(module, chosen, answer, len(signature.inputs)).eval()
+        module = select_outputs(module, chosen, answer, len(signature.inputs)).eval()
         _try(file, module, signature)
     # A frozen module has none; its artifact then counts the constants of its graph.
     facts = {"parameters": sum(p.numel() for p in module.parameters())}

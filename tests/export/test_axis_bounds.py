@@ -7,8 +7,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import AxisBounds, Signature, TensorSpec
 from compress.core.context import Context
@@ -17,6 +15,7 @@ from export.exported_program import ExportProgram
 from export.parity import compare
 from export.tensorrt.shape_profiles import sizes_of
 from serve.worker.tensors import check
+from tests.export.builders import network_of
 
 SHORT = """
 from torch import nn
@@ -38,14 +37,7 @@ def signature(**bounds: int) -> Signature:
 
 @pytest.mark.parametrize("bounds", [{}, {"min": 6, "max": 20}], ids=["any", "6 to 20"])
 def test_an_export_is_traced_and_compared_within_the_bounds(bounds, tmp_path: Path) -> None:
-    (tmp_path / "windows.py").write_text(SHORT)
-    model = EagerModel.create(
-        tmp_path / "source",
-        Recipe(factory="windows:window"),
-        {},
-        signature(**bounds),
-        folder=tmp_path,
-    )
+    model = network_of(tmp_path, SHORT, "windows:window", signature(**bounds))
     stage, context = ExportProgram(), Context(root=tmp_path / "program")
     if not bounds:
         with pytest.raises(
@@ -106,10 +98,8 @@ def test_bounds_of_nothing_are_refused(axes, message: str) -> None:
 
 
 def test_a_sample_outside_is_named(tmp_path: Path) -> None:
-    (tmp_path / "windows.py").write_text(SHORT)
-    recipe = Recipe(factory="windows:window")
-    model = EagerModel.create(tmp_path / "m", recipe, {}, signature(min=6), folder=tmp_path)
+    model = network_of(tmp_path, SHORT, "windows:window", signature(min=6))
     with model.open() as predict:
-        compare.compare(model, predict, predict, [(torch.ones(2, 6, 2),)])
+        compare.compare_outputs(model, predict, predict, [(torch.ones(2, 6, 2),)])
         with pytest.raises(StageFailed, match=r"'length' has size 5 .* allows 6 or more"):
-            compare.compare(model, predict, predict, [(torch.ones(2, 5, 2),)])
+            compare.compare_outputs(model, predict, predict, [(torch.ones(2, 5, 2),)])

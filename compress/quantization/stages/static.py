@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
 
-if TYPE_CHECKING:
-    from compress.core.context import Context
-
 
 class QuantizeStatic(IntegerStage):
     """Compute in 8-bit integers, activation ranges fixed beforehand on a sample of the data."""

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
 
-if TYPE_CHECKING:
-    from compress.core.context import Context
-
 
 class QuantizeWeights(QuantizationStage):
     """Hold the weights of linear layers in a few bits; what is computed stays float.

@@ -17,32 +17,35 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 LINEAR = aten.linear.default
 PACKED = "_packed"
+"""End of the names that `quantize_weights` gives packed integers."""
 
 
-def with_packed_products(program: ExportedProgram, signature: Signature) -> ExportedProgram:
-    """Return a program whose products read packed weights as they are.
+def use_matmul_nbits(program: ExportedProgram, signature: Signature) -> ExportedProgram:
+    """Return a program whose linear layers read packed weights by MatMulNBits.
 
-    Left alone, an exporter folds what turns them back into floats, and writes these.
+    Otherwise the exporter folds the dequantization of the weights, and writes them as floats.
 
     Args:
-        program: what :class:`~compress.artifacts.graph_model.GraphModel` holds.
+        program: what :class:`~compress.artifacts.graph_model.GraphModel` stores.
         signature: its interface.
     """
     if not any(name.endswith(PACKED) for name in program.state_dict):
         return program
     graph = program.module(check_guards=False)
-    found = [node for node in graph.graph.nodes if _is_packed(node)]
-    products = {product: node for node in found for product in _products(node)}
-    if not products:
+    weights = [
+        n for n in graph.graph.nodes if n.op == "get_attr" and str(n.target).endswith(PACKED)
+    ]
+    layers = {layer: weight for weight in weights for layer in _layers_reading(weight)}
+    if not layers:
         return program
-    for product, packed in products.items():
-        _multiply_packed_(graph, product, packed)
+    for layer, weight in layers.items():
+        _use_matmul_nbits_(graph, layer, weight)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return export_program(graph, signature)
 
 
-def multiply(
+def matmul_nbits(
     features: torch.Tensor,
     bytes_NGS: torch.Tensor,
     scale_NG: torch.Tensor,
@@ -50,7 +53,7 @@ def multiply(
     bits: int,
     group_size: int,
 ) -> torch.Tensor:
-    """Stand for onnxruntime's product of features with a packed weight."""
+    """Call onnxruntime's product of features with a packed weight, for tracing alone."""
     outputs, groups = scale_NG.shape
     product: torch.Tensor = torch.onnx.ops.symbolic(
         "com.microsoft::MatMulNBits",
@@ -63,39 +66,35 @@ def multiply(
     return product
 
 
-def _is_packed(node: fx.Node) -> bool:
-    return node.op == "get_attr" and str(node.target).endswith(PACKED)
-
-
-def _products(packed: fx.Node) -> list[fx.Node]:
+def _layers_reading(packed: fx.Node) -> list[fx.Node]:
     """Return the linear layers whose weight is made of packed integers alone."""
-    found, seen = [], [packed]
-    for node in seen:
+    layers, values = [], [packed]
+    for node in values:
         for reader in node.users:
             if reader.target is LINEAR and reader.args[1] is node:
-                found.append(reader)
+                layers.append(reader)
             elif reader.target is not aten.embedding.default:
-                seen.append(reader)
-    return found
+                values.append(reader)
+    return layers
 
 
-def _multiply_packed_(graph: fx.GraphModule, product: fx.Node, packed: fx.Node) -> None:
+def _use_matmul_nbits_(graph: fx.GraphModule, layer: fx.Node, packed: fx.Node) -> None:
     stem = str(packed.target).removesuffix(PACKED)
-    held, scale_NG, zero_NG = (
+    packed_weight, scale_NG, zero_NG = (
         getattr(graph, f"{stem}_{part}") for part in ("packed", "scale", "zero_point")
     )
     bits = 4 if any(r.target is aten.bitwise_and.Scalar for r in packed.users) else 8
-    group_size = held.shape[1] * 8 // bits // scale_NG.shape[1]
-    graph.register_buffer(f"{stem}_blocks", held.view(*scale_NG.shape, -1).clone())
+    group_size = packed_weight.shape[1] * 8 // bits // scale_NG.shape[1]
+    graph.register_buffer(f"{stem}_blocks", packed_weight.view(*scale_NG.shape, -1).clone())
     graph.register_buffer(f"{stem}_zeros", _packed_zeros(zero_NG, bits))
-    with graph.graph.inserting_before(product):
+    with graph.graph.inserting_before(layer):
         names = (f"{stem}_blocks", f"{stem}_scale", f"{stem}_zeros")
         operands: list[Any] = [graph.graph.get_attr(name) for name in names]
         call = graph.graph.call_function
-        result = call(multiply, (product.args[0], *operands, bits, group_size))
-        if len(product.args) > 2:
-            result = call(aten.add.Tensor, (result, product.args[2]))
-    product.replace_all_uses_with(result)
+        result = call(matmul_nbits, (layer.args[0], *operands, bits, group_size))
+        if len(layer.args) > 2:
+            result = call(aten.add.Tensor, (result, layer.args[2]))
+    layer.replace_all_uses_with(result)
 
 
 def _packed_zeros(zero_NG: torch.Tensor, bits: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""ONNX forms of functions that lose their digits, or overflow, as torch's exporter writes them.
+"""Numerically stable ONNX forms of functions that torch's exporter writes in unstable ones.
 
 torch 2.13 writes ``log1p(x)`` as ``Log(1 + x)``, which is 0 at 1e-9, and ``logsigmoid(x)`` as
 ``Log(Sigmoid(x))``, which is -inf at -100. Each form here is as exact as torch's own kernel, up to
@@ -23,7 +23,7 @@ op: Any = opset18
 NONE, MEAN = 0, 1
 """torch's numbers of the reductions of a loss; the third is the sum."""
 BELOW_ONE = 0.5
-"""Where the forms for small numbers give way to the plain ones, which are exact from there on."""
+"""|x| below which the forms for small numbers are used; from there on the plain ones are exact."""
 ERFC = (
     *(-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806),
     *(0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277),
@@ -51,7 +51,7 @@ def log_sigmoid(x: Any) -> Any:
 
 
 def log_sigmoid_forward(x: Any) -> tuple[Any, Any]:
-    """Return log(sigmoid(x)), and what torch keeps for its gradient, which no export reads."""
+    """Return log(sigmoid(x)), and what torch saves for the gradient, which no export reads."""
     return log_sigmoid(x), op.Exp(op.Neg(op.Abs(x)))
 
 
@@ -61,7 +61,7 @@ def logaddexp(a: Any, b: Any) -> Any:
 
 
 def logaddexp2(a: Any, b: Any) -> Any:
-    """Return the same to the base of 2."""
+    """Return log2(2^a + 2^b), in the same way."""
     ln2 = _as(math.log(2), a)
     more = op.Softplus(op.Neg(op.Mul(_distance(a, b), ln2)))
     return op.Add(op.Max(a, b), op.Div(more, ln2))
@@ -90,13 +90,13 @@ def logcumsumexp(x: Any, dim: int) -> Any:
     # Of a sum whose terms are all -inf, or one +inf, the difference would be NaN.
     shift = op.Where(op.IsInf(highest), _as(0.0, x), highest)
     summed = op.ReduceSum(op.Exp(op.Sub(terms, shift)), axis, keepdims=0)
-    found = op.Add(op.Log(summed), op.Squeeze(shift, axis))
+    result = op.Add(op.Log(summed), op.Squeeze(shift, axis))
     back = [order.index(i) for i in range(rank)]
-    return op.Transpose(found, perm=back)
+    return op.Transpose(result, perm=back)
 
 
 def erfcx(x: Any) -> Any:
-    """Return the scaled complement of erf, exp(x²) erfc(x)."""
+    """Return the scaled complementary error function, exp(x²) erfc(x)."""
     positive = _erfcx_of_positive(op.Abs(x))
     negative = op.Sub(op.Mul(_as(2.0, x), op.Exp(op.Mul(x, x))), positive)
     return op.Where(op.Less(x, _as(0.0, x)), negative, positive)
@@ -110,7 +110,7 @@ def erfc(x: Any) -> Any:
 
 
 def log_ndtr(x: Any) -> Any:
-    """Return the logarithm of the normal distribution's function."""
+    """Return the logarithm of the standard normal cumulative distribution function."""
     z = op.Mul(x, _as(math.sqrt(0.5), x))
     tail = op.Sub(op.Log(op.Mul(_as(0.5, x), _erfcx_of_positive(op.Abs(z)))), op.Mul(z, z))
     usual = log1p(op.Mul(_as(-0.5, x), erfc(z)))
@@ -118,7 +118,7 @@ def log_ndtr(x: Any) -> Any:
 
 
 def xlog1py(x: Any, y: Any) -> Any:
-    """Return x log(1 + y), which is 0 where x is, and NaN where y is."""
+    """Return x log(1 + y): 0 where x is 0, NaN where y is NaN."""
     zero = op.And(op.Equal(x, _as(0.0, x)), op.Not(op.IsNaN(y)))
     return op.Where(zero, _as(0.0, x), op.Mul(x, log1p(y)))
 
@@ -126,7 +126,7 @@ def xlog1py(x: Any, y: Any) -> Any:
 def binary_cross_entropy_with_logits(
     x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = MEAN
 ) -> Any:
-    """Return the loss as torch computes it: (1 - target) x - (weight of its sign) logsigmoid(x)."""
+    """Return the loss by logsigmoid, as torch does: (1 - t) x - (1 + (p - 1) t) logsigmoid(x)."""
     one = _as(1.0, x)
     log_likelihood = log_sigmoid(x)
     if pos_weight is not None:
@@ -157,7 +157,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     aten.special_xlog1py.default: xlog1py,
     aten.binary_cross_entropy_with_logits.default: binary_cross_entropy_with_logits,
 }
-"""Operators → their forms, in place of torch's."""
+"""Operator → the form that replaces torch's."""
 
 
 def _as(number: float, like: Any) -> Any:

@@ -6,23 +6,19 @@ from typing import Any
 import pytest
 import torch
 from torch._inductor.decomposition import choose_qparams_tensor as inductors
-from torch.utils.data import TensorDataset
 
-from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.artifacts.recipe import Recipe
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import Parity
 from compress.core.stage import Stage
-from compress.data.splits import Splits
 from compress.quantization.pt2e.graph_capture import functionalize
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from export.aotinductor.lowering import CHOOSE, LINEAR, decomposed, merge_products_, widen_ranges_
 from export.aotinductor.stage import ExportAot
+from tests.export.builders import network, samples
 
-NETWORKS = Path(__file__).parents[1] / "compress" / "quantization"
 TOKENS = Signature(
     inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),),
     outputs=(OutputSpec(name="classes"), OutputSpec(name="states")),
@@ -34,14 +30,9 @@ STAGES: dict[str, Stage] = {
 
 
 def quantized(root: Path, kind: str, layers: int = 2) -> tuple[GraphModel, Context]:
-    torch.manual_seed(0)
-    recipe = Recipe(factory="sequences:encoder", arguments={"layers": layers})
-    state = recipe.build(NETWORKS).state_dict()
-    model = EagerModel.create(root / "source", recipe, state, TOKENS, folder=NETWORKS)
+    model = network(root / "source", "sequences:encoder", TOKENS, layers=layers)
     rows = torch.randint(0, 50, (32, 12), generator=torch.Generator().manual_seed(1))
-    samples = TensorDataset(rows, rows[:, 0])
-    data = Splits({"train": samples, "val": samples}, batch_size=16)
-    context = Context(root=root / "int8", data=data)
+    context = Context(root=root / "int8", data=samples(rows))
     return STAGES[kind](model, context), context.with_root(root / "aot")
 
 

@@ -7,7 +7,7 @@ import torch
 from onnxscript.values import TracedOnnxFunction
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from export.onnx.torch_registry import operators_read_once
+from export.onnx.torch_registry import cached_registry
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_table_is_the_one_that_torch_makes() -> None:
     own = vars(ONNXRegistry)["from_torchlib"], TracedOnnxFunction.function_ir
     made = ONNXRegistry.from_torchlib(opset_version=20)
-    with operators_read_once():
+    with cached_registry():
         had = ONNXRegistry.from_torchlib(opset_version=20)
     assert had.functions == made.functions
     assert had.opset_version == 20
@@ -28,7 +28,7 @@ def test_the_table_is_the_one_that_torch_makes() -> None:
 
 def test_what_one_export_adds_is_not_in_the_next_ones() -> None:
     relu = torch.ops.aten.relu.default
-    with operators_read_once():
+    with cached_registry():
         first = ONNXRegistry.from_torchlib(opset_version=20)
         first.register_op(relu, lambda x: x)
         second = ONNXRegistry.from_torchlib(opset_version=20)
@@ -39,7 +39,7 @@ def test_what_one_export_adds_is_not_in_the_next_ones() -> None:
 
 
 def test_tables_are_of_the_operator_set_asked_for() -> None:
-    with operators_read_once():
+    with cached_registry():
         sizes = {v: len(ONNXRegistry.from_torchlib(opset_version=v).functions) for v in (18, 23)}
         assert ONNXRegistry.from_torchlib(opset_version=23).opset_version == 23
     assert sizes[18] < sizes[23]

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
@@ -19,16 +18,16 @@ from export.parity.adversarial_inputs import (
     MIXED_KIND,
     TINY_KIND,
     adversarial_inputs,
-    check_on_hostile,
+    find_adversarial_mismatch,
 )
 from export.parity.adversarial_inputs import (
     ROWS as HOSTILE_ROWS,
 )
-from export.parity.compare import Disagreement, prove_equal
+from export.parity.compare import ParityMismatch, check_parity
 from export.parity.float64_reference import Float64Reference
 from pipelines.system.error_context import named
+from tests.export.builders import ROWS, network_of
 
-ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
 TEXT = Signature(
     inputs=(
         TensorSpec(name="ids", shape=("batch", "length"), dtype="int64"),
@@ -64,10 +63,7 @@ class Growing(nn.Module):
 
 
 def eager(folder: Path, factory: str) -> EagerModel:
-    (folder / "odd.py").write_text(SOURCE)
-    return EagerModel.create(
-        folder / factory, Recipe(factory=f"odd:{factory}"), {}, ROWS, folder=folder
-    )
+    return network_of(folder, SOURCE, f"odd:{factory}")
 
 
 def test_integers_stay_within_what_was_seen_and_masks_stay_valid() -> None:
@@ -96,12 +92,14 @@ def test_an_export_that_is_wrong_on_extremes_alone_is_refused(tmp_path: Path) ->
     model = eager(tmp_path, "Plain")
     data = Splits({"val": [(x, torch.tensor(0)) for x in SEEN[0]]}, batch_size=8)
     context = Context(root=tmp_path / "next", data=data)
-    prove_equal(model, lambda x: (2 * x,), context)
-    with pytest.raises(Disagreement, match=r"hostile inputs \(real inputs times 10\)") as refused:
-        prove_equal(model, lambda x: ((2 * x).clamp(-8, 8),), context)
+    check_parity(model, lambda x: (2 * x,), context)
+    with pytest.raises(
+        ParityMismatch, match=r"adversarial inputs \(real inputs times 10\)"
+    ) as refused:
+        check_parity(model, lambda x: ((2 * x).clamp(-8, 8),), context)
     assert refused.value.inputs[0].shape == (2, 4)
-    with pytest.raises(StageFailed, match=r"hostile inputs \(zeros\)"):
-        prove_equal(model, lambda x: (2 * x.where(x != 0, torch.nan),), context)
+    with pytest.raises(StageFailed, match=r"adversarial inputs \(zeros\)"):
+        check_parity(model, lambda x: (2 * x.where(x != 0, torch.nan),), context)
 
 
 @pytest.mark.parametrize(("error", "passes"), [(9e-4, True), (1.5e-3, False)])
@@ -119,10 +117,10 @@ def test_a_float_export_may_be_off_by_a_thousandth_of_the_norm(
 
     for got, context in ((off, without), (off, with_data), (off_where_large, with_data)):
         if passes:
-            prove_equal(model, got, context)
+            check_parity(model, got, context)
         else:
-            with pytest.raises(Disagreement, match=r"of their norm, expected at most 0\.001"):
-                prove_equal(model, got, context)
+            with pytest.raises(ParityMismatch, match=r"of their norm, expected at most 0\.001"):
+                check_parity(model, got, context)
 
 
 def test_where_the_source_has_no_answer_nothing_is_compared() -> None:
@@ -135,7 +133,7 @@ def test_where_the_source_has_no_answer_nothing_is_compared() -> None:
         return tuple(t + 0.5 * (x.std() == 0) for t in refuses_zeros(x))
 
     cases = list(adversarial_inputs(ROWS, [SEEN]))
-    assert check_on_hostile(refuses_zeros, another, ROWS, iter(cases), 1e-3) is None
+    assert find_adversarial_mismatch(refuses_zeros, another, ROWS, iter(cases), 1e-3) is None
 
 
 def test_a_runtime_as_near_to_float64_as_torch_is_excused(tmp_path: Path) -> None:
@@ -187,7 +185,7 @@ def refused_on(source: EagerModel, got: Predictor) -> str:
     with source.open() as expected:
         cases = adversarial_inputs(ROWS, [SEEN])
         truth = Float64Reference(source, expected)
-        found = check_on_hostile(expected, got, ROWS, cases, 1e-3, truth)
+        found = find_adversarial_mismatch(expected, got, ROWS, cases, 1e-3, truth)
     return found[0] if found else ""
 
 
@@ -225,10 +223,12 @@ def test_less_than_the_rounding_of_a_usual_answer_is_nothing_but_for_tiny_inputs
         return (x.sigmoid().where(x > -16, 0),)
 
     low = [("low", (torch.full((2, 4), -17.0),))]
-    assert check_on_hostile(sigmoid, flushed, ROWS, iter(low), 1e-3) is None
-    assert check_on_hostile(sigmoid, lambda x: (0 * x,), ROWS, iter(low), 1e-3) is None
+    assert find_adversarial_mismatch(sigmoid, flushed, ROWS, iter(low), 1e-3) is None
+    assert find_adversarial_mismatch(sigmoid, lambda x: (0 * x,), ROWS, iter(low), 1e-3) is None
     high = [("high", (torch.full((2, 4), -13.0),))]
-    assert check_on_hostile(sigmoid, lambda x: (0 * x,), ROWS, iter(high), 1e-3) is not None
+    assert (
+        find_adversarial_mismatch(sigmoid, lambda x: (0 * x,), ROWS, iter(high), 1e-3) is not None
+    )
 
 
 def test_a_jump_to_infinity_excuses_nothing() -> None:
@@ -245,7 +245,7 @@ def test_a_jump_to_infinity_excuses_nothing() -> None:
 
 
 def test_a_disagreement_can_be_named_and_sent_to_another_process() -> None:
-    error = Disagreement("they differ", "zeros", SEEN)
+    error = ParityMismatch("they differ", "zeros", SEEN)
     sent = pickle.loads(pickle.dumps(error))
     assert (str(sent), sent.kind) == ("they differ", "zeros")
     with pytest.raises(StageFailed, match=r"^onnx: they differ$"), named("onnx", Path()):

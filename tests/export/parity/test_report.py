@@ -1,8 +1,7 @@
 """Where an export that answers otherwise went wrong, on faults planted in a translation."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from onnxscript import opset18 as op
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import program_of
-from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
@@ -20,9 +18,10 @@ from compress.data.splits import Splits
 from export.aotinductor.stage import ExportAot
 from export.onnx.lowering import TRANSLATIONS
 from export.onnx.stage import ExportOnnx
-from export.parity.bisect import Search
+from export.parity.bisect import LayerSearch
 from export.parity.subgraph import values_before
 from export.torchscript.stage import ExportTorchScript
+from tests.export.builders import network_of
 
 SOURCE = """
 import torch
@@ -73,13 +72,16 @@ class Net(nn.Module):
         self.error = Error()
 
     def forward(self, x):
-        return self.error(x.tanh())
+        return self.error(x)
 """
-ALONE = """
+SCRIPT_ALONE = """
 import runpy, sys
 for name in ("compress", "export", "serve", "pipelines"):
     sys.modules[name] = None
-runpy.run_path(sys.argv[1], run_name="__main__")
+try:
+    runpy.run_path({script!r}, run_name="__main__")
+except SystemExit as ended:
+    print("exit code", ended.code)
 """
 ROWS = Signature(
     inputs=(TensorSpec(name="x", shape=("batch", 8)),), outputs=(OutputSpec(name="logits"),)
@@ -89,11 +91,7 @@ ROWS = Signature(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
     folder = tmp_path_factory.mktemp("net")
-    (folder / "blocky.py").write_text(SOURCE)
-    torch.manual_seed(0)
-    recipe = Recipe(factory="blocky:net")
-    state = recipe.build(folder).state_dict()
-    return EagerModel.create(folder / "source", recipe, state, ROWS, folder=folder)
+    return network_of(folder, SOURCE, "blocky:net", ROWS)
 
 
 @pytest.fixture
@@ -110,24 +108,24 @@ def samples(count: int = 32) -> Splits:
     return Splits({"train": rows, "val": rows}, batch_size=16)
 
 
-def reproduced(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the script where nothing of ours can be imported."""
-    command = [sys.executable, "-I", "-c", ALONE, str(folder / "reproduce.py")]
-    return subprocess.run(command, capture_output=True, text=True, cwd="/")
+@pytest.fixture
+def run_script(fresh_torch: Callable[[str], str]) -> Callable[[Path], str]:
+    """Return a function that runs a folder's script where nothing of ours can be imported."""
+    return lambda folder: fresh_torch(SCRIPT_ALONE.format(script=str(folder / "reproduce.py")))
 
 
 @pytest.mark.usefixtures("wrong_erf")
 def test_the_first_wrong_layer_is_named_and_shown_in_a_fresh_process(
-    model: EagerModel, tmp_path: Path
+    model: EagerModel, tmp_path: Path, run_script: Callable[[Path], str]
 ) -> None:
     context = Context(root=tmp_path / "onnx", data=samples())
     with pytest.raises(StageFailed) as refused:
         ExportOnnx()(model, context)
     folder = tmp_path / "parity" / "export_onnx"
-    told = str(refused.value)
-    assert "the first layer out of tolerance is blocks.0 (aten.erf.default); see " in told
-    assert told.endswith(str(folder / "parity.json"))
-    assert "\n" not in told
+    message = str(refused.value)
+    assert "the first layer out of tolerance is blocks.0 (aten.erf.default); see " in message
+    assert message.endswith(str(folder / "parity.json"))
+    assert "\n" not in message
     report = json.loads((folder / "parity.json").read_text())
     first = report["first_layer"]
     assert (first["module"], first["operator"]) == ("blocks.0", "aten.erf.default")
@@ -140,13 +138,13 @@ def test_the_first_wrong_layer_is_named_and_shown_in_a_fresh_process(
     assert kinds["val, batch 0"].keys() >= {"absolute", "relative", "equal_labels"}
     assert report["metric"].keys() == {"name", "source", "exported"}
     assert not context.root.exists()
-    done = reproduced(folder)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "differ by 0.5 of the norm" in done.stdout
+    output = run_script(folder)
+    assert "exit code 1" in output
+    assert "differ by 0.5 of the norm" in output
     assert (folder / "model.onnx").stat().st_size < 1000, "the operator alone"
 
 
-def test_an_export_that_answers_nan_is_told_as_any_other(
+def test_nan_outputs_are_reported_as_any_other_error(
     model: EagerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def translate(x: Any) -> Any:
@@ -184,18 +182,17 @@ def test_torchscript_is_searched_and_its_folder_is_of_the_run(
     assert report["reproduce"]["error"] > 0.1
 
 
-@pytest.mark.slow
-def test_what_tracing_alone_gets_wrong_is_shown_whole(tmp_path: Path) -> None:
-    (tmp_path / "tracers.py").write_text(TRACED_OTHERWISE)
-    recipe = Recipe(factory="tracers:Net")
-    model = EagerModel.create(tmp_path / "source", recipe, {}, ROWS, folder=tmp_path)
+def test_what_tracing_alone_gets_wrong_is_shown_by_the_whole_file(
+    tmp_path: Path, run_script: Callable[[Path], str]
+) -> None:
+    model = network_of(tmp_path, TRACED_OTHERWISE, "tracers:Net", ROWS)
     with pytest.raises(StageFailed, match="no part of the graph that is exported alone differs"):
         ExportTorchScript()(model, Context(root=tmp_path / "script"))
     folder = tmp_path / "parity" / "export_torchscript"
     assert json.loads((folder / "parity.json").read_text())["first_layer"] is None
-    done = reproduced(folder)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "differ by 0.5 of the norm" in done.stdout
+    output = run_script(folder)
+    assert "exit code 1" in output
+    assert "differ by 0.5 of the norm" in output
 
 
 def test_what_an_earlier_attempt_left_goes_when_an_export_is_equal(
@@ -216,7 +213,7 @@ def test_a_search_tells_the_certain_from_the_unsure(model: EagerModel, tmp_path:
 
     inputs = model.signature.example()
     program = program_of(model)
-    search = Search(program, model.signature, inputs, exporting, tmp_path / "x", 1e-3)
+    search = LayerSearch(program, model.signature, inputs, exporting, tmp_path / "x", 1e-3)
     first = search.run()
     assert first is not None
     assert first.verified
@@ -225,32 +222,31 @@ def test_a_search_tells_the_certain_from_the_unsure(model: EagerModel, tmp_path:
     def refusing(*given: Any) -> Any:
         raise StageFailed("no such operator")
 
-    nothing = Search(program, model.signature, inputs, refusing, tmp_path / "x", 1e-3)
+    nothing = LayerSearch(program, model.signature, inputs, refusing, tmp_path / "x", 1e-3)
     assert nothing.run() is None
     assert nothing.refused
-    hurried = Search(program, model.signature, inputs, exporting, tmp_path / "x", 1e-3)
-    export_one = hurried.exporting
+    hurried = LayerSearch(program, model.signature, inputs, exporting, tmp_path / "x", 1e-3)
+    export_one = hurried.reexport
 
     def slowly(*given: Any) -> Any:
         hurried.out_of_time = True
         return export_one(*given)
 
-    hurried.exporting = slowly
+    hurried.reexport = slowly
     unsure = hurried.run()
     assert unsure is not None
     assert not unsure.verified
 
 
 @pytest.mark.slow
-def test_aot_inductor_is_searched_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aot_inductor_is_searched_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_script: Callable[[Path], str]
+) -> None:
     from torch._inductor.lowering import lowerings
 
     aten = torch.ops.aten
     monkeypatch.setitem(lowerings, aten.erf.default, lowerings[aten.cos.default])
-    (tmp_path / "errors.py").write_text(ERROR_FUNCTION)
-    recipe = Recipe(factory="errors:Net")
-    model = EagerModel.create(tmp_path / "source", recipe, {}, ROWS, folder=tmp_path)
+    model = network_of(tmp_path, ERROR_FUNCTION, "errors:Net", ROWS)
     with pytest.raises(StageFailed, match=r"is error \(aten\.erf\.default\)"):
         ExportAot()(model, Context(root=tmp_path / "aot"))
-    done = reproduced(tmp_path / "parity" / "export_aot")
-    assert (done.returncode, done.stderr) == (1, "")
+    assert "exit code 1" in run_script(tmp_path / "parity" / "export_aot")

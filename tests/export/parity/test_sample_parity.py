@@ -6,8 +6,9 @@ from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.data.splits import Splits
-from export.parity.compare import check_agreement
+from export.parity.compare import check_axis_sizes
 from export.parity.sample_parity import SAMPLES, check_on_samples, val_inputs
+from export.parity.tolerance import FLOAT, QUANTIZED, Tolerance
 
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
 BATCHES = [(torch.randn(32, 4, generator=torch.Generator().manual_seed(i)),) for i in range(4)]
@@ -31,24 +32,24 @@ def same(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def test_answers_at_chance_beside_a_large_bias_are_caught_by_samples_alone() -> None:
-    check_agreement(biased, at_chance, ROWS, rounded=True)
+    check_axis_sizes(biased, at_chance, ROWS, QUANTIZED)
     with pytest.raises(StageFailed, match=r"128 samples of `val` .* by 1\.\d of their spread"):
-        check_on_samples(biased, at_chance, BATCHES, rounded=True)
+        check_on_samples(biased, at_chance, BATCHES, QUANTIZED)
 
 
 def test_integers_may_differ_more_than_floats() -> None:
-    found = check_on_samples(same, off_by(0.1), BATCHES, rounded=True)
-    assert (found.samples, found.changed) == (128, 0)
-    assert found.relative_error == pytest.approx(0.1, rel=0.02)
+    errors = check_on_samples(same, off_by(0.1), BATCHES, QUANTIZED)
+    assert (errors.samples, errors.changed) == (128, 0)
+    assert errors.relative_error == pytest.approx(0.1, rel=0.02)
     with pytest.raises(StageFailed, match=r"by 0\.1 of their spread, expected at most 0\.01"):
         check_on_samples(same, off_by(0.1), BATCHES)
 
 
-@pytest.mark.parametrize(("limit", "rounded"), [(1e-3, False), (0.1, True)])
-def test_at_each_size_answers_may_differ_by_a_limit(limit: float, rounded: bool) -> None:
-    check_agreement(same, off_by(0.9 * limit), ROWS, rounded=rounded)
+@pytest.mark.parametrize("tolerance", [FLOAT, QUANTIZED])
+def test_at_each_size_outputs_may_differ_by_the_tolerance(tolerance: Tolerance) -> None:
+    check_axis_sizes(same, off_by(0.9 * tolerance.relative), ROWS, tolerance)
     with pytest.raises(StageFailed, match="of their norm, expected at most"):
-        check_agreement(same, off_by(1.1 * limit), ROWS, rounded=rounded)
+        check_axis_sizes(same, off_by(1.1 * tolerance.relative), ROWS, tolerance)
 
 
 def test_a_graph_that_says_what_it_was_traced_for_is_not_called_baked_in() -> None:
@@ -58,7 +59,7 @@ def test_a_graph_that_says_what_it_was_traced_for_is_not_called_baked_in() -> No
         return (x,)
 
     with pytest.raises(StageFailed, match=r"'batch' at size 1: .* Ne\(s0, 1\)") as caught:
-        check_agreement(same, traced, ROWS)
+        check_axis_sizes(same, traced, ROWS)
     assert "baked in" not in str(caught.value)
 
 
@@ -70,7 +71,7 @@ def test_a_small_output_at_chance_is_not_hidden_by_a_large_one() -> None:
         return (1000 * x, x.roll(1, 0))
 
     with pytest.raises(StageFailed, match=r"by 1\.\d of their spread"):
-        check_on_samples(both, wrong, BATCHES, rounded=True)
+        check_on_samples(both, wrong, BATCHES, QUANTIZED)
 
 
 def test_a_few_samples_with_other_labels_are_caught() -> None:
@@ -85,7 +86,7 @@ def test_a_few_samples_with_other_labels_are_caught() -> None:
         return (y,)
 
     with pytest.raises(StageFailed, match=r"gives 12 other labels .* expected at most 6"):
-        check_on_samples(two_classes, swapped, BATCHES, rounded=True)
+        check_on_samples(two_classes, swapped, BATCHES, QUANTIZED)
 
 
 def test_near_ties_are_no_other_labels() -> None:
@@ -102,7 +103,7 @@ def test_nan_and_one_sample_a_batch_are_judged_too() -> None:
     single = [(torch.randn(1, 4),) for _ in range(3)]
     assert check_on_samples(same, same, single).relative_error == 0
     with pytest.raises(StageFailed, match="NaN at other places"):
-        check_on_samples(same, off_by(float("nan")), single, rounded=True)
+        check_on_samples(same, off_by(float("nan")), single, QUANTIZED)
 
 
 def masked(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -112,12 +113,12 @@ def masked(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def test_equal_infinities_are_equal_and_the_rest_is_measured() -> None:
     assert check_on_samples(masked, masked, BATCHES).relative_error == 0
-    check_agreement(masked, masked, ROWS)
+    check_axis_sizes(masked, masked, ROWS)
     # Its spread is about the mean of the scores that are not masked, which is below 0.
     with pytest.raises(StageFailed, match=r"differ from the source's by 0\.11 of their spread"):
         check_on_samples(masked, lambda x: (masked(x)[0] * 1.1,), BATCHES)
     with pytest.raises(StageFailed, match=r"differ from the source's by 0\.1 of their norm"):
-        check_agreement(masked, lambda x: (masked(x)[0] * 1.1,), ROWS)
+        check_axis_sizes(masked, lambda x: (masked(x)[0] * 1.1,), ROWS)
 
 
 @pytest.mark.parametrize("other", [torch.inf, torch.nan, -1e4])
@@ -129,9 +130,9 @@ def test_infinities_at_other_places_are_refused(other: float, swapped: bool) -> 
     pair = (elsewhere, masked) if swapped else (masked, elsewhere)
     expected = r"is infinite or NaN at other places than the source"
     with pytest.raises(StageFailed, match=rf"128 samples of `val` the exported model {expected}"):
-        check_on_samples(*pair, BATCHES, rounded=True)
+        check_on_samples(*pair, BATCHES, QUANTIZED)
     with pytest.raises(StageFailed, match=expected):
-        check_agreement(*pair, ROWS, rounded=True)
+        check_axis_sizes(*pair, ROWS, QUANTIZED)
 
 
 def test_labels_are_compared_beside_masked_ones() -> None:
@@ -142,10 +143,10 @@ def test_labels_are_compared_beside_masked_ones() -> None:
         return (torch.tensor([[0.8, 1.0, -1, -torch.inf]]).repeat(len(x), 1),)
 
     with pytest.raises(StageFailed, match=r"gives 128 other labels"):
-        check_on_samples(first, second, BATCHES, rounded=True)
+        check_on_samples(first, second, BATCHES, QUANTIZED)
 
 
-def test_nan_in_both_is_told_and_nan_alone_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_nan_in_both_is_reported_and_nan_alone_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     def undefined(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (x.masked_fill(x > 1, torch.nan),)
 
@@ -158,7 +159,7 @@ def test_nan_in_both_is_told_and_nan_alone_is_refused(caplog: pytest.LogCaptureF
     with pytest.raises(StageFailed, match="all answers of the source are infinite or NaN"):
         check_on_samples(nothing, nothing, BATCHES)
     with pytest.raises(StageFailed, match="all answers of the source are infinite or NaN"):
-        check_agreement(nothing, nothing, ROWS)
+        check_axis_sizes(nothing, nothing, ROWS)
 
 
 def test_a_bounded_number_of_samples_is_read(tmp_path: object) -> None:

@@ -5,43 +5,23 @@ import pytest
 import torch
 
 from compress.artifacts.artifact import Artifact
-from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
-from compress.common.signature import Signature, TensorSpec
+from compress.common.signature import Signature
 from compress.core.context import Context
 from compress.core.stage import Stage
-from compress.data.splits import Splits
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.static import QuantizeStatic
 from compress.quantization.stages.weight_only import QuantizeWeights
 from export.torchscript.file_io import load
 from export.torchscript.quantized_kernels import Grid
 from export.torchscript.stage import ExportTorchScript, TorchScriptModel
-
-ROOT = Path(__file__).parents[3]
-NETWORKS = ROOT / "tests" / "compress" / "quantization"
-DIGITS = ROOT / "examples" / "digits"
-IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
-TOKENS = Signature(inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),))
+from tests.export.builders import IMAGE, TOKENS, network, samples
 
 
-def quantized(
-    root: Path,
-    factory: str,
-    signature: Signature,
-    stage: Stage,
-    folder: Path = NETWORKS,
-    **arguments: int,
-) -> GraphModel:
-    torch.manual_seed(0)
-    recipe = Recipe(factory=factory, arguments=arguments)
-    state = recipe.build(folder).state_dict()
-    model = EagerModel.create(root / "source", recipe, state, signature, folder=folder)
-    rows = [tuple(x[0] for x in signature.example(1, seed=seed)) for seed in range(32)]
-    data = Splits({"train": [(row, torch.tensor(0)) for row in rows]}, batch_size=16)
-    return stage(model, Context(root=root / "int8", data=data))
+def quantized(root: Path, factory: str, signature: Signature, stage: Stage) -> GraphModel:
+    model = network(root / "source", factory, signature)
+    return stage(model, Context(root=root / "int8", data=samples(*signature.example(32))))
 
 
 def scripted(model: GraphModel, root: Path) -> TorchScriptModel:
@@ -104,18 +84,6 @@ print(torch.equal(module(saved["image"]), saved["expected"]))
     )
 
 
-@pytest.mark.slow
-def test_a_whole_resnet_is_integers(tmp_path: Path) -> None:
-    stage = QuantizeStatic(calibration_samples=32)
-    graph = quantized(tmp_path, "models:resnet20", IMAGE, stage, DIGITS, width=8)
-    torchscript = scripted(graph, tmp_path / "ts")
-    kernels = torchscript.manifest.facts["integer_kernels"]
-    assert (kernels["conv2d"], kernels["add"]) == (21, 9)
-    (image,) = IMAGE.example(7)
-    assert torch.allclose(answer(torchscript, image), answer(graph, image), rtol=0, atol=1e-6)
-    assert torchscript.payload_bytes < 0.5 * 4 * graph.parameters()
-
-
 def test_what_is_no_kernel_stays_float_between_integers(tmp_path: Path) -> None:
     stage = QuantizeStatic(calibration_samples=32)
     graph = quantized(tmp_path, "networks:branches", IMAGE, stage)
@@ -155,7 +123,7 @@ def test_other_integers_are_refused() -> None:
     quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default
     node = graph.call_function(quantize, (None, 0.1, 0, -128, 127, torch.int8))
     with pytest.raises(StageFailed, match="unsigned 8 bits, found int8 from -128 to 127"):
-        Grid.of(node)
+        Grid.from_node(node)
 
 
 def test_what_follows_a_convolution_may_be_flattened(tmp_path: Path) -> None:

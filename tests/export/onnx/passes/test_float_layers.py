@@ -3,32 +3,20 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.artifacts.recipe import Recipe
-from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.data.splits import Splits
 from compress.quantization.config.backend_targets import Target
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx
-
-NETWORKS = Path(__file__).parents[3] / "compress" / "quantization"
-IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
+from tests.export.builders import images, network, samples
 
 
 def quantized(folder: Path, factory: str, left: str, target: Target) -> tuple[GraphModel, Context]:
     """Return a quantized graph with some layers in float, and the context it was made in."""
-    torch.manual_seed(0)
-    recipe = Recipe(factory=factory)
-    state = recipe.build(NETWORKS).state_dict()
-    model = EagerModel.create(folder / "source", recipe, state, IMAGE, folder=NETWORKS)
-    images = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    data = Splits({"train": [(image, torch.tensor(0)) for image in images]})
-    context = Context(root=folder / "int8", data=data)
+    model = network(folder / "source", factory)
+    context = Context(root=folder / "int8", data=samples(images(32)))
     stage = QuantizeStatic(calibration_samples=32, exclude=(left,), target=target)
     return stage(model, context), context
 

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
@@ -19,6 +17,7 @@ from export.onnx.lowering import TRANSLATIONS, lower
 from export.onnx.proto_io import write
 from export.onnx.session import session_predictor
 from export.onnx.stage import ExportOnnx
+from tests.export.builders import network_of
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 8)),))
@@ -140,12 +139,11 @@ EXPRESSIONS = {
 def test_the_plain_form_is_refused_and_its_layer_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "stable.py").write_text(SOURCE.format(expression=EXPRESSIONS[name]))
-    recipe = Recipe(factory="stable:Net")
-    model = EagerModel.create(tmp_path / "source", recipe, {}, ROWS, folder=tmp_path)
+    source = SOURCE.format(expression=EXPRESSIONS[name])
+    model = network_of(tmp_path, source, "stable:Net", ROWS)
     ExportOnnx()(model, Context(root=tmp_path / "stable"))
     operator, kind = PLAIN[name]
     monkeypatch.delitem(TRANSLATIONS, operator)
-    layer = rf"hostile inputs \(real inputs {kind}\).* first layer .* is function \(aten"
+    layer = rf"adversarial inputs \(real inputs {kind}\).* first layer .* is function \(aten"
     with pytest.raises(StageFailed, match=layer):
         ExportOnnx()(model, Context(root=tmp_path / "plain"))

@@ -1,6 +1,6 @@
-"""Models of the export zoo go the whole way, and docs/coverage.md says truly what becomes of them.
+"""Models of the export zoo, exported to each format, give what docs/coverage.md says of them.
 
-Here a part of the zoo that fits CI; `benchmarks/export.py coverage` walks all of it.
+This is a part of the zoo that fits CI; `benchmarks/export.py coverage` exports all of it.
 """
 
 import re
@@ -12,18 +12,28 @@ import pytest
 pytest.importorskip("transformers")
 
 from compress.artifacts.eager_model import EagerModel
+from tests.export.zoo.export_cell import (
+    FORMATS,
+    LARGEST_ERROR,
+    OPENING,
+    Cell,
+    export_cell,
+    import_case,
+)
 from tests.export.zoo.hard import HARD
 from tests.export.zoo.models import ZOO
-from tests.export.zoo.walk import FORMATS, LARGEST_ERROR, OPENING, Cell, imported, walk
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMPILED = ("ranker", "pooled", "cached")
-WALKED = (
+EXPORTED = (
     *(case.name for case in HARD),
     *("bert_classifier", "distilbert", "gpt2", "t5", "vit", "swin", "resnet", "wav2vec2"),
 )
 CELLS = [
-    (name, kind) for name in WALKED for kind in FORMATS if kind != "AOTInductor" or name in COMPILED
+    (name, kind)
+    for name in EXPORTED
+    for kind in FORMATS
+    if kind != "AOTInductor" or name in COMPILED
 ]
 
 pytestmark = [
@@ -47,8 +57,8 @@ TABLE = page()
 
 
 @pytest.fixture(scope="module")
-def walked(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Path, Cell]]:
-    """Return what was walked so far; tests add to it."""
+def artifacts() -> dict[tuple[str, str], tuple[Path, Cell]]:
+    """Return what was exported so far; tests add to it."""
     return {}
 
 
@@ -59,18 +69,18 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], EagerMo
 
     def get(name: str) -> EagerModel:
         path = root / name / "source"
-        return EagerModel.from_directory(path) if path.exists() else imported(ZOO[name], path)
+        return EagerModel.from_directory(path) if path.exists() else import_case(ZOO[name], path)
 
     return get
 
 
 @pytest.mark.parametrize(("name", "kind"), CELLS)
-def test_a_cell_is_what_the_page_says(name: str, kind: str, sources, walked) -> None:
+def test_a_cell_is_what_the_page_says(name: str, kind: str, sources, artifacts) -> None:
     source = sources(name)
     path = source.path.parent / kind
-    cell = walk(source, kind, path)
-    *told, reasons = TABLE[name]
-    if told[list(FORMATS).index(kind)] == "**no**":
+    cell = export_cell(source, kind, path)
+    *cells, reasons = TABLE[name]
+    if cells[list(FORMATS).index(kind)] == "**no**":
         assert cell.refusal, "it works now: write the page anew"
         # What a library's error adds to it may depend on what the process did before.
         assert f"{kind}: {cell.refusal.partition(': ')[0]}" in reasons
@@ -78,15 +88,17 @@ def test_a_cell_is_what_the_page_says(name: str, kind: str, sources, walked) -> 
     else:
         assert not cell.refusal
         assert cell.error <= LARGEST_ERROR
-        walked[name, kind] = path, cell
+        artifacts[name, kind] = path, cell
 
 
-def test_a_fresh_process_answers_alike(walked, fresh_torch: Callable[[str], str]) -> None:
-    paths = [str(path) for path, _ in walked.values()]
+def test_outputs_in_a_fresh_process_are_the_same(
+    artifacts, fresh_torch: Callable[[str], str]
+) -> None:
+    paths = [str(path) for path, _ in artifacts.values()]
     assert paths
     digests = fresh_torch(OPENING.format(folder=str(ROOT), paths=paths)).splitlines()
-    for key, found in zip(walked, digests, strict=True):
-        assert found == walked[key][1].digest, key
+    for key, digest in zip(artifacts, digests, strict=True):
+        assert digest == artifacts[key][1].digest, key
 
 
 def test_the_goal_is_met() -> None:
@@ -95,8 +107,8 @@ def test_the_goal_is_met() -> None:
     assert len(ZOO) >= 25
     cells = {
         (name, kind): cell
-        for name, (*found, _) in TABLE.items()
-        for kind, cell in zip(FORMATS, found, strict=True)
+        for name, (*row, _) in TABLE.items()
+        for kind, cell in zip(FORMATS, row, strict=True)
     }
     tried = [key for key, cell in cells.items() if cell]
     assert sum(cells[key] != "**no**" for key in tried) >= 0.95 * len(tried)

@@ -13,31 +13,25 @@ from pydantic import ValidationError
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed, Unavailable
 from compress.common.forward import Predictor
-from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.data.splits import Splits
 from compress.quantization.stages.dynamic import QuantizeDynamic
 from compress.quantization.stages.half_precision import ConvertPrecision
 from compress.quantization.stages.static import QuantizeStatic
 from export.onnx.stage import ExportOnnx
-from export.tensorrt.build import conversion_settings, refuse_integers, write_onnx
+from export.tensorrt.build import conversion_settings, refuse_quantized, write_onnx
 from export.tensorrt.host_check import difference
-from export.tensorrt.parity import prove_equal
+from export.tensorrt.parity import check_engine
 from export.tensorrt.runtime import in_order, in_parts
 from export.tensorrt.shape_profiles import shapes_of, sizes_of
 from export.tensorrt.stage import ExportTensorRT, TensorRTEngine
 from pipelines.config.pipeline import Pipeline
 from pipelines.planning.plan import build_plan
+from tests.export.builders import IMAGE, images, network, samples
 
-NETWORKS = Path(__file__).parents[1] / "compress" / "quantization"
-IMAGE = Signature(
-    inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),),
-    outputs=(OutputSpec(name="logits"),),
-)
 TOKENS = Signature(
     inputs=(
         TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),
@@ -58,27 +52,14 @@ needs_tensorrt = pytest.mark.skipif(
 )
 
 
-def source(path: Path, factory: str, signature: Signature = IMAGE) -> EagerModel:
-    torch.manual_seed(0)
-    recipe = Recipe(factory=factory)
-    state = recipe.build(NETWORKS).state_dict()
-    return EagerModel.create(path, recipe, state, signature, folder=NETWORKS)
-
-
-def samples() -> Splits:
-    images = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    rows = [(image, torch.tensor(0)) for image in images]
-    return Splits({"train": rows, "val": rows})
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
-    return source(tmp_path_factory.mktemp("tensorrt") / "source", "networks:residual")
+    return network(tmp_path_factory.mktemp("tensorrt") / "source", "networks:residual")
 
 
 @pytest.fixture(scope="module")
 def int8(model: EagerModel) -> GraphModel:
-    context = Context(root=model.path.with_name("int8"), data=samples())
+    context = Context(root=model.path.with_name("int8"), data=samples(images()))
     return QuantizeStatic(target="tensorrt", calibration_samples=64)(model, context)
 
 
@@ -107,9 +88,11 @@ def test_nothing_is_begun_and_no_engine_opened_where_tensorrt_is_not(
     facts = {"built_for": HERE, "sizes": {"batch": [1, 8, 32]}, "parameters": 1, "macs": 1}
     with TensorRTEngine.atomic_write(tmp_path / "engine", IMAGE, facts=facts) as partial:
         (partial / TensorRTEngine.payload).write_bytes(b"plan")
-    told = r"model.engine: built for NVIDIA H200 with TensorRT 11\.0\.0\.114: .*cannot be imported"
+    message = (
+        r"model.engine: built for NVIDIA H200 with TensorRT 11\.0\.0\.114: .*cannot be imported"
+    )
     with (
-        pytest.raises(Unavailable, match=told) as caught,
+        pytest.raises(Unavailable, match=message) as caught,
         TensorRTEngine.from_directory(tmp_path / "engine").open(),
     ):
         pass
@@ -117,7 +100,7 @@ def test_nothing_is_begun_and_no_engine_opened_where_tensorrt_is_not(
 
 
 @pytest.mark.parametrize(
-    ("here", "told"),
+    ("here", "message"),
     [
         ({}, ""),
         ({"driver": "580.95.05", "cuda": "13.1"}, ""),
@@ -127,8 +110,8 @@ def test_nothing_is_begun_and_no_engine_opened_where_tensorrt_is_not(
         ({"driver": ""}, ""),
     ],
 )
-def test_engines_are_for_one_gpu_and_one_tensorrt(here: dict[str, str], told: str) -> None:
-    assert difference(HERE, HERE | here) == told
+def test_engines_are_for_one_gpu_and_one_tensorrt(here: dict[str, str], message: str) -> None:
+    assert difference(HERE, HERE | here) == message
 
 
 def test_every_named_axis_has_three_sizes() -> None:
@@ -166,9 +149,9 @@ def test_what_tensorrt_has_no_form_of_is_refused(
     model: EagerModel, int8: GraphModel, tmp_path: Path
 ) -> None:
     with pytest.raises(StageFailed, match="no converters for integer graphs; leave `through` out"):
-        refuse_integers(int8.program())
+        refuse_quantized(int8.program())
     context = Context(root=tmp_path / "dynamic")
-    at_run_time = QuantizeDynamic()(source(tmp_path / "mlp", "networks:mlp"), context)
+    at_run_time = QuantizeDynamic()(network(tmp_path / "mlp", "networks:mlp"), context)
     with pytest.raises(StageFailed, match=r"no form of .*MatMulInteger.* target: tensorrt"):
         write_onnx(at_run_time.program(), IMAGE, tmp_path / "model.onnx")
 
@@ -202,20 +185,20 @@ def test_tensors_are_in_the_signatures_order_where_they_have_its_names() -> None
     assert in_order(["output1", "output0"], ["a", "b"]) == ["output1", "output0"]
 
 
-def test_a_wrong_answer_is_told_with_the_sizes_it_was_given_at(
+def test_a_wrong_output_is_reported_with_the_sizes_of_its_inputs(
     model: EagerModel, tmp_path: Path
 ) -> None:
     sizes = {"batch": (1, 8, 32)}
-    context = Context(root=tmp_path, data=samples())
+    context = Context(root=tmp_path, data=samples(images()))
     with model.open() as right:
-        prove_equal(model, right, sizes, context)
+        check_engine(model, right, sizes, context)
 
         def wrong_when_large(image: torch.Tensor) -> tuple[torch.Tensor, ...]:
             (answer,) = right(image)
             return (answer + (len(image) == 32),)
 
         with pytest.raises(StageFailed, match=r"at \{'batch': 32\}: .* answers differ"):
-            prove_equal(model, wrong_when_large, sizes, context)
+            check_engine(model, wrong_when_large, sizes, context)
 
 
 def test_an_engine_from_an_earlier_run_is_proved_at_its_own_sizes(
@@ -250,10 +233,10 @@ def test_a_cache_is_no_part_of_what_is_built(tmp_path: Path) -> None:
     stage = ExportTensorRT(cache="engines").resolve_paths(tmp_path, tmp_path)
     assert stage.cache == str(tmp_path / "engines")
     assert stage.own_settings() == ExportTensorRT().own_settings()
-    settings = conversion_settings(stage, "cuda:0", tmp_path / "scratch")
+    settings = conversion_settings(stage.build_options(), "cuda:0", tmp_path / "scratch")
     assert settings["engine_cache_dir"].startswith(stage.cache)
     assert settings["immutable_weights"] is False  # else torch-tensorrt keeps no engine
-    settings = conversion_settings(ExportTensorRT(), "cuda:0", tmp_path / "scratch")
+    settings = conversion_settings(ExportTensorRT().build_options(), "cuda:0", tmp_path / "scratch")
     assert settings["timing_cache_path"] == str(tmp_path / "scratch" / "timing.cache")
 
 
@@ -298,7 +281,8 @@ def test_every_call_is_one_that_the_libraries_have() -> None:
     # It takes any keyword, and would ignore a misspelt one.
     known = set(inspect.signature(convert).parameters)
     assert {"exported_program", "arg_inputs"} <= known
-    assert conversion_settings(ExportTensorRT(cache="x"), "cuda:0", Path()).keys() <= known
+    options = ExportTensorRT(cache="x").build_options()
+    assert conversion_settings(options, "cuda:0", Path()).keys() <= known
     torch_tensorrt.Input(min_shape=(1, 2), opt_shape=(2, 2), max_shape=(3, 2), dtype=torch.int64)
 
 
@@ -310,7 +294,7 @@ def test_an_engine_answers_like_the_model(
 ) -> None:
     if through == "torch_tensorrt":
         pytest.importorskip("torch_tensorrt")
-    context = Context(root=tmp_path / "engine", data=samples(), device="cuda:0")
+    context = Context(root=tmp_path / "engine", data=samples(images()), device="cuda:0")
     stage = ExportTensorRT.model_validate({"through": through, "cache": str(tmp_path / "cache")})
     engine = stage(model, context)
     assert Parity(atol=0).measure(model, engine, context) < 1e-4
@@ -329,6 +313,6 @@ def test_an_engine_answers_like_the_model(
 @pytest.mark.tensorrt
 @needs_tensorrt
 def test_integers_become_an_engine(int8: GraphModel, tmp_path: Path) -> None:
-    context = Context(root=tmp_path / "engine", data=samples(), device="cuda:0")
+    context = Context(root=tmp_path / "engine", data=samples(images()), device="cuda:0")
     engine = ExportTensorRT()(int8, context)
     assert Parity(atol=0).measure(int8, engine, context) < 0.1

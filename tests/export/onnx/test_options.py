@@ -9,33 +9,23 @@ import pytest
 import torch
 
 from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
-from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.common.signature import Signature
 from compress.core.context import Context
 from compress.core.gates import MaxSize, Parity
 from export.onnx import proto_io
-from export.onnx.metadata import refuse_misfit
+from export.onnx.metadata import check_class_count
 from export.onnx.stage import ExportOnnx, OnnxModel
 from serve.packaging.recorded_probe import record_probe
 from serve.torchserve.stage import PackageTorchServe, members_of
-
-HERE = Path(__file__).parent
-LOGITS = (OutputSpec(name="logits"),)
-ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),), outputs=LOGITS)
-IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),), outputs=LOGITS)
-
-
-def source(path: Path, factory: str, signature: Signature = ROWS) -> EagerModel:
-    torch.manual_seed(0)
-    recipe = Recipe(factory=f"branching_nets:{factory}")
-    state = recipe.build(HERE).state_dict()
-    return EagerModel.create(path, recipe, state, signature, folder=HERE)
+from tests.export.builders import HERE, IMAGE, ROWS, network
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
-    return source(tmp_path_factory.mktemp("options") / "source", "convolutions", IMAGE)
+    return network(
+        tmp_path_factory.mktemp("options") / "source", "branching_nets:convolutions", folder=HERE
+    )
 
 
 def exported(model: EagerModel, root: Path, **settings: object) -> OnnxModel:
@@ -47,7 +37,7 @@ def exported(model: EagerModel, root: Path, **settings: object) -> OnnxModel:
 def test_the_older_exporter_is_used_aloud_where_the_usual_one_fails(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = source(tmp_path / "source", "branching")
+    model = network(tmp_path / "source", "branching_nets:branching", ROWS, HERE)
     with caplog.at_level(logging.WARNING):
         artifact = exported(model, tmp_path / "onnx")
     assert artifact.manifest.facts["exporter"] == "legacy"
@@ -61,7 +51,7 @@ def test_the_older_exporter_is_used_aloud_where_the_usual_one_fails(
 
 
 def test_a_branch_that_tracing_would_guess_is_refused(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "guessing")
+    model = network(tmp_path / "source", "branching_nets:guessing", ROWS, HERE)
     with pytest.raises(StageFailed, match=r"torch\.export cannot trace .*data-dependent") as caught:
         exported(model, tmp_path / "onnx")
     assert "\n" not in str(caught.value)
@@ -72,13 +62,13 @@ def test_a_model_says_what_it_is(model: EagerModel, tmp_path: Path) -> None:
     artifact = exported(model, tmp_path / "onnx", class_names=["cat", "dog", "owl"])
     assert artifact.manifest.facts["exporter"] == "dynamo"
     session = onnxruntime.InferenceSession(artifact.payload_path)
-    told = {k: json.loads(v) for k, v in session.get_modelmeta().custom_metadata_map.items()}
-    assert Signature.model_validate(told["signature"]) == IMAGE
-    assert told["class_names"] == ["cat", "dog", "owl"]
-    assert told["provenance"]["source"] == model.digest
-    assert told["provenance"]["toolkit"].startswith("compress-pipeline ")
+    properties = {k: json.loads(v) for k, v in session.get_modelmeta().custom_metadata_map.items()}
+    assert Signature.model_validate(properties["signature"]) == IMAGE
+    assert properties["class_names"] == ["cat", "dog", "owl"]
+    assert properties["provenance"]["source"] == model.digest
+    assert properties["provenance"]["toolkit"].startswith("compress-pipeline ")
     with pytest.raises(StageFailed, match="2 names, and the first output has 3 classes"):
-        refuse_misfit(onnx.load(artifact.payload_path), ["cat", "dog"])
+        check_class_count(onnx.load(artifact.payload_path), ["cat", "dog"])
 
 
 def test_the_operator_set_is_the_one_asked_for(model: EagerModel, tmp_path: Path) -> None:

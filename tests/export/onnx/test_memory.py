@@ -18,12 +18,11 @@ from compress.common.forward import Predictor
 from compress.common.signature import Signature, TensorSpec
 from compress.common.tensor_difference import relative_error
 from compress.graph.torch_export import export_program
-from export.onnx.external_data import mapped, write_mapped
 from export.onnx.lowering import lower
-from export.onnx.proto_io import is_plain, size_of, write
+from export.onnx.proto_io import is_plain, mapped, size_of, write, write_mapped
 from export.onnx.session import session_predictor
 from export.parity import reference_outputs
-from export.parity.reference_outputs import recorded
+from export.parity.reference_outputs import recorded_outputs
 
 ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 20)),))
 LINEAR = Recipe(factory="torch.nn:Linear", arguments={"in_features": 20, "out_features": 20})
@@ -107,7 +106,7 @@ def test_a_programs_weights_go_where_they_may_alone(tmp_path: Path) -> None:
     program = export_program(Tied().eval(), ROWS)
     kept = lower(program, ROWS, None)
     assert all(t.numel() for t in program.state_dict.values())
-    emptied = lower(program, ROWS, None, emptied=True)
+    emptied = lower(program, ROWS, None, free_weights=True)
     assert not any(t.numel() for t in program.state_dict.values())
     assert [t.raw_data for t in emptied.graph.initializer] == [
         t.raw_data for t in kept.graph.initializer
@@ -137,7 +136,7 @@ def test_a_source_is_asked_once_and_let_go(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(EagerModel, "open", opening)
     one, two, refused = (torch.full((2, 20), v) for v in (1.0, 2.0, -1.0))
-    with recorded(model, [(one,), (refused,), (one,)], 1) as answer:
+    with recorded_outputs(model, [(one,), (refused,), (one,)], 1) as answer:
         assert asked == [1, -1]
         assert models[0]() is None, "what it was refused with holds it in memory"
         with really(model) as right:
@@ -150,16 +149,16 @@ def test_a_source_is_asked_once_and_let_go(tmp_path: Path, monkeypatch: pytest.M
         assert (len(opened), asked) == (2, [1, -1, 2, 2])
     monkeypatch.setattr(reference_outputs, "LARGEST", 1)
     asked.clear()
-    with recorded(model, [(one,), (two,)], 1) as answer:
+    with recorded_outputs(model, [(one,), (two,)], 1) as answer:
         assert asked == [1]  # there is no room for more
         answer(two)
         assert asked == [1, 2]
 
 
 def test_an_answer_is_kept_without_what_it_is_a_part_of(tmp_path: Path) -> None:
-    kept = reference_outputs._Answers(tmp_path)
-    (x,) = kept.keeping(lambda x: (x.expand(1000, 1000).clone()[:1],))(torch.ones(1))
-    assert torch.equal(kept.read((torch.ones(1),))[0], x)
+    stored = reference_outputs.OutputFolder(tmp_path)
+    (x,) = stored.recording(lambda x: (x.expand(1000, 1000).clone()[:1],))(torch.ones(1))
+    assert torch.equal(stored.read((torch.ones(1),))[0], x)
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 10_000
 
 
@@ -179,7 +178,7 @@ def test_errors_are_the_same_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peaks are told here")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peaks here")
 def test_an_export_takes_less_than_three_times_its_model(
     fresh_process: Callable[[str], str],
 ) -> None:

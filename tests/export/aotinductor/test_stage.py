@@ -8,42 +8,28 @@ import pytest
 import torch
 
 from compress.artifacts.artifact import Artifact
-from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.artifacts.recipe import Recipe
 from compress.common.errors import ArtifactInvalid, StageFailed, Unavailable
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import Parity
-from compress.data.splits import Splits
 from compress.graph.torch_export import export_program
 from compress.quantization.stages.static import QuantizeStatic
 from export.aotinductor import package as aot_package
-from export.aotinductor.package import compile_package, count_kernels, load, refuse_unrolled
+from export.aotinductor.package import compile_package, count_kernels, load, refuse_unrolled_rnn
 from export.aotinductor.stage import AotModel, ExportAot
-from export.parity.bisect import Search
+from export.parity.bisect import LayerSearch
 from pipelines.config.pipeline import Pipeline
 from pipelines.planning.plan import build_plan
+from tests.export.builders import IMAGE, IMAGE_AND_CONTEXT, images, network, samples
 
-NETWORKS = Path(__file__).parents[1] / "compress" / "quantization"
-IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
 pytestmark = pytest.mark.timeout(900)  # compilers are slow on machines with other work
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-def source(path: Path, factory: str, signature: Signature = IMAGE) -> EagerModel:
-    torch.manual_seed(0)
-    recipe = Recipe(factory=factory)
-    state = recipe.build(NETWORKS).state_dict()
-    return EagerModel.create(path, recipe, state, signature, folder=NETWORKS)
-
-
 def int8(folder: Path, factory: str, target: str, **bits: int) -> tuple[GraphModel, Context]:
-    model = source(folder / "source", factory)
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(64, 1, 8, 8, generator=generator)
-    samples = [(image, torch.tensor(0)) for image in images]
-    context = Context(root=folder / "int8", data=Splits({"train": samples, "val": samples}))
+    model = network(folder / "source", factory)
+    context = Context(root=folder / "int8", data=samples(images()))
     stage = QuantizeStatic.model_validate({"target": target, "calibration_samples": 64, **bits})
     return stage(model, context), context.with_root(folder / "aot")
 
@@ -59,7 +45,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> tuple[GraphModel, Context]:
-    return int8(tmp_path_factory.mktemp("mlp"), "networks:mlp", "inductor-cpu")
+    return int8(tmp_path_factory.mktemp("residual"), "networks:residual", "inductor-cpu")
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +53,13 @@ def package(graph: tuple[GraphModel, Context], temporary: Path) -> AotModel:
     return ExportAot()(*graph)
 
 
-def test_integers_are_multiplied_by_integer_kernels_and_answers_kept(
+def test_convolutions_and_additions_in_integers_have_the_same_outputs(
     package: AotModel, graph: tuple[GraphModel, Context]
 ) -> None:
     model, context = graph
-    assert package.manifest.facts["integer_kernels"] == {"qlinear_pointwise_tensor": 3}
-    assert package.manifest.facts["float_kernels"] == {}
+    assert package.manifest.facts["integer_kernels"]["qconv_pointwise_tensor"] >= 1
+    # The convolution that reads the image, whose one channel stays in float.
+    assert package.manifest.facts["float_kernels"] == {"mkldnn__convolution_pointwise": 1}
     assert Parity(atol=0).measure(model, package, context) < 1e-5
     assert (package.parameters(), package.macs()) == (model.parameters(), model.macs())
 
@@ -120,7 +107,7 @@ def altered(package: AotModel, folder: Path, **built_for: object) -> AotModel:
 
 
 @pytest.mark.parametrize(
-    ("built_for", "told"),
+    ("built_for", "message"),
     [
         ({"instructions": ["avx2", "amx_int9"]}, "a processor with amx_int9, which this one has "),
         ({"torch": "1.0.0"}, r"compiled for torch 1\.0\.0, found "),
@@ -128,10 +115,10 @@ def altered(package: AotModel, folder: Path, **built_for: object) -> AotModel:
     ],
 )
 def test_another_machines_package_is_refused(
-    package: AotModel, tmp_path: Path, built_for: dict[str, object], told: str
+    package: AotModel, tmp_path: Path, built_for: dict[str, object], message: str
 ) -> None:
     foreign = altered(package, tmp_path / "foreign", **built_for)
-    with pytest.raises(Unavailable, match=told) as caught, foreign.open():
+    with pytest.raises(Unavailable, match=message) as caught, foreign.open():
         pass
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 4
@@ -198,13 +185,13 @@ def test_steps_of_any_number_are_refused_where_they_would_be_written_out(
     open_length = Signature(inputs=(TensorSpec(name="x", shape=shape),))
     fixed = tuple(5 if axis == "time" else axis for axis in shape)
     fixed_length = Signature(inputs=(TensorSpec(name="x", shape=fixed),))
-    refuse_unrolled(export_program(layer, fixed_length))
+    refuse_unrolled_rnn(export_program(layer, fixed_length))
     program = export_program(layer, open_length)
     if refused:
         with pytest.raises(StageFailed, match=rf"the steps of a {kind} one by one"):
-            refuse_unrolled(program)
+            refuse_unrolled_rnn(program)
     else:
-        refuse_unrolled(program)
+        refuse_unrolled_rnn(program)
 
 
 def test_kernels_are_counted_by_their_calls() -> None:
@@ -229,31 +216,15 @@ def test_wrong_answers_that_compile_without_a_word_are_refused(
     """Inductor answers at chance where a convolution reads integers of one channel."""
     monkeypatch.setattr(aot_package, "refuse_one_channel_integers", lambda _: None)
     # It compiles part after part; test_parity_report has it look for a layer of this format.
-    monkeypatch.setattr(Search, "run", lambda _: None)
+    monkeypatch.setattr(LayerSearch, "run", lambda _: None)
     with pytest.raises(StageFailed, match=r"answers differ from the source's by"):
         ExportAot()(*int8(tmp_path, "networks:residual", "onnxruntime-cpu"))
     assert not (tmp_path / "aot").exists()
 
 
 @pytest.mark.slow
-def test_convolutions_and_additions_in_integers_answer_alike(tmp_path: Path) -> None:
-    model, context = int8(tmp_path, "networks:residual", "inductor-cpu")
-    artifact = ExportAot()(model, context)
-    assert artifact.manifest.facts["integer_kernels"]["qconv_pointwise_tensor"] >= 1
-    assert artifact.manifest.facts["float_kernels"] == {"mkldnn__convolution_pointwise": 1}
-    assert Parity(atol=0).measure(model, artifact, context) < 1e-5
-
-
-@pytest.mark.slow
 def test_several_dynamic_axes_inputs_and_outputs(tmp_path: Path) -> None:
-    signature = Signature(
-        inputs=(
-            TensorSpec(name="image", shape=("batch", 1, "height", "width")),
-            TensorSpec(name="context", shape=("batch", 4)),
-        ),
-        outputs=(OutputSpec(name="logits"), OutputSpec(name="features")),
-    )
-    model = source(tmp_path / "source", "networks:two_inputs", signature)
+    model = network(tmp_path / "source", "networks:two_inputs", IMAGE_AND_CONTEXT)
     artifact = ExportAot(gates=(Parity(atol=1e-5),))(model, Context(root=tmp_path / "aot"))
     with Artifact.from_directory(artifact.path).open() as predict:
         logits, features = predict(torch.randn(5, 1, 12, 9), torch.randn(5, 4))
@@ -265,7 +236,7 @@ def test_several_dynamic_axes_inputs_and_outputs(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @needs_cuda
 def test_code_for_cuda_runs_there_alone(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:residual")
+    model = network(tmp_path / "source", "networks:residual")
     context = Context(root=tmp_path / "aot", device="cuda")
     artifact = ExportAot(device="cuda", gates=(Parity(atol=1e-3),))(model, context)
     with artifact.open("cpu") as predict:

@@ -9,12 +9,12 @@ import torch
 
 from compress.artifacts.eager_model import EagerModel
 from compress.artifacts.graph_model import GraphModel
-from compress.artifacts.recipe import Recipe
 from compress.common.errors import StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from export.onnx.stage import ExportOnnx
-from export.parity.compare import prove_equal
+from export.parity.compare import check_parity
+from tests.export.builders import network, network_of
 
 SOURCE = """
 import torch
@@ -61,10 +61,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., EagerModel
     (folder / "encoders.py").write_text(SOURCE)
 
     def made(name: str, signature: Signature, *, causal: bool = False) -> EagerModel:
-        torch.manual_seed(0)
-        recipe = Recipe(factory="encoders:encoder", arguments={"causal": causal})
-        state = recipe.build(folder).state_dict()
-        return EagerModel.create(folder / name, recipe, state, signature, folder=folder)
+        return network(folder / name, "encoders:encoder", signature, folder, causal=causal)
 
     return made
 
@@ -107,17 +104,14 @@ def test_masks_let_something_through_in_every_row() -> None:
 
 
 def test_an_axis_that_is_baked_in_is_still_refused(tmp_path: Path) -> None:
-    (tmp_path / "fixed.py").write_text(
+    source = (
         "from torch import nn\n\n"
         "class Fixed(nn.Module):\n"
         "    def forward(self, x):\n"
-        "        return x + nn.functional.one_hot(x.long()[:, 0] * 0, 8)[: x.shape[0], :]\n\n"
-        "def fixed():\n"
-        "    return Fixed()\n"
+        "        return x + nn.functional.one_hot(x.long()[:, 0] * 0, 8)[: x.shape[0], :]\n"
     )
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", "width")),))
-    recipe = Recipe(factory="fixed:fixed")
-    model = EagerModel.create(tmp_path / "source", recipe, {}, signature, folder=tmp_path)
+    model = network_of(tmp_path, source, "fixed:Fixed", signature)
     with pytest.raises(StageFailed, match=r"'width' is baked in: .* \(fixed\.py, line 5: "):
         ExportOnnx()(model, Context(root=tmp_path / "onnx"))
 
@@ -136,8 +130,8 @@ def test_an_axis_is_compared_at_its_largest_size(
 
     context = Context(root=tmp_path / "onnx")
     with model.open() as right:
-        prove_equal(model, wrong_at(20), context)
+        check_parity(model, wrong_at(20), context)
         with pytest.raises(StageFailed, match=r"axis 'length' at size 20: .* answers differ"):
-            prove_equal(model, wrong_at(20), context, {"length": 20})
-        prove_equal(model, wrong_at(0), context, {"length": 20})
-        prove_equal(model, wrong_at(2048), context, {"length": 2048})  # too large to be tried
+            check_parity(model, wrong_at(20), context, {"length": 20})
+        check_parity(model, wrong_at(0), context, {"length": 20})
+        check_parity(model, wrong_at(2048), context, {"length": 2048})  # too large to be tried

@@ -8,42 +8,29 @@ from pydantic import ValidationError
 
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.eager_model import EagerModel
-from compress.artifacts.recipe import Recipe
 from compress.common.errors import ArtifactInvalid, GateRefused, StageFailed
 from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import Parity
 from compress.data.splits import Splits
-from export.parity.compare import check_agreement
+from export.parity.compare import check_axis_sizes
 from export.torchscript.file_io import load, quiet
 from export.torchscript.stage import ExportTorchScript, TorchScriptModel
+from tests.export.builders import DIGITS, HERE, IMAGE, ROWS, network
 from tests.forging import forge
 
-ROOT = Path(__file__).parents[2]
-NETWORKS = ROOT / "tests" / "compress" / "quantization"
-HERE = Path(__file__).parent
-DIGITS = ROOT / "examples" / "digits"
-IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))
-ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
 METHODS = ["trace", "script"]
-
-
-def source(
-    path: Path, factory: str, signature: Signature, folder: Path = NETWORKS, **arguments: int
-) -> EagerModel:
-    torch.manual_seed(0)
-    recipe = Recipe(factory=factory, arguments=arguments)
-    module = recipe.build(folder)
-    for layer in module.modules():
-        if isinstance(layer, torch.nn.BatchNorm2d):
-            torch.nn.init.uniform_(layer.bias, -0.5, 0.5)
-    return EagerModel.create(path, recipe, module.state_dict(), signature, folder=folder)
 
 
 @pytest.fixture(scope="module")
 def resnet(tmp_path_factory: pytest.TempPathFactory) -> EagerModel:
     path = tmp_path_factory.mktemp("resnet") / "source"
-    return source(path, "models:resnet20", IMAGE, DIGITS, width=8)
+    model = network(path, "models:resnet20", IMAGE, DIGITS, width=8)
+    module = model.load()
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.BatchNorm2d):
+            torch.nn.init.uniform_(layer.bias, -0.5, 0.5)
+    return model.derive(path.with_name("shifted"), module.state_dict())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -101,7 +88,7 @@ def test_two_inputs_and_dict_outputs(tmp_path: Path) -> None:
         ),
         outputs=(OutputSpec(name="logits"), OutputSpec(name="features")),
     )
-    model = source(tmp_path / "source", "networks:two_inputs", signature)
+    model = network(tmp_path / "source", "networks:two_inputs", signature)
     stage = ExportTorchScript(gates=(Parity(atol=1e-5),))
     with stage(model, Context(root=tmp_path / "ts")).open() as predict:
         assert [t.shape for t in predict(*signature.example(3))] == [(3, 3), (3, 8)]
@@ -109,7 +96,7 @@ def test_two_inputs_and_dict_outputs(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_baked_in_batch_is_refused_and_scripting_mends_it(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:baked_rows", ROWS)
+    model = network(tmp_path / "source", "networks:baked_rows", ROWS)
     with pytest.raises(StageFailed, match=r"axis 'batch' at size 1: .* baked in"):
         ExportTorchScript()(model, Context(root=tmp_path / "ts"))
     assert not (tmp_path / "ts").exists()
@@ -118,13 +105,13 @@ def test_a_baked_in_batch_is_refused_and_scripting_mends_it(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("method", METHODS)
 def test_operators_keep_their_meaning(tmp_path: Path, method: str) -> None:
-    model = source(tmp_path / "source", "networks:halves", ROWS)
+    model = network(tmp_path / "source", "networks:halves", ROWS)
     stage = ExportTorchScript.model_validate({"method": method})
     with stage(model, Context(root=tmp_path / "ts")).open() as predict:
         assert predict(torch.arange(4.0)[None])[0].tolist() == [[0, 0.5, 1, 1.5]]
 
 
-def test_an_interpreters_error_is_told_by_its_last_line() -> None:
+def test_an_interpreters_error_is_reported_by_its_last_line() -> None:
     class OfTwo(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.view(2, 4)
@@ -135,11 +122,11 @@ def test_an_interpreters_error_is_told_by_its_last_line() -> None:
     with quiet():
         traced = torch.jit.trace(OfTwo(), torch.ones(2, 4))
     with pytest.raises(StageFailed, match=r"\(RuntimeError: shape .* is invalid .*baked in"):
-        check_agreement(source_answers, lambda x: (traced(x),), ROWS)
+        check_axis_sizes(source_answers, lambda x: (traced(x),), ROWS)
 
 
 def test_what_cannot_be_scripted_is_refused(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "networks:unscriptable", ROWS)
+    model = network(tmp_path / "source", "networks:unscriptable", ROWS)
     with pytest.raises(StageFailed, match=r"torch\.jit\.script cannot express .*method: trace"):
         ExportTorchScript(method="script")(model, Context(root=tmp_path / "ts"))
 
@@ -167,7 +154,7 @@ def test_a_truncated_file_is_refused(resnet: EagerModel, tmp_path: Path) -> None
 
 
 def untraceable(path: Path) -> EagerModel:
-    return source(path, "branching_nets:untraceable", ROWS, HERE)
+    return network(path, "branching_nets:untraceable", ROWS, HERE)
 
 
 def test_mixed_scripts_the_part_that_loops_by_the_data_and_traces_the_rest(
@@ -189,7 +176,7 @@ def test_mixed_scripts_the_part_that_loops_by_the_data_and_traces_the_rest(
         ExportTorchScript(method="mixed", scripted=("nothing",))(model, Context(root=tmp_path))
 
 
-def test_what_a_trace_guesses_is_told_by_name_and_kept_from_passing(
+def test_what_a_trace_guesses_is_reported_by_name_and_kept_from_passing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = untraceable(tmp_path / "source")
@@ -198,7 +185,7 @@ def test_what_a_trace_guesses_is_told_by_name_and_kept_from_passing(
     with pytest.raises(StageFailed, match="answers differ"):
         ExportTorchScript()(model, context)
     assert "in halving; `method: mixed` scripts such parts" in caplog.text
-    whole = source(tmp_path / "whole", "branching_nets:guessing", ROWS, HERE)
+    whole = network(tmp_path / "whole", "branching_nets:guessing", ROWS, HERE)
     with pytest.raises(StageFailed, match=r"own forward branches .* use `method: script`"):
         ExportTorchScript(method="mixed")(whole, context)
 
@@ -209,7 +196,7 @@ def test_names_of_parts_are_for_mixed_alone() -> None:
 
 
 def test_weights_stay_parameters_where_nothing_is_frozen(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "branching_nets:convolutions", IMAGE, HERE)
+    model = network(tmp_path / "source", "branching_nets:convolutions", IMAGE, HERE)
     artifact = ExportTorchScript(freeze=False)(model, Context(root=tmp_path / "ts"))
     assert artifact.parameters() == model.parameters()
     with quiet():
@@ -218,7 +205,7 @@ def test_weights_stay_parameters_where_nothing_is_frozen(tmp_path: Path) -> None
 
 
 def test_layouts_of_this_processor_are_chosen_when_it_is_opened(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "branching_nets:convolutions", IMAGE, HERE)
+    model = network(tmp_path / "source", "branching_nets:convolutions", IMAGE, HERE)
     stage = ExportTorchScript(optimize_for_inference=True, gates=(Parity(atol=1e-5),))
     artifact = stage(model, Context(root=tmp_path / "ts"))
     assert "mkldnn_convolution" in str(load(artifact.payload_path, optimized=True).graph)
@@ -227,20 +214,20 @@ def test_layouts_of_this_processor_are_chosen_when_it_is_opened(tmp_path: Path) 
     assert artifact.parameters() == plain.parameters()
 
 
-def test_the_deprecation_is_told_by_the_report_and_not_by_python(tmp_path: Path) -> None:
-    model = source(tmp_path / "source", "branching_nets:convolutions", IMAGE, HERE)
+def test_the_deprecation_is_reported_by_the_report_and_not_by_python(tmp_path: Path) -> None:
+    model = network(tmp_path / "source", "branching_nets:convolutions", IMAGE, HERE)
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         artifact = ExportTorchScript()(model, Context(root=tmp_path / "ts"))
     assert raised == []
-    (told,) = artifact.manifest.facts["warnings"]
-    assert "TorchScript deprecated" in told
+    (warning,) = artifact.manifest.facts["warnings"]
+    assert "TorchScript deprecated" in warning
 
 
 def test_functions_with_their_own_gradient_are_traced_as_what_they_compute(
     tmp_path: Path,
 ) -> None:
-    model = source(tmp_path / "source", "own_gradient_nets:OwnGradients", ROWS, HERE)
+    model = network(tmp_path / "source", "own_gradient_nets:OwnGradients", ROWS, HERE)
     script = ExportTorchScript(gates=(Parity(atol=1e-6),))(model, Context(root=tmp_path / "ts"))
     assert "Function" not in str(load(script.payload_path).graph)
     x = torch.ones(1, 4, requires_grad=True)

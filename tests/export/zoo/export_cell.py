@@ -1,4 +1,4 @@
-"""A model's way into a format and out of its file: export, comparison, a fresh process."""
+"""One cell of the coverage table: a model exported to a format, and compared with its source."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ import torch
 torch.set_num_threads(1)
 import export.aotinductor.stage, export.onnx.stage
 import export.exported_program, export.torchscript.stage
-from tests.export.zoo.walk import answers, digest
+from tests.export.zoo.export_cell import digest, outputs_of
 from compress.artifacts.artifact import Artifact
 for path in {paths!r}:
-    print(digest(answers(Artifact.from_directory(path))), flush=True)
+    print(digest(outputs_of(Artifact.from_directory(path))), flush=True)
 """
-"""What a fresh process runs; a line for each artifact."""
+"""What a fresh process runs: prints a digest of the outputs of each artifact."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What became of a model in a format."""
+    """Result of exporting a model to a format."""
 
     refusal: str = ""
     """Why there is no artifact, in one line; empty where there is one."""
     error: float = 0.0
     """Largest difference to the source, relative to the largest output."""
     digest: str = ""
-    """SHA-256 of the artifact's answers in the process that made it."""
+    """SHA-256 of the artifact's outputs in the process that made it."""
 
 
-def imported(case: Case, path: Path) -> EagerModel:
+def import_case(case: Case, path: Path) -> EagerModel:
     """Return a model of the zoo as an artifact."""
     module = case.build()
     count = len(run_in_eval(module, case.signature.example()))
@@ -72,24 +72,24 @@ def imported(case: Case, path: Path) -> EagerModel:
     return EagerModel.create(path, case.recipe, module.state_dict(), signature, folder=case.folder)
 
 
-def walk(model: EagerModel, name: str, path: Path) -> Cell:
-    """Export a model into a format; whatever is not a refusal of ours goes to the caller."""
+def export_cell(model: EagerModel, name: str, path: Path) -> Cell:
+    """Export a model to a format; errors other than the toolkit's own are raised."""
     refusal = ""
     for stage in FORMATS[name]:
         try:
-            made = stage(model, Context(root=path))
+            artifact = stage(model, Context(root=path))
             break
         except CompressError as error:
             refusal = refusal or str(error)
     else:
         return Cell(refusal=refusal)
-    expected, found = answers(model), answers(made)
-    errors = [_error(a, b) for a, b in zip(expected, found, strict=True)]
-    return Cell(error=max(errors), digest=digest(found))
+    expected, outputs = outputs_of(model), outputs_of(artifact)
+    errors = [_error(a, b) for a, b in zip(expected, outputs, strict=True)]
+    return Cell(error=max(errors), digest=digest(outputs))
 
 
-def answers(artifact: Artifact) -> tuple[torch.Tensor, ...]:
-    """Return the outputs for inputs of another batch size and seed than the stages take."""
+def outputs_of(artifact: Artifact) -> tuple[torch.Tensor, ...]:
+    """Return the outputs for inputs of another batch size and seed than the stages compare."""
     inputs = artifact.signature.example(batch=BATCH, seed=SEED)
     with artifact.open() as predict:
         return tuple(output.clone() for output in predict(*inputs))
@@ -97,14 +97,14 @@ def answers(artifact: Artifact) -> tuple[torch.Tensor, ...]:
 
 def digest(outputs: tuple[torch.Tensor, ...]) -> str:
     """Return a hash that tells outputs apart by a single bit."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for output in outputs:
-        found.update(f"{output.dtype}{tuple(output.shape)}".encode())
-        found.update(output.contiguous().numpy().tobytes())
-    return found.hexdigest()
+        hashed.update(f"{output.dtype}{tuple(output.shape)}".encode())
+        hashed.update(output.contiguous().numpy().tobytes())
+    return hashed.hexdigest()
 
 
-def _error(expected: torch.Tensor, found: torch.Tensor) -> float:
+def _error(expected: torch.Tensor, output: torch.Tensor) -> float:
     if not expected.is_floating_point():
-        return float(not torch.equal(expected, found))
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+        return float(not torch.equal(expected, output))
+    return float((output - expected).abs().max() / expected.abs().max().clamp_min(1e-12))

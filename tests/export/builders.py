@@ -1,0 +1,63 @@
+"""Models and samples that the tests of exporters share."""
+
+from pathlib import Path
+
+import torch
+
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.recipe import Recipe
+from compress.common.signature import OutputSpec, Signature, TensorSpec
+from compress.data.splits import Splits
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+NETWORKS = ROOT / "tests" / "compress" / "quantization"
+DIGITS = ROOT / "examples" / "digits"
+IMAGE = Signature(
+    inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),),
+    outputs=(OutputSpec(name="logits"),),
+)
+ROWS = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
+TOKENS = Signature(
+    inputs=(TensorSpec(name="tokens", shape=("batch", "length"), dtype="int64"),),
+    outputs=(OutputSpec(name="states"),),
+)
+IMAGE_AND_CONTEXT = Signature(
+    inputs=(
+        TensorSpec(name="image", shape=("batch", 1, "height", "width")),
+        TensorSpec(name="context", shape=("batch", 4)),
+    ),
+    outputs=(OutputSpec(name="logits"), OutputSpec(name="features")),
+)
+"""Interface of `networks:two_inputs`."""
+
+
+def network(
+    path: Path,
+    factory: str,
+    signature: Signature = IMAGE,
+    folder: Path = NETWORKS,
+    **arguments: int,
+) -> EagerModel:
+    """Return a network of the tests with seeded weights, as an artifact."""
+    torch.manual_seed(0)
+    recipe = Recipe(factory=factory, arguments=arguments)
+    state = recipe.build(folder).state_dict()
+    return EagerModel.create(path, recipe, state, signature, folder=folder)
+
+
+def network_of(folder: Path, source: str, factory: str, signature: Signature = ROWS) -> EagerModel:
+    """Return a network whose code is written into a folder as the factory's module."""
+    (folder / f"{factory.partition(':')[0]}.py").write_text(source)
+    return network(folder / f"source_{factory.rpartition(':')[2]}", factory, signature, folder)
+
+
+def samples(*inputs: torch.Tensor) -> Splits:
+    """Return `train` and `val` with the same inputs, all of class 0."""
+    rows = [(tuple(x[i] for x in inputs), torch.tensor(0)) for i in range(len(inputs[0]))]
+    return Splits({"train": rows, "val": rows}, batch_size=32)
+
+
+def images(count: int = 64) -> torch.Tensor:
+    """Return seeded images of :data:`IMAGE`."""
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(0))
