@@ -20,6 +20,7 @@ from compress.training.checkpoint.metadata import (
 )
 from compress.training.distributed.ddp import SingleProcess
 from compress.training.launch.launcher import train_on_ranks
+from compress.training.launch.rank_group import need_group
 from compress.training.launch.worker_errors import one_line
 from compress.training.loop.early_stopping import is_over
 from compress.training.loop.loggers import figures_of, refuse_missing, tracking
@@ -98,7 +99,8 @@ def fit(
 
 
 def _check(training: Training, data: Splits, device: str, task: str) -> None:
-    """Refuse what cannot be trained, before any process is started."""
+    """Refuse a training that cannot succeed, before any process is started."""
+    need_group(training.parallel)
     for requirement in training.parallel.requirements:
         if requirement.missing():
             raise Unavailable(f"{task}: needs {requirement.what}; {requirement.install}")

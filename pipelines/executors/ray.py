@@ -17,7 +17,8 @@ from compress.artifacts.artifact import MANIFEST
 from compress.common.dependency_recorder import Recording
 from compress.common.errors import StageFailed, first_line
 from compress.common.process import configured_threads
-from pipelines.executors.node_environment import MEND, Surroundings, seen
+from compress.common.shared_folder import wait_until_visible
+from pipelines.executors.node_environment import REMEDY, RunEnvironment
 from pipelines.executors.process_pool import log_here, pickled, run_task
 from pipelines.executors.task import TaskResult
 from pipelines.system.jsonl_log import log_event
@@ -45,8 +46,8 @@ class RayTasks:
     """CPU threads of each, which Ray reserves."""
     started: bool
     """Whether the cluster is ours alone and ends with us."""
-    surroundings: Surroundings
-    """What each node must have as we do."""
+    environment: RunEnvironment
+    """What each node must have as this process does."""
     _begun: dict[ray.ObjectRef[Any], StageTask] = field(default_factory=dict)
     _without_nodes_since: float | None = None
 
@@ -67,8 +68,8 @@ class RayTasks:
         cores = _cores_of_nodes()
         places = jobs or max(1, sum(cores))
         threads = configured_threads() or max(1, sum(cores) // places)
-        surroundings = Surroundings.of_run(store)
-        return cls(places, min(threads, max(cores, default=1)), started, surroundings)
+        environment = RunEnvironment.of_this_process(store)
+        return cls(places, min(threads, max(cores, default=1)), started, environment)
 
     def submit(self, making: StageTask) -> None:
         """Have a stage made by whichever process of the cluster is free.
@@ -78,7 +79,7 @@ class RayTasks:
         """
         task = ray.remote(_make).options(num_cpus=self.threads, max_retries=RETRIES)
         level = logging.getLogger().level
-        begun = task.remote(making.name, pickled(making), self.surroundings, level)
+        begun = task.remote(making.name, pickled(making), self.environment, level)
         self._begun[begun] = making
 
     def next(self) -> TaskResult:
@@ -97,8 +98,8 @@ class RayTasks:
             return TaskResult(name, 0.0, StageFailed(f"{name}: {_how_it_was_lost(lost)}"))
         for record in records:
             log_here(record, name)
-        if error is None and not seen(root, (root / MANIFEST).exists):
-            why = f"a node has made {root}, which is not seen here; {MEND}"
+        if error is None and not wait_until_visible(root, (root / MANIFEST).exists):
+            why = f"a node has made {root}, which is not seen here; {REMEDY}"
             return TaskResult(name, seconds, StageFailed(f"{name}: {why}"))
         return TaskResult(name, seconds, error, recorded)
 
@@ -128,11 +129,11 @@ class RayTasks:
 
 
 def _make(
-    name: str, making: bytes, surroundings: Surroundings, level: int
+    name: str, making: bytes, environment: RunEnvironment, level: int
 ) -> tuple[float, CompressError | None, Recording, list[logging.LogRecord]]:
     """Make a stage; return what :func:`made_of` does, and what was logged."""
     try:
-        surroundings.enter()
+        environment.enter()
     except StageFailed as differs:
         return 0.0, StageFailed(f"{name}: {differs}"), Recording(), []
     told = _Kept()

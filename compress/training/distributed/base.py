@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from torch._C._distributed_c10d import Store
 
     from compress.artifacts.eager_model import EagerModel
     from compress.data.splits import Batch
@@ -139,10 +141,18 @@ class Strategy(Protocol):
 
 
 @contextmanager
-def process_group(device: str) -> Iterator[None]:
-    """Join the process group that the environment describes for a block, and leave it in peace."""
+def process_group(device: str, store: Store | None = None) -> Iterator[None]:
+    """Join the process group of the environment's RANK and WORLD_SIZE for a block.
+
+    Args:
+        device: with CUDA, gradients are exchanged by NCCL.
+        store: through which the ranks meet; by default the one of MASTER_ADDR and MASTER_PORT.
+    """
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
-    dist.init_process_group(backend, timeout=PATIENCE)
+    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    dist.init_process_group(
+        backend, timeout=PATIENCE, store=store, rank=rank, world_size=world_size
+    )
     yield  # a rank that failed must not wait here for the others
     dist.destroy_process_group()
 

@@ -186,7 +186,7 @@ root = Path(sys.argv[1])
 x, y = torch.randn(9000, 4), torch.zeros(9000, dtype=torch.int64)  # more than a pipe holds
 data = Splits({name: torch.utils.data.TensorDataset(x, y) for name in ("train", "val")})
 Train(epochs=1, parallel={"processes": 2})(
-    EagerModel.at(root / "source"), Context(root=root / "train", data=data)
+    EagerModel.from_directory(root / "source"), Context(root=root / "train", data=data)
 )
 """
 
