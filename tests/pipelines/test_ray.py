@@ -128,9 +128,9 @@ def test_a_node_without_the_runs_folder_or_its_packages_is_one_line(
     replace(home, run_id=read_run_id(tmp_path / "late")).enter()
     shutil.rmtree(store)
     pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
-    from pipelines.executors.ray import _make
+    from pipelines.executors.ray import _run_on_node
 
-    _, error, *_ = _make("thin", b"is not unpickled", home, 0)
+    _, error, *_ = _run_on_node("thin", b"is not unpickled", home, 0)
     assert str(error).startswith(f"thin: node {socket.gethostname()} has no {store}; all nodes")
     assert Path.cwd() == folder
 
@@ -188,10 +188,10 @@ def test_two_nodes_make_branches_for_a_bucket_and_one_of_them_is_lost(
 
     elsewhere = f"file://{folder / 'shared'}"
     for out, store in (("second", bucket), ("second", elsewhere), ("third", elsewhere)):
-        said: list[str] = []
+        lines: list[str] = []
         run = Pipeline.from_yaml(file).run
-        run(folder / out, engine="ray", store=store, announce=said.append)
-        assert not [line for line in said if "running" in line or "warning" in line], (out, store)
+        run(folder / out, engine="ray", store=store, announce=lines.append)
+        assert not [line for line in lines if "running" in line or "warning" in line], (out, store)
     for name in ("thin-amount=0.25", "thin-amount=0.5"):
         made = [folder / out / "artifacts" / name / "manifest.json" for out in ("out", "third")]
         assert made[0].read_bytes() == made[1].read_bytes()
