@@ -231,13 +231,12 @@ def _epoch_logger(
     return tell
 
 
-def _run(job: Job, tell: Callable[[EpochMetrics], None]) -> None:
+def _run(job: Job, on_epoch: Callable[[EpochMetrics], None]) -> None:
     """Train in this process or in several."""
-    parallel = job.training.parallel
-    if parallel.alone:
-        train(job, SingleProcess(), tell)
+    if job.training.parallel.alone:
+        train(job, SingleProcess(), on_epoch)
     else:
-        train_on_ranks(job, tell)
+        train_on_ranks(job, on_epoch)
 
 
 @contextmanager

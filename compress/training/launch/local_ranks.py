@@ -68,7 +68,8 @@ def run_ranks(
             writer.close()
             _wait(context, ranks, store, reader, on_epoch)
     except (KeyboardInterrupt, SystemExit):
-        record_failure(store, ranks.first, StageFailed(f"rank {ranks.first} was stopped"))
+        with suppress(RuntimeError):  # the store may have ended before
+            record_failure(store, ranks.first, StageFailed(f"rank {ranks.first} was stopped"))
         raise
     finally:
         if context:

@@ -210,24 +210,31 @@ class RankGroup:
         Raises:
             StageFailed: rank 0 has ended without a word.
         """
+        from torch.distributed import DistNetworkError
+
         try:
             for number in itertools.count(1):
-                request = self._next_request(number)
-                training = request["command"] == "train"
-                problem = "" if training or request["command"] == "leave" else answer(request)
+                # Not `Store.wait`, during which Python could not handle signals.
+                while not self.store.check([f"request/{number}"]):
+                    time.sleep(SECONDS_BETWEEN_POLLS)
+                request = json.loads(self.store.get(f"request/{number}"))
+                is_training, leaves = (request["command"] == name for name in ("train", "leave"))
+                problem = "" if is_training or leaves else answer(request)
                 self.store.set(f"answer/{number}/{self.rank}", problem)
-                if training:
-                    with suppress(CompressError):  # rank 0 raises it
-                        arguments = request["per_process"], request["attempt"]
-                        self._run_ranks(Path(request["folder"]), *arguments, lambda epoch: None)
-                elif request["command"] == "leave":
+                if leaves:
                     return int(request["exit_code"])
+                if is_training:
+                    arguments = request["per_process"], request["attempt"]
+                    with suppress(CompressError):  # rank 0 raises it
+                        self._run_ranks(Path(request["folder"]), *arguments, lambda epoch: None)
+        except DistNetworkError as error:
+            raise StageFailed("rank 0 has ended; its own output says why") from error
         except BaseException as error:
             failed = isinstance(error, Exception)
             how = (
                 f"failed: {type(error).__name__}: {first_line(error)}" if failed else "was stopped"
             )
-            with suppress(RuntimeError):  # rank 0 has ended before
+            with suppress(RuntimeError):  # rank 0 may have ended before
                 message = f"rank {self.rank} on {socket.gethostname()} {how}"
                 self.store.set(f"left/{self.rank}", message)
             raise
@@ -237,16 +244,6 @@ class RankGroup:
         """Let all other processes end with rank 0's exit code."""
         with suppress(CompressError, RuntimeError):  # those that have left need not be told
             self.request("leave", SECONDS_TO_LEAVE, exit_code=exit_code)
-
-    def _next_request(self, number: int) -> dict[str, Any]:
-        try:
-            # Not `Store.wait`, during which Python could not handle signals.
-            while not self.store.check([f"request/{number}"]):
-                time.sleep(SECONDS_BETWEEN_POLLS)
-            request: dict[str, Any] = json.loads(self.store.get(f"request/{number}"))
-        except RuntimeError as error:  # torch.distributed.DistNetworkError
-            raise StageFailed("rank 0 has ended; its own output says why") from error
-        return request
 
     def _run_ranks(
         self,

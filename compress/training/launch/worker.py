@@ -7,6 +7,7 @@ import pickle
 import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from compress.training.loop.trainer import Job
 
 JOB_FILE = "job.pickle"
+TIME_TO_MEET = timedelta(minutes=10)
+"""Within which all ranks must have imported what they need; on other machines that may be slow."""
 DEPENDENCIES = "dependencies"
 """Key under which rank 0 reports what user code has read."""
 FINISHED = "finished"
@@ -45,7 +48,8 @@ def run_rank(folder: Path, ranks: LocalRanks, index: int, epochs: Connection | N
         epochs: where rank 0 reports each epoch, as JSON.
     """
     rank = ranks.first + index
-    store = PrefixStore(ranks.attempt, TCPStore(ranks.host, ranks.port, is_master=False))
+    server = TCPStore(ranks.host, ranks.port, is_master=False, timeout=TIME_TO_MEET)
+    store = PrefixStore(ranks.attempt, server)
     try:
         wait_until_visible(folder, (folder / JOB_FILE).exists)
         job: Job = pickle.loads((folder / JOB_FILE).read_bytes())

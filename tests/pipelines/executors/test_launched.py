@@ -262,6 +262,18 @@ def test_a_process_that_is_stopped_ends_the_others(user, stopped) -> None:
     assert processes_in(user) == []
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_without_rank_0_the_others_end(user) -> None:
+    pipeline(user, epochs=50)
+    tasks = srun(user, "slow", "slow")
+    until_an_epoch(tasks[0])
+    tasks[0].kill()
+    assert "1 error: rank 0 has ended; its own output says why" in end_of(tasks[1])
+    end_of(tasks[0])
+    assert processes_in(user) == []
+
+
 @pytest.mark.multiprocess
 def test_another_pipeline_file_on_a_node_is_refused(user) -> None:
     (user / "old.yaml").write_text("version: 1")
