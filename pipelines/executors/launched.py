@@ -112,7 +112,7 @@ def _answer(request: dict[str, Any], file: Path) -> str:
         elif _sha256(file) != request["sha256"]:
             return f"has another {file}; start the same command with the same file everywhere"
     except CompressError as error:
-        return f": {error}"
+        return f"cannot take part: {error}"
     return ""
 
 

@@ -54,7 +54,16 @@ def train_on_ranks(job: Job, on_epoch: Callable[[EpochMetrics], None]) -> None:
                 else:
                     # Port 0: the system chooses a free one.
                     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-                    ranks = LocalRanks(0, parallel.ranks, parallel.ranks, port=store.port)
+                    ranks = LocalRanks(
+                        first=0,
+                        count=parallel.ranks,
+                        world_size=parallel.ranks,
+                        local_first=0,
+                        local_world_size=parallel.ranks,
+                        host="127.0.0.1",
+                        port=store.port,
+                        attempt="training",
+                    )
                     recorded = run_ranks(job.folder, ranks, store, on_epoch)
             except RankKilled as error:
                 if not restarts_left:

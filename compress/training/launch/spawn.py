@@ -30,14 +30,14 @@ class LocalRanks:
     count: int
     world_size: int
     """Ranks on all machines."""
-    local_first: int = 0
+    local_first: int
     """Rank of the first of them among those of its machine."""
-    local_world_size: int = 0
-    """Ranks on this machine; 0 stands for `count`."""
-    host: str = "127.0.0.1"
+    local_world_size: int
+    """Ranks on this machine."""
+    host: str
     """Where the key-value store through which the ranks meet is served."""
-    port: int = 0
-    attempt: str = ""
+    port: int
+    attempt: str
     """Prefix of all keys of this attempt at a training."""
 
     def environment(self, index: int) -> dict[str, str]:
@@ -46,17 +46,16 @@ class LocalRanks:
         Args:
             index: of the rank among `count`.
         """
-        local = self.local_world_size or self.count
         rank = self.first + index
         numbers = {
             "RANK": rank,
             "WORLD_SIZE": self.world_size,
             "LOCAL_RANK": self.local_first + index,
-            "LOCAL_WORLD_SIZE": local,
-            "GROUP_RANK": rank // local,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "GROUP_RANK": rank // self.local_world_size,
         }
-        meeting = {"MASTER_ADDR": self.host, "MASTER_PORT": str(self.port)}
-        return meeting | {name: str(number) for name, number in numbers.items()}
+        server = {"MASTER_ADDR": self.host, "MASTER_PORT": str(self.port)}
+        return server | {name: str(number) for name, number in numbers.items()}
 
 
 def start_rank(

@@ -6,12 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 from safetensors.torch import load_file
+from torch.distributed import TCPStore
 
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.training.config.parallel import Parallel
@@ -291,6 +293,34 @@ def group(monkeypatch) -> RankGroup:
     group = RankGroup({**numbers, "MASTER_ADDR": "here", "MASTER_PORT": "1"}, store=None)
     monkeypatch.setattr(rank_group, "_joined", [group])
     return group
+
+
+def test_rank_0_requests_and_the_others_answer_until_it_leaves() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False)
+    one_each = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    one_each |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    first, second = (
+        RankGroup({"RANK": str(rank), **one_each}, store)
+        for rank, store in enumerate((server, client))
+    )
+    with pytest.raises(StageFailed, match="rank 1 of 2 has not answered for 0 s"):
+        first.request("compare", seconds=0.3)
+    exit_codes: list[int] = []
+    problems = {"compare": "", "enter": "cannot take part: no disk"}
+    serves = threading.Thread(
+        target=lambda: exit_codes.append(second.serve(lambda request: problems[request["command"]]))
+    )
+    serves.start()
+    first.request("compare")
+    with pytest.raises(PipelineInvalid, match=r"^rank 1 cannot take part: no disk$"):
+        first.request("enter")
+    first.leave(3)
+    serves.join(30)
+    assert exit_codes == [3]
+    client.set("left/1", "rank 1 on b was stopped")
+    with pytest.raises(StageFailed, match=r"^rank 1 on b was stopped$"):
+        first.request("compare")
 
 
 def test_a_training_fits_processes_that_share_its_ranks_equally(group) -> None:
