@@ -112,7 +112,7 @@ def run(
 def join(directory: Annotated[Path | None, typer.Argument(metavar="DIR")] = None) -> None:
     """Removed; torchrun starts a run on several machines."""
     from compress.common.errors import PipelineInvalid
-    from compress.training.launch.rank_group import TORCHRUN
+    from compress.training.config.parallel import TORCHRUN
 
     raise PipelineInvalid(
         "compress join was removed; run the same command on every machine: "

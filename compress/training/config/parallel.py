@@ -12,6 +12,11 @@ from compress.common.requirements import Requirement
 from compress.training.config.pipeline import Pipeline
 
 REMOVED = ("rendezvous", "rendezvous_seconds")
+TORCHRUN = (
+    "torchrun --nnodes {nodes} --nproc-per-node {processes} --rdzv-backend c10d "
+    "--rdzv-endpoint HOST:29400 --no-python compress run PIPELINE.YAML --out DIR"
+)
+"""How a run on several machines is started, on each of them."""
 ZERO = {"zero2": "shard_grad_op", "zero3": "full_shard"}
 REPLICATED = ("ddp", "zero1")
 SHARDED = ("fsdp", *ZERO)
@@ -135,8 +140,7 @@ class Parallel(Settings):
         if isinstance(settings, Mapping) and (found := [n for n in REMOVED if n in settings]):
             raise ValueError(
                 f"{found[0]} was removed, as torchrun and srun say where machines meet; leave it "
-                "out and start on every machine: torchrun --nnodes N --nproc-per-node G "
-                "--rdzv-backend c10d --rdzv-endpoint HOST:29400 --no-python compress run …"
+                f"out and run on every machine: {TORCHRUN.format(nodes='N', processes='G')}"
             )
         return settings
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
+from compress.training.config.parallel import TORCHRUN
 from compress.training.launch.spawn import LocalRanks
 
 if TYPE_CHECKING:
@@ -36,10 +37,6 @@ SECONDS_TO_ANSWER = 120
 SECONDS_TO_LEAVE = 15
 """Within which they end a training that rank 0 has left, and answer that they leave."""
 SECONDS_BETWEEN_POLLS = 0.1
-TORCHRUN = (
-    "torchrun --nnodes {nodes} --nproc-per-node {processes} --rdzv-backend c10d "
-    "--rdzv-endpoint HOST:29400 --no-python compress run PIPELINE.YAML --out DIR"
-)
 SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 _joined: list[RankGroup] = []
