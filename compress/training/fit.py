@@ -127,7 +127,7 @@ def _check(training: Training, data: Splits, device: str, task: str) -> None:
     if training.profile.memory and not device.startswith("cuda"):
         raise StageFailed(
             f"{task}: profile.memory records a CUDA device's memory and this is {device}; leave it "
-            "out (the peak of each process is told without it)"
+            "out (the peak of each process is reported without it)"
         )
     if training.parallel.strategy == "dp":
         log.warning("%s: strategy dp runs as one process: %s", task, AGAINST_DP)

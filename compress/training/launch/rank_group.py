@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -23,7 +23,7 @@ from compress.training.config.parallel import TORCHRUN
 from compress.training.launch.spawn import LocalRanks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch._C._distributed_c10d import Store
 
@@ -162,20 +162,21 @@ class RankGroup:
             StageFailed: one of them has left or does not answer.
         """
         number = next(self._requests)
-        self.store.set(f"request/{number}", json.dumps({"command": command, **content}))
-        deadline = time.monotonic() + seconds
-        for rank in range(1, self.world_size):
-            while not self.store.check([f"answer/{number}/{rank}"]):
-                if self.store.check([f"left/{rank}"]):
-                    raise StageFailed(self.store.get(f"left/{rank}").decode())
-                if time.monotonic() > deadline:
-                    raise StageFailed(
-                        f"rank {rank} of {self.world_size} has not answered for {seconds:.0f} s; "
-                        "its own output, or that of torchrun on its machine, says why"
-                    )
-                time.sleep(SECONDS_BETWEEN_POLLS)
-            if problem := self.store.get(f"answer/{number}/{rank}").decode():
-                raise PipelineInvalid(f"rank {rank} {problem}")
+        with self._lost_store_explained():
+            self.store.set(f"request/{number}", json.dumps({"command": command, **content}))
+            deadline = time.monotonic() + seconds
+            for rank in range(1, self.world_size):
+                while not self.store.check([f"answer/{number}/{rank}"]):
+                    if self.store.check([f"left/{rank}"]):
+                        raise StageFailed(self.store.get(f"left/{rank}").decode())
+                    if time.monotonic() > deadline:
+                        raise StageFailed(
+                            f"rank {rank} of {self.world_size} has not answered for "
+                            f"{seconds:.0f} s; its own output, or torchrun's, says why"
+                        )
+                    time.sleep(SECONDS_BETWEEN_POLLS)
+                if problem := self.store.get(f"answer/{number}/{rank}").decode():
+                    raise PipelineInvalid(f"rank {rank} {problem}")
 
     def train(
         self, folder: Path, parallel: Parallel, on_epoch: Callable[[EpochMetrics], None]
@@ -239,7 +240,7 @@ class RankGroup:
 
     def leave(self, exit_code: int) -> None:
         """Let all other processes end with rank 0's exit code."""
-        with suppress(CompressError, RuntimeError):  # those that have left need not be told
+        with suppress(CompressError, RuntimeError):  # some may have left already
             self.request("leave", SECONDS_TO_LEAVE, exit_code=exit_code)
 
     def _run_ranks(
@@ -262,4 +263,17 @@ class RankGroup:
             port=self.port,
             attempt=attempt,
         )
-        return run_ranks(folder, ranks, self.store, on_epoch)
+        with self._lost_store_explained():
+            return run_ranks(folder, ranks, self.store, on_epoch)
+
+    @contextmanager
+    def _lost_store_explained(self) -> Iterator[None]:
+        from torch.distributed import DistNetworkError
+
+        try:
+            yield
+        except DistNetworkError as error:
+            raise StageFailed(
+                f"the connection to {self.host}:{self.port}, where the processes meet, is lost; "
+                "the output of the process there says why"
+            ) from error

@@ -220,7 +220,8 @@ def test_a_node_that_is_killed_ends_the_run_with_one_line_of_rank_0(user) -> Non
     first, killed = agents[1 - second], agents[second]
     output = end_of(first)
     assert output[0] == "1"
-    assert re.search(r"error: train: rank \d .*(lost the connection|was ended by SIG)", output)
+    # Either agent may serve the store through which the ranks meet.
+    assert re.search(r"error: train: (rank 0 lost the|the) connection to ", output), output
     end_of(killed)
     assert processes_in(user) == []
 
