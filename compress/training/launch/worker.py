@@ -16,8 +16,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from compress.common.dependency_recorder import recording
 from compress.common.errors import Unavailable, exits_refused
-from compress.common.shared_folder import wait_until_visible
 from compress.training.distributed.base import process_group, strategy_of
+from compress.training.launch.shared_folder import wait_until_visible
 from compress.training.launch.worker_errors import record_failure
 from compress.training.loop.trainer import train
 
