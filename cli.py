@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -92,33 +91,36 @@ def run(
     """Walk a pipeline; write the report and the artifacts."""
     with fast_imports.quickly():
         from pipelines.config.pipeline import Pipeline
-    pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
-    with fast_imports.quickly():
-        from pipelines.runner.run import preview_run
-        from pipelines.terminal.progress_bars import shown
-    directory = out or Path("runs") / pipeline.name
-    options: dict[str, Any] = {"start": start, "until": until, "force": force, "store": store}
-    if dry_run:
-        foreseen = preview_run(pipeline, directory, **options)
-        tell(foreseen, (f"{name}: {what}" for name, what in foreseen.items()))
-        return
-    options |= {"jobs": jobs, "engine": engine, "finished": functools.partial(show, out=directory)}
-    with shown(quiet=manner().silent) as (progress, announce):
-        pipeline.run(directory, **options, progress=progress, announce=announce)
+        from pipelines.executors.launched import joined_processes
+    with joined_processes(file):
+        pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
+        with fast_imports.quickly():
+            from pipelines.runner.run import preview_run
+            from pipelines.terminal.progress_bars import shown
+        directory = out or Path("runs") / pipeline.name
+        options: dict[str, Any] = {"start": start, "until": until, "force": force, "store": store}
+        if dry_run:
+            foreseen = preview_run(pipeline, directory, **options)
+            tell(foreseen, (f"{name}: {what}" for name, what in foreseen.items()))
+            return
+        options |= {"jobs": jobs, "engine": engine}
+        options |= {"finished": functools.partial(show, out=directory)}
+        with shown(quiet=manner().silent) as (progress, announce):
+            pipeline.run(directory, **options, progress=progress, announce=announce)
 
 
-@command
-def join(
-    directory: RunDirectory,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds within which the run begins.")] = 600,
-    silence: Annotated[float, typer.Option(min=5, help="Seconds until it counts as dead.")] = 60,
-) -> None:
-    """Take part in a run's trainings on another node."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a run that ended is no stack trace
-    from pipelines.executors.join import join_run as take_part
+def join(directory: Annotated[Path | None, typer.Argument(metavar="DIR")] = None) -> None:
+    """Removed; torchrun starts a run on several machines."""
+    from compress.common.errors import PipelineInvalid
+    from compress.training.config.parallel import TORCHRUN
 
-    trainings = take_part(directory, inform, wait=wait, silence=silence)
-    tell({"directory": str(directory), "trainings": trainings}, ())
+    raise PipelineInvalid(
+        "compress join was removed; run the same command on every machine: "
+        f"{TORCHRUN.format(nodes='N', processes='G')}"
+    )
+
+
+app.command(hidden=True)(framed(join, EVERYWHERE))
 
 
 @command
@@ -313,3 +315,7 @@ def init(
     to_do = [f"to do: {line}" for line in found]
     submit = f"{script}: submit it with `sbatch {script}`"
     tell({"file": str(script), "to_do": to_do}, [submit], warnings=to_do)
+
+
+if __name__ == "__main__":  # torchrun -m cli
+    main()

@@ -20,6 +20,7 @@ from compress.training.checkpoint.metadata import (
 )
 from compress.training.distributed.base import SingleProcess
 from compress.training.launch.launcher import train_on_ranks
+from compress.training.launch.rank_group import need_group
 from compress.training.launch.worker_errors import one_line
 from compress.training.loop.early_stopping import is_finished
 from compress.training.loop.job import Job
@@ -103,6 +104,7 @@ def _check(training: Training, data: Splits, device: str, task: str) -> None:
         StageFailed: the data or the device does not fit the settings.
         Unavailable: a package is missing.
     """
+    need_group(training.parallel)
     for requirement in training.parallel.requirements:
         if requirement.missing():
             raise Unavailable(f"{task}: needs {requirement.what}; {requirement.install}")
@@ -129,7 +131,7 @@ def _check(training: Training, data: Splits, device: str, task: str) -> None:
     if training.profile.memory and not device.startswith("cuda"):
         raise StageFailed(
             f"{task}: profile.memory records a CUDA device's memory and this is {device}; leave it "
-            "out (the peak of each process is logged without it)"
+            "out (the peak of each process is reported without it)"
         )
     if training.parallel.strategy == "dp":
         log.warning("%s: strategy dp runs as one process: %s", task, DP_WARNING)
@@ -225,8 +227,7 @@ def _epoch_callback(
 
 def _run(job: Job, on_epoch: Callable[[EpochMetrics], None]) -> None:
     """Train in this process or in several."""
-    parallel = job.training.parallel
-    if parallel.in_process:
+    if job.training.parallel.in_process:
         train(job, SingleProcess(), on_epoch)
     else:
         train_on_ranks(job, on_epoch)

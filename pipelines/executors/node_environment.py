@@ -1,82 +1,83 @@
-"""What a process on another node must find as the run has it, before it works for the run."""
+"""Checks that a process on another machine sees the run's files and has its packages."""
 
 from __future__ import annotations
 
 import os
 import socket
-import time
+import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from compress.common.atomic_files import write_atomically
 from compress.common.errors import StageFailed
-from pipelines.executors.join import advertised_run
+from compress.training.launch.shared_folder import wait_until_visible
 from pipelines.system.machine_info import versions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-SECONDS_TO_BE_SEEN = 30.0
-"""Within which one node sees what another has written: NFS keeps what it knows of a folder."""
-SECONDS_BETWEEN_LOOKS = 0.2
-MEND = (
+RUN_ID = "run-id"
+"""File in a store, by which another machine sees that it has the same folder."""
+REMEDY = (
     "all nodes need the folder of results, the pipeline's and the working directory on a file "
     "system that they share, under the same paths"
 )
 
 
+def write_run_id(store: Path) -> None:
+    """Mark a store as this run's."""
+    write_atomically(store / RUN_ID, uuid.uuid4().hex)
+
+
+def read_run_id(store: Path) -> str | None:
+    """Return the id of the last run of a store; None where it is not there."""
+    with suppress(OSError):
+        return (store / RUN_ID).read_text(encoding="utf-8")
+    return None
+
+
 @dataclass(frozen=True)
-class Surroundings:
+class RunEnvironment:
     """Where a run works, and with which packages."""
 
-    store: Path
-    run: str | None
-    """The name that the run has written there."""
-    folder: Path
+    store: str
+    """Absolute path."""
+    run_id: str | None
+    folder: str
     """The working directory."""
     versions: Mapping[str, str]
 
     @classmethod
-    def of_run(cls, store: Path) -> Self:
-        """Return those of the run that holds a store in this process."""
-        return cls(store.absolute(), advertised_run(store), Path.cwd(), versions())
+    def of_this_process(cls, store: Path) -> Self:
+        """Return what processes on other machines must find to work for this one.
+
+        Args:
+            store: the run's, which this process holds.
+        """
+        return cls(str(store.absolute()), read_run_id(store), str(Path.cwd()), versions())
 
     def enter(self) -> None:
-        """Go to the run's working directory, where this node has the same.
+        """Change to the run's working directory, where this machine has the same.
 
         Raises:
-            StageFailed: it has not: what it would read and write were other files.
+            StageFailed: it has not, so that other files would be read and written here; or other
+                versions of packages.
         """
-        if not seen(self.store, lambda: advertised_run(self.store) == self.run):
-            what = f"another {self.store}" if self.store.exists() else f"no {self.store}"
-            raise StageFailed(f"{_here()} has {what}; {MEND}")
+        store, here = Path(self.store), f"node {socket.gethostname()}"
+        if not wait_until_visible(store, lambda: read_run_id(store) == self.run_id):
+            what = f"another {store}" if store.exists() else f"no {store}"
+            raise StageFailed(f"{here} has {what}; {REMEDY}")
         try:
             os.chdir(self.folder)
         except OSError as error:
-            raise StageFailed(
-                f"{_here()} has no {self.folder} ({error.strerror}); {MEND}"
-            ) from None
-        for name in sorted({*self.versions, *versions()}):
-            theirs, ours = self.versions.get(name, "none"), versions().get(name, "none")
-            if ours != theirs:
+            raise StageFailed(f"{here} has no {self.folder} ({error.strerror}); {REMEDY}") from None
+        own = versions()
+        for name in sorted({*self.versions, *own}):
+            expected, found = self.versions.get(name, "none"), own.get(name, "none")
+            if found != expected:
                 raise StageFailed(
-                    f"{_here()} has {name} {ours}, and the run has {theirs}; all nodes need the "
+                    f"{here} has {name} {found}, and the run has {expected}; all nodes need the "
                     "same packages"
                 )
-
-
-def seen(path: Path, there: Callable[[], bool]) -> bool:
-    """Whether something at a path is there, or is seen here within some seconds."""
-    deadline = time.monotonic() + SECONDS_TO_BE_SEEN
-    while not there():
-        if time.monotonic() > deadline:
-            return False
-        with suppress(OSError):
-            os.listdir(path.parent)  # noqa: PTH208 - has NFS ask its server anew
-        time.sleep(SECONDS_BETWEEN_LOOKS)
-    return True
-
-
-def _here() -> str:
-    return f"node {socket.gethostname()}"

@@ -9,20 +9,21 @@ from pydantic import Field
 
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
-from compress.training.config.parallel import Parallel
 from pipelines.config.pipeline import Pipeline
+from pipelines.executors.launched import trainings_of
 from pipelines.system.templates import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-RENDEZVOUS = "$COMPRESS_RENDEZVOUS"
+    from compress.training.config.parallel import Parallel
+
 TEMPLATE = "slurm.sh.jinja"
 
 
 class Cluster(Settings):
-    """What a job asks of the cluster."""
+    """Resources of a Slurm job."""
 
     nodes: Count = 1
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
@@ -30,7 +31,7 @@ class Cluster(Settings):
     """By default 8 for each GPU, or 8 without one."""
     hours: Count = 24
     warning_seconds: Count = 120
-    """Before the time is up, to stop and queue again."""
+    """Seconds before the time limit at which the job stops and is queued again."""
 
     @property
     def processes(self) -> int:
@@ -39,12 +40,12 @@ class Cluster(Settings):
 
 
 def write_script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> list[str]:
-    """Write the batch script; return what in the pipeline file does not fit the job.
+    """Write the batch script; return which settings of the pipeline file do not fit the job.
 
     Raises:
         PipelineInvalid: there is such a file, it cannot be written, or the pipeline is invalid.
     """
-    missing = list(what_to_put(pipeline, cluster))
+    unmet = list(unmet_settings(pipeline, cluster))
     try:
         with script.open("x", encoding="utf-8") as stream:
             stream.write(_script(script, pipeline, out, cluster))
@@ -54,47 +55,32 @@ def write_script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> l
         ) from None
     except OSError as error:
         raise PipelineInvalid(f"{script} cannot be written ({error.strerror})") from None
-    return missing
+    return unmet
 
 
-def what_to_put(pipeline: Path, cluster: Cluster) -> Iterator[str]:
-    """Yield a line for each thing in the pipeline file that does not fit the job.
+def unmet_settings(pipeline: Path, cluster: Cluster) -> Iterator[str]:
+    """Yield a line for each setting of the pipeline file that does not fit the job.
 
     Raises:
         PipelineInvalid: the file is invalid.
     """
     wanted = f"nodes: {cluster.nodes}, processes: {cluster.processes}"
-    if cluster.nodes > 1:
-        wanted += f", rendezvous: {RENDEZVOUS}"
     if not pipeline.exists():
         yield f"{pipeline} is not there yet; give its trainings parallel: {{{wanted}}}"
         return
-    read = Pipeline.from_yaml(pipeline)
-    for stage in read.stages:
-        for place, parallel in _trainings(stage):
+    content = Pipeline.from_yaml(pipeline)
+    for stage in content.stages:
+        for path, parallel in trainings_of(stage):
             if not _fits(parallel, cluster):
-                yield f"{pipeline}, stage {stage.title}: put {place}parallel: {{{wanted}}}"
-    if cluster.gpus_per_node and read.device == "cpu":
+                yield f"{pipeline}, stage {stage.title}: put {path}parallel: {{{wanted}}}"
+    if cluster.gpus_per_node and content.device == "cpu":
         yield f"{pipeline}: put device: cuda, or the GPUs stay idle"
 
 
 def _fits(parallel: Parallel, cluster: Cluster) -> bool:
     # Without GPUs any number of processes may share a node's cores.
     processes = cluster.processes if cluster.gpus_per_node else parallel.processes
-    return (
-        (parallel.nodes, parallel.processes) == (cluster.nodes, processes)
-        and (cluster.nodes == 1 or parallel.rendezvous == RENDEZVOUS)
-    )  # fmt: skip
-
-
-def _trainings(settings: Settings, place: str = "") -> Iterator[tuple[str, Parallel]]:
-    """Yield how each training within a stage's settings is spread, after the way to it."""
-    for name in type(settings).model_fields:
-        value = getattr(settings, name)
-        if isinstance(value, Parallel):
-            yield place, value
-        elif isinstance(value, Settings):
-            yield from _trainings(value, f"{place}{name}.")
+    return (parallel.nodes, parallel.processes) == (cluster.nodes, processes)
 
 
 def _script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> str:

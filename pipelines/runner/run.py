@@ -12,7 +12,8 @@ from compress.common.process import within_quota
 from compress.core.progress import silent
 from compress.profiling.peak_memory import measurement_process
 from pipelines.executors.factory import check_engine, engine_for
-from pipelines.executors.join import advertise_run
+from pipelines.executors.launched import check_processes
+from pipelines.executors.node_environment import write_run_id
 from pipelines.planning.loss_and_metric import settled
 from pipelines.planning.plan import SOURCE, build_plan
 from pipelines.results.schema import withdraw_report
@@ -97,8 +98,9 @@ def run(
         within_quota(),
         measurement_process(),
         Store.locked(root, announce, remote, pipeline.folder, pipeline.code_folder) as kept,
-        advertise_run(root),
     ):
+        write_run_id(root)
+        check_processes(pipeline, root)
         withdraw_report(out)
         walk = PipelineExecutor(pipeline, plan, out, kept, data, progress, event_listener(announce))
         if walk.contents:

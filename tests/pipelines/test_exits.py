@@ -190,7 +190,7 @@ def test_no_class_of_errors_can_choose_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)  # the elastic agent would wait for ever
+@pytest.mark.timeout(120)  # a parent that waits for such a rank would wait for ever
 @pytest.mark.parametrize("how", ["exit", "os._exit"])
 @pytest.mark.parametrize("place", ["forward in a job", "sample in a worker", "sample in a rank"])
 def test_a_child_that_exits_with_0_has_failed(tmp_path: Path, place: str, how: str) -> None:

@@ -239,7 +239,7 @@ def _runs(pid: int) -> bool:
 
 
 def test_what_measures_time_or_waits_for_other_nodes_is_made_alone() -> None:
-    nodes = {"nodes": 2, "rendezvous": "first:29500"}
+    nodes = {"nodes": 2}
     assert not undisturbed(PruneChannels(ratio=0.5))
     assert not undisturbed(PruneChannels(target=Target(macs=0.5)))
     assert undisturbed(PruneChannels(target=Target(latency=0.5)))

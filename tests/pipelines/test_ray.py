@@ -15,10 +15,10 @@ import pytest
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.common.requirements import Requirement
 from compress.profiling.benchmark import compare_latency
+from compress.training.launch import shared_folder
 from pipelines.config.pipeline import Pipeline
-from pipelines.executors import factory, node_environment
-from pipelines.executors.join import advertise_run, advertised_run
-from pipelines.executors.node_environment import Surroundings
+from pipelines.executors import factory
+from pipelines.executors.node_environment import RunEnvironment, read_run_id, write_run_id
 
 NETS = """
 import os, pathlib, signal, sys, time
@@ -109,29 +109,28 @@ def test_a_node_without_the_runs_folder_or_its_packages_is_one_line(
     folder, store = Path.cwd(), tmp_path / "out" / ".store"
     for made in (store, tmp_path / "late"):
         made.mkdir(parents=True)
-    monkeypatch.setattr(node_environment, "SECONDS_TO_BE_SEEN", 0.3)
-    with advertise_run(store):
-        home = Surroundings.of_run(store)
-        home.enter()
-        older = replace(home, versions=home.versions | {"torch": "1.0"})
-        with pytest.raises(StageFailed, match=r"^node \S+ has torch \S+, and the run has 1.0; "):
-            older.enter()
-        with pytest.raises(
-            StageFailed, match=r"has no /no/such/folder \(No such file.*; all nodes"
-        ):
-            replace(home, folder=Path("/no/such/folder")).enter()
-    with advertise_run(store), pytest.raises(StageFailed, match=rf"has another {store}; all"):
+    monkeypatch.setattr(shared_folder, "SECONDS_TO_BE_VISIBLE", 0.3)
+    write_run_id(store)
+    home = RunEnvironment.of_this_process(store)
+    home.enter()
+    older = replace(home, versions=home.versions | {"torch": "1.0"})
+    with pytest.raises(StageFailed, match=r"^node \S+ has torch \S+, and the run has 1.0; "):
+        older.enter()
+    with pytest.raises(StageFailed, match=r"has no /no/such/folder \(No such file.*; all nodes"):
+        replace(home, folder="/no/such/folder").enter()
+    write_run_id(store)
+    with pytest.raises(StageFailed, match=rf"has another {store}; all"):
         home.enter()
     shutil.rmtree(store)
+    write_run_id(tmp_path / "late")
     late = threading.Timer(0.05, shutil.copytree, (tmp_path / "late", store))
-    with advertise_run(tmp_path / "late"):
-        late.start()
-        replace(home, run=advertised_run(tmp_path / "late")).enter()
+    late.start()
+    replace(home, run_id=read_run_id(tmp_path / "late")).enter()
     shutil.rmtree(store)
     pytest.importorskip("ray", reason="Ray is not installed (the extra `ray`)")
-    from pipelines.executors.ray import _make
+    from pipelines.executors.ray import _run_on_node
 
-    _, error, *_ = _make("thin", b"is not unpickled", home, 0)
+    _, error, *_ = _run_on_node("thin", b"is not unpickled", home, 0)
     assert str(error).startswith(f"thin: node {socket.gethostname()} has no {store}; all nodes")
     assert Path.cwd() == folder
 
@@ -189,10 +188,10 @@ def test_two_nodes_make_branches_for_a_bucket_and_one_of_them_is_lost(
 
     elsewhere = f"file://{folder / 'shared'}"
     for out, store in (("second", bucket), ("second", elsewhere), ("third", elsewhere)):
-        said: list[str] = []
+        lines: list[str] = []
         run = Pipeline.from_yaml(file).run
-        run(folder / out, engine="ray", store=store, announce=said.append)
-        assert not [line for line in said if "running" in line or "warning" in line], (out, store)
+        run(folder / out, engine="ray", store=store, announce=lines.append)
+        assert not [line for line in lines if "running" in line or "warning" in line], (out, store)
     for name in ("thin-amount=0.25", "thin-amount=0.5"):
         made = [folder / out / "artifacts" / name / "manifest.json" for out in ("out", "third")]
         assert made[0].read_bytes() == made[1].read_bytes()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from compress.common.config import Count, Positive, Settings
 from compress.common.requirements import Requirement
 
-# A name, an IPv4 address or an IPv6 one in brackets; port 0 would be another one on each machine.
-RENDEZVOUS = r"^(\$[A-Za-z_]\w*|([\w.-]+|\[[0-9A-Fa-f:.]+\]):[1-9]\d{0,4})$"
+REMOVED = ("rendezvous", "rendezvous_seconds")
+TORCHRUN = (
+    "torchrun --nnodes {nodes} --nproc-per-node {processes} --rdzv-backend c10d "
+    "--rdzv-endpoint HOST:29400 --no-python compress run PIPELINE.YAML --out DIR"
+)
+"""How a run on several machines is started, on each of them."""
 ZERO = {"zero2": "shard_grad_op", "zero3": "full_shard"}
 REPLICATED = ("ddp", "zero1")
 SHARDED = ("fsdp", *ZERO)
@@ -83,16 +88,11 @@ class Parallel(Settings):
     processes: Count = 1
     """Number of processes on each machine; 1 trains in the calling process."""
     nodes: Count = 1
-    """Number of machines. The first one walks the pipeline, on each other one `compress join` with
-    the run's directory takes part; the directory is on a file system that all of them share."""
-    rendezvous: Annotated[str, Field(pattern=RENDEZVOUS)] | None = Field(default=None, exclude=True)
-    """Where several machines meet: `host:port` of the first one, or `$NAME` of an environment
-    variable that says so. It decides no result, so that a training goes on elsewhere."""
-    rendezvous_seconds: Count = Field(default=600, exclude=True)
-    """Seconds within which all machines must have come."""
+    """Number of machines. torchrun or srun starts the same `compress run` on each; rank 0 runs the
+    pipeline, and the others take part in its trainings. They share the folders of the run."""
     restarts: Annotated[int, Field(ge=0, exclude=True)] = 3
-    """How often the processes are started again from the last checkpoint when one was killed; an
-    error is not retried."""
+    """How often the processes are started again from the last checkpoint when one was killed; any
+    other error ends the training at once."""
     tensor: Count = 1
     """Processes that share the matrices of each block (tensor parallelism). At the start each loads
     the whole model once, to compare it with the divided one. What all of them compute, dropout
@@ -159,8 +159,6 @@ class Parallel(Settings):
             raise ValueError(
                 f"communication: {self.communication} is for several processes, found one"
             )
-        if self.rendezvous is not None and self.nodes == 1:
-            raise ValueError("rendezvous is for several nodes; set nodes, or leave it out")
         return self
 
     @model_validator(mode="after")
@@ -177,13 +175,18 @@ class Parallel(Settings):
             raise ValueError(f"{self.strategy} says what is sharded; leave out sharding")
         return self
 
-    @model_validator(mode="after")
-    def _nodes_meet(self) -> Self:
-        if self.nodes > 1 and self.rendezvous is None:
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_removed(cls, settings: Any) -> Any:
+        if isinstance(settings, Mapping) and (found := [n for n in REMOVED if n in settings]):
             raise ValueError(
-                f"nodes: {self.nodes} needs rendezvous: the first node's host:port, or $NAME of an "
-                "environment variable that holds it"
+                f"{found[0]} was removed, as torchrun and srun say where machines meet; leave it "
+                f"out and run on every machine: {TORCHRUN.format(nodes='N', processes='G')}"
             )
+        return settings
+
+    @model_validator(mode="after")
+    def _one_process_is_no_node(self) -> Self:
         if self.nodes > 1 and self.strategy == "dp":
             raise ValueError("strategy: dp runs as one process; use ddp for several nodes")
         return self
@@ -242,7 +245,7 @@ class Parallel(Settings):
 
     @property
     def undisturbed(self) -> bool:
-        """Whether other nodes take part, which look for one training at a time."""
+        """Whether other nodes take part, in one training at a time."""
         return self.nodes > 1
 
     @property

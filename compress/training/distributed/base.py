@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
+    from torch._C._distributed_c10d import Store
 
     from compress.artifacts.eager_model import EagerModel
     from compress.data.batch import Batch
@@ -172,10 +174,18 @@ class SingleProcess(Strategy):
 
 
 @contextmanager
-def process_group(device: str) -> Iterator[None]:
-    """Join the process group that the environment variables describe, inside the block."""
+def process_group(device: str, store: Store | None = None) -> Iterator[None]:
+    """Join the process group of the environment's RANK and WORLD_SIZE for a block.
+
+    Args:
+        device: with CUDA, gradients are exchanged by NCCL.
+        store: through which the ranks meet; by default the one of MASTER_ADDR and MASTER_PORT.
+    """
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
-    dist.init_process_group(backend, timeout=PATIENCE)
+    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    dist.init_process_group(
+        backend, timeout=PATIENCE, store=store, rank=rank, world_size=world_size
+    )
     # No `finally`: a rank that failed must not wait here for the others.
     yield
     dist.destroy_process_group()

@@ -1,1 +1,1 @@
-"""Processes and nodes of a distributed training."""
+"""Start and watch the processes of a distributed training."""

@@ -1,4 +1,4 @@
-"""The start of one rank: imports are most of what a short training takes, so they are made fast."""
+"""Entry point of a rank's process. Imports take most of a short training: they are made fast."""
 
 from __future__ import annotations
 
@@ -6,46 +6,96 @@ import atexit
 import gc
 import os
 import signal
-from contextlib import contextmanager
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compress.common.process import gc_disabled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
 
 
-def start_rank(folder: str, agent: int) -> None:
-    """Run one rank; the elastic agent calls this in a process of its own.
+LOGS = "logs"
+"""Folder, beside a training's state, of what its ranks print."""
+
+
+@dataclass(frozen=True)
+class LocalRanks:
+    """The ranks that one process starts: consecutive ones of one machine."""
+
+    first: int
+    """Global rank of the first of them."""
+    count: int
+    world_size: int
+    """Ranks on all machines."""
+    local_first: int
+    """Rank of the first of them among those of its machine."""
+    local_world_size: int
+    """Ranks on this machine."""
+    host: str
+    """Where the key-value store through which the ranks meet is served."""
+    port: int
+    attempt: str
+    """Prefix of all keys of this attempt at a training."""
+
+    def environment(self, index: int) -> dict[str, str]:
+        """Return what torchrun sets for a rank, which data factories and libraries read.
+
+        Args:
+            index: of the rank among `count`.
+        """
+        rank = self.first + index
+        numbers = {
+            "RANK": rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_first + index,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "GROUP_RANK": rank // self.local_world_size,
+        }
+        server = {"MASTER_ADDR": self.host, "MASTER_PORT": str(self.port)}
+        return server | {name: str(number) for name, number in numbers.items()}
+
+
+def start_rank(
+    index: int, folder: str, ranks: LocalRanks, parent: int, epochs: Connection | None
+) -> None:
+    """Run one rank; `torch.multiprocessing` calls this in a new process.
 
     Args:
-        folder: the training's folder, where the pickled job lies.
-        agent: the process that started this one.
+        index: of the rank among those that the parent starts.
+        folder: the training's folder, which holds the pickled job.
+        ranks: all that the parent starts.
+        parent: process id of the parent.
+        epochs: where rank 0 reports each epoch.
     """
-    if os.getppid() != agent:  # torch had this process die with its agent, which was dead already
+    # torch has the kernel end this process with its parent, which may have died before that.
+    if os.getppid() != parent:
         os._exit(1)
-    # Ctrl-C reaches the whole terminal: end without a traceback, the parent tells the story.
+    # Ctrl-C reaches the whole terminal: end without a traceback, as the parent reports it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    with _leaving_at_once():
-        with gc_disabled():
-            import torch._dynamo  # noqa: F401 - or torch's first optimizer would import it
+    # Gloo's threads outlive the process group. One that releases a tensor while Python finalizes is
+    # ended inside a destructor, which aborts the process ("terminate called without an active
+    # exception"), so that a finished training would look failed. So leave without finalizing.
+    exit_codes = [1]
+    atexit.register(lambda: os._exit(exit_codes[-1]))  # registered first, so it runs last
+    os.environ.update(ranks.environment(index))
+    _redirect_output(Path(folder) / LOGS, ranks.first + index)
+    with gc_disabled():
+        import torch._dynamo  # noqa: F401 - or torch's first optimizer would import it
 
-            from compress.training.launch.worker import run_rank
-        gc.freeze()
-        run_rank(Path(folder))
+        from compress.training.launch.worker import run_rank
+    gc.freeze()
+    if run_rank(Path(folder), ranks, index, epochs):
+        exit_codes.append(0)
 
 
-@contextmanager
-def _leaving_at_once() -> Iterator[None]:
-    """Let this process end without taking the interpreter apart, after all other exit handlers.
-
-    Gloo's threads outlive the process group, which torch itself still refers to. One that lets go
-    of a tensor while Python finalizes is ended inside a destructor, and that aborts the process
-    ("terminate called without an active exception"): a finished training would seem a failed one.
-    """
-    codes = [1]
-    atexit.register(lambda: os._exit(codes[-1]))  # the first to register is the last to run
-    yield
-    codes.append(0)
+def _redirect_output(logs: Path, rank: int) -> None:
+    """Send what libraries and the user's code print to a file beside the training's state."""
+    with suppress(OSError):  # a full disk
+        logs.mkdir(exist_ok=True)
+        log = os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)

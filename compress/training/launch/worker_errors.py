@@ -1,82 +1,84 @@
-"""The root cause of a failed training, told by the rank where it happened."""
+"""The root cause of a failed training: recorded by the rank where it happened, raised by rank 0.
+
+It is recorded in the key-value store through which the ranks meet, not on disk, which may be full.
+"""
 
 from __future__ import annotations
 
 import json
-import os
+import time
 from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, StageFailed, describe_exit_code
 from compress.data.dataloader import original_error
-from compress.training.checkpoint.metadata import remove_unfinished
+from compress.training.launch.spawn import LOGS
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from torch._C._distributed_c10d import Store
 
-FAILURE = "failure.json"
-LOGS = "logs"
+FAILURE = "failure"
+SECONDS_FOR_THE_CAUSE = 5
+"""How long a rank that lost its connection waits for the rank that failed to say why."""
 
 
 class RankKilled(StageFailed):
-    """A process was ended from outside, and may do better when it is started again."""
+    """A process was ended from outside, and may succeed when it is started again."""
 
 
-LEAVES: dict[str, type[CompressError]] = {
-    leaf.__name__: leaf for leaf in (*CompressError.__subclasses__(), RankKilled)
+ERROR_TYPES: dict[str, type[CompressError]] = {
+    error.__name__: error for error in (*CompressError.__subclasses__(), RankKilled)
 }
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's own words; a foreign error's type comes first."""
-    # A data worker's death is raised in whatever the process is doing.
-    error = original_error(error)
+    """Return the first line of an error's message, after the type of a foreign one."""
+    error = original_error(error)  # a data worker's death is raised wherever the process is
     lines = str(error).strip().splitlines()
-    words = lines[0] if lines else ""
+    message = lines[0] if lines else ""
     if isinstance(error, CompressError):
-        return words
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+        return message
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def is_lost_peer(error: Exception) -> bool:
-    """Whether an error only says that another rank is gone."""
-    return "gloo/transport" in str(error)
-
-
-def record_failure(folder: Path, rank: int, error: Exception) -> None:
-    """Write why a rank failed, unless another rank failed before it."""
-    own = folder / f"{FAILURE}.{rank}"
-    error = original_error(error)
-    foreign = not isinstance(error, CompressError)
-    message = f"rank {rank}: {one_line(error)}" if foreign else one_line(error)
-    if is_lost_peer(error):
-        message = (
-            f"rank {rank} lost another process, which ended without an error; "
-            f"their logs are in {folder / LOGS}"
-        )
-    text = json.dumps({"leaf": type(error).__name__, "message": message})
-    try:
-        own.write_text(text, encoding="utf-8")
-    except OSError:
-        remove_unfinished(folder)  # on a full disk, a checkpoint that will not be finished
-        own.write_text(text, encoding="utf-8")
-    try:
-        os.link(own, folder / FAILURE)  # atomic, and refused when the name is taken: the first wins
-    except FileExistsError:
-        pass
-    finally:
-        own.unlink()
-
-
-def read_failure(folder: Path, rank: int, exit_code: int) -> CompressError:
-    """Return the error to raise for a failed training.
+def record_failure(store: Store, rank: int, error: Exception) -> None:
+    """Record why a rank failed, unless another rank has recorded a failure before.
 
     Args:
-        folder: where ranks write their failures.
-        rank: the rank that was seen to end first.
-        exit_code: how it ended; negative for a signal.
+        store: of this attempt at the training.
+        rank: the global rank that failed.
+        error: what it raised. A lost connection is only recorded where no rank gives the cause.
     """
-    if found := recorded_failure(folder):
-        return found
+    error = original_error(error)
+    message = one_line(error)
+    if "gloo/transport" in str(error):
+        deadline = time.monotonic() + SECONDS_FOR_THE_CAUSE
+        while not store.check([FAILURE]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        message = (
+            f"rank {rank} lost the connection to another process, which ended without an error; "
+            f"see its output, and the files in {LOGS} of the training's folder"
+        )
+    elif not isinstance(error, CompressError):
+        message = f"rank {rank}: {message}"
+    record = {"type": type(error).__name__, "message": message}
+    store.compare_set(FAILURE, "", json.dumps(record))  # atomic: the first failure stays
+
+
+def recorded_failure(store: Store) -> CompressError | None:
+    """Return the error that the first rank to fail has recorded."""
+    if not store.check([FAILURE]):
+        return None
+    record = json.loads(store.get(FAILURE))
+    return ERROR_TYPES.get(record["type"], StageFailed)(record["message"])
+
+
+def error_of_exit(rank: int, exit_code: int) -> StageFailed:
+    """Return the error for a process that ended without recording one.
+
+    Args:
+        rank: the global rank.
+        exit_code: negative for a signal.
+    """
     if exit_code < 0:
         return RankKilled(f"rank {rank} {describe_exit_code(exit_code)}")
     if exit_code == 0:
@@ -88,18 +90,3 @@ def read_failure(folder: Path, rank: int, exit_code: int) -> CompressError:
         f"rank {rank} ended with exit code {exit_code} before training began; a script that "
         'trains with several processes must start under `if __name__ == "__main__":`'
     )
-
-
-def recorded_failure(folder: Path) -> CompressError | None:
-    """Return what the first rank that failed has written, if one has."""
-    file = folder / FAILURE
-    if not file.exists():
-        return None
-    record = json.loads(file.read_text(encoding="utf-8"))
-    return LEAVES.get(record["leaf"], StageFailed)(record["message"])
-
-
-def forget_failure(folder: Path) -> None:
-    """Remove what an earlier attempt left."""
-    for file in folder.glob(f"{FAILURE}*"):
-        file.unlink()

@@ -114,7 +114,12 @@ def test_names_of_sharding_mean_what_they_say():
         ({"parallel": {"strategy": "zero2", "static_graph": True}}, "static_graph is for strategy"),
         ({"parallel": {"topk_fraction": 0.5}}, "topk_fraction is for communication: topk"),
         ({"parallel": {"communication": "int8"}}, "int8 is for several processes, found one"),
-        ({"parallel": {"rendezvous": "a:1"}}, "rendezvous is for several nodes"),
+        ({"parallel": {"rendezvous": "a:1"}}, "rendezvous was removed, as torchrun and srun say"),
+        ({"parallel": {"nodes": 2, "strategy": "dp"}}, "dp runs as one process"),
+        (
+            {"batch_size": 64, "parallel": {"nodes": 3, "processes": 2}},
+            "batch_size 64 does not divide over 6 processes",
+        ),
         (
             {"parallel": {"processes": 2, "communication": "topk"}, "on_nan": "skip"},
             "topk remembers gradients, those of a step that on_nan: skip leaves out",

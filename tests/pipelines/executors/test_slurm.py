@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import PipelineInvalid
-from pipelines.executors.slurm import Cluster, what_to_put, write_script
+from pipelines.executors.slurm import Cluster, unmet_settings, write_script
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,8 +23,10 @@ exec {sys.executable} -c 'import cli; cli.main()' "$@"
     "srun": """#!/bin/bash
 echo "srun $SRUN_CPUS_PER_TASK $1" >> calls
 shift
-SLURM_NODEID=0 "$@" & first=$!
-SLURM_NODEID=1 "$@" & second=$!
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 SLURM_LOCALID=0
+export SLURM_STEP_NODELIST=$SLURM_JOB_NODELIST
+SLURM_PROCID=0 "$@" & first=$!
+SLURM_PROCID=1 "$@" & second=$!
 echo "$first $second" > tasks
 wait "$first"; one=$?
 wait "$second"; two=$?
@@ -69,7 +71,7 @@ stages:
   - stage: train
     epochs: 4
     batch_size: 16
-    parallel: {nodes: 2, processes: 1, rendezvous: $COMPRESS_RENDEZVOUS, rendezvous_seconds: 200}
+    parallel: {nodes: 2, processes: 1}
   - {stage: prune_weights, amount: 0.5}
 """
 TWO = Cluster(nodes=2)
@@ -124,14 +126,14 @@ def test_a_job_on_two_nodes_whose_time_is_up_is_queued_again_and_goes_on(user):
     assert job.returncode == 143, said
     assert "interrupted at train; run the same command again to resume" in said
     calls = (user / "calls").read_text().splitlines()
-    assert calls[:2] == ["scontrol show hostnames node[1-2]", "srun 8 --kill-on-bad-exit=1"]
-    assert calls[2:] == ["scancel --signal=TERM 4711", "scontrol requeue 4711"]
+    assert calls[0] == "srun 8 --kill-on-bad-exit=1"
+    assert calls[1:3] == ["scontrol show hostnames node[1-2]"] * 2, "each task asks for the first"
+    assert calls[3:] == ["scancel --signal=TERM 4711", "scontrol requeue 4711"]
     (user / "slow").unlink()
     job = submitted(user, SLURM_RESTART_COUNT="1")
     said, _ = job.communicate(timeout=120)
     assert job.returncode == 0, said
     assert "resumed after epoch" in said
-    assert "joining a training of 2 nodes with 1 processes each" in said
     pruned = user / "the run's directory" / "artifacts" / "prune_weights"
     assert (pruned / "weights.safetensors").is_file()
 
@@ -149,8 +151,6 @@ def test_the_script_is_bash_and_asks_for_what_was_said(user):
 def test_without_gpus_none_is_asked_for(user):
     text = script(user).read_text()
     assert "gpus" not in text
-    # A node that joins before the first one has begun finds the folder, or at least its parent.
-    assert text.index('mkdir -p "$OUT"') < text.index("srun --kill")
     assert "#SBATCH --cpus-per-task=8\n" in text
 
 
@@ -163,14 +163,13 @@ def test_a_script_that_is_there_is_not_overwritten(user):
 
 def test_what_the_pipeline_lacks_is_said(user):
     file = user / "small.yaml"
-    assert list(what_to_put(file, TWO)) == []
-    (line,) = what_to_put(file, Cluster())
+    assert list(unmet_settings(file, TWO)) == []
+    (line,) = unmet_settings(file, Cluster())
     assert line.endswith("stage train: put parallel: {nodes: 1, processes: 1}")
-    train, device = what_to_put(file, Cluster(nodes=2, gpus_per_node=4))
-    wanted = "parallel: {nodes: 2, processes: 4, rendezvous: $COMPRESS_RENDEZVOUS}"
-    assert train.endswith(f"stage train: put {wanted}")
+    train, device = unmet_settings(file, Cluster(nodes=2, gpus_per_node=4))
+    assert train.endswith("stage train: put parallel: {nodes: 2, processes: 4}")
     assert "put device: cuda" in device
-    (line,) = what_to_put(user / "later.yaml", TWO)
+    (line,) = unmet_settings(user / "later.yaml", TWO)
     assert "later.yaml is not there yet; give its trainings parallel: {nodes: 2" in line
 
 

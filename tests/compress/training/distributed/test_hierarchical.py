@@ -55,7 +55,7 @@ def test_the_bytes_within_and_between_groups_are_what_the_rings_send(ranks):
         {"processes": 4},
         {"processes": 4, "group_processes": 3},
         {"processes": 4, "group_processes": 1},
-        {"processes": 1, "nodes": 2, "rendezvous": "a:1"},
+        {"processes": 1, "nodes": 2},
     ],
 )
 def test_one_level_is_no_hierarchy(settings):
@@ -64,11 +64,6 @@ def test_one_level_is_no_hierarchy(settings):
 
 
 def test_groups_are_nodes_unless_said_otherwise():
-    assert (
-        Parallel(
-            communication="hierarchical", processes=4, nodes=2, rendezvous="a:1"
-        ).communication_group
-        == 4
-    )
+    assert Parallel(communication="hierarchical", processes=4, nodes=2).communication_group == 4
     with pytest.raises(ValidationError, match="group_processes is for communication: hierarch"):
         Parallel(processes=4, group_processes=2)

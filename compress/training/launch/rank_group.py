@@ -1,0 +1,279 @@
+"""The processes that torchrun or srun has started for one run, on one machine or several.
+
+Rank 0 runs the pipeline. The others wait for its requests, which travel through the key-value store
+that torchrun or rank 0 serves (`torch.distributed.TCPStore`), and take part in each training: every
+process starts its share of the ranks, so that a rank that fails ends no process of the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import subprocess
+import time
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from compress.common.errors import CompressError, PipelineInvalid, StageFailed, first_line
+from compress.training.config.parallel import TORCHRUN
+from compress.training.launch.spawn import LocalRanks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch._C._distributed_c10d import Store
+
+    from compress.training.config.parallel import Parallel
+    from compress.training.loop.step_metrics import EpochMetrics
+
+SECONDS_TO_MEET = 600
+"""Within which all processes must have started."""
+SECONDS_TO_ANSWER = 120
+"""Within which a process that waits for requests answers one; it looks every tenth of a second."""
+SECONDS_TO_LEAVE = 15
+"""Within which they end a training that rank 0 has left, and answer that they leave."""
+SECONDS_BETWEEN_POLLS = 0.1
+SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+_joined: list[RankGroup] = []
+
+
+def launched_environment(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """Return what torchrun sets for a process; None where this one was started alone.
+
+    Under srun it follows from Slurm's own variables. The port depends on the job, so that two jobs
+    on one machine do not collide.
+
+    Raises:
+        StageFailed: Slurm does not say which hosts the step has.
+    """
+    needed = (*SET_BY_TORCHRUN[:4], "MASTER_ADDR", "MASTER_PORT")
+    if all(name in environment for name in needed):
+        return {name: environment[name] for name in needed}
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")  # not set in a batch script itself
+    if int(tasks) == 1 or "SLURM_PROCID" not in environment:
+        return None
+    job, step = (int(environment.get(f"SLURM_{name}", 0)) for name in ("JOB_ID", "STEP_ID"))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(int(tasks) // int(environment["SLURM_STEP_NUM_NODES"])),
+        "MASTER_ADDR": environment.get("MASTER_ADDR")
+        or _first_host(environment["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(20_000 + (job + step) % 20_000),
+    }
+
+
+def _first_host(nodes: str) -> str:
+    try:
+        found = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+        )
+        return found.stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        raise StageFailed(
+            f"`scontrol show hostnames {nodes}` does not name the first host of this step "
+            f"({error}); set MASTER_ADDR to it"
+        ) from error
+
+
+def joined_group() -> RankGroup | None:
+    """Return the processes that were started together with this one; None where it is alone."""
+    return _joined[-1] if _joined else None
+
+
+def need_group(parallel: Parallel) -> None:
+    """Refuse a training that needs other processes than were started.
+
+    Raises:
+        PipelineInvalid: it is of several machines, and this process is alone, or with others than
+            the training is for.
+    """
+    group = joined_group()
+    if parallel.nodes == 1 or (group and group.fits(parallel)):
+        return
+    numbers = {"nodes": parallel.nodes, "processes": parallel.processes}
+    started = (
+        f"{group.nodes} machines with {group.local_world_size} processes each were started"
+        if group
+        else "this process was started alone"
+    )
+    raise PipelineInvalid(
+        f"parallel has nodes: {parallel.nodes} and processes: {parallel.processes}, and {started}; "
+        f"run on every machine: {TORCHRUN.format(**numbers)}"
+    )
+
+
+class RankGroup:
+    """All processes of a run, as one of them sees them."""
+
+    def __init__(self, environment: Mapping[str, str], store: Store) -> None:
+        self.rank, self.world_size, self.local_rank, self.local_world_size = (
+            int(environment[name]) for name in SET_BY_TORCHRUN[:4]
+        )
+        self.nodes = self.world_size // self.local_world_size
+        self.host, self.port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        self.store = store
+        self._requests = itertools.count(1)
+
+    @classmethod
+    def join(cls, environment: Mapping[str, str]) -> Self:
+        """Meet the other processes.
+
+        Args:
+            environment: of :func:`launched_environment`.
+
+        Raises:
+            StageFailed: they did not come in time.
+        """
+        from torch.distributed.rendezvous import rendezvous
+
+        os.environ.update(environment)
+        where = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+        try:
+            store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=SECONDS_TO_MEET)))
+        except (RuntimeError, ValueError) as error:
+            raise StageFailed(
+                f"rank {environment['RANK']}: the {environment['WORLD_SIZE']} processes of the run "
+                f"did not meet at {where} within {SECONDS_TO_MEET} s ({first_line(error)})"
+            ) from error
+        # What is started from here on is no rank: user code that reads these variables, on which
+        # a cached artifact then depends, finds what it finds without torchrun.
+        for name in SET_BY_TORCHRUN:
+            os.environ.pop(name, None)
+        group = cls(environment, store)
+        _joined.append(group)
+        return group
+
+    def fits(self, parallel: Parallel) -> bool:
+        """Whether the processes can share the ranks of a training equally."""
+        return parallel.nodes == self.nodes and parallel.ranks_per_node % self.local_world_size == 0
+
+    def request(self, command: str, seconds: float = SECONDS_TO_ANSWER, **content: Any) -> None:
+        """Have all other processes do something, and wait until each has answered.
+
+        Raises:
+            PipelineInvalid: one of them cannot do it; the message says why.
+            StageFailed: one of them has left or does not answer.
+        """
+        number = next(self._requests)
+        with self._lost_store_explained():
+            self.store.set(f"request/{number}", json.dumps({"command": command, **content}))
+            deadline = time.monotonic() + seconds
+            for rank in range(1, self.world_size):
+                while not self.store.check([f"answer/{number}/{rank}"]):
+                    if self.store.check([f"left/{rank}"]):
+                        raise StageFailed(self.store.get(f"left/{rank}").decode())
+                    if time.monotonic() > deadline:
+                        raise StageFailed(
+                            f"rank {rank} of {self.world_size} has not answered for "
+                            f"{seconds:.0f} s; its own output, or torchrun's, says why"
+                        )
+                    time.sleep(SECONDS_BETWEEN_POLLS)
+                if problem := self.store.get(f"answer/{number}/{rank}").decode():
+                    raise PipelineInvalid(f"rank {rank} {problem}")
+
+    def train(
+        self, folder: Path, parallel: Parallel, on_epoch: Callable[[EpochMetrics], None]
+    ) -> str:
+        """Run a training on all processes; called by rank 0.
+
+        Args:
+            folder: the training's folder, which all machines share.
+            parallel: how many ranks the training has.
+            on_epoch: called after each epoch.
+
+        Returns:
+            What user code has read, as JSON.
+
+        Raises:
+            CompressError: a rank failed, or a process has left or does not answer.
+        """
+        attempt = f"training-{time.time_ns()}"
+        per_process = parallel.ranks_per_node // self.local_world_size
+        self.request("train", folder=str(folder), per_process=per_process, attempt=attempt)
+        return self._run_ranks(folder, per_process, attempt, on_epoch)
+
+    def serve(self, answer: Callable[[dict[str, Any]], str]) -> int:
+        """Do what rank 0 requests until it leaves, and return the exit code to leave with.
+
+        Args:
+            answer: takes a request other than a training; returns why it cannot be met, or nothing.
+
+        Raises:
+            StageFailed: rank 0 has ended without a word.
+        """
+        from torch.distributed import DistNetworkError
+
+        try:
+            for number in itertools.count(1):
+                # Not `Store.wait`, during which Python could not handle signals.
+                while not self.store.check([f"request/{number}"]):
+                    time.sleep(SECONDS_BETWEEN_POLLS)
+                request = json.loads(self.store.get(f"request/{number}"))
+                is_training, leaves = (request["command"] == name for name in ("train", "leave"))
+                problem = "" if is_training or leaves else answer(request)
+                self.store.set(f"answer/{number}/{self.rank}", problem)
+                if leaves:
+                    return int(request["exit_code"])
+                if is_training:
+                    arguments = request["per_process"], request["attempt"]
+                    with suppress(CompressError):  # rank 0 raises it
+                        self._run_ranks(Path(request["folder"]), *arguments, lambda epoch: None)
+        except DistNetworkError as error:
+            raise StageFailed("rank 0 has ended; its own output says why") from error
+        except BaseException as error:
+            failed = isinstance(error, Exception)
+            how = (
+                f"failed: {type(error).__name__}: {first_line(error)}" if failed else "was stopped"
+            )
+            with suppress(RuntimeError):  # rank 0 may have ended before
+                message = f"rank {self.rank} on {socket.gethostname()} {how}"
+                self.store.set(f"left/{self.rank}", message)
+            raise
+        raise AssertionError
+
+    def leave(self, exit_code: int) -> None:
+        """Let all other processes end with rank 0's exit code."""
+        with suppress(CompressError, RuntimeError):  # some may have left already
+            self.request("leave", SECONDS_TO_LEAVE, exit_code=exit_code)
+
+    def _run_ranks(
+        self,
+        folder: Path,
+        per_process: int,
+        attempt: str,
+        on_epoch: Callable[[EpochMetrics], None],
+    ) -> str:
+        """Run this process's share of a training's ranks."""
+        from compress.training.launch.local_ranks import run_ranks
+
+        ranks = LocalRanks(
+            first=self.rank * per_process,
+            count=per_process,
+            world_size=self.world_size * per_process,
+            local_first=self.local_rank * per_process,
+            local_world_size=self.local_world_size * per_process,
+            host=self.host,
+            port=self.port,
+            attempt=attempt,
+        )
+        with self._lost_store_explained():
+            return run_ranks(folder, ranks, self.store, on_epoch)
+
+    @contextmanager
+    def _lost_store_explained(self) -> Iterator[None]:
+        from torch.distributed import DistNetworkError
+
+        try:
+            yield
+        except DistNetworkError as error:
+            raise StageFailed(
+                f"the connection to {self.host}:{self.port}, where the processes meet, is lost; "
+                "the output of the process there says why"
+            ) from error

@@ -1,0 +1,138 @@
+"""`compress run` in each of several processes that torchrun or srun has started."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from compress.common.config import Settings
+from compress.common.errors import CompressError, PipelineInvalid, StageFailed
+from compress.training.config.parallel import Parallel
+from compress.training.launch.rank_group import (
+    SECONDS_TO_MEET,
+    RankGroup,
+    joined_group,
+    launched_environment,
+    need_group,
+)
+from pipelines.executors.node_environment import RunEnvironment
+from pipelines.system import signals
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pipelines.config.pipeline import Pipeline
+
+
+@contextmanager
+def joined_processes(file: Path) -> Iterator[None]:
+    """Run a block in rank 0 of those that were started; the other ranks take part in its trainings.
+
+    They never enter the block, and leave with rank 0's exit code when it ends. A process that was
+    started alone runs the block and nothing else.
+
+    Args:
+        file: the pipeline file, which must be the same on all machines.
+
+    Raises:
+        CompressError: the processes did not meet, differ in the file, or rank 0 has died.
+    """
+    environment = launched_environment(os.environ)
+    if environment is None or int(environment["WORLD_SIZE"]) == 1:
+        yield
+        return
+    # A connection that closes is reported in one line, not by a stack trace of C++.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    group = RankGroup.join(environment)
+    if group.rank:
+        _leave(group.serve(lambda request: _answer(request, file)))
+    exit_code = 0
+    try:
+        group.request("compare file", SECONDS_TO_MEET, sha256=_sha256(file))
+        yield
+    except BaseException as error:
+        exit_code = signals.exit_code() or _exit_code(error)
+        raise
+    finally:
+        group.leave(exit_code)
+
+
+def check_processes(pipeline: Pipeline, store: Path) -> None:
+    """Refuse a run whose processes do not fit its trainings, or do not see its files.
+
+    Args:
+        pipeline: the pipeline.
+        store: the run's, marked by :func:`pipelines.executors.node_environment.write_run_id`.
+
+    Raises:
+        PipelineInvalid: other processes were started than a training needs, or a machine has other
+            files or packages.
+    """
+    group = joined_group()
+    trainings = [
+        (stage, parallel) for stage in pipeline.stages for _, parallel in trainings_of(stage)
+    ]
+    for stage, parallel in trainings:
+        try:
+            need_group(parallel)
+        except PipelineInvalid as error:
+            raise PipelineInvalid(f"stage {stage.title}: {error}") from None
+    if group is None:
+        return
+    if not any(parallel.ranks > 1 and group.fits(parallel) for _, parallel in trainings):
+        raise PipelineInvalid(
+            f"{group.world_size} processes were started, and no training of the pipeline is for "
+            f"them; give one `parallel: {{nodes: {group.nodes}, processes: "
+            f"{group.local_world_size}}}`, or start `compress run` alone"
+        )
+    group.request("enter", environment=asdict(RunEnvironment.of_this_process(store)))
+
+
+def trainings_of(settings: Settings, path: str = "") -> Iterator[tuple[str, Parallel]]:
+    """Yield how each training within a stage's settings is spread, after its path in them."""
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, Parallel):
+            yield path, value
+        elif isinstance(value, Settings):
+            yield from trainings_of(value, f"{path}{name}.")
+
+
+def _answer(request: dict[str, Any], file: Path) -> str:
+    """Return why a request of rank 0 cannot be met; nothing where it can."""
+    try:
+        if request["command"] == "enter":
+            RunEnvironment(**request["environment"]).enter()
+        elif _sha256(file) != request["sha256"]:
+            return f"has another {file}; start the same command with the same file everywhere"
+    except CompressError as error:
+        return f"cannot take part: {error}"
+    return ""
+
+
+def _sha256(file: Path) -> str | None:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return None  # rank 0 refuses what it cannot read itself
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return error.exit_code if isinstance(error, CompressError) else StageFailed.exit_code
+
+
+def _leave(exit_code: int) -> None:
+    """End this process, which has nothing to report, and run its exit handlers alone."""
+    signals.ignore()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -1,0 +1,381 @@
+"""One run in several processes that torchrun or srun has started: here, "nodes" on one machine."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+from torch.distributed import TCPStore
+
+from compress.common.errors import PipelineInvalid, StageFailed
+from compress.training.config.parallel import Parallel
+from compress.training.launch import rank_group
+from compress.training.launch.rank_group import RankGroup, launched_environment, need_group
+from pipelines.config.pipeline import Pipeline
+from pipelines.executors.launched import check_processes
+from tests.pipelines.conftest import measured_briefly
+
+ROOT = Path(__file__).parents[3]
+
+NETS = """
+import os, signal, time
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 3))
+
+class Behaving(Dataset):
+    def __init__(self, x, y):
+        self.x, self.y, self.reads = x, y, 0
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, index):
+        how = os.environ.get("BEHAVIOUR") if "RANK" in os.environ else None
+        if how == "raise":
+            raise ValueError("this disk cannot be read")
+        if how == "die once":
+            self.reads += 1
+            if self.reads > 100 and not os.path.exists("died"):
+                open("died", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+        if how == "slow":
+            time.sleep(0.05)
+        return self.x[index], self.y[index]
+
+def data():
+    x = torch.randn(240, 4, generator=torch.Generator().manual_seed(0))
+    y = x[:, :3].argmax(1)
+    return {"train": Behaving(x[:180], y[:180]), "val": TensorDataset(x[180:], y[180:])}
+"""
+FILE = """\
+version: 1
+model:
+  factory: nets:mlp
+  inputs: [{name: x, shape: [batch, 4]}]
+data: {factory: "nets:data"}
+stages:
+  - {stage: train, epochs: %(epochs)d, batch_size: 16, keep: last, parallel: &how %(parallel)s}
+  - stage: prune_channels
+    ratio: 0.5
+    finetune: {epochs: 1, batch_size: 16, parallel: *how}
+"""
+TWO_NODES = "{nodes: 2, restarts: 1}"
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Path:
+    (tmp_path / "nets.py").write_text(NETS)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the results of two processes that one command has started."""
+    folder = tmp_path_factory.mktemp("one")
+    (folder / "nets.py").write_text(NETS)
+    with measured_briefly():
+        Pipeline.from_yaml(folder / pipeline(folder, "{processes: 2}")).run(folder / "out")
+    return folder / "out"
+
+
+def pipeline(user: Path, parallel: str = TWO_NODES, epochs: int = 2) -> str:
+    (user / "p.yaml").write_text(FILE % {"parallel": parallel, "epochs": epochs})
+    return "p.yaml"
+
+
+def start(
+    user: Path, command: list[str], behaviour: str = "", **environment: str
+) -> subprocess.Popen[str]:
+    own = {"PYTHONPATH": str(ROOT), "BEHAVIOUR": behaviour, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", *command],
+        cwd=user,
+        env={**os.environ, **own, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+RUN = ["cli", "run", "p.yaml", "--out", "out"]
+
+
+def torchrun(
+    user: Path, nodes: int, processes: int, *options: str, behaviour: str = ""
+) -> list[subprocess.Popen[str]]:
+    port = free_port()
+    shape = f"--nnodes {nodes} --nproc-per-node {processes}"
+    meeting = f"--rdzv-backend c10d --rdzv-id {port} --rdzv-endpoint 127.0.0.1:{port}"
+    command = ["torch.distributed.run", *shape.split(), *meeting.split(), "-m", *RUN, *options]
+    return [start(user, command, behaviour) for _ in range(nodes)]
+
+
+def srun(
+    user: Path, *behaviours: str, files: tuple[str, str] = ("p.yaml",) * 2
+) -> list[subprocess.Popen[str]]:
+    """Start a task on each of two nodes, with the variables that Slurm sets."""
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "0"}
+    step |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return [
+        start(
+            user, [*RUN[:2], files[rank], *RUN[3:], "--until", "train"], behaviour,
+            SLURM_PROCID=str(rank), **step,
+        )
+        for rank, behaviour in enumerate(behaviours or ("", ""))
+    ]  # fmt: skip
+
+
+def end_of(process: subprocess.Popen[str]) -> str:
+    """Return a process's exit code and output, once it and all that it started are gone."""
+    _, output = process.communicate(timeout=250)
+    for _ in range(600):
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return f"{process.returncode} {output}"
+        time.sleep(0.1)
+    raise AssertionError("a process is left")
+
+
+def processes_in(folder: Path) -> list[psutil.Process]:
+    """Return the processes that work in a folder, once those have ended that were ending."""
+    deadline = time.monotonic() + 30
+    while found := [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(folder)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def until_an_epoch(process: subprocess.Popen[str]) -> None:
+    for line in process.stderr:
+        if "epoch 1/" in line:
+            return
+    raise AssertionError("it ended before an epoch")
+
+
+def same_weights(out: Path, expected: Path, *stages: str) -> bool:
+    def weights(folder: Path, stage: str) -> dict:
+        return load_file(folder / "artifacts" / stage / "weights.safetensors")
+
+    return all(
+        (tensor == weights(out, stage)[name]).all()
+        for stage in stages
+        for name, tensor in weights(expected, stage).items()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("nodes", "processes", "parallel", "stages"),
+    [
+        (2, 1, TWO_NODES, ["train", "prune_channels"]),
+        (1, 2, "{processes: 2}", ["train"]),
+    ],
+)
+def test_torchrun_reaches_the_weights_of_two_processes_of_one_command(
+    user, two_processes, nodes, processes, parallel, stages
+) -> None:
+    pipeline(user, parallel)
+    agents = torchrun(user, nodes, processes, "--until", stages[-1])
+    ends = [end_of(agent) for agent in agents]
+    assert [end[0] for end in ends] == ["0"] * nodes, ends
+    assert sum(end.count("train: running") for end in ends) == 1, "rank 0 alone reports"
+    assert same_weights(user / "out", two_processes, *stages)
+    assert not list((user / "out" / ".store").rglob("*.pickle"))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_node_that_is_killed_ends_the_run_with_one_line_of_rank_0(user) -> None:
+    pipeline(user, epochs=50)
+    agents = torchrun(user, 2, 1, behaviour="slow")
+    log, deadline = user / "out" / "log.jsonl", time.monotonic() + 120
+    while not log.exists() or "epoch 1/50" not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    # Which agent has rank 0 is chance.
+    nodes = [psutil.Process(agent.pid).children(recursive=True) for agent in agents]
+    second = next(i for i, node in enumerate(nodes) if node[0].environ()["RANK"] == "1")
+    for process in (agents[second], *nodes[second]):
+        process.kill()
+    first, killed = agents[1 - second], agents[second]
+    output = end_of(first)
+    assert output[0] == "1"
+    # Either agent may serve the store through which the ranks meet.
+    assert re.search(r"error: train: (rank 0 lost the|the) connection to ", output), output
+    end_of(killed)
+    assert processes_in(user) == []
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_after_a_rank_of_another_node_was_killed_all_begin_again(user, two_processes) -> None:
+    pipeline(user)
+    ends = [end_of(task) for task in srun(user, "", "die once")]
+    assert [end[0] for end in ends] == ["0", "0"], ends
+    assert (user / "died").exists()
+    assert "was ended by SIGKILL" in ends[0] and "all are started again" in ends[0]
+    assert same_weights(user / "out", two_processes, "train")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_an_error_on_another_node_is_reported_by_rank_0_alone(user) -> None:
+    pipeline(user)
+    first, second = map(end_of, srun(user, "", "raise"))
+    assert first[0] == second[0] == "1"
+    assert "error: train: rank 1: ValueError: this disk cannot be read" in first
+    assert second.strip() == "1"
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_process_that_is_stopped_ends_the_others(user, stopped) -> None:
+    pipeline(user, epochs=50)
+    tasks = srun(user, "slow", "slow")
+    until_an_epoch(tasks[0])
+    tasks[stopped].send_signal(signal.SIGTERM if stopped else signal.SIGINT)
+    first, second = map(end_of, tasks)
+    if stopped:
+        assert second.startswith("143 ")
+        assert first.startswith("1 ") and "error: train: rank 1 was stopped" in first
+    else:
+        assert first.startswith("130 ") and "interrupted at train; run the same" in first
+        assert second.strip() == "130"
+    assert processes_in(user) == []
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_without_rank_0_the_others_end(user) -> None:
+    pipeline(user, epochs=50)
+    tasks = srun(user, "slow", "slow")
+    until_an_epoch(tasks[0])
+    tasks[0].kill()
+    assert "1 error: rank 0 has ended; its own output says why" in end_of(tasks[1])
+    end_of(tasks[0])
+    assert processes_in(user) == []
+
+
+@pytest.mark.multiprocess
+def test_another_pipeline_file_on_a_node_is_refused(user) -> None:
+    (user / "old.yaml").write_text("version: 1")
+    tasks = srun(user, files=(pipeline(user), "old.yaml"))
+    first, second = map(end_of, tasks)
+    assert "error: rank 1 has another old.yaml; start the same command" in first
+    assert first.startswith("2 ") and second.strip() == "2"
+    assert not (user / "out").exists()
+
+
+@pytest.fixture
+def group(monkeypatch) -> RankGroup:
+    """Pretend that this is rank 0 of two machines with two processes each."""
+    numbers = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    group = RankGroup({**numbers, "MASTER_ADDR": "here", "MASTER_PORT": "1"}, store=None)
+    monkeypatch.setattr(rank_group, "_joined", [group])
+    return group
+
+
+def test_rank_0_requests_and_the_others_answer_until_it_leaves() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False)
+    one_each = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    one_each |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+    first, second = (
+        RankGroup({"RANK": str(rank), **one_each}, store)
+        for rank, store in enumerate((server, client))
+    )
+    with pytest.raises(StageFailed, match="rank 1 of 2 has not answered for 0 s"):
+        first.request("compare", seconds=0.3)
+    exit_codes: list[int] = []
+    problems = {"compare": "", "enter": "cannot take part: no disk"}
+    serves = threading.Thread(
+        target=lambda: exit_codes.append(second.serve(lambda request: problems[request["command"]]))
+    )
+    serves.start()
+    first.request("compare")
+    with pytest.raises(PipelineInvalid, match=r"^rank 1 cannot take part: no disk$"):
+        first.request("enter")
+    first.leave(3)
+    serves.join(30)
+    assert exit_codes == [3]
+    client.set("left/1", "rank 1 on b was stopped")
+    with pytest.raises(StageFailed, match=r"^rank 1 on b was stopped$"):
+        first.request("compare")
+
+
+def test_a_training_fits_processes_that_share_its_ranks_equally(group) -> None:
+    assert group.fits(Parallel(nodes=2, processes=2))
+    assert group.fits(Parallel(nodes=2, processes=4))
+    assert not group.fits(Parallel(nodes=2, processes=3))
+    assert not group.fits(Parallel(processes=2))
+    need_group(Parallel(processes=2))
+    started = "2 machines with 2 processes each were started"
+    with pytest.raises(PipelineInvalid, match=rf"nodes: 3 and processes: 1, and {started}; run "):
+        need_group(Parallel(nodes=3))
+
+
+def test_several_machines_without_torchrun_are_refused_before_anything_runs(user) -> None:
+    expected = (
+        r"^stage train: parallel has nodes: 2 and processes: 1, and this process was started alone;"
+        r" run on every machine: torchrun --nnodes 2 --nproc-per-node 1 "
+    )
+    with pytest.raises(PipelineInvalid, match=expected):
+        Pipeline.from_yaml(user / pipeline(user)).run(user / "out")
+    assert not (user / "out" / "artifacts").exists()
+
+
+def test_processes_that_no_training_is_for_are_refused(user, group) -> None:
+    file = user / pipeline(user, "{processes: 2}")
+    expected = r"4 processes were started, and no training .* `parallel: {nodes: 2, processes: 2}`"
+    with pytest.raises(PipelineInvalid, match=expected):
+        check_processes(Pipeline.from_yaml(file), user)
+
+
+def test_slurm_says_what_torchrun_would(monkeypatch, tmp_path) -> None:
+    step = {
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "node[1-2]",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+    }
+    assert launched_environment({}) is None
+    assert launched_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None, "no srun"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(StageFailed, match=r"hostnames node\[1-2\]` does not name .* MASTER_ADDR"):
+        launched_environment(step)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho node1; echo node2\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    found = launched_environment(step)
+    assert found == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": "24711",
+    }
+    assert launched_environment(step | found | {"RANK": "6"})["RANK"] == "6", "torchrun under srun"
