@@ -10,11 +10,9 @@ from compress.artifacts.artifact import Artifact, Step
 from compress.common.atomic_files import remove
 from compress.common.config import Settings, StageName
 from compress.common.dependency_recorder import Recording, note, recording
-from compress.common.errors import GateRefused, StageFailed, exits_refused
-from compress.common.process import only_new
+from compress.common.errors import StageFailed
 from compress.common.requirements import Requirement, requirements_of
-from compress.core.baselines import baseline_for
-from compress.core.gate import Verdict, explain
+from compress.core.evaluation import evaluate_gates, refusal, run_stage
 from compress.core.gates import AnyGate
 from compress.core.loss import INFERRED, Loss
 from compress.core.metrics import Metric
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Predictor
     from compress.common.signature import Signature
+    from compress.core.gate import Verdict
     from compress.core.run_history import History
     from compress.data.splits import Splits
     from compress.profiling.batch_dependence import BatchDependence
@@ -255,23 +254,16 @@ class Stage(Settings, Generic[Reads, Writes]):
             GateRefused: a gate refused; the artifact is kept and named.
             StageFailed: the stage could not do its work.
         """
-        with only_new(), exits_refused():
-            artifact = self.run(model, context)
+        artifact = run_stage(self.run, model, context)
         context.clear_work()
-        refused = [v for v in self.judge(model, artifact, context) if not v.passed]
+        refused = refusal(self.title, self.judge(model, artifact, context), artifact.path)
         if refused:
-            raise GateRefused(
-                f"{self.title}: {'; '.join(map(explain, refused))} (kept in {artifact.path})"
-            )
+            raise refused
         return artifact
 
     def judge(self, model: Artifact, artifact: Artifact, context: Context) -> list[Verdict]:
         """Return every gate's verdict on the result."""
-        with artifact.keep_loaded(context.device, context.threads):
-            return [
-                gate.evaluate(baseline_for(gate, model, context), artifact, context)
-                for gate in self.gates
-            ]
+        return list(evaluate_gates(self.gates, model, artifact, context))
 
     @property
     def title(self) -> str:

@@ -222,7 +222,7 @@ def _epoch_logger(
         note = f"epoch {epoch.epoch}/{total} loss {epoch.loss:.3g}{value}"
         figures = figures_of(epoch, job.metric.name)
         told = {"event": "epoch", "task": task, "epoch": epoch.epoch, "figures": figures}
-        log.info("%s: %s, %s", task, note, epoch.cost(), extra={"told": told})
+        log.info("%s: %s, %s", task, note, epoch.cost(), extra={"log_fields": told})
         track(epoch)
         context.progress(task, epoch.epoch, total, f"{note} ({epoch.speed()})")
 

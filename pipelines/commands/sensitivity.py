@@ -11,8 +11,10 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.atomic_files import write_atomically
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.stage import Context, silent
+from pipelines.config.model_spec import SOURCE
+from pipelines.config.run_options import RunOptions
 from pipelines.planning.loss_and_metric import settled
-from pipelines.planning.plan import SOURCE, build_plan
+from pipelines.planning.planner import build_plan
 from pipelines.reporting.html_page import rendered
 from pipelines.runner.inputs import import_source, resolve_inputs
 from pipelines.runner.run import preview_state
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.core.stage import Progress
     from compress.pruning.sensitivity_analysis import FamilySensitivity, Sensitivity
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import PlannedStage
 
 PAGE = "sensitivity.html"
@@ -35,7 +37,7 @@ WIDTH, HEIGHT, MARGIN = 880, 420, 56
 
 
 def measure(
-    pipeline: Pipeline,
+    pipeline: PipelineConfig,
     out: Path,
     ratios: Sequence[float] = (0.25, 0.5, 0.75),
     samples: int = 512,
@@ -150,20 +152,22 @@ def plot(found: Sensitivity) -> dict[str, Any]:
 
 
 @contextmanager
-def _model(pipeline: Pipeline, planned: PlannedStage | None, out: Path) -> Iterator[EagerModel]:
+def _model(
+    pipeline: PipelineConfig, planned: PlannedStage | None, out: Path
+) -> Iterator[EagerModel]:
     """Give the model that a stage reads: as it came in, or as an earlier run has left it."""
     if planned is None or planned.input == SOURCE:
         with tempfile.TemporaryDirectory() as folder:
             yield _as_eager(SOURCE, import_source(pipeline, Path(folder) / SOURCE))
         return
-    foreseen, walk = preview_state(pipeline, out, until=planned.input)
-    if planned.input not in walk.artifacts:
+    actions, state = preview_state(pipeline, out, RunOptions(until=planned.input))
+    if planned.input not in state.artifacts:
         raise StageFailed(
             f"{planned.name} reads {planned.input!r}, which is not made yet "
-            f"({foreseen[planned.input]}); first: compress run {pipeline.file} --out {out} "
+            f"({actions[planned.input]}); first: compress run {pipeline.file} --out {out} "
             f"--until {planned.input}"
         )
-    yield _as_eager(planned.input, walk.artifacts[planned.input])
+    yield _as_eager(planned.input, state.artifacts[planned.input])
 
 
 def _as_eager(name: str, model: Artifact) -> EagerModel:

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import Field
-
-from compress.common.config import Settings
 from compress.common.dependency_recorder import Dependencies, digest_of, digest_of_variable
 from compress.common.errors import PipelineInvalid
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
 
 
-class Depends(Settings):
-    """What results depend on beside what a run sees of itself."""
-
-    files: tuple[str, ...] = ()
-    """Files, or folders with all files in them, relative to this file; for what user code reads
-    through a C extension or another process."""
-    environment: tuple[Annotated[str, Field(pattern=r"^[^=]+$")], ...] = ()
-    """Names of environment variables."""
-
-
-def check_declared(pipeline: Pipeline) -> None:
-    """Refuse files that are not there.
+def check_declared(pipeline: PipelineConfig) -> None:
+    """Refuse files under `depends:` that do not exist.
 
     Raises:
         PipelineInvalid: one line with the place.
@@ -41,17 +26,13 @@ def check_declared(pipeline: Pipeline) -> None:
             )
 
 
-def declared(pipeline: Pipeline) -> Dependencies:
-    """Return digests of what a pipeline declares."""
+def declared_dependencies(pipeline: PipelineConfig) -> Dependencies:
+    """Compute the digests of the files and variables that a pipeline declares under `depends:`."""
     files: dict[str, str | None] = {}
     for name in pipeline.depends.files:
-        for path in _files_in(pipeline.folder / name):
-            files[os.path.relpath(path, pipeline.folder)] = digest_of(path)
+        path = pipeline.folder / name
+        in_folder = sorted(file for file in path.rglob("*") if file.is_file())
+        for file in in_folder if path.is_dir() else [path]:
+            files[os.path.relpath(file, pipeline.folder)] = digest_of(file)
     environment = {name: digest_of_variable(name) for name in pipeline.depends.environment}
     return Dependencies(files=files, environment=environment)
-
-
-def _files_in(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    return sorted(file for file in path.rglob("*") if file.is_file())

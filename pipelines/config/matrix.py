@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.common.config import short
 from compress.common.errors import PipelineInvalid
+from pipelines.config.model_spec import SOURCE
 from pipelines.config.registry import stages
 from pipelines.config.validation_errors import did_you_mean
 from pipelines.config.yaml_source import Origin
-from pipelines.planning.plan import SOURCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,14 +7,13 @@ from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, PrivateAttr, ValidationError, field_validator
+from pydantic import ConfigDict, Field, JsonValue, PrivateAttr, ValidationError, field_validator
 
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
 from compress.common.factories import Reference
 from compress.core.loss import LossName
 from compress.data.loader_config import Loading
-from pipelines.config.declared_dependencies import Depends
 from pipelines.config.matrix import allow_matrix_, expanded, refuse_twins
 from pipelines.config.model_spec import ModelSpec
 from pipelines.config.registry import stages
@@ -23,11 +22,7 @@ from pipelines.config.validation_errors import explain
 from pipelines.config.yaml_source import Source, dotted, read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from compress.core.stage import Progress, Stage
-    from pipelines.executors.factory import EngineName
-    from pipelines.results.schema import Report
+    from compress.core.stage import Stage
 
     AnyStage = Stage[Any, Any]
 else:
@@ -58,8 +53,20 @@ class MetricSpec(Settings):
     """Direction of a metric that does not tell it itself."""
 
 
-class Pipeline(Settings):
+class Depends(Settings):
+    """What results depend on beside what a run sees of itself."""
+
+    files: tuple[str, ...] = ()
+    """Files, or folders with all files in them, relative to this file; for what user code reads
+    through a C extension or another process."""
+    environment: tuple[Annotated[str, Field(pattern=r"^[^=]+$")], ...] = ()
+    """Names of environment variables."""
+
+
+class PipelineConfig(Settings):
     """A road from a model to deployable artifacts."""
+
+    model_config = ConfigDict(title="Pipeline")
 
     version: Literal[1]
     """Version of this file's format."""
@@ -117,40 +124,6 @@ class Pipeline(Settings):
         pipeline._source = source
         return pipeline
 
-    def run(
-        self,
-        out: Path | str | None = None,
-        *,
-        start: str | None = None,
-        until: str | None = None,
-        force: bool = False,
-        jobs: int | None = None,
-        engine: EngineName = "local",
-        store: str | None = None,
-        progress: Progress | None = None,
-        announce: Callable[[str], None] | None = None,
-        finished: Callable[[Report], None] | None = None,
-    ) -> Report:
-        """Walk the road and return the report; see :func:`pipelines.runner.run.run`."""
-        from compress.core.stage import silent
-        from pipelines.runner.run import run
-        from pipelines.system.signals import only_signals_interrupt
-
-        with only_signals_interrupt():
-            return run(
-                self,
-                Path(out) if out is not None else Path("runs") / self.name,
-                start=start,
-                until=until,
-                force=force,
-                jobs=jobs,
-                engine=engine,
-                store=store,
-                progress=progress or silent,
-                announce=announce or (lambda line: None),
-                finished=finished or (lambda report: None),
-            )
-
     @property
     def file(self) -> str:
         """Path of the file that this was read from."""
@@ -160,6 +133,11 @@ class Pipeline(Settings):
     def folder(self) -> Path:
         """The folder that paths in the file are relative to."""
         return self._source.path.parent if self._source else Path()
+
+    @property
+    def default_out(self) -> Path:
+        """The folder of the results where no other one is given."""
+        return Path("runs") / self.name
 
     @property
     def code_folder(self) -> Path:
@@ -185,7 +163,7 @@ class Pipeline(Settings):
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of pipeline.yaml, for editors."""
-    schema = Pipeline.model_json_schema()
+    schema = PipelineConfig.model_json_schema()
     schema["properties"]["metric"]["anyOf"].insert(0, {"type": "string"})
     for stage in stages().values():
         allow_matrix_(schema["$defs"][stage.__name__], stage.__name__)

@@ -10,7 +10,7 @@ from pydantic import Field
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
 from compress.training.config.parallel import Parallel
-from pipelines.config.pipeline import Pipeline
+from pipelines.config.pipeline import PipelineConfig
 from pipelines.system.templates import text_of
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def what_to_put(pipeline: Path, cluster: Cluster) -> Iterator[str]:
     if not pipeline.exists():
         yield f"{pipeline} is not there yet; give its trainings parallel: {{{wanted}}}"
         return
-    read = Pipeline.from_yaml(pipeline)
+    read = PipelineConfig.from_yaml(pipeline)
     for stage in read.stages:
         for place, parallel in _trainings(stage):
             if not _fits(parallel, cluster):

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Set
 
     from compress.core.gate import Gate
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
 
 
-def check_runtime(pipeline: Pipeline, index: int, number: int, earlier: Set[str]) -> None:
+def check_runtime(pipeline: PipelineConfig, index: int, number: int, earlier: Set[str]) -> None:
     """Refuse a name that is no earlier stage's and no runtime that can be asked.
 
     A stage that bears a runtime's name and comes later, or is the gate's own, is refused: a reader
@@ -53,7 +53,7 @@ def check_runtime(pipeline: Pipeline, index: int, number: int, earlier: Set[str]
         )
 
 
-def refuse_missing_runtime(pipeline: Pipeline, gate: Gate, where: str) -> None:
+def refuse_missing_runtime(pipeline: PipelineConfig, gate: Gate, where: str) -> None:
     """Refuse a gate whose runtime lacks something here.
 
     Raises:

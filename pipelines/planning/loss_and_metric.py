@@ -27,14 +27,16 @@ if TYPE_CHECKING:
     from compress.core.stage import Context
     from compress.data.batch import Batch
     from compress.data.splits import Splits
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import Plan
 
 SAMPLES = 32
 """Samples of `train` that the model answers, to see whether its outputs and the targets fit."""
 
 
-def settled(plan: Plan, pipeline: Pipeline, data: Splits | None) -> tuple[Plan, Pipeline]:
+def settled(
+    plan: Plan, pipeline: PipelineConfig, data: Splits | None
+) -> tuple[Plan, PipelineConfig]:
     """Return plan and pipeline with the loss and the metric that the data's targets ask for.
 
     Raises:
@@ -50,7 +52,7 @@ def settled(plan: Plan, pipeline: Pipeline, data: Splits | None) -> tuple[Plan, 
     return replace(plan, loss=loss, metric=metric), pipeline.with_metric(metric.name)
 
 
-def fitting_loss(plan: Plan, pipeline: Pipeline, source: Artifact, context: Context) -> str:
+def fitting_loss(plan: Plan, pipeline: PipelineConfig, source: Artifact, context: Context) -> str:
     """Return the loss that outputs and targets ask for, in words; empty where the file names it.
 
     Args:
@@ -91,7 +93,7 @@ def fitting_loss(plan: Plan, pipeline: Pipeline, source: Artifact, context: Cont
 
 
 def _answers(
-    pipeline: Pipeline, source: Artifact, context: Context, batch: Batch, split: str
+    pipeline: PipelineConfig, source: Artifact, context: Context, batch: Batch, split: str
 ) -> torch.Tensor:
     """Return the model's first output for a batch.
 
@@ -127,7 +129,7 @@ def _are_shares(outputs: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _placed(pipeline: Pipeline, key: str) -> Iterator[None]:
+def _placed(pipeline: PipelineConfig, key: str) -> Iterator[None]:
     """Let errors name a setting's place in the file."""
     try:
         yield

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from compress.core.loss import Loss
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import PlannedStage
 
 FRACTIONS = ("accuracy", "fidelity")
@@ -35,7 +35,7 @@ def missing_programs(planned: Iterable[PlannedStage]) -> tuple[str, ...]:
     )
 
 
-def check_needs(pipeline: Pipeline, planned: Iterable[PlannedStage]) -> None:
+def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> None:
     """Refuse stages that lack a library, data or a device.
 
     Raises:
@@ -68,7 +68,7 @@ def check_needs(pipeline: Pipeline, planned: Iterable[PlannedStage]) -> None:
         _check_device(pipeline)
 
 
-def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
+def _check_gates(pipeline: PipelineConfig, planned: PlannedStage) -> None:
     for i, gate in enumerate(planned.stage.gates):
         where = pipeline.place("stages", planned.index, "gates", i)
         if isinstance(gate, MaxDrop | MinMetric) and pipeline.data is None:
@@ -85,7 +85,7 @@ def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
         refuse_missing_runtime(pipeline, gate, where)
 
 
-def check_metric(pipeline: Pipeline, planned: PlannedStage, metric: str) -> None:
+def check_metric(pipeline: PipelineConfig, planned: PlannedStage, metric: str) -> None:
     """Refuse limits of a stage that do not go with the metric: its direction or its unit.
 
     Raises:
@@ -108,7 +108,7 @@ def check_metric(pipeline: Pipeline, planned: PlannedStage, metric: str) -> None
             )
 
 
-def check_loss(pipeline: Pipeline, planned: Iterable[PlannedStage], loss: Loss) -> None:
+def check_loss(pipeline: PipelineConfig, planned: Iterable[PlannedStage], loss: Loss) -> None:
     """Refuse stages whose settings do not go with the task's loss.
 
     Raises:
@@ -140,7 +140,7 @@ def check_points(points: float, where: str) -> None:
         )
 
 
-def _check_device(pipeline: Pipeline) -> None:
+def _check_device(pipeline: PipelineConfig) -> None:
     import torch
 
     index = int(pipeline.device.partition(":")[2] or 0)

@@ -10,7 +10,7 @@ from pipelines.config.validation_errors import did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import PlannedStage
 
 Stages = tuple["PlannedStage", ...]
@@ -34,7 +34,7 @@ def downstream_of(stages: Stages, names: Collection[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def stage_named(pipeline: Pipeline, stages: Stages, option: str, name: str) -> frozenset[str]:
+def stage_named(pipeline: PipelineConfig, stages: Stages, option: str, name: str) -> frozenset[str]:
     """Return the names of the stages that one means: all branches where the file's has several.
 
     Raises:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compress.core.gates import LabelAgreement, MaxDrop, MinMetric, Parity
-from pipelines.planning.plan import SOURCE
+from pipelines.config.model_spec import SOURCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

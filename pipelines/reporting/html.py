@@ -19,6 +19,7 @@ from pipelines.reporting.stage_rows import (
     shipped,
 )
 from pipelines.reporting.training_curves import trainings_of
+from pipelines.results.schema import found_in_words, rule_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,15 +34,14 @@ WRITTEN_OUT = 40_000
 """Letters of facts and settings that are written out; beyond, the page names the file."""
 
 
-def page_of(report: Report, out: Path | None) -> str:
-    """Return a run's page.
+def render(report: Report, out: Path | None = None) -> str:
+    """Render a run's report as one self-contained page.
 
     Args:
-        report: what the run found.
-        out: where its artifacts lie, if they do.
+        report: the report.
+        out: folder of the results, whose artifacts give layer sizes and digests; without it the
+            page says that they are not there.
     """
-    from pipelines.results.schema import found_in_words, rule_in_words
-
     lock: Any = report.lock
     rows = rows_of(report)
     fronts = fronts_of(report, rows)

@@ -11,18 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from compress.common.printable import printable
-from pipelines.planning.plan import SOURCE
+from pipelines.config.model_spec import SOURCE
 from pipelines.reporting.quantization_summary import fidelity_of, sameness_of
 from pipelines.reporting.stage_rows import in_order
 from pipelines.results.comparison import row_of
-from pipelines.results.schema import (
-    FailureReport,
-    SkippedReport,
-    found_in_words,
-    readable_bytes,
-    readable_count,
-    rule_in_words,
-)
+from pipelines.results.schema import found_in_words, readable_bytes, readable_count, rule_in_words
+from pipelines.results.stage_reports import FailureReport, SkippedReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +26,8 @@ if TYPE_CHECKING:
 
     from pipelines.results.comparison import Differences
     from pipelines.results.measurements import Measurements
-    from pipelines.results.schema import Report, StageReport
+    from pipelines.results.schema import Report
+    from pipelines.results.stage_reports import StageReport
 
 COLUMNS = (
     "metric",
@@ -56,7 +51,7 @@ NOT_MEASURABLE = "n/m"
 
 def wide_console() -> Console:
     """Return where tables are printed: as wide as the terminal, and wide where there is none."""
-    from pipelines.terminal.rich_output import PlainConsole
+    from pipelines.system.rich_output import PlainConsole
 
     console = PlainConsole()
     return console if console.is_terminal else PlainConsole(width=160)

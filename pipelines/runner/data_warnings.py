@@ -26,7 +26,7 @@ OTHER_RANGE = 2.0
 """Factor by which the largest magnitudes differ where inputs were scaled otherwise."""
 
 
-def doubts_of_val(contents: Contents) -> Iterator[str]:
+def validation_data_warnings(contents: Contents) -> Iterator[str]:
     """Yield a line for each reason not to trust what is measured on `val`."""
     if "val" not in contents.lengths:
         return

@@ -16,9 +16,9 @@ from compress.common.factories import local_sources, sources_digest
 from compress.common.signature import Signature
 from compress.core.stage import Context
 from compress.data.splits import DataReference, Splits
-from pipelines.config.model_spec import FactoryModel, HuggingFaceModel, ModelFile, TimmModel
+from pipelines.config.model_spec import SOURCE, FactoryModel, HuggingFaceModel, ModelFile, TimmModel
 from pipelines.planning.loss_and_metric import fitting_loss, settled
-from pipelines.planning.plan import SOURCE, build_plan
+from pipelines.planning.planner import build_plan
 from pipelines.system.machine_info import version_of
 from pipelines.system.temp_files import temporary_files
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import TensorSpec
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
 
 TIMM = "timm:create_model"
 
 
-def resolve_inputs(pipeline: Pipeline) -> tuple[Pipeline, Splits | None, str]:
+def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | None, str]:
     """Load the data, and find out what the model takes where the file does not say it.
 
     Returns:
@@ -60,7 +60,7 @@ def resolve_inputs(pipeline: Pipeline) -> tuple[Pipeline, Splits | None, str]:
     return pipeline, data, told
 
 
-def _check_requests(pipeline: Pipeline) -> None:
+def _check_requests(pipeline: PipelineConfig) -> None:
     """Refuse images and texts that would not become what the model takes."""
     from serve.torchserve.stage import PackageTorchServe
 
@@ -76,7 +76,9 @@ def _check_requests(pipeline: Pipeline) -> None:
             raise PipelineInvalid(f"{where} ({stage.title}): {error}") from error
 
 
-def _found_inputs(pipeline: Pipeline, data: Splits | None) -> tuple[tuple[TensorSpec, ...], str]:
+def _found_inputs(
+    pipeline: PipelineConfig, data: Splits | None
+) -> tuple[tuple[TensorSpec, ...], str]:
     from compress.data.infer_signature import inputs_of
 
     spec = pipeline.model
@@ -97,7 +99,7 @@ def _found_inputs(pipeline: Pipeline, data: Splits | None) -> tuple[tuple[Tensor
         raise type(error)(f"{pipeline.place('model')}: {error}") from error
 
 
-def _parameters(pipeline: Pipeline) -> Sequence[str]:
+def _parameters(pipeline: PipelineConfig) -> Sequence[str]:
     """Return the names of what the model takes by position."""
     from compress.artifacts.edits.call_adapter import positional_parameters
 
@@ -114,7 +116,7 @@ def _parameters(pipeline: Pipeline) -> Sequence[str]:
     return positional_parameters(_recipe(spec).build(pipeline.code_folder))
 
 
-def load_data(pipeline: Pipeline) -> Splits | None:
+def load_data(pipeline: PipelineConfig) -> Splits | None:
     """Call the data factory, or return None where there is no data section.
 
     Raises:
@@ -139,7 +141,7 @@ def load_data(pipeline: Pipeline) -> Splits | None:
         raise PipelineInvalid(f"{pipeline.place('data', 'factory')}: {message}") from error
 
 
-def check_model(pipeline: Pipeline) -> tuple[Signature, str]:
+def check_model(pipeline: PipelineConfig) -> tuple[Signature, str]:
     """Build the model and read its weights and the data, keeping nothing.
 
     Returns:
@@ -161,7 +163,7 @@ def check_model(pipeline: Pipeline) -> tuple[Signature, str]:
         return source.signature, "\n".join(filter(None, [told, task]))
 
 
-def import_source(pipeline: Pipeline, path: Path) -> Artifact:
+def import_source(pipeline: PipelineConfig, path: Path) -> Artifact:
     """Seal the model as it came in.
 
     Raises:
@@ -185,13 +187,13 @@ def import_source(pipeline: Pipeline, path: Path) -> Artifact:
         raise type(error)(f"{pipeline.place('model', key)}: {message}") from error
 
 
-def _keys(pipeline: Pipeline) -> Iterator[str]:
+def _keys(pipeline: PipelineConfig) -> Iterator[str]:
     """Yield the key that says where the model comes from."""
     fields = type(pipeline.model).model_fields
     yield from (key for key in ("factory", "huggingface", "timm", "file") if key in fields)
 
 
-def _sealed(pipeline: Pipeline, signature: Signature, path: Path) -> Artifact:
+def _sealed(pipeline: PipelineConfig, signature: Signature, path: Path) -> Artifact:
     spec = pipeline.model
     if isinstance(spec, ModelFile):
         from pipelines.models.exported_files import import_file
@@ -216,7 +218,7 @@ def _recipe(spec: FactoryModel | TimmModel) -> Recipe:
 
 
 def _import_hugging_face(
-    pipeline: Pipeline, spec: HuggingFaceModel, signature: Signature, path: Path
+    pipeline: PipelineConfig, spec: HuggingFaceModel, signature: Signature, path: Path
 ) -> Artifact:
     import torch
 
@@ -235,7 +237,7 @@ def _import_hugging_face(
     return import_module(path, recipe, module, signature)
 
 
-def source_parts(pipeline: Pipeline) -> dict[str, object]:
+def source_parts(pipeline: PipelineConfig) -> dict[str, object]:
     """Return what decides the imported model: its settings, its source code and its weights."""
     spec = pipeline.model
     parts: dict[str, object] = {"stage": SOURCE, "settings": spec.model_dump(mode="json")}

@@ -1,4 +1,4 @@
-"""A run's events in TensorBoard or MLflow."""
+"""Writes a run's events to TensorBoard or MLflow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 REPORT = "report.html"
 MOST_PARAMETERS = 100
-"""That MLflow takes at a time."""
+"""That MLflow takes in one request."""
 LONGEST_VALUE = 500
 NOT_IN_NAMES = re.compile(r"[^\w/. :-]")
 STATUS = {"passed": "FINISHED", "interrupted": "KILLED"}
@@ -31,59 +31,59 @@ log = logging.getLogger(__name__)
 
 
 class RunTracker(Protocol):
-    """What writes settings, figures and the report of a run."""
+    """Receives the settings, figures and report of a run."""
 
     def write(self, epoch: int, figures: Mapping[str, float]) -> None:
         """Write figures of a step."""
         ...
 
     def settings(self, settings: Mapping[str, str]) -> None:
-        """Write what was set."""
+        """Write the pipeline's settings."""
         ...
 
     def end(self, status: str, report: Path) -> None:
-        """Write how the run ended, and keep its report, which may not be there."""
+        """Write how the run ended, and store its report, if there is one."""
         ...
 
 
-class Board(TensorBoard):
-    """A folder with an event file, and the report beside it."""
+class TensorBoardRun(TensorBoard):
+    """A folder with a TensorBoard event file and the report."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin a run."""
+        """Create the event file."""
         super().__init__(folder, done=-1)
         self.folder = folder
 
     def settings(self, settings: Mapping[str, str]) -> None:
-        """Write a table."""
+        """Write the settings as a table."""
         rows = "\n".join(f"| {name} | {value} |" for name, value in settings.items())
         self.writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}")
 
     def end(self, status: str, report: Path) -> None:
-        """Copy the report, and close."""
+        """Copy the report, and close the event file."""
         self.writer.add_text("status", status)
         self.close()
         if report.exists():
             shutil.copyfile(report, self.folder / REPORT)
 
 
-class Server(MLflow):
-    """A run of MLflow, with the report as its artifact."""
+class MLflowRun(MLflow):
+    """An MLflow run, with the report as its artifact."""
 
     def settings(self, settings: Mapping[str, str]) -> None:
-        """Write parameters."""
+        """Write the settings as parameters."""
         from mlflow.entities import Param
 
-        found = [Param(allowed(n), value[:LONGEST_VALUE]) for n, value in settings.items()]
-        for begin in range(0, len(found), MOST_PARAMETERS):
-            self.client.log_batch(self.run, params=found[begin : begin + MOST_PARAMETERS])
+        params = [Param(valid_name(n), value[:LONGEST_VALUE]) for n, value in settings.items()]
+        for begin in range(0, len(params), MOST_PARAMETERS):
+            self.client.log_batch(self.run, params=params[begin : begin + MOST_PARAMETERS])
 
     def write(self, epoch: int, figures: Mapping[str, float]) -> None:
-        """Send figures of a step."""
-        super().write(epoch, {allowed(name): value for name, value in figures.items()})
+        """Write figures of a step."""
+        super().write(epoch, {valid_name(name): value for name, value in figures.items()})
 
     def end(self, status: str, report: Path) -> None:
-        """Send the report, and end the run."""
+        """Upload the report, and end the MLflow run."""
         if report.exists():
             self.client.log_artifact(self.run, str(report))
         self.client.set_terminated(self.run, status=STATUS.get(status, "FAILED"))
@@ -91,7 +91,7 @@ class Server(MLflow):
 
 @contextmanager
 def tracked(settings: Tracker, results: Path, pipeline: str, run: str) -> Iterator[None]:
-    """Write events to a tracker for a block; one that fails is let go, and the run goes on.
+    """Write the events of a block to a tracker; if it fails, the run goes on without it.
 
     Args:
         settings: which tracker.
@@ -99,91 +99,91 @@ def tracked(settings: Tracker, results: Path, pipeline: str, run: str) -> Iterat
         pipeline: name of the pipeline.
         run: name of the run.
     """
-    with log_handler(_Writing(settings, results, pipeline, run)):
+    with log_handler(_TrackerHandler(settings, results, pipeline, run)):
         yield
 
 
-class _Writing(logging.Handler):
-    """Gives a tracker the events that it is told of."""
+class _TrackerHandler(logging.Handler):
+    """Writes the events among log records to a tracker."""
 
     def __init__(self, settings: Tracker, results: Path, pipeline: str, run: str) -> None:
         super().__init__()
         self.kind, self.uri, self.results = settings.kind, settings.uri, results
         self.pipeline, self.run = pipeline, run
         self.tracker: RunTracker | None = None
-        self.is_let_go = False
+        self.has_failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        told: dict[str, Any] = getattr(record, "told", {})
-        if "event" not in told or self.is_let_go:
+        fields: dict[str, Any] = getattr(record, "log_fields", {})
+        if "event" not in fields or self.has_failed:
             return
         try:
-            self._write(told)
+            self._write(fields)
         except Exception as error:  # noqa: BLE001 - a server that is gone must not end a run
-            self.is_let_go = True
+            self.has_failed = True
             how = f"{type(error).__name__}: {first_line(error)}"
             log.warning("tracker %s failed (%s); the run goes on without it", self.kind, how)
 
-    def _write(self, told: dict[str, Any]) -> None:
-        tracker = self.tracker = self.tracker or self._opened()
-        event = told["event"]
+    def _write(self, fields: dict[str, Any]) -> None:
+        tracker = self.tracker = self.tracker or self._open()
+        event = fields["event"]
         if event == "run_started":
-            tracker.settings(dict(flat(told["settings"])))
+            tracker.settings(dict(flatten(fields["settings"])))
         elif event == "epoch":
-            task = told["task"].replace(":", "")
-            tracker.write(told["epoch"], {f"{task}/{n}": v for n, v in told["figures"].items()})
+            task = fields["task"].replace(":", "")
+            tracker.write(fields["epoch"], {f"{task}/{n}": v for n, v in fields["figures"].items()})
         elif event in ("stage_finished", "stage_cached"):
-            found = figures_of(told)
-            tracker.write(0, {f"{told['stage']}/{name}": value for name, value in found.items()})
+            figures = stage_figures(fields)
+            tracker.write(0, {f"{fields['stage']}/{n}": value for n, value in figures.items()})
         elif event == "run_finished":
-            tracker.write(0, {f"{name}/test": value for name, value in told["test"].items()})
-            tracker.end(told["status"], self.results / REPORT)
+            tracker.write(0, {f"{name}/test": value for name, value in fields["test"].items()})
+            tracker.end(fields["status"], self.results / REPORT)
 
-    def _opened(self) -> RunTracker:
+    def _open(self) -> RunTracker:
         name = f"{self.pipeline}-{self.run}"
         place = place_of(self.kind, self.uri, self.results)
         if self.kind == "tensorboard":
-            return Board((place.folder or self.results) / name)
-        # Or it would try again for minutes where nobody answers.
+            return TensorBoardRun((place.folder or self.results) / name)
+        # MLflow's own defaults retry for minutes where no server answers.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
-        return Server(place, self.run, name, done=0)
+        return MLflowRun(place, self.run, name, done=0)
 
 
-def allowed(name: str) -> str:
-    """Return a name as MLflow takes it; a branch's has an equal sign, which it refuses."""
+def valid_name(name: str) -> str:
+    """Replace characters that MLflow refuses in names, such as the equal sign of a branch's."""
     return NOT_IN_NAMES.sub(":", name)
 
 
-def figures_of(told: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of a finished stage by name, those that it has."""
-    found = told["measurements"]
-    if found is None:
-        return {"seconds": told["seconds"]}
-    metric, latency = found["metric"], found["latency_ms"]
+def stage_figures(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a `stage_finished` event by name, those that were measured."""
+    measured = fields["measurements"]
+    if measured is None:
+        return {"seconds": fields["seconds"]}
+    metric, latency = measured["metric"], measured["latency_ms"]
     figures = {
         **({metric["name"]: metric["value"]} if metric else {}),
-        "bytes": found["bytes"],
-        "bytes_ratio": found["bytes_ratio"],
-        "parameters": found["parameters"],
-        "macs": found["macs"],
+        "bytes": measured["bytes"],
+        "bytes_ratio": measured["bytes_ratio"],
+        "parameters": measured["parameters"],
+        "macs": measured["macs"],
         "p50_ms": latency["p50"],
         "p95_ms": latency["p95"],
-        "speedup": found["speedup"],
-        "peak_mebibytes": found["peak_mebibytes"],
-        "seconds": told["seconds"],
+        "speedup": measured["speedup"],
+        "peak_mebibytes": measured["peak_mebibytes"],
+        "seconds": fields["seconds"],
     }
     return {name: float(value) for name, value in figures.items() if value is not None}
 
 
-def flat(settings: Any, place: str = "") -> Iterator[tuple[str, str]]:
+def flatten(settings: Any, place: str = "") -> Iterator[tuple[str, str]]:
     """Yield settings by their dotted names; stages by their own names instead of numbers."""
     if isinstance(settings, dict) and settings:
         for key, value in settings.items():
-            yield from flat(value, f"{place}.{key}" if place else str(key))
+            yield from flatten(value, f"{place}.{key}" if place else str(key))
     elif isinstance(settings, list) and any(isinstance(value, dict) for value in settings):
         for index, value in enumerate(settings):
             name = value.get("name") or value.get("stage") if place == "stages" else None
-            yield from flat(value, f"{place}.{name or index}")
+            yield from flatten(value, f"{place}.{name or index}")
     else:
         yield place, str(settings)

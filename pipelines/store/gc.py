@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 from contextlib import suppress
@@ -17,7 +16,7 @@ from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
 from pipelines.store.entry import RECORD
 from pipelines.store.local import WORK, Store
-from pipelines.store.lock import lock
+from pipelines.store.lock import store_lock
 from pipelines.store.object_store import PARTIAL, Failed, Objects
 from pipelines.store.remote import MANIFEST_BYTES, RECORD_BYTES, SECONDS_TRUSTED, Remote
 from pipelines.system.disk_errors import readable_disk_errors
@@ -92,8 +91,7 @@ def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], 
     root = out / ".store"
     if not root.is_dir():
         raise PipelineInvalid(f"{out}: holds no results of a run; expected its --out, or a URL")
-    descriptor = lock(root, announce)
-    try:
+    with store_lock(root, announce):
         Store(root).refuse_another_format()
         shown = {_sha256(file) for file in out.glob(f"artifacts/*/{MANIFEST}")} - {None}
         folders = [folder for folder in root.iterdir() if KEY.fullmatch(folder.name)]
@@ -109,8 +107,6 @@ def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], 
         freed = sum(_bytes_of(folder) for folder in (*old, *work))
         for folder in () if dry_run else (*old, *work):
             remove(folder)
-    finally:
-        os.close(descriptor)
     kept = len(entries) - len(old)
     return Cleaned(place=str(out), dry_run=dry_run, artifacts=len(old), kept=kept, bytes=freed)
 

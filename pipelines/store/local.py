@@ -14,8 +14,18 @@ from compress.checkpoint.sealed_json import sealed, unsealed
 from compress.common.atomic_files import partial_of, remove, sweep, write_atomically
 from compress.common.dependency_recorder import Dependencies
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
-from pipelines.store.entry import RECORD, Entry, Record, Surroundings, key_of
-from pipelines.store.lock import lock
+from pipelines.store.entry import (
+    FORMAT,
+    FORMAT_FILE,
+    RECORD,
+    Entry,
+    Record,
+    Surroundings,
+    key_of,
+    read_format,
+    shortened,
+)
+from pipelines.store.lock import store_lock
 from pipelines.store.sample_diff import samples_changed
 from pipelines.system.jsonl_log import log_event
 
@@ -25,10 +35,7 @@ if TYPE_CHECKING:
     from compress.data.fingerprint import Contents
     from pipelines.store.remote import Remote
 
-FORMAT = 1
-"""Of the store's folders and records; a store that does not tell its format has this one."""
 HERE = Path()
-FORMAT_FILE = "format.json"
 WORK = "work"
 """Folder of what stages keep to go on after an interruption, by stage."""
 LAST = "last.json"
@@ -85,8 +92,7 @@ class Store:
             PipelineInvalid: the directory, or the shared store, cannot be written, or is of
                 another format.
         """
-        descriptor = lock(root, announce)
-        try:
+        with store_lock(root, announce) as descriptor:
             store = cls(root, remote, folder=folder, code=code, announce=announce)
             store.lock = descriptor
             store.refuse_another_format()
@@ -96,8 +102,6 @@ class Store:
             if remote:
                 remote.begin(root)
             yield store
-        finally:
-            os.close(descriptor)
 
     def refuse_another_format(self) -> None:
         """Refuse a store that another version wrote in another way.
@@ -106,7 +110,7 @@ class Store:
             PipelineInvalid: it is of another format.
         """
         try:
-            found = format_in((self.root / FORMAT_FILE).read_bytes())
+            found = read_format((self.root / FORMAT_FILE).read_bytes())
         except FileNotFoundError:
             return
         if found != FORMAT:
@@ -133,7 +137,7 @@ class Store:
         found = self._own(entry)
         key, path = entry.path.name, entry.artifact_path
         if found:
-            entry.used()
+            entry.mark_used()
             self._share(entry, *found)
         elif self._remote and (found := self._remote.fetch(key, path, self._outdated)):
             entry.commit(found[1])
@@ -225,15 +229,6 @@ class Store:
         return stages
 
 
-def format_in(content: bytes) -> str | int:
-    """Return the format that a store's file tells."""
-    try:
-        found = json.loads(content)["format"]
-    except (ValueError, TypeError, KeyError):
-        found = "unknown"
-    return found if found == FORMAT else _short(found)
-
-
 def publish(artifact: Artifact, path: Path) -> None:
     """Show an artifact under a readable path, by hard links where the file system has them."""
     partial = partial_of(path)
@@ -268,9 +263,4 @@ def _difference(before: Any, after: Any, path: str = "") -> str:
             if found:
                 return found
         return ""
-    return "" if before == after else f"{path} {_short(before)} → {_short(after)}"
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 24 else f"{text[:12]}…"
+    return "" if before == after else f"{path} {shortened(before)} → {shortened(after)}"

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact, seal
 from compress.common.atomic_files import partial_of
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
-from pipelines.store.entry import Record
-from pipelines.store.local import FORMAT, FORMAT_FILE, format_in
+from pipelines.store.entry import FORMAT, FORMAT_FILE, Record, read_format
 from pipelines.store.object_store import Failed, Objects
 from pipelines.system.jsonl_log import log_event
 
@@ -68,7 +67,7 @@ class Remote:
             raise self._refused("reached", error) from error
         if content is None:
             return False
-        if (found := format_in(content)) != FORMAT:
+        if (found := read_format(content)) != FORMAT:
             raise PipelineInvalid(
                 f"store {self.url}: is of format {found}, and this version of compress reads "
                 f"format {FORMAT}; choose another, or remove it: everything in it can be made again"

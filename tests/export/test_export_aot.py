@@ -22,8 +22,8 @@ from export.aotinductor import package as aot_package
 from export.aotinductor.package import compile_package, count_kernels, load, refuse_unrolled
 from export.aotinductor.stage import AotModel, ExportAot
 from export.parity.bisect import Search
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
+from pipelines import Pipeline
+from pipelines.planning.planner import build_plan
 
 NETWORKS = Path(__file__).parents[1] / "compress" / "quantization"
 IMAGE = Signature(inputs=(TensorSpec(name="image", shape=("batch", 1, 8, 8)),))

@@ -166,7 +166,7 @@ class Killed:
         os._exit(code)
 
     def _walk(self, operation: int, log: io.TextIOBase) -> None:
-        from pipelines.config.pipeline import Pipeline
+        from pipelines import Pipeline
 
         tempfile.tempdir = os.environ["TMPDIR"] = str(self.temporary)
         count = 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import GateRefused
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
 from pipelines.reporting.terminal_table import closing_lines
 from pipelines.results.schema import Report
 from tests.pipelines.conftest import Project, measured_briefly

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from pipelines import Pipeline
 from pipelines.commands import doctor
 from pipelines.commands.cache_miss import why
-from pipelines.config.pipeline import Pipeline
 from pipelines.results.comparison import compare, row_of
 from pipelines.results.schema import Report
 from pipelines.runner.run import preview_state
@@ -53,8 +53,8 @@ def test_an_archive_is_packed_anew_where_what_it_says_of_the_checkpoint_changed(
     for by in ("one", "another"):
         save_file(weights, project.folder / "mlp.safetensors", {"saved by": by})
         pipeline = Pipeline.from_yaml(project.file)
-        walk = preview_state(pipeline, project.out)[1]
-        found.append(history_parts(walk.plan.stages[-1], walk)["history"])
+        state = preview_state(pipeline, project.out)[1]
+        found.append(history_parts(state.plan.stages[-1], state)["history"])
     assert found[0].pop("source") != found[1].pop("source")
     assert found[0] == found[1]
 

@@ -14,7 +14,7 @@ import pytest
 from compress import PruneChannels, Target, Train
 from compress.common.errors import StageFailed, cause_lines
 from compress.common.requirements import undisturbed
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
 from pipelines.executors.task import TaskResult
 from pipelines.results.schema import Report
 from pipelines.system.jsonl_log import LOG
@@ -81,7 +81,7 @@ class InThisProcess:
     def __init__(self, places: int, *_) -> None:
         self.places, self.under_way = places, []
 
-    def begin(self, making) -> None:
+    def submit(self, making) -> None:
         self.under_way.append(making)
         self.events.append(("begun", making.name))
 

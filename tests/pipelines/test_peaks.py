@@ -12,7 +12,7 @@ from compress.profiling.rss import PROCESS
 from pipelines.reporting.terminal_table import stage_table, wide_console
 from pipelines.results.comparison import compare
 from pipelines.results.schema import Report
-from pipelines.runner.trackers import figures_of
+from pipelines.runner.trackers import stage_figures
 from pipelines.store.entry import ANSWERS
 
 pytestmark = pytest.mark.skipif(
@@ -67,7 +67,7 @@ def test_a_peak_that_cannot_be_measured_is_a_dash_with_the_reason(project, monke
     page = report.html()
     why = "peak memory cannot be measured: the process that opened it was ended by SIGKILL"
     assert f"<p>train: {why}.</p>" in page
-    assert figures_of(report.stages[0].model_dump(mode="json")).keys() >= {"bytes", "p50_ms"}
+    assert stage_figures(report.stages[0].model_dump(mode="json")).keys() >= {"bytes", "p50_ms"}
     assert all(_peaks(project.run()).values()), "a failure was kept"
 
 
@@ -82,7 +82,7 @@ def test_it_is_told_wherever_figures_are(project, capsys) -> None:
     shown = capsys.readouterr().out
     assert "peak MiB" in shown
     assert told in shown
-    figures = figures_of(report.stages[-1].model_dump(mode="json"))
+    figures = stage_figures(report.stages[-1].model_dump(mode="json"))
     assert figures["peak_mebibytes"] == measured.peak_mebibytes
     lighter = shutil.copytree(project.out, project.folder / "lighter")
     content = json.loads((lighter / "report.json").read_text())

@@ -15,7 +15,7 @@ import pytest
 from compress.common.errors import PipelineInvalid, StageFailed, Unavailable
 from compress.common.requirements import Requirement
 from compress.profiling.benchmark import compare_latency
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
 from pipelines.executors import factory, node_environment
 from pipelines.executors.join import advertise_run, advertised_run
 from pipelines.executors.node_environment import Surroundings

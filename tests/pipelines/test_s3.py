@@ -29,7 +29,7 @@ DIES_IN_MID_UPLOAD = """
 import os, signal, sys
 from pathlib import Path
 from pipelines.store.object_store import Objects
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
 
 write, left = Objects.write, int(sys.argv[3])
 

@@ -13,8 +13,8 @@ from torch import nn
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
 from compress.common.requirements import Requirement
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
+from pipelines import Pipeline
+from pipelines.planning.planner import build_plan
 from pipelines.runner.inputs import check_model, import_source, resolve_inputs, source_parts
 
 NETS = """
@@ -356,7 +356,7 @@ def test_a_hugging_face_folder_goes_the_whole_road(tmp_path, fresh_process) -> N
     answered = fresh_process(
         "import torch\nfrom compress import EagerModel\n"
         "ids = torch.arange(12).reshape(2, 6)\n"
-        f"with EagerModel.at({str(slim.path)!r}).open() as predict:\n"
+        f"with EagerModel.from_directory({str(slim.path)!r}).open() as predict:\n"
         "    print(predict((ids % 4 != 0).long(), ids)[0].tolist())"
     )
     assert answered == str(expected.tolist())

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from compress.common.errors import PipelineInvalid, StageFailed
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
 from pipelines.executors.join import BEAT, RUN, RunStatus, advertise_run, join_run
 from tests.pipelines.conftest import measured_briefly
 

@@ -8,10 +8,12 @@ import pytest
 from rich.console import Console
 
 from compress.quantization.qat.label_parity import LabelParity
-from pipelines.config.pipeline import Pipeline
-from pipelines.reporting.quantization_summary import fidelity_of, slower_than_float
+from pipelines import Pipeline
+from pipelines.reporting.quantization_summary import fidelity_of
 from pipelines.reporting.terminal_table import closing_lines
-from pipelines.results.schema import Report, StageReport
+from pipelines.results.measurement_warnings import slower_than_float
+from pipelines.results.schema import Report
+from pipelines.results.stage_reports import StageReport
 from tests.pipelines.conftest import measured_briefly
 
 

@@ -11,13 +11,13 @@ from compress.common.errors import GateRefused
 from compress.core.loss import Loss
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
+from pipelines import Pipeline
 from pipelines.commands.check import checked
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
+from pipelines.planning.planner import build_plan
 from pipelines.planning.unjudged_losses import falls, is_much
 from pipelines.reporting.terminal_table import closing_lines
 from pipelines.results.schema import Report
-from pipelines.runner.data_warnings import constant_score, doubts_of_val, unlike_val
+from pipelines.runner.data_warnings import constant_score, unlike_val, validation_data_warnings
 from pipelines.system.jsonl_log import LOG
 from tests.pipelines.conftest import NETS, Project
 
@@ -178,7 +178,7 @@ def splits(**samples: torch.Tensor) -> Splits:
 
 
 def doubts(data: Splits) -> list[str]:
-    return list(doubts_of_val(data.contents()))
+    return list(validation_data_warnings(data.contents()))
 
 
 def test_samples_in_two_splits_are_counted() -> None:

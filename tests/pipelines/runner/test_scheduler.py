@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from compress.common.errors import GateRefused, StageFailed, cause_lines
+from pipelines import Pipeline
 from pipelines.commands.cache_miss import why
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
+from pipelines.planning.planner import build_plan
 from pipelines.reporting.stage_rows import rows_of
 from pipelines.reporting.terminal_table import closing_lines, stage_table
 from pipelines.results.comparison import compare

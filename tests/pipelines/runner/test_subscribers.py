@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed, Unavailable
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
 from pipelines.config.tracker_config import Tracker
-from pipelines.planning.plan import build_plan
-from pipelines.runner.trackers import allowed, flat, tracked
+from pipelines.planning.planner import build_plan
+from pipelines.runner.trackers import flatten, tracked, valid_name
 from pipelines.system import jsonl_log
 from pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
 
@@ -196,7 +196,9 @@ def test_tensorboard_shows_settings_curves_figures_and_the_report(project) -> No
 def test_a_tracker_takes_events_alone(tmp_path, caplog) -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     with tracked(Tracker(kind="tensorboard", uri="boards"), tmp_path, "small", "run"):
-        logging.getLogger("compress.somewhere").info("words", extra={"told": {"stage": "train"}})
+        logging.getLogger("compress.somewhere").info(
+            "words", extra={"log_fields": {"stage": "train"}}
+        )
         log_event("epoch", "words", stage="a", task="train 1/2", epoch=3, figures={"loss": 0.5})
         log_event("run_finished", "words", status="failed", test={})
     assert scalars(tmp_path / "boards" / "small-run")[0] == {"train 1/2/loss": [(3, 0.5)]}
@@ -204,11 +206,11 @@ def test_a_tracker_takes_events_alone(tmp_path, caplog) -> None:
 
 
 def test_a_branch_has_a_name_that_mlflow_takes() -> None:
-    assert allowed("thin-amount=0.25/val:x y") == "thin-amount:0.25/val:x y"
+    assert valid_name("thin-amount=0.25/val:x y") == "thin-amount:0.25/val:x y"
     validation = pytest.importorskip("mlflow.utils.validation", reason="needs mlflow")
     with pytest.raises(Exception, match="may only contain"):
         validation._validate_metric_name("thin-amount=0.25/bytes")
-    validation._validate_metric_name(allowed("thin-amount=0.25/bytes"))
+    validation._validate_metric_name(valid_name("thin-amount=0.25/bytes"))
 
 
 @pytest.mark.slow
@@ -293,7 +295,7 @@ def test_a_tracker_that_cannot_be_is_refused(project, settings, message) -> None
 def test_settings_have_dotted_names() -> None:
     stages = [{"stage": "train", "gates": [{"gate": "parity"}]}, {"name": "b", "stage": "train"}]
     content = {"seed": 3, "model": {"inputs": [{"shape": ["batch", 4]}], "arguments": {}}}
-    found = dict(flat({**content, "stages": stages}))
+    found = dict(flatten({**content, "stages": stages}))
     assert found["model.inputs.0.shape"] == "['batch', 4]"
     assert found["stages.train.gates.0.gate"] == "parity"
     assert (found["stages.b.stage"], found["seed"]) == ("train", "3")

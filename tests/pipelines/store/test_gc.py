@@ -14,7 +14,7 @@ from compress.common.errors import PipelineInvalid
 from pipelines.store.entry import Record, key_of
 from pipelines.store.gc import clean
 from pipelines.store.local import Store
-from pipelines.store.lock import lock
+from pipelines.store.lock import store_lock
 from pipelines.store.object_store import Found, Objects
 from pipelines.store.remote import Remote
 
@@ -87,12 +87,11 @@ def _told_of(entry: Path) -> str:
 
 def test_a_run_at_work_is_waited_for(project) -> None:
     said: list[str] = []
-    held = lock(project.out / ".store", print)
     cleaner = threading.Thread(target=clean, args=(str(project.out), "0h", False, said.append))
-    cleaner.start()
-    cleaner.join(0.5)
-    assert cleaner.is_alive()
-    os.close(held)
+    with store_lock(project.out / ".store", print):
+        cleaner.start()
+        cleaner.join(0.5)
+        assert cleaner.is_alive()
     cleaner.join(60)
     assert not cleaner.is_alive()
     assert said == [f"waiting for another run in {project.out} to end (Ctrl-C gives up)"]

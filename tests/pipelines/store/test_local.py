@@ -20,11 +20,13 @@ from compress.artifacts.artifact import Artifact
 from compress.common import atomic_files
 from compress.common.atomic_files import remove, sweep, write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
+from pipelines import Pipeline
 from pipelines.commands.report import rewrite
 from pipelines.results import schema as report_module
 from pipelines.results.schema import Report
 from pipelines.runner.run import preview_run
-from pipelines.store.local import FORMAT, FORMAT_FILE, WORK, Store
+from pipelines.store.entry import FORMAT, FORMAT_FILE
+from pipelines.store.local import WORK, Store
 from pipelines.system.temp_files import temporary_files
 
 fork = multiprocessing.get_context("fork")
@@ -98,14 +100,11 @@ def test_a_run_whose_store_is_removed_while_it_waits_makes_a_new_one(project) ->
 def test_a_store_of_another_format_is_refused_with_what_to_do(project, found) -> None:
     (project.out / ".store" / FORMAT_FILE).write_text(found)
     expected = r"\.store: is of format .* reads format 1; choose another --out, or remove .*\.store"
-    options = {"start": None, "until": None, "force": False}
-    from pipelines.config.pipeline import Pipeline
-
     with pytest.raises(PipelineInvalid, match=expected) as error:
         project.run()
     assert error.value.exit_code == 2
     with pytest.raises(PipelineInvalid, match=expected):
-        preview_run(Pipeline.from_yaml(project.file), project.out, **options)
+        preview_run(Pipeline.from_yaml(project.file), project.out)
 
 
 def test_a_store_from_before_formats_were_told_is_taken_over(project) -> None:
@@ -264,7 +263,7 @@ def test_a_file_written_while_a_run_begins_and_sweeps_up_is_written(tmp_path, mo
 def test_a_run_that_is_killed_leaves_no_report_of_the_one_before(project) -> None:
     project.edit("ratio: 0.4", "ratio: 0.5")
     script = (
-        "import os; from pipelines.config.pipeline import Pipeline; "
+        "import os; from pipelines import Pipeline; "
         "from pipelines.runner import executor; executor.evaluate_stage = lambda *_: os._exit(0); "
         f"Pipeline.from_yaml({str(project.file)!r}).run({str(project.out)!r})"
     )

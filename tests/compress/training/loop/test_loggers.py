@@ -18,8 +18,8 @@ from compress.training.fit import fit
 from compress.training.loop.loggers import TensorBoard, tracking
 from compress.training.loop.step_metrics import EpochMetrics
 from compress.training.objectives.objective import TargetLoss
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
+from pipelines import Pipeline
+from pipelines.planning.planner import build_plan
 
 HERE = Path(__file__).parents[1]
 ABOUT = {"title": "train", "identity": "0123456789", "done": 0, "metric": "accuracy"}
