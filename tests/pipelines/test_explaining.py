@@ -91,7 +91,7 @@ def test_no_name_of_a_stage_and_no_second_gate_hides_a_difference(walked, tmp_pa
         runs[run] = tmp_path / run
         runs[run].mkdir()
         told = report.model_copy(update={"stages": tuple(stages), "status": status})
-        told.write(runs[run])
+        told.write(runs[run], page="")
     found = {d.what: (d.before, d.after) for d in compare(runs["one"], runs["two"]).found}
     rule = f"{verdict.rule} against train"
     assert found == {

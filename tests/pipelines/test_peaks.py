@@ -9,6 +9,7 @@ from compress.checkpoint.sealed_json import sealed, unsealed
 from compress.common.errors import GateRefused
 from compress.profiling import peak_memory
 from compress.profiling.rss import PROCESS
+from pipelines.reporting.html import render
 from pipelines.reporting.terminal_table import stage_table, wide_console
 from pipelines.results.comparison import compare
 from pipelines.results.schema import Report
@@ -64,7 +65,7 @@ def test_a_peak_that_cannot_be_measured_is_a_dash_with_the_reason(project, monke
         report = project.run()
     assert report.status == "passed"
     assert set(_peaks(report).values()) == {None}
-    page = report.html()
+    page = render(report)
     why = "peak memory cannot be measured: the process that opened it was ended by SIGKILL"
     assert f"<p>train: {why}.</p>" in page
     assert stage_figures(report.stages[0].model_dump(mode="json")).keys() >= {"bytes", "p50_ms"}
@@ -75,7 +76,7 @@ def test_it_is_told_wherever_figures_are(project, capsys) -> None:
     report = Report.read(project.out)
     measured = report.stages[-1].measurements
     told = f"{measured.peak_mebibytes:.1f}"
-    page = report.html()
+    page = render(report)
     assert '<th scope="col">Peak MiB</th>' in page
     assert f"<td>{told}</td>" in page
     wide_console().print(stage_table(report, wide_console()))
@@ -102,7 +103,7 @@ def test_a_report_of_an_older_version_is_read_and_shown_with_dashes(project) -> 
     file.write_text(json.dumps(content))
     old = Report.read(project.out)
     assert set(_peaks(old).values()) == {None}
-    assert "cannot be measured" not in old.html()
+    assert "cannot be measured" not in render(old)
 
 
 def test_a_gate_refuses_and_another_limit_measures_nothing_again(project, monkeypatch) -> None:

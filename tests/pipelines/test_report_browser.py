@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import CompressError
+from pipelines.reporting.html import render
 from pipelines.reporting.stage_rows import rows_of
 from pipelines.reporting.verification_page import as_text
 from pipelines.results.schema import Report
@@ -80,7 +81,7 @@ def pages(walked, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     report = Report.read(project.out)
     assert {row.status for row in rows_of(report)} == STATUSES
     found["mixed"] = (project.out / "report.html").read_text()
-    found["branches"] = _branches(Report.read(walked.out)).html(walked.out)
+    found["branches"] = render(_branches(Report.read(walked.out)), walked.out)
     replay = Replay(what="the recorded probe", samples=4, largest_difference=0.0)
     lines = {"proven": ("model.mar: sha256 " + "0" * 64,), "unproven": ("the validation split",)}
     proof = Proof(kind="torchserve", sha256="0" * 64, replays=(replay,), **lines)
