@@ -13,7 +13,7 @@ from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.stage import Context, silent
 from pipelines.config.model_spec import SOURCE
 from pipelines.config.run_options import RunOptions
-from pipelines.planning.loss_and_metric import settled
+from pipelines.planning.loss_and_metric import infer_loss_and_metric
 from pipelines.planning.planner import build_plan
 from pipelines.reporting.html_page import rendered
 from pipelines.runner.inputs import import_source, resolve_inputs
@@ -68,7 +68,7 @@ def measure(
         raise PipelineInvalid(f"--ratio {wrong[0]:g}: expected a fraction between 0 and 1")
     plan = build_plan(pipeline)
     pipeline, data, _ = resolve_inputs(pipeline)
-    plan, pipeline = settled(plan, pipeline, data)
+    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
     planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
     with temporary_files(), _model(pipeline, planned, out) as model:
         context = Context(

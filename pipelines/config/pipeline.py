@@ -1,4 +1,4 @@
-"""pipeline.yaml as typed, immutable settings."""
+"""`pipeline.yaml` as typed, immutable settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compress.common.errors import PipelineInvalid
 from compress.common.factories import Reference
 from compress.core.loss import LossName
 from compress.data.loader_config import Loading
-from pipelines.config.matrix import allow_matrix_, expanded, refuse_twins
+from pipelines.config.matrix import allow_matrix_, expand_matrices, refuse_duplicate_branches
 from pipelines.config.model_spec import ModelSpec
 from pipelines.config.registry import stages
 from pipelines.config.tracker_config import Tracker
@@ -50,11 +50,11 @@ class MetricSpec(Settings):
     arguments: dict[str, JsonValue] = {}
     """Keyword arguments of a torchmetrics class, or of the callable."""
     higher_is_better: bool | None = None
-    """Direction of a metric that does not tell it itself."""
+    """Whether a larger value is better, for a metric that does not declare it itself."""
 
 
 class Depends(Settings):
-    """What results depend on beside what a run sees of itself."""
+    """What results depend on, besides what a run notices by itself."""
 
     files: tuple[str, ...] = ()
     """Files, or folders with all files in them, relative to this file; for what user code reads
@@ -64,7 +64,7 @@ class Depends(Settings):
 
 
 class PipelineConfig(Settings):
-    """A road from a model to deployable artifacts."""
+    """The steps from a model to deployable artifacts."""
 
     model_config = ConfigDict(title="Pipeline")
 
@@ -84,7 +84,7 @@ class PipelineConfig(Settings):
     code: str = "."
     """Folder of the modules that factories name, relative to this file."""
     model: ModelSpec
-    """The model as it comes in."""
+    """The model to import."""
     data: DataSpec | None = None
     """The data; stages that train, calibrate or measure accuracy need it."""
     loss: LossName | None = None
@@ -95,7 +95,7 @@ class PipelineConfig(Settings):
     """How good a model is: a name, or a name with arguments. By default `accuracy`, and `loss`
     where the model predicts numbers."""
     depends: Depends = Depends()
-    """Files and environment variables that results depend on, where a run cannot see it."""
+    """Files and environment variables that results depend on, where a run cannot notice it."""
     tracker: Tracker | None = None
     """Where settings, figures and the report of each run are written too."""
     stages: Annotated[tuple[AnyStage, ...], Field(min_length=1)]
@@ -115,12 +115,12 @@ class PipelineConfig(Settings):
         Raises:
             PipelineInvalid: one line per problem, each with its place in the file.
         """
-        source = expanded(read(Path(path)))
+        source = expand_matrices(read(Path(path)))
         try:
             pipeline = cls.model_validate({"name": source.path.stem, **source.content})
         except ValidationError as error:
             raise PipelineInvalid(explain(error, source, cls)) from None
-        refuse_twins(pipeline.stages, source)
+        refuse_duplicate_branches(pipeline.stages, source)
         pipeline._source = source
         return pipeline
 
@@ -145,7 +145,7 @@ class PipelineConfig(Settings):
         return (self.folder / self.code).resolve()
 
     def with_metric(self, name: str) -> Self:
-        """Return the same pipeline; where it names no metric, with this one."""
+        """Return the pipeline with this metric, unless the file names one."""
         if self.metric is not None:
             return self
         return self.model_copy(update={"metric": MetricSpec(name=name)})
@@ -155,7 +155,7 @@ class PipelineConfig(Settings):
         return self._source.name_of(index) if self._source else self.stages[index].title
 
     def place(self, *location: str | int) -> str:
-        """Return where a setting stands: the file, its line, and its name."""
+        """Return the place of a setting for messages: the file, its line, and its name."""
         if self._source is None:
             return dotted(location)
         return f"{self._source.place(location)}: {dotted(self._source.written(location))}"

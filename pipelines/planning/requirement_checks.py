@@ -1,4 +1,4 @@
-"""What stages need of this machine, and of the pipeline file beside themselves."""
+"""Refuses stages and gates whose libraries, device, data or sensible limits are missing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from pipelines.planning.plan import PlannedStage
 
 FRACTIONS = ("accuracy", "fidelity")
-"""Metrics that are shares of all samples."""
+"""Metrics from 0 to 1, whose differences are given in percentage points."""
 FEWEST_POINTS, MOST_POINTS = 0.01, 50
+"""Fewer points are a fraction by mistake; more would accept mostly wrong outputs."""
 LARGEST_RATIO = 5
-"""Of sizes: what was to become smaller has not grown so much."""
+"""Of sizes after compression to those before; a larger one is a percentage by mistake."""
 
 
 def missing_programs(planned: Iterable[PlannedStage]) -> tuple[str, ...]:
-    """Return a line for each program without which a stage will stop; it may come meanwhile."""
+    """Return a line for each missing program; no error, as it may be installed before its stage."""
     return tuple(
         f"{p.name} will stop: {requirement.what} is not on the PATH; {requirement.install} "
         "(the stages before it run and are kept)"
@@ -86,7 +87,7 @@ def _check_gates(pipeline: PipelineConfig, planned: PlannedStage) -> None:
 
 
 def check_metric(pipeline: PipelineConfig, planned: PlannedStage, metric: str) -> None:
-    """Refuse limits of a stage that do not go with the metric: its direction or its unit.
+    """Refuse limits of a stage that do not fit the metric's direction or unit.
 
     Raises:
         PipelineInvalid: it says what to write.
@@ -109,7 +110,7 @@ def check_metric(pipeline: PipelineConfig, planned: PlannedStage, metric: str) -
 
 
 def check_loss(pipeline: PipelineConfig, planned: Iterable[PlannedStage], loss: Loss) -> None:
-    """Refuse stages whose settings do not go with the task's loss.
+    """Refuse stages whose settings do not fit the loss.
 
     Raises:
         PipelineInvalid: one does not.
@@ -123,7 +124,7 @@ def check_loss(pipeline: PipelineConfig, planned: Iterable[PlannedStage], loss: 
 
 
 def check_points(points: float, where: str) -> None:
-    """Refuse points of an accuracy that cannot be meant: a fraction of it, or most of it.
+    """Refuse percentage points that must be a mistake: a fraction of 1, or more than half.
 
     Raises:
         PipelineInvalid: it says what to write.

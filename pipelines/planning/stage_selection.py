@@ -1,4 +1,4 @@
-"""What `--from` and `--until` mean: a stage and what is made of it, a stage and what it needs."""
+"""Selects stages for `--from` (a stage and its dependents) and `--until` (and what it needs)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ Stages = tuple["PlannedStage", ...]
 
 
 def upstream_of(stages: Stages, names: Collection[str]) -> Stages:
-    """Return the stages of some names, and those without which they are not made and judged."""
-    found = {*names}
+    """Return the named stages and all those that they and their gates need."""
+    selected = {*names}
     for planned in reversed(stages):
-        if planned.name in found:
-            found.update(planned.needs)
-    return tuple(planned for planned in stages if planned.name in found)
+        if planned.name in selected:
+            selected.update(planned.needs)
+    return tuple(planned for planned in stages if planned.name in selected)
 
 
 def downstream_of(stages: Stages, names: Collection[str]) -> frozenset[str]:
-    """Return some names, and those of the stages whose artifacts are made of theirs."""
-    found = {*names}
+    """Return the names, and those of all stages whose artifacts are made from theirs."""
+    selected = {*names}
     for planned in stages:
-        if not found.isdisjoint(planned.reads):
-            found.add(planned.name)
-    return frozenset(found)
+        if not selected.isdisjoint(planned.reads):
+            selected.add(planned.name)
+    return frozenset(selected)
 
 
 def stage_named(pipeline: PipelineConfig, stages: Stages, option: str, name: str) -> frozenset[str]:
-    """Return the names of the stages that one means: all branches where the file's has several.
+    """Return the stages that a name stands for: itself, or all branches of a stage with a matrix.
 
     Raises:
         PipelineInvalid: there is no such stage.
@@ -43,8 +43,8 @@ def stage_named(pipeline: PipelineConfig, stages: Stages, option: str, name: str
     in_file = {p.name: pipeline.name_in_file(p.index) for p in stages}
     if name in in_file:
         return frozenset([name])
-    found = frozenset(branch for branch, written in in_file.items() if written == name)
-    if not found:
+    branches = frozenset(branch for branch, written in in_file.items() if written == name)
+    if not branches:
         mend = did_you_mean(name, {*in_file, *in_file.values()})
         raise PipelineInvalid(f"{option} {name!r}: no such stage; {mend}")
-    return found
+    return branches

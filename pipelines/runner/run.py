@@ -15,7 +15,7 @@ from pipelines.config.model_spec import SOURCE
 from pipelines.config.run_options import RunOptions
 from pipelines.executors.factory import check_engine, engine_for
 from pipelines.executors.join import advertise_run
-from pipelines.planning.loss_and_metric import settled
+from pipelines.planning.loss_and_metric import infer_loss_and_metric
 from pipelines.planning.planner import build_plan
 from pipelines.results.schema import withdraw_report
 from pipelines.runner import events
@@ -74,7 +74,7 @@ def run(
     for warning in plan.warnings:
         announce(f"warning: {warning}")
     pipeline, data, inferred = resolve_inputs(pipeline)
-    plan, pipeline = settled(plan, pipeline, data)
+    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
     if inferred:
         announce(inferred)
     with (
@@ -173,7 +173,7 @@ def preview_state(
     remote = _open_remote(options.store, lambda line: None)
     plan = build_plan(pipeline, options.start, options.until, force=options.force)
     pipeline, data, _ = resolve_inputs(pipeline)
-    plan, pipeline = settled(plan, pipeline, data)
+    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
     store = Store(out / ".store", remote, folder=pipeline.folder, code=pipeline.code_folder)
     store.refuse_another_format()
     if remote:

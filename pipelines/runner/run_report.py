@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.data.sample_cache import PROBES
 from pipelines.config.model_spec import SOURCE
-from pipelines.planning.unjudged_losses import falls
+from pipelines.planning.unjudged_losses import accuracy_drops
 from pipelines.results.measurement_warnings import measurement_warnings
 from pipelines.results.schema import Report, how_to_run
 from pipelines.runner.data_warnings import constant_score, unlike_val
@@ -90,13 +90,13 @@ def _accuracy_warnings(state: RunState) -> Iterator[str]:
     values = {name: value for name, value in measured.items() if math.isfinite(value)}
     if plan.baseline not in values:
         return
-    for fall in falls(plan, metric, values):
-        stage: Any = plan.stage(fall.stage).stage
+    for drop in accuracy_drops(plan, metric, values):
+        stage: Any = plan.stage(drop.stage).stage
         samples, cause = getattr(stage, "calibration_samples", None), ""
         if samples and data is not None:
             cause = unlike_val(data, samples, state.pipeline.seed)
-        if cause or not fall.is_judged:
-            yield fall.line(metric, cause)
+        if cause or not drop.is_judged:
+            yield drop.line(metric, cause)
     if data is None:
         return
     key = {"constant answer": 1, "data": state.fingerprint, "metric": metric.identity()}

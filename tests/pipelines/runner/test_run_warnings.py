@@ -14,7 +14,7 @@ from compress.data.splits import Splits
 from pipelines import Pipeline
 from pipelines.commands.check import checked
 from pipelines.planning.planner import build_plan
-from pipelines.planning.unjudged_losses import falls, is_much
+from pipelines.planning.unjudged_losses import accuracy_drops, is_much
 from pipelines.reporting.terminal_table import closing_lines
 from pipelines.results.schema import Report
 from pipelines.runner.data_warnings import constant_score, unlike_val, validation_data_warnings
@@ -140,7 +140,7 @@ def test_what_changes_no_numbers_needs_no_gate(tmp_path) -> None:
 
 
 def found(plan, **values: float) -> list[tuple[str, str]]:
-    return [(fall.stage, fall.since) for fall in falls(plan, Metric(), values)]
+    return [(drop.stage, drop.since) for drop in accuracy_drops(plan, Metric(), values)]
 
 
 def test_a_fall_is_told_once_and_where_it_happened(tmp_path) -> None:
@@ -158,8 +158,8 @@ def test_what_a_gate_has_allowed_is_no_fall_of_later_stages(tmp_path) -> None:
     gate = "gates: [{gate: max_drop, points: 3}]"
     plan = plan_of(tmp_path, TRAIN, f"{PRUNE}, {gate}", ONNX)
     assert found(plan, train=0.99, cut=0.97, onnx=0.97) == [("cut", "train")]
-    (fall,) = falls(plan, Metric(), {"train": 0.99, "cut": 0.97, "onnx": 0.97})
-    assert fall.is_judged
+    (drop,) = accuracy_drops(plan, Metric(), {"train": 0.99, "cut": 0.97, "onnx": 0.97})
+    assert drop.is_judged
 
 
 def test_much_is_a_point_or_two_percent() -> None:
