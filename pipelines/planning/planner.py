@@ -11,16 +11,16 @@ from compress.core.loss import Loss
 from compress.core.metrics import Metric, usual_metric
 from export.onnx.stage import OnnxModel
 from export.torchscript.stage import TorchScriptModel
-from pipelines.config.declared_dependencies import check_declared
 from pipelines.config.model_spec import SOURCE
 from pipelines.config.registry import stages as known_stages
 from pipelines.config.validation_errors import did_you_mean
 from pipelines.planning.gate_targets import check_runtime
 from pipelines.planning.plan import Plan, PlannedStage
 from pipelines.planning.requirement_checks import check_loss, check_needs, missing_programs
-from pipelines.planning.stage_selection import downstream_of, stage_named, upstream_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from compress.artifacts.artifact import Artifact
     from pipelines.config.pipeline import PipelineConfig
 
@@ -51,9 +51,11 @@ def build_plan(
     baseline = stages[0].name if trained == [stages[0]] else SOURCE
     again = frozenset[str]()
     if start is not None:
-        again = downstream_of(stages, stage_named(pipeline, stages, "--from", start))
+        again = _downstream_of(stages, _stages_named(pipeline, stages, "--from", start))
     if until is not None:
-        selected = upstream_of(stages, {*stage_named(pipeline, stages, "--until", until), baseline})
+        selected = _upstream_of(
+            stages, {*_stages_named(pipeline, stages, "--until", until), baseline}
+        )
     _check_types(pipeline, stages)
     _check_formats(pipeline, stages)
     if start is not None and again.isdisjoint(p.name for p in selected):
@@ -64,7 +66,12 @@ def build_plan(
     loss, metric = _loss_and_metric(pipeline)
     if loss.name is not None:
         check_loss(pipeline, selected, loss)
-    check_declared(pipeline)
+    for index, name in enumerate(pipeline.depends.files):
+        if not (pipeline.folder / name).exists():
+            raise PipelineInvalid(
+                f"{pipeline.place('depends', 'files', index)}: there is no {name!r} in "
+                f"{pipeline.folder.absolute()}; paths are relative to the pipeline file"
+            )
     return Plan(
         stages=selected,
         loss=loss,
@@ -110,6 +117,44 @@ def _resolve_stages(pipeline: PipelineConfig) -> tuple[PlannedStage, ...]:
             raise type(error)(f"{pipeline.place('stages', index)}: {error}") from error
         planned.append(PlannedStage(index, name, stage.input or previous, resolved, compared))
     return tuple(planned)
+
+
+def _upstream_of(
+    stages: tuple[PlannedStage, ...], names: Collection[str]
+) -> tuple[PlannedStage, ...]:
+    """Return the named stages and all those that they and their gates need."""
+    selected = {*names}
+    for planned in reversed(stages):
+        if planned.name in selected:
+            selected.update(planned.needs)
+    return tuple(planned for planned in stages if planned.name in selected)
+
+
+def _downstream_of(stages: tuple[PlannedStage, ...], names: Collection[str]) -> frozenset[str]:
+    """Return the names, and those of all stages whose artifacts are made from theirs."""
+    selected = {*names}
+    for planned in stages:
+        if not selected.isdisjoint(planned.reads):
+            selected.add(planned.name)
+    return frozenset(selected)
+
+
+def _stages_named(
+    pipeline: PipelineConfig, stages: tuple[PlannedStage, ...], option: str, name: str
+) -> frozenset[str]:
+    """Return the stages that a name stands for: itself, or all branches of a stage with a matrix.
+
+    Raises:
+        PipelineInvalid: there is no such stage.
+    """
+    in_file = {p.name: pipeline.name_in_file(p.index) for p in stages}
+    if name in in_file:
+        return frozenset([name])
+    branches = frozenset(branch for branch, written in in_file.items() if written == name)
+    if not branches:
+        mend = did_you_mean(name, {*in_file, *in_file.values()})
+        raise PipelineInvalid(f"{option} {name!r}: no such stage; {mend}")
+    return branches
 
 
 def _check_types(pipeline: PipelineConfig, planned: tuple[PlannedStage, ...]) -> None:

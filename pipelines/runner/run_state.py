@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from compress.common.dependency_recorder import Dependencies, digest_of, digest_of_variable
 from compress.common.errors import CompressError, GateRefused
 from compress.core.stage import Context
-from pipelines.config.declared_dependencies import declared_dependencies
 from pipelines.config.model_spec import SOURCE
 from pipelines.results.stage_reports import FailureReport, SkippedReport
 from pipelines.runner import events
@@ -193,8 +194,15 @@ class RunState:
     @cached_property
     def declared_parts(self) -> dict[str, Any]:
         """The part of cache keys that the pipeline declares under `depends:`, if it does."""
-        declared = declared_dependencies(self.pipeline)
-        return {"depends": declared.model_dump()} if declared.files or declared.environment else {}
+        folder, depends = self.pipeline.folder, self.pipeline.depends
+        files: dict[str, str | None] = {}
+        for path in (folder / name for name in depends.files):
+            in_folder = sorted(file for file in path.rglob("*") if file.is_file())
+            for file in in_folder if path.is_dir() else [path]:
+                files[os.path.relpath(file, folder)] = digest_of(file)
+        environment = {name: digest_of_variable(name) for name in depends.environment}
+        declared = Dependencies(files=files, environment=environment)
+        return {"depends": declared.model_dump()} if files or environment else {}
 
     def measurement_conditions(self) -> dict[str, Any]:
         """Return what a measurement depends on, besides the artifacts that are measured."""

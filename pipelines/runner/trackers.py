@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import first_line
 from compress.training.loop.loggers import MLflow, TensorBoard, place_of
@@ -28,22 +28,6 @@ STATUS = {"passed": "FINISHED", "interrupted": "KILLED"}
 """MLflow's words for how a run ended; the others are FAILED."""
 
 log = logging.getLogger(__name__)
-
-
-class RunTracker(Protocol):
-    """Receives the settings, figures and report of a run."""
-
-    def write(self, epoch: int, figures: Mapping[str, float]) -> None:
-        """Write figures of a step."""
-        ...
-
-    def settings(self, settings: Mapping[str, str]) -> None:
-        """Write the pipeline's settings."""
-        ...
-
-    def end(self, status: str, report: Path) -> None:
-        """Write how the run ended, and store its report, if there is one."""
-        ...
 
 
 class TensorBoardRun(TensorBoard):
@@ -110,7 +94,7 @@ class _TrackerHandler(logging.Handler):
         super().__init__()
         self.kind, self.uri, self.results = settings.kind, settings.uri, results
         self.pipeline, self.run = pipeline, run
-        self.tracker: RunTracker | None = None
+        self.tracker: TensorBoardRun | MLflowRun | None = None
         self.has_failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -139,7 +123,7 @@ class _TrackerHandler(logging.Handler):
             tracker.write(0, {f"{name}/test": value for name, value in fields["test"].items()})
             tracker.end(fields["status"], self.results / REPORT)
 
-    def _open(self) -> RunTracker:
+    def _open(self) -> TensorBoardRun | MLflowRun:
         name = f"{self.pipeline}-{self.run}"
         place = place_of(self.kind, self.uri, self.results)
         if self.kind == "tensorboard":
