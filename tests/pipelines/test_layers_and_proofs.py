@@ -91,9 +91,9 @@ def test_a_proof_that_cannot_be_written_is_refused_before_anything_is_started(tm
 @pytest.mark.parametrize("ending", [".html", ".md"])
 def test_a_proof_says_what_was_not_shown_and_how_far_answers_differ(ending: str) -> None:
     replay = Replay(what="the <probe>", samples=4, largest_difference=1.25e-7)
-    told = {"proven": ("it answers",), "unproven": ("the data: gone",)}
-    told |= {"served_by": "TorchServe", "replays": (replay,)}
-    proof = Proof(kind="torchserve", sha256="0" * 64, **told)
+    fields = {"proven": ("it answers",), "unproven": ("the data: gone",)}
+    fields |= {"served_by": "TorchServe", "replays": (replay,)}
+    proof = Proof(kind="torchserve", sha256="0" * 64, **fields)
     text = as_text(proof, "archive", ending)
     assert "one thing could not be shown" in text
     assert text.index("it answers") < text.index("Not proven") < text.index("the data: gone")

@@ -1,4 +1,4 @@
-"""The peak of memory in a run: asked once of each artifact, told everywhere, judged by a gate."""
+"""Peak memory in a run: measured once for each artifact, shown everywhere, checked by a gate."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from pipelines.runner.trackers import stage_figures
 from pipelines.store.entry import ANSWERS
 
 pytestmark = pytest.mark.skipif(
-    not (PROCESS / "clear_refs").exists(), reason="no peaks are told here"
+    not (PROCESS / "clear_refs").exists(), reason="the kernel reports no peaks here"
 )
 
 
@@ -72,17 +72,17 @@ def test_a_peak_that_cannot_be_measured_is_a_dash_with_the_reason(project, monke
     assert all(_peaks(project.run()).values()), "a failure was kept"
 
 
-def test_it_is_told_wherever_figures_are(project, capsys) -> None:
+def test_it_is_shown_wherever_figures_are(project, capsys) -> None:
     report = Report.read(project.out)
     measured = report.stages[-1].measurements
-    told = f"{measured.peak_mebibytes:.1f}"
+    shown_peak = f"{measured.peak_mebibytes:.1f}"
     page = render(report)
     assert '<th scope="col">Peak MiB</th>' in page
-    assert f"<td>{told}</td>" in page
+    assert f"<td>{shown_peak}</td>" in page
     wide_console().print(stage_table(report, wide_console()))
     shown = capsys.readouterr().out
     assert "peak MiB" in shown
-    assert told in shown
+    assert shown_peak in shown
     figures = stage_figures(report.stages[-1].model_dump(mode="json"))
     assert figures["peak_mebibytes"] == measured.peak_mebibytes
     lighter = shutil.copytree(project.out, project.folder / "lighter")

@@ -51,8 +51,8 @@ BRANCHES = """\
 STATUSES = {"passed", "measured", "refused", "failed", "skipped"}
 COLLECT = """<script>
 const found = []
-addEventListener("message", told => {
-  found.push(told.data)
+addEventListener("message", message => {
+  found.push(message.data)
   document.title = JSON.stringify(found)
 })
 </script>"""
@@ -108,9 +108,9 @@ def test_pages_fit_a_phone_a_desktop_and_paper(pages: dict[str, str], tmp_path: 
             frames.append(f'<iframe src="{file.name}" style="width:{width}px;border:0"></iframe>')
     (tmp_path / "all.html").write_text(f"<!doctype html>{COLLECT}<body>{''.join(frames)}")
     dumped = chromium(tmp_path, "--dump-dom", (tmp_path / "all.html").as_uri()).stdout
-    told = json.loads(html.unescape(re.search("<title>(.*?)</title>", dumped, re.S)[1]))
-    assert len(told) == 3 * len(pages)
-    for found in told:
+    message = json.loads(html.unescape(re.search("<title>(.*?)</title>", dumped, re.S)[1]))
+    assert len(message) == 3 * len(pages)
+    for found in message:
         assert found["width"] <= found["view"] == int(found["name"].split()[1]), found
         assert found["asked"] == [], found
         assert found["cut"] == [], found

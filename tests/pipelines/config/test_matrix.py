@@ -113,7 +113,7 @@ def test_values_that_make_no_name_are_numbered(pipeline) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "told"),
+    ("stages", "message"),
     [
         (
             "{stage: prune_channels, matrix: {ratoi: [0.3, 0.5]}}",
@@ -160,11 +160,11 @@ def test_values_that_make_no_name_are_numbered(pipeline) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_matrix_is_one_line(pipeline, stages: str, told: str) -> None:
+def test_what_is_wrong_with_a_matrix_is_one_line(pipeline, stages: str, message: str) -> None:
     with pytest.raises(PipelineInvalid) as error:
         build_plan(pipeline(stages))
     (line,) = str(error.value).splitlines()
-    assert told in line
+    assert message in line
     assert "m.yaml:" in line
     assert "stages[" in line
 

@@ -48,10 +48,10 @@ def _together(*projects) -> list[tuple]:
     children = [fork.Process(target=_run, args=(p, barrier, answers)) for p in projects]
     for child in children:
         child.start()
-    told = [answers.get(timeout=150) for _ in children]
+    results = [answers.get(timeout=150) for _ in children]
     for child in children:
         child.join(60)
-    return told
+    return results
 
 
 def test_two_runs_started_together_both_end_well(project, walked) -> None:
@@ -61,7 +61,7 @@ def test_two_runs_started_together_both_end_well(project, walked) -> None:
     assert second[:2] == ("passed", [True] * 3)
     assert any("waiting for another run" in line and "Ctrl-C" in line for line in second[2])
     for _ in range(3):
-        assert [told[0] for told in _together(project, project, project)] == ["passed"] * 3
+        assert [results[0] for results in _together(project, project, project)] == ["passed"] * 3
     before, after = (Report.read(p.out) for p in (walked, project))
     assert after.lock["artifacts"] == before.lock["artifacts"]
     for path in (project.out / "artifacts").iterdir():
@@ -73,8 +73,8 @@ def test_two_pipelines_in_one_out_leave_the_results_of_the_last(project) -> None
     other = type(project)(project.folder)
     other.file = project.folder / "other.yaml"
     other.file.write_text(project.file.read_text().replace("ratio: 0.4", "ratio: 0.5"))
-    told = _together(project, other)
-    assert [status for status, *_ in told] == ["passed", "passed"]
+    results = _together(project, other)
+    assert [status for status, *_ in results] == ["passed", "passed"]
     digests = {
         p.name: Artifact.from_directory(p).digest for p in (project.out / "artifacts").iterdir()
     }
@@ -107,7 +107,7 @@ def test_a_store_of_another_format_is_refused_with_what_to_do(project, found) ->
         preview_run(Pipeline.from_yaml(project.file), project.out)
 
 
-def test_a_store_from_before_formats_were_told_is_taken_over(project) -> None:
+def test_a_store_without_a_format_file_is_used(project) -> None:
     (project.out / ".store" / FORMAT_FILE).unlink()
     project.run()
     assert project.ran() == {}

@@ -76,7 +76,7 @@ def test_a_right_calibration_set_is_not_warned_of(calibrated) -> None:
     assert not [w for w in calibrated.run().warnings if w.startswith("int8: accuracy")]
 
 
-def test_a_refusal_is_told_with_its_likely_cause(calibrated) -> None:
+def test_a_refusal_names_its_likely_cause(calibrated) -> None:
     calibrated.edit("samples: 64}", "samples: 64, gates: [{gate: max_drop, points: 1}]}")
     with pytest.raises(GateRefused):
         calibrated.run()
@@ -143,7 +143,7 @@ def found(plan, **values: float) -> list[tuple[str, str]]:
     return [(drop.stage, drop.since) for drop in accuracy_drops(plan, Metric(), values)]
 
 
-def test_a_fall_is_told_once_and_where_it_happened(tmp_path) -> None:
+def test_a_drop_is_reported_once_and_at_its_stage(tmp_path) -> None:
     plan = plan_of(tmp_path, TRAIN, PRUNE, INT8, ONNX)
     assert found(plan, train=0.99, cut=0.98, int8=0.975, onnx=0.975) == [("int8", "train")]
     assert found(plan, train=0.99, cut=0.9, int8=0.9, onnx=0.895) == [("cut", "train")]
@@ -204,10 +204,10 @@ def test_a_small_val_is_doubted() -> None:
 @pytest.mark.parametrize(("factor", "differs"), [(1, False), (255, True), (1 / 16, True)])
 def test_ranges_of_calibration_and_val_are_compared(factor: float, differs: bool) -> None:
     x = torch.rand(200, 4, generator=torch.Generator().manual_seed(0))
-    told = unlike_val(splits(train=x[:100] * factor, val=x[100:]), 50, seed=0)
-    assert bool(told) is differs
+    warning = unlike_val(splits(train=x[:100] * factor, val=x[100:]), 50, seed=0)
+    assert bool(warning) is differs
     if factor == 255:
-        assert "calibration inputs range 0." in told or "calibration inputs range 1." in told
+        assert "calibration inputs range 0." in warning or "calibration inputs range 1." in warning
 
 
 def labelled(y: torch.Tensor) -> Splits:
@@ -252,7 +252,7 @@ def test_a_metric_that_wants_other_outputs_has_no_constant_answer() -> None:
     assert constant_score(labelled(y), Metric("fidelity")) is None
 
 
-def test_a_model_that_knows_nothing_is_told_so(project) -> None:
+def test_a_model_no_better_than_a_constant_is_warned_of(project) -> None:
     flat = "\ndef flat():\n    net = mlp()\n    nn.init.zeros_(net[2].weight)\n    return net\n"
     nets = project.folder / "nets.py"
     nets.write_text(nets.read_text() + flat)
@@ -264,5 +264,5 @@ def test_a_model_that_knows_nothing_is_told_so(project) -> None:
     assert "(0.3333 on val)" in line
 
 
-def test_a_run_that_learns_is_not(walked) -> None:
+def test_a_model_that_learns_is_not_warned_of(walked) -> None:
     assert not [w for w in Report.read(walked.out).warnings if "the same answer" in w]
