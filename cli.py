@@ -88,25 +88,30 @@ def run(
     store: StoreUrl = None,
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
 ) -> None:
-    """Walk a pipeline; write the report and the artifacts."""
+    """Run a pipeline; write the report and the artifacts."""
     with fast_imports.quickly():
-        from pipelines.config.pipeline import Pipeline
+        from pipelines.api import Pipeline
         from pipelines.executors.launched import joined_processes
     with joined_processes(file):
         pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
         with fast_imports.quickly():
+            from pipelines.config.run_options import RunOptions
             from pipelines.runner.run import preview_run
             from pipelines.terminal.progress_bars import shown
-        directory = out or Path("runs") / pipeline.name
-        options: dict[str, Any] = {"start": start, "until": until, "force": force, "store": store}
+        directory = out or pipeline.default_out
+        options = RunOptions(start, until, force, jobs, engine, store)
         if dry_run:
-            foreseen = preview_run(pipeline, directory, **options)
-            tell(foreseen, (f"{name}: {what}" for name, what in foreseen.items()))
+            actions = preview_run(pipeline, directory, options)
+            tell(actions, (f"{name}: {action}" for name, action in actions.items()))
             return
-        options |= {"jobs": jobs, "engine": engine}
-        options |= {"finished": functools.partial(show, out=directory)}
         with shown(quiet=manner().silent) as (progress, announce):
-            pipeline.run(directory, **options, progress=progress, announce=announce)
+            pipeline.run(
+                directory,
+                options,
+                progress=progress,
+                announce=announce,
+                finished=functools.partial(show, out=directory),
+            )
 
 
 def join(directory: Annotated[Path | None, typer.Argument(metavar="DIR")] = None) -> None:
@@ -143,11 +148,11 @@ def sensitivity(
 ) -> None:
     """Show what cutting each family of channels does."""
     from pipelines.commands.sensitivity import lines_below, measure, table
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
     from pipelines.terminal.progress_bars import shown
 
-    pipeline = Pipeline.from_yaml(file)
-    directory = out or Path("runs") / pipeline.name
+    pipeline = PipelineConfig.from_yaml(file)
+    directory = out or pipeline.default_out
     with shown(quiet=manner().silent) as (progress, _):
         found = measure(pipeline, directory, ratio, samples, latency, progress)
     tell(found, lines_below(found, directory), lambda _: table(found))
@@ -198,10 +203,10 @@ def verify(
 def why(file: PipelineFile, stage: StageName, out: Out = None, store: StoreUrl = None) -> None:
     """Show what decides a stage, and why it is cached or runs."""
     from pipelines.commands.cache_miss import why as explain
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
 
-    pipeline = Pipeline.from_yaml(file)
-    reason = explain(pipeline, out or Path("runs") / pipeline.name, stage, store)
+    pipeline = PipelineConfig.from_yaml(file)
+    reason = explain(pipeline, out or pipeline.default_out, stage, store)
     tell(reason, reason.lines())
 
 

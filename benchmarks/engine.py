@@ -29,14 +29,14 @@ PARTS = ("overhead", "store")
 COMMAND = """
 import sys, time
 import cli
-from pipelines.runner.executor import Walk
+from pipelines.runner.executor import PipelineExecutor
 
-def timed(self, test=Walk.test):
+def timed(self, test=PipelineExecutor.evaluate_test_split):
     began = time.monotonic()
     test(self)
     print("tested", time.monotonic() - began, file=sys.stderr)
 
-Walk.test, sys.argv[0] = timed, "compress"
+PipelineExecutor.evaluate_test_split, sys.argv[0] = timed, "compress"
 cli.main()
 """
 """The command, which also tells how long the test split took; the report does not."""

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
 from serve.torchserve.process import TorchServe
 from serve.worker.wire import from_npz, to_npz
 from tests.serve.text_nets import RARE, TOKENS, texts

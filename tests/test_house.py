@@ -22,10 +22,10 @@ from compress.core.stage import Stage
 from compress.distillation.loss_terms import AnyTerm
 from compress.quantization.config.backend_targets import Target as Runtime
 from compress.quantization.config.dtype_scheme import Observer
-from pipelines.config.model_spec import SOURCES, ModelSpec
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
+from pipelines.config.model_spec import MODEL_CLASSES, ModelSpec
 from pipelines.config.registry import stages
-from pipelines.planning.plan import build_plan
+from pipelines.planning.planner import build_plan
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -139,7 +139,7 @@ def test_the_models_in_the_page_are_valid() -> None:
         TypeAdapter(ModelSpec).validate_python(yaml.safe_load(snippet)["model"])
         for snippet in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     ]
-    assert {type(spec) for spec in found} == set(SOURCES.values())
+    assert {type(spec) for spec in found} == set(MODEL_CLASSES.values())
 
 
 def test_the_pruning_page_names_every_loss() -> None:

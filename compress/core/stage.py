@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from compress.artifacts.artifact import Artifact, Step
 from compress.common.config import Settings, StageName
-from compress.common.errors import GateRefused, exits_refused
-from compress.common.process import gc_frozen
 from compress.common.requirements import Requirement, requirements_of
-from compress.core.baselines import baseline_for
+from compress.core.evaluation import evaluate_gates, refusal, run_stage
 from compress.core.gates import AnyGate
-from compress.core.verdict import Verdict, explain
+from compress.core.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Set
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
 
     from compress.core.context import Context
     from compress.core.loss import Loss
+    from compress.core.verdict import Verdict
 
 Reads = TypeVar("Reads", bound=Artifact)
 Writes = TypeVar("Writes", bound=Artifact)
@@ -62,23 +61,16 @@ class Stage(Settings, Generic[Reads, Writes]):
             GateRefused: a gate refused; the artifact is kept and named.
             StageFailed: the stage could not do its work.
         """
-        with gc_frozen(), exits_refused():
-            artifact = self.run(model, context)
+        artifact = run_stage(self.run, model, context)
         context.clear_work()
-        refused = [v for v in self.judge(model, artifact, context) if not v.passed]
+        refused = refusal(self.title, self.judge(model, artifact, context), artifact.path)
         if refused:
-            raise GateRefused(
-                f"{self.title}: {'; '.join(map(explain, refused))} (kept in {artifact.path})"
-            )
+            raise refused
         return artifact
 
     def judge(self, model: Artifact, artifact: Artifact, context: Context) -> list[Verdict]:
         """Return every gate's verdict on the result."""
-        with artifact.keep_loaded(context.device, context.threads):
-            return [
-                gate.evaluate(baseline_for(gate, model, context), artifact, context)
-                for gate in self.gates
-            ]
+        return list(evaluate_gates(self.gates, model, artifact, context))
 
     @property
     def title(self) -> str:

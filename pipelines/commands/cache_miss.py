@@ -9,14 +9,16 @@ from pydantic import JsonValue
 
 from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
+from pipelines.config.run_options import RunOptions
 from pipelines.config.validation_errors import did_you_mean
+from pipelines.runner.cache_keys import source_key_parts, stage_key_parts
 from pipelines.runner.run import preview_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
 
 
 class Part(Settings):
@@ -47,7 +49,7 @@ class Reason(Settings):
             yield f"  {part.what:{width}}  {_text(part.value)}{was}"
 
 
-def why(pipeline: Pipeline, out: Path, stage: str, store: str | None = None) -> Reason:
+def why(pipeline: PipelineConfig, out: Path, stage: str, store: str | None = None) -> Reason:
     """Return why a run would take a stage's artifact from the store, or make it.
 
     Args:
@@ -59,19 +61,19 @@ def why(pipeline: Pipeline, out: Path, stage: str, store: str | None = None) -> 
     Raises:
         PipelineInvalid: no stage has that name, or the file is invalid.
     """
-    foreseen, walk = preview_state(pipeline, out, store=store)
-    if stage not in foreseen:
+    actions, state = preview_state(pipeline, out, RunOptions(store=store))
+    if stage not in actions:
         raise PipelineInvalid(
-            f"{pipeline.file}: no stage is named {stage!r}; {did_you_mean(stage, set(foreseen))}"
+            f"{pipeline.file}: no stage is named {stage!r}; {did_you_mean(stage, set(actions))}"
         )
-    planned = next((p for p in walk.plan.stages if p.name == stage), None)
+    planned = next((p for p in state.plan.stages if p.name == stage), None)
     parts: dict[str, Any] = {}
     if planned is None:
-        parts = walk.source_parts()
-    elif all(name in walk.artifacts for name in planned.reads):
-        parts = walk.cache_key_parts(planned)
-    before = walk.store.last_parts(stage) or parts
-    return Reason(stage=stage, does=foreseen[stage], parts=tuple(_parts(parts, before)))
+        parts = source_key_parts(state)
+    elif all(name in state.artifacts for name in planned.reads):
+        parts = stage_key_parts(state, planned)
+    before = state.store.last_parts(stage) or parts
+    return Reason(stage=stage, does=actions[stage], parts=tuple(_parts(parts, before)))
 
 
 def _parts(now: Any, before: Any, path: str = "") -> Iterator[Part]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
+from pipelines.config.pipeline import PipelineConfig
+from pipelines.planning.planner import build_plan
 from pipelines.planning.unjudged_losses import advice
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def checked(file: Path, models: bool) -> Checked:
     Raises:
         CompressError: it is not.
     """
-    pipeline = Pipeline.from_yaml(file)
+    pipeline = PipelineConfig.from_yaml(file)
     plan = build_plan(pipeline)
     signature, told = None, ""
     if models:

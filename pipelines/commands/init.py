@@ -15,9 +15,10 @@ from compress.common.atomic_files import write_atomically
 from compress.common.errors import CompressError, PipelineInvalid
 from pipelines.commands import init_options as told
 from pipelines.commands.init_advice import SMALL_BYTES, Found, advise, look_at
-from pipelines.config.pipeline import Pipeline
+from pipelines.config.model_spec import SOURCE
+from pipelines.config.pipeline import PipelineConfig
 from pipelines.config.yaml_source import Source
-from pipelines.planning.plan import SOURCE, Plan, build_plan
+from pipelines.planning.planner import build_plan
 from pipelines.runner.inputs import import_source, resolve_inputs
 from pipelines.system.temp_files import temporary_files
 from pipelines.system.templates import text_of
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pipelines.commands.init_options import Ask, InitOptions
+    from pipelines.planning.plan import Plan
 
 TEMPLATE = "pipeline.yaml.jinja"
 LAYERS = {
@@ -179,9 +181,9 @@ def _code_folder(folder: Path, model: str) -> str:
     return _from(folder, Path()) if here and here[0] != folder else ""
 
 
-def _pipeline(file: Path, content: dict[str, Any]) -> Pipeline:
+def _pipeline(file: Path, content: dict[str, Any]) -> PipelineConfig:
     try:
-        pipeline = Pipeline.model_validate({"name": file.stem, **content})
+        pipeline = PipelineConfig.model_validate({"name": file.stem, **content})
     except ValidationError as error:
         raise PipelineInvalid(f"{file}: {error.errors()[0]['msg']}") from None
     pipeline._source = Source(file, content, {})

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compress.common.errors import ArtifactInvalid
+from pipelines.reporting.html import render
 from pipelines.results.schema import REPORT, Report
-from pipelines.store.lock import at_rest
+from pipelines.store.lock import keep_idle
 from pipelines.system.jsonl_log import LOG
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def rewrite(out: Path, announce: Callable[[str], None]) -> Report:
     Raises:
         ArtifactInvalid: there is none, as the last run there was killed or is still at work.
     """
-    with at_rest(out) as nobody_works:
+    with keep_idle(out) as nobody_works:
         if (out / ".store").is_dir() and not (out / REPORT).exists():
             if not nobody_works:
                 raise ArtifactInvalid(f"{out}: a run is at work; it writes its report when it ends")
@@ -33,7 +34,7 @@ def rewrite(out: Path, announce: Callable[[str], None]) -> Report:
             announce(f"{out}: a run is at work; it writes the page when it ends")
             return report
         try:
-            report.write(out)
+            report.write(out, render(report, out))
         except OSError as error:
             announce(f"{out}: the page is not written anew ({error.strerror or error})")
     return report

@@ -12,8 +12,10 @@ from compress.common.atomic_files import write_atomically
 from compress.common.errors import PipelineInvalid, StageFailed
 from compress.core.context import Context
 from compress.core.progress import silent
-from pipelines.planning.loss_and_metric import settled
-from pipelines.planning.plan import SOURCE, build_plan
+from pipelines.config.model_spec import SOURCE
+from pipelines.config.run_options import RunOptions
+from pipelines.planning.loss_and_metric import infer_loss_and_metric
+from pipelines.planning.planner import build_plan
 from pipelines.reporting.html_page import rendered
 from pipelines.runner.inputs import import_source, resolve_inputs
 from pipelines.runner.run import preview_state
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
     from compress.core.progress import Progress
     from compress.pruning.sensitivity_analysis import FamilySensitivity, Sensitivity
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import PlannedStage
 
 PAGE = "sensitivity.html"
@@ -36,7 +38,7 @@ WIDTH, HEIGHT, MARGIN = 880, 420, 56
 
 
 def measure(
-    pipeline: Pipeline,
+    pipeline: PipelineConfig,
     out: Path,
     ratios: Sequence[float] = (0.25, 0.5, 0.75),
     samples: int = 512,
@@ -67,7 +69,7 @@ def measure(
         raise PipelineInvalid(f"--ratio {wrong[0]:g}: expected a fraction between 0 and 1")
     plan = build_plan(pipeline)
     pipeline, data, _ = resolve_inputs(pipeline)
-    plan, pipeline = settled(plan, pipeline, data)
+    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
     planned = next((p for p in plan.stages if p.stage.stage == "prune_channels"), None)
     with temporary_files(), _model(pipeline, planned, out) as model:
         context = Context(
@@ -151,20 +153,22 @@ def plot(found: Sensitivity) -> dict[str, Any]:
 
 
 @contextmanager
-def _model(pipeline: Pipeline, planned: PlannedStage | None, out: Path) -> Iterator[EagerModel]:
+def _model(
+    pipeline: PipelineConfig, planned: PlannedStage | None, out: Path
+) -> Iterator[EagerModel]:
     """Give the model that a stage reads: as it came in, or as an earlier run has left it."""
     if planned is None or planned.input == SOURCE:
         with tempfile.TemporaryDirectory() as folder:
             yield _as_eager(SOURCE, import_source(pipeline, Path(folder) / SOURCE))
         return
-    foreseen, walk = preview_state(pipeline, out, until=planned.input)
-    if planned.input not in walk.artifacts:
+    actions, state = preview_state(pipeline, out, RunOptions(until=planned.input))
+    if planned.input not in state.artifacts:
         raise StageFailed(
             f"{planned.name} reads {planned.input!r}, which is not made yet "
-            f"({foreseen[planned.input]}); first: compress run {pipeline.file} --out {out} "
+            f"({actions[planned.input]}); first: compress run {pipeline.file} --out {out} "
             f"--until {planned.input}"
         )
-    yield _as_eager(planned.input, walk.artifacts[planned.input])
+    yield _as_eager(planned.input, state.artifacts[planned.input])
 
 
 def _as_eager(name: str, model: Artifact) -> EagerModel:

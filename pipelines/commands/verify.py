@@ -10,7 +10,7 @@ from compress.common.atomic_files import sha256_of, write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from pipelines.commands.verify_anchors import Given, anchors_of, anchors_of_file, run_around
 from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
-from pipelines.config.pipeline import Pipeline
+from pipelines.config.pipeline import PipelineConfig
 from pipelines.reporting.verification_page import as_text
 from serve.attestation import signed, statement_of, subjects_of
 from serve.torchserve.answer_check import Evidence, Proof
@@ -129,7 +129,7 @@ def evidence_of(path: Path, replay: bool) -> Evidence | None:
     data: Splits | None = None
     missing = ""
     try:
-        pipeline, data, _ = resolve_inputs(Pipeline.from_yaml(run.lock["file"]))
+        pipeline, data, _ = resolve_inputs(PipelineConfig.from_yaml(run.lock["file"]))
         source = source_parts(pipeline)
         if data is None or "val" not in data.datasets:
             data, missing = None, "the pipeline has none"

@@ -1,7 +1,7 @@
-"""Branches from one stage of a pipeline file: `matrix: {ratio: [0.3, 0.5]}`.
+"""Expands a stage with `matrix: {ratio: [0.3, 0.5]}` into one branch for each value.
 
-The stage, and what follows it, is repeated for each value. A file's content is expanded before it
-is validated, so that a branch is a stage like any other.
+The stage and those that follow it are repeated for each value. A file's content is expanded before
+it is validated, so that a branch is a stage like any other.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compress.common.config import check_length
 from compress.common.errors import PipelineInvalid
+from pipelines.config.model_spec import SOURCE
 from pipelines.config.registry import stages
 from pipelines.config.validation_errors import did_you_mean
 from pipelines.config.yaml_source import Origin
-from pipelines.planning.plan import SOURCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MATRIX = "matrix"
 FIXED = ("stage", "name", "input", "gates", MATRIX)
-"""Keys of a stage that no matrix varies."""
+"""Keys of a stage that a matrix cannot vary."""
 MOST_BRANCHES = 64
 """Of one stage."""
 LONGEST_VALUE = 32
@@ -36,46 +36,46 @@ NOT_IN_NAMES = re.compile(r"[^\w.=-]+")
 
 
 class Branch(NamedTuple):
-    """One of the stages that a stage of the file has become."""
+    """One of the stages that a stage of the file expands to."""
 
     name: str
     suffix: str
     choices: frozenset[tuple[int, int]]
-    """Index in the file and number of the combination, for each matrix on the road to it."""
+    """Index in the file and number of the combination, for each matrix of it and its ancestors."""
 
 
-class Choice(NamedTuple):
-    """One combination of a matrix."""
+class Combination(NamedTuple):
+    """One value for each setting of a matrix."""
 
     values: dict[str, Any]
     numbers: dict[str, int]
     suffix: str
 
 
-def expanded(source: Source) -> Source:
-    """Return a pipeline file with its branches in the place of each stage that has a matrix.
+def expand_matrices(source: Source) -> Source:
+    """Replace each stage that has a matrix, and those that follow it, by their branches.
 
     Raises:
-        PipelineInvalid: a matrix is none, has too many branches, or one is not told from another.
+        PipelineInvalid: a matrix is malformed, or has too many branches.
     """
     written = source.content.get("stages")
     if not isinstance(written, list) or not any(_has_matrix(stage) for stage in written):
         return source
     expansion = _Expansion(source)
-    found = [pair for i, stage in enumerate(written) for pair in expansion.branches(i, stage)]
+    branches = [pair for i, stage in enumerate(written) for pair in expansion.branches(i, stage)]
     return replace(
         source,
-        content={**source.content, "stages": [stage for stage, _ in found]},
-        origins=tuple(origin for _, origin in found),
+        content={**source.content, "stages": [stage for stage, _ in branches]},
+        origins=tuple(origin for _, origin in branches),
         unexpanded=source.content,
     )
 
 
-def refuse_twins(branches: Sequence[Stage[Any, Any]], source: Source) -> None:
-    """Refuse a matrix of which two branches are the same, however their values are written.
+def refuse_duplicate_branches(branches: Sequence[Stage[Any, Any]], source: Source) -> None:
+    """Refuse a matrix of which two branches have the same settings, however these are written.
 
     Raises:
-        PipelineInvalid: there are such.
+        PipelineInvalid: it names the two.
     """
     seen: dict[str, str] = {}
     for i, origin in enumerate(source.origins if source.unexpanded else ()):
@@ -90,7 +90,7 @@ def refuse_twins(branches: Sequence[Stage[Any, Any]], source: Source) -> None:
 
 
 def allow_matrix_(definition: dict[str, Any], name: str) -> None:
-    """Let the JSON Schema of a stage take a matrix too, in place."""
+    """Add `matrix` to the JSON Schema of a stage, in place."""
     varied = [key for key in definition["properties"] if key not in FIXED]
     lists = {
         key: {
@@ -119,7 +119,7 @@ def _has_matrix(stage: Any) -> bool:
 
 
 class _Expansion:
-    """The stages of a file so far, each with its branches."""
+    """Expands the stages of a file in their order, and remembers the branches of each."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -128,85 +128,94 @@ class _Expansion:
         self.previous = SOURCE
 
     def branches(self, index: int, stage: Any) -> Iterator[tuple[Any, Origin]]:
-        """Yield what a stage of the file becomes, each with where it comes from."""
+        """Yield the content of each branch of a stage, with its place in the file."""
         if not isinstance(stage, dict):  # validation says so
             yield stage, Origin(index, {})
             return
-        title, roads = str(stage.get("name") or stage.get("stage")), self._roads(stage)
-        combinations = [Choice({}, {}, "")]
+        title, inputs = str(stage.get("name") or stage.get("stage")), self._input_branches(stage)
+        combinations = [Combination({}, {}, "")]
         if MATRIX in stage:
             combinations = list(self._combinations(index, stage))
-        if len(roads) * len(combinations) > MOST_BRANCHES:
+        count = len(inputs) * len(combinations)
+        if count > MOST_BRANCHES:
             raise self._refusal(
                 ("stages", index),
-                f"has {len(roads) * len(combinations)} branches, expected at most {MOST_BRANCHES}",
+                f"has {count} branches, expected at most {MOST_BRANCHES}",
             )
-        found: list[Branch] = []
-        for road, (number, choice) in product(roads, enumerate(combinations)):
-            suffix = road.suffix + choice.suffix
-            chosen = {(index, number)} if choice.suffix else set()
-            branch = Branch(title + suffix, suffix, road.choices | chosen)
-            found.append(branch)
-            yield self._stage(index, stage, road, branch, choice), Origin(index, choice.numbers)
-        self.known[title], self.previous = found, title
+        branches: list[Branch] = []
+        for before, (number, combination) in product(inputs, enumerate(combinations)):
+            suffix = before.suffix + combination.suffix
+            chosen = {(index, number)} if combination.suffix else set()
+            branch = Branch(title + suffix, suffix, before.choices | chosen)
+            branches.append(branch)
+            content = self._content(index, stage, before, branch, combination)
+            yield content, Origin(index, combination.numbers)
+        self.known[title], self.previous = branches, title
 
-    def _roads(self, stage: dict[str, Any]) -> list[Branch]:
-        """Return the branches that a stage reads; one that is named alone is not repeated."""
+    def _input_branches(self, stage: dict[str, Any]) -> list[Branch]:
+        """Return the branches that a stage reads: all of its input, or the one that it names."""
         name = stage.get("input") or self.previous
         if isinstance(name, str) and name in self.known:
             return self.known[name]
-        every = (branch for found in self.known.values() for branch in found)
+        every = (branch for branches in self.known.values() for branch in branches)
         choices = next((b.choices for b in every if b.name == name), frozenset())
         return [Branch(name, "", choices)]
 
-    def _stage(
-        self, index: int, stage: dict[str, Any], road: Branch, branch: Branch, choice: Choice
+    def _content(
+        self,
+        index: int,
+        stage: dict[str, Any],
+        before: Branch,
+        branch: Branch,
+        combination: Combination,
     ) -> dict[str, Any]:
-        here: Location = ("stages", index)
+        """Return the content of one branch, with the names that its references have there."""
+        place: Location = ("stages", index)
         written = {key: value for key, value in stage.items() if key != MATRIX}
-        written |= choice.values
+        written |= combination.values
         if branch.suffix:
-            written["name"] = self._checked(index, branch.name)
-        written["input"] = road.name
+            try:
+                written["name"] = check_length(branch.name)
+            except ValueError as error:
+                mend = "give the stage a shorter one with `name:`"
+                raise self._refusal(place, f"{error}; {mend}") from None
+        written["input"] = before.name
         if isinstance(written.get("teacher"), str):
-            teacher = self._same_branch(written["teacher"], branch, (*here, "teacher"))
+            teacher = self._same_branch(written["teacher"], branch, (*place, "teacher"))
             written["teacher"] = teacher
         if isinstance(written.get("gates"), list):
-            written["gates"] = [
-                self._gate(gate, branch, (*here, "gates", i, "against"))
-                for i, gate in enumerate(written["gates"])
-            ]
+            written["gates"] = [*written["gates"]]
+            for i, gate in enumerate(written["gates"]):
+                if isinstance(gate, dict) and isinstance(gate.get("against"), str):
+                    against = (*place, "gates", i, "against")
+                    name = self._same_branch(gate["against"], branch, against)
+                    written["gates"][i] = {**gate, "against": name}
         return written
 
-    def _gate(self, gate: Any, branch: Branch, place: Location) -> Any:
-        if not isinstance(gate, dict) or not isinstance(gate.get("against"), str):
-            return gate
-        return {**gate, "against": self._same_branch(gate["against"], branch, place)}
-
     def _same_branch(self, name: str, branch: Branch, place: Location) -> str:
-        """Return the branch of a stage on whose road another one lies."""
-        found = self.known.get(name, [])
-        ours = [other.name for other in found if other.choices <= branch.choices]
-        if found and not ours:
-            names = ", ".join(other.name for other in found)
+        """Return the branch of a stage that another branch descends from."""
+        branches = self.known.get(name, [])
+        ancestors = [b.name for b in branches if b.choices <= branch.choices]
+        if branches and not ancestors:
+            names = ", ".join(b.name for b in branches)
             raise self._refusal(place, f"{name!r} is several branches; name one of {names}")
-        return ours[0] if ours else name
+        return ancestors[0] if ancestors else name
 
-    def _combinations(self, index: int, stage: dict[str, Any]) -> Iterator[Choice]:
+    def _combinations(self, index: int, stage: dict[str, Any]) -> Iterator[Combination]:
         place: Location = ("stages", index, MATRIX)
         matrix = stage[MATRIX]
         if not isinstance(matrix, dict) or not matrix:
             raise self._refusal(place, f"expected settings with lists of values, found {matrix!r}")
         for key, values in matrix.items():
             self._check(stage, key, values, (*place, key))
-        names = [_names(values) for values in matrix.values()]
+        labels = [_labels(values) for values in matrix.values()]
         for numbers in product(*(range(len(values)) for values in matrix.values())):
             chosen = dict(zip(matrix, numbers, strict=True))
-            told = zip(matrix, names, numbers, strict=True)
-            yield Choice(
+            parts = zip(matrix, labels, numbers, strict=True)
+            yield Combination(
                 {key: matrix[key][number] for key, number in chosen.items()},
                 chosen,
-                "".join(f"-{key}={name[number]}" for key, name, number in told),
+                "".join(f"-{key}={label[number]}" for key, label, number in parts),
             )
 
     def _check(self, stage: dict[str, Any], key: str, values: Any, place: Location) -> None:
@@ -227,29 +236,22 @@ class _Expansion:
             if written[i] in written[:i]:
                 raise self._refusal((*place, i), f"{value!r} stands there twice; keep one")
 
-    def _checked(self, index: int, name: str) -> str:
-        try:
-            return check_length(name)
-        except ValueError as error:
-            mend = "give the stage a shorter one with `name:`"
-            raise self._refusal(("stages", index), f"{error}; {mend}") from None
-
     def _refusal(self, place: Location, message: str) -> PipelineInvalid:
         return PipelineInvalid(f"{self.source.describe(place)}: {message}")
 
 
-def _names(values: list[Any]) -> list[str]:
-    """Return what tells the values of a setting apart in names: themselves, or their numbers."""
-    names = []
+def _labels(values: list[Any]) -> list[str]:
+    """Return a short label for each value of a setting: the value itself, or its number."""
+    labels = []
     for value in values:
         text = value if isinstance(value, str) else _json(value)
         text = text.replace(":", "=").replace('"', "").replace(",", "-")
-        names.append(NOT_IN_NAMES.sub("_", text.strip("{}[]")))
-    if len(set(names)) < len(names) or not all(0 < len(n) <= LONGEST_VALUE for n in names):
-        return [str(number) for number in range(1, len(names) + 1)]
-    return names
+        labels.append(NOT_IN_NAMES.sub("_", text.strip("{}[]")))
+    if len(set(labels)) < len(labels) or not all(0 < len(n) <= LONGEST_VALUE for n in labels):
+        return [str(number) for number in range(1, len(labels) + 1)]
+    return labels
 
 
 def _json(value: Any) -> str:
-    """Return a value as text, the same for equal ones; YAML has dates, which JSON has not."""
+    """Return a value as JSON, the same for equal values; of dates, which JSON lacks, as text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)

@@ -1,4 +1,4 @@
-"""The model as it comes in: a factory, a Hugging Face folder, a timm name, or an exported file."""
+"""The model that a pipeline imports: a factory, a Hugging Face folder, a timm name, or a file."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from compress.common.signature import (
 )
 from pipelines.config.validation_errors import closest
 
+SOURCE = "source"
+"""Name under which stages and gates refer to the imported model."""
+
 
 class ModelInterface(Settings):
-    """What a model takes and gives, whatever it comes from."""
+    """Inputs, outputs and axis bounds of a model, whatever it is imported from."""
 
     inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)] | None = None
     """Input tensors. Names that are parameters of forward are passed to those; other names are
@@ -126,7 +129,7 @@ class ModelFile(ModelInterface):
         return "graph" if self.file.endswith(".pt2") else "torchscript"
 
 
-SOURCES: dict[str, type[ModelInterface]] = {
+MODEL_CLASSES: dict[str, type[ModelInterface]] = {
     "factory": FactoryModel,
     "huggingface": HuggingFaceModel,
     "timm": TimmModel,
@@ -134,14 +137,14 @@ SOURCES: dict[str, type[ModelInterface]] = {
 }
 
 
-def _source_of(value: Any) -> str:
-    """Return the class that a model's keys speak of; of a factory, where none does."""
+def _class_name_of(value: Any) -> str:
+    """Return the class whose key a `model:` section has, or nearly has; else `FactoryModel`."""
     if isinstance(value, ModelInterface):
         return type(value).__name__
-    keys = [key for key in SOURCES if isinstance(value, dict) and key in value]
-    words = [closest(str(key), SOURCES) for key in value] if isinstance(value, dict) else []
+    keys = [key for key in MODEL_CLASSES if isinstance(value, dict) and key in value]
+    words = [closest(str(key), MODEL_CLASSES) for key in value] if isinstance(value, dict) else []
     found = next((key for key in (*keys, *words) if key is not None), "factory")
-    return SOURCES[found].__name__
+    return MODEL_CLASSES[found].__name__
 
 
 ModelSpec = Annotated[
@@ -149,6 +152,6 @@ ModelSpec = Annotated[
     | Annotated[HuggingFaceModel, Tag("HuggingFaceModel")]
     | Annotated[TimmModel, Tag("TimmModel")]
     | Annotated[ModelFile, Tag("ModelFile")],
-    Discriminator(_source_of),
+    Discriminator(_class_name_of),
 ]
-"""The model as it comes in, told by which of `factory`, `huggingface`, `timm`, `file` is there."""
+"""The `model:` section; the class follows from which of its keys `factory`, … `file` is there."""

@@ -1,4 +1,4 @@
-"""pipeline.yaml as typed, immutable settings."""
+"""`pipeline.yaml` as typed, immutable settings."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, PrivateAttr, ValidationError, field_validator
+from pydantic import ConfigDict, Field, JsonValue, PrivateAttr, ValidationError, field_validator
 
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
 from compress.common.factories import Reference
 from compress.core.loss import LossName
 from compress.data.loader_config import Loading
-from pipelines.config.declared_dependencies import Depends
-from pipelines.config.matrix import allow_matrix_, expanded, refuse_twins
+from pipelines.config.matrix import allow_matrix_, expand_matrices, refuse_duplicate_branches
 from pipelines.config.model_spec import ModelSpec
 from pipelines.config.registry import stages
 from pipelines.config.tracker_config import Tracker
@@ -23,12 +22,7 @@ from pipelines.config.validation_errors import explain
 from pipelines.config.yaml_source import Source, dotted, read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from compress.core.progress import Progress
     from compress.core.stage import Stage
-    from pipelines.executors.factory import EngineName
-    from pipelines.results.schema import Report
 
     AnyStage = Stage[Any, Any]
 else:
@@ -56,11 +50,23 @@ class MetricSpec(Settings):
     arguments: dict[str, JsonValue] = {}
     """Keyword arguments of a torchmetrics class, or of the callable."""
     higher_is_better: bool | None = None
-    """Direction of a metric that does not tell it itself."""
+    """Whether a larger value is better, for a metric that does not declare it itself."""
 
 
-class Pipeline(Settings):
-    """A road from a model to deployable artifacts."""
+class Depends(Settings):
+    """What results depend on, besides what a run notices by itself."""
+
+    files: tuple[str, ...] = ()
+    """Files, or folders with all files in them, relative to this file; for what user code reads
+    through a C extension or another process."""
+    environment: tuple[Annotated[str, Field(pattern=r"^[^=]+$")], ...] = ()
+    """Names of environment variables."""
+
+
+class PipelineConfig(Settings):
+    """The steps from a model to deployable artifacts."""
+
+    model_config = ConfigDict(title="Pipeline")
 
     version: Literal[1]
     """Version of this file's format."""
@@ -78,7 +84,7 @@ class Pipeline(Settings):
     code: str = "."
     """Folder of the modules that factories name, relative to this file."""
     model: ModelSpec
-    """The model as it comes in."""
+    """The model to import."""
     data: DataSpec | None = None
     """The data; stages that train, calibrate or measure accuracy need it."""
     loss: LossName | None = None
@@ -89,7 +95,7 @@ class Pipeline(Settings):
     """How good a model is: a name, or a name with arguments. By default `accuracy`, and `loss`
     where the model predicts numbers."""
     depends: Depends = Depends()
-    """Files and environment variables that results depend on, where a run cannot see it."""
+    """Files and environment variables that results depend on, where a run cannot notice it."""
     tracker: Tracker | None = None
     """Where settings, figures and the report of each run are written too."""
     stages: Annotated[tuple[AnyStage, ...], Field(min_length=1)]
@@ -109,48 +115,14 @@ class Pipeline(Settings):
         Raises:
             PipelineInvalid: one line per problem, each with its place in the file.
         """
-        source = expanded(read(Path(path)))
+        source = expand_matrices(read(Path(path)))
         try:
             pipeline = cls.model_validate({"name": source.path.stem, **source.content})
         except ValidationError as error:
             raise PipelineInvalid(explain(error, source, cls)) from None
-        refuse_twins(pipeline.stages, source)
+        refuse_duplicate_branches(pipeline.stages, source)
         pipeline._source = source
         return pipeline
-
-    def run(
-        self,
-        out: Path | str | None = None,
-        *,
-        start: str | None = None,
-        until: str | None = None,
-        force: bool = False,
-        jobs: int | None = None,
-        engine: EngineName = "local",
-        store: str | None = None,
-        progress: Progress | None = None,
-        announce: Callable[[str], None] | None = None,
-        finished: Callable[[Report], None] | None = None,
-    ) -> Report:
-        """Walk the road and return the report; see :func:`pipelines.runner.run.run`."""
-        from compress.core.progress import silent
-        from pipelines.runner.run import run
-        from pipelines.system.signals import only_signals_interrupt
-
-        with only_signals_interrupt():
-            return run(
-                self,
-                Path(out) if out is not None else Path("runs") / self.name,
-                start=start,
-                until=until,
-                force=force,
-                jobs=jobs,
-                engine=engine,
-                store=store,
-                progress=progress or silent,
-                announce=announce or (lambda line: None),
-                finished=finished or (lambda report: None),
-            )
 
     @property
     def file(self) -> str:
@@ -163,12 +135,17 @@ class Pipeline(Settings):
         return self._source.path.parent if self._source else Path()
 
     @property
+    def default_out(self) -> Path:
+        """The folder of the results where no other one is given."""
+        return Path("runs") / self.name
+
+    @property
     def code_folder(self) -> Path:
         """The folder of the user's modules."""
         return (self.folder / self.code).resolve()
 
     def with_metric(self, name: str) -> Self:
-        """Return the same pipeline; where it names no metric, with this one."""
+        """Return the pipeline with this metric, unless the file names one."""
         if self.metric is not None:
             return self
         return self.model_copy(update={"metric": MetricSpec(name=name)})
@@ -178,7 +155,7 @@ class Pipeline(Settings):
         return self._source.name_of(index) if self._source else self.stages[index].title
 
     def place(self, *location: str | int) -> str:
-        """Return where a setting stands: the file, its line, and its name."""
+        """Return the place of a setting for messages: the file, its line, and its name."""
         if self._source is None:
             return dotted(location)
         return f"{self._source.place(location)}: {dotted(self._source.written(location))}"
@@ -186,7 +163,7 @@ class Pipeline(Settings):
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of pipeline.yaml, for editors."""
-    schema = Pipeline.model_json_schema()
+    schema = PipelineConfig.model_json_schema()
     schema["properties"]["metric"]["anyOf"].insert(0, {"type": "string"})
     for stage in stages().values():
         allow_matrix_(schema["$defs"][stage.__name__], stage.__name__)

@@ -1,4 +1,4 @@
-"""Every stage there is: ours, and those that installed packages add."""
+"""All known stages: those of this toolkit, and those that installed packages add."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of a tracker, to which the figures of runs are written beside the report."""
+"""Settings of an experiment tracker, which receives the figures of runs."""
 
 from __future__ import annotations
 

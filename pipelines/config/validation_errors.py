@@ -1,4 +1,4 @@
-"""Turning pydantic's validation errors into lines that a newcomer can act on."""
+"""Turns pydantic's validation errors into lines with place, value found, and what is expected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REMOVED_STAGES = {
     "dynamic) or 'quantize_aware_training' (method: qat), whose graphs export_torchscript turns "
     "into torch's own integer kernels",
 }
-"""What to write instead of stages that earlier versions had."""
+"""Messages for stages that earlier versions had, with their replacements."""
 
 
 def explain(error: ValidationError, source: Source, model: type[Settings]) -> str:
@@ -35,7 +35,7 @@ def explain(error: ValidationError, source: Source, model: type[Settings]) -> st
 def _causes(
     found: list[ErrorDetails], source: Source, model: type[Settings]
 ) -> Iterator[ErrorDetails]:
-    """Yield the errors that do not merely follow from another one."""
+    """Yield the errors that do not just follow from another one."""
     misspelt = {
         (*e["loc"][:-1], closest(str(e["loc"][-1]), _known(e["loc"], source, model)))
         for e in found
@@ -95,7 +95,7 @@ def _line(details: ErrorDetails, source: Source, model: type[Settings]) -> str:
 
 
 def _known(loc: tuple[str | int, ...], source: Source, model: type[Settings]) -> Iterable[str]:
-    """Return the keys that are known where an unknown one stands."""
+    """Return the keys that are allowed in the place of an unknown one."""
     _, owner = _resolve(loc, source.content, model)
     return owner.model_fields if owner else ()
 

@@ -1,4 +1,4 @@
-"""Reading pipeline.yaml: safely, no duplicate keys, and remembering where everything stood."""
+"""Reads `pipeline.yaml` safely, refuses duplicate keys, and keeps the line of each key."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 Location = tuple[str | int, ...]
 LARGEST_BYTES = 2**20
-"""Bytes of a file: PyYAML reads about 500 kB a second, and no sensible file has more."""
+"""Of a file: PyYAML reads about 500 kB a second, and no sensible file has more."""
 DEEPEST = 30
 """Levels of nesting that no sensible file reaches."""
 LARGEST = 100_000
-"""Values that no sensible file holds."""
+"""Values of a file, aliases expanded; aliases of aliases ("billion laughs") grow far beyond it."""
 LONGEST_KEY = 200
 """Characters of a key."""
 STRING, FLOAT = "tag:yaml.org,2002:str", "tag:yaml.org,2002:float"
@@ -34,11 +34,11 @@ UNPRINTED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the file has a stage."""
+    """The place of an expanded stage in the file."""
 
     index: int
     chosen: dict[str, int]
-    """Which value of its matrix each setting has."""
+    """Setting of its matrix → number of the value that it has here."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Source:
     content: dict[str, Any]
     lines: dict[Location, int] = field(repr=False)
     origins: tuple[Origin, ...] = ()
-    """For each stage of the content where the file has it; empty where they are the same."""
+    """For each stage of the content its place in the file; empty where no matrix was expanded."""
     unexpanded: dict[str, Any] | None = None
-    """The content as the file has it, where that is another."""
+    """The content before matrices were expanded; None where there are none."""
 
     def written(self, location: Location) -> Location:
-        """Return where the file has a place of the content."""
+        """Return the location in the file of a location in the expanded content."""
         if not self.origins or location[:1] != ("stages",) or len(location) < 2:
             return location
         origin, rest = self.origins[int(location[1])], location[2:]
@@ -63,7 +63,7 @@ class Source:
         return ("stages", origin.index, *rest)
 
     def name_of(self, index: int) -> str:
-        """Return the name that the file gives a stage of the content."""
+        """Return the name that a stage has in the file, without its branch."""
         stage = (self.unexpanded or self.content)["stages"][self.written(("stages", index))[1]]
         return str(stage.get("name") or stage["stage"])
 
@@ -76,7 +76,7 @@ class Source:
         return str(self.path)
 
     def describe(self, location: Location) -> str:
-        """Return the place of a setting and its name, with what its stage and gate are."""
+        """Return the place and the name of a setting, with the kinds of its stage and gate."""
         text = ""
         content: Any = self.unexpanded or self.content
         for part in self.written(location):
@@ -91,7 +91,7 @@ class Source:
 
 
 def dotted(location: Location) -> str:
-    """Return the name of a place in the file, such as ``stages[0].epochs``."""
+    """Return a location as a dotted name, such as ``stages[0].epochs``."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -149,7 +149,7 @@ def _text_of(path: Path) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads what JSON could hold too: text, numbers, lists and mappings; a date is text."""
+    """Reads only what JSON has too: text, numbers, lists and mappings; a date is text."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag in (*PLAIN, MERGE)]
@@ -157,8 +157,8 @@ class _Loader(yaml.SafeLoader):
     }
 
 
-def _what_is_wrong(node: yaml.ScalarNode, loader: _Loader) -> str:
-    """Return why a value cannot be meant, or nothing."""
+def _invalid_scalar_reason(node: yaml.ScalarNode, loader: _Loader) -> str:
+    """Return why a scalar is refused; empty if it is not."""
     if node.tag == STRING:
         odd = UNPRINTED.search(node.value)
         return f"holds the character {odd[0]!r}, expected text" if odd else ""
@@ -196,7 +196,7 @@ def _collect_lines(
             f"{path}:{node.start_mark.line + 1}: {dotted(here)}: has the YAML tag {node.tag!r}, "
             "expected text, a number, a list, or keys and values without a tag"
         )
-    if isinstance(node, yaml.ScalarNode) and (refusal := _what_is_wrong(node, loader)):
+    if isinstance(node, yaml.ScalarNode) and (refusal := _invalid_scalar_reason(node, loader)):
         raise PipelineInvalid(f"{path}:{node.start_mark.line + 1}: {dotted(here)}: {refusal}")
     if isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
@@ -213,7 +213,7 @@ def _collect_lines(
             if len(key_node.value) > LONGEST_KEY:
                 found = f"{len(key_node.value)} characters, expected at most {LONGEST_KEY}"
                 raise PipelineInvalid(f"{path}:{line}: a key has {found}")
-            if refusal := _what_is_wrong(key_node, loader):
+            if refusal := _invalid_scalar_reason(key_node, loader):
                 raise PipelineInvalid(f"{path}:{line}: a key {refusal}")
             if location in lines:
                 raise PipelineInvalid(

@@ -1,8 +1,8 @@
-"""What makes the stages of a run: this process, others of this machine, or a Ray cluster."""
+"""Chooses what runs the stages: this process, others of this machine, or a Ray cluster."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 from compress.common.errors import PipelineInvalid, Unavailable
 from compress.common.requirements import Requirement
@@ -10,15 +10,15 @@ from pipelines.executors.process_pool import ProcessPool
 
 if TYPE_CHECKING:
     from compress.core.progress import Progress
-    from pipelines.config.pipeline import Pipeline
-    from pipelines.runner.scheduler import Engine
+    from pipelines.config.pipeline import PipelineConfig
+    from pipelines.config.run_options import EngineName
+    from pipelines.executors.base import Engine
     from pipelines.store.local import Store
 
-EngineName: TypeAlias = Literal["local", "ray"]
 RAY = Requirement(what="ray", install="pip install 'compress-pipeline[ray]', or leave --engine out")
 
 
-def check_engine(pipeline: Pipeline, name: EngineName) -> None:
+def check_engine(pipeline: PipelineConfig, name: EngineName) -> None:
     """Refuse an engine that cannot run a pipeline here.
 
     Raises:
@@ -37,7 +37,7 @@ def check_engine(pipeline: Pipeline, name: EngineName) -> None:
 def engine_for(
     name: EngineName, jobs: int | None, store: Store, progress: Progress
 ) -> Engine | None:
-    """Return what makes stages side by side; None where this process makes one after another.
+    """Start what runs several stages at a time; None where this process runs one after another.
 
     Raises:
         StageFailed: there is no Ray cluster.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def joined_processes(file: Path) -> Iterator[None]:
         group.leave(exit_code)
 
 
-def check_processes(pipeline: Pipeline, store: Path) -> None:
+def check_processes(pipeline: PipelineConfig, store: Path) -> None:
     """Refuse a run whose processes do not fit its trainings, or do not see its files.
 
     Args:

@@ -1,4 +1,4 @@
-"""Processes of this machine that make stages side by side, each with a share of the threads."""
+"""Worker processes that run stages at the same time, each with a share of the CPU threads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def threads_each(jobs: int) -> int:
 
 @dataclass
 class ProcessPool:
-    """Makes up to so many stages at a time."""
+    """Runs up to `places` stages at a time, each in a worker process of this machine."""
 
     places: int
     progress: Progress
@@ -52,33 +52,33 @@ class ProcessPool:
     """Descriptor of the store's lock: workers of a killed run hold it until they have ended."""
     _workers: list[_Worker] = field(default_factory=list)
 
-    def submit(self, making: StageTask) -> None:
-        """Have a stage made; at most ``places`` at a time.
+    def submit(self, task: StageTask) -> None:
+        """Send a stage to an idle worker; at most ``places`` at a time.
 
         Raises:
             StageFailed: it cannot be sent to another process.
         """
-        luggage = pickled(making)
+        content = pickled(task)
         idle = [worker for worker in self._workers if not worker.name]
         if not idle:
             idle = [_Worker(threads_each(self.places), self.lock)]
             self._workers += idle
-        idle[0].submit(making.name, luggage)
+        idle[0].submit(task.name, content)
 
     def next(self) -> TaskResult:
-        """Wait until a stage that was begun has been made, or has failed."""
+        """Wait until a submitted stage has finished or failed."""
         while True:
             busy = {worker.connection: worker for worker in self._workers if worker.name}
             for ready in wait(busy):
                 worker = busy[ready]  # type: ignore[index]
-                made = worker.read_message(self.progress)
+                result = worker.read_message(self.progress)
                 if worker.process.returncode is not None:
                     self._workers.remove(worker)
-                if made is not None:
-                    return made
+                if result is not None:
+                    return result
 
     def close(self) -> None:
-        """End all workers, and what they have started; busy ones may clean up first."""
+        """End all workers and their child processes; busy ones may clean up first."""
         try:
             for worker in self._workers:
                 if worker.name:
@@ -93,7 +93,7 @@ class ProcessPool:
 
 
 class _Worker:
-    """One process; it ends when this one does, however that ends."""
+    """A worker process, which ends when this process does, even if this one is killed."""
 
     def __init__(self, threads: int, lock: int | None) -> None:
         self.connection, theirs = Pipe()
@@ -109,21 +109,24 @@ class _Worker:
         theirs.close()
         os.close(lifeline)
         self.name = ""
-        """The stage that it makes; empty while it waits."""
+        """The stage that it runs; empty while it waits."""
 
-    def submit(self, name: str, making: bytes) -> None:
+    def submit(self, name: str, task: bytes) -> None:
         self.name = name
-        with suppress(BrokenPipeError):  # it is dead, and will be heard to be
-            self.connection.send((name, logging.getLogger().level, making))
+        with suppress(BrokenPipeError):  # it is dead, which `read_message` will find out
+            self.connection.send((name, logging.getLogger().level, task))
 
     def read_message(self, progress: Progress) -> TaskResult | None:
-        """Take in a message; return what was made, if that is what it says."""
+        """Show progress and log records as they arrive; return the result once it does."""
         try:
             kind, content = self.connection.recv()
         except (EOFError, OSError):
             return self._died()
         if kind == "progress":
-            self._show(progress, *content)
+            task, done, total, note = content
+            # Branches do the same tasks at the same time: only the stage's name tells them apart.
+            title = task if task.startswith(self.name) else f"{self.name}: {task}"
+            progress(title, done, total, note)
         elif kind == "log":
             log_here(content, self.name)
         else:
@@ -139,11 +142,6 @@ class _Worker:
         self.connection.close()
         os.close(self._lifeline)
 
-    def _show(self, progress: Progress, task: str, done: int, total: int, note: str) -> None:
-        # Branches do the same tasks side by side.
-        named = task if task.startswith(self.name) else f"{self.name}: {task}"
-        progress(named, done, total, note)
-
     def _died(self) -> TaskResult:
         name, self.name = self.name, ""
         self.end()
@@ -151,39 +149,39 @@ class _Worker:
         return TaskResult(name, 0.0, StageFailed(f"{name}: {how}"))
 
 
-def pickled(making: StageTask) -> bytes:
-    """Return a making for another process, without what only this one has.
+def pickled(task: StageTask) -> bytes:
+    """Pickle a task for another process, without what only this one has.
 
     Raises:
         StageFailed: it cannot be sent.
     """
-    context = replace(making.context, progress=silent, scores={})
+    context = replace(task.context, progress=silent, scores={})
     try:
-        return pickle.dumps(replace(making, context=context))
+        return pickle.dumps(replace(task, context=context))
     except Exception as error:
         raise StageFailed(
-            f"{making.name}: cannot be sent to another process ({type(error).__name__}: "
+            f"{task.name}: cannot be sent to another process ({type(error).__name__}: "
             f"{first_line(error)}); run it with --jobs 1"
         ) from error
 
 
 def run_task(
-    name: str, making: bytes, progress: Progress
+    name: str, task: bytes, progress: Progress
 ) -> tuple[float, CompressError | None, Recording]:
-    """Make a stage in the process that it was sent to.
+    """Run a pickled task in the process that it was sent to.
 
     Returns:
-        The seconds that it took, what went wrong, and what user code read meanwhile.
+        The seconds that it took, its error if any, and what user code read meanwhile.
     """
     try:
         with only_signals_interrupt():
-            unpickled: StageTask = pickle.loads(making)
+            unpickled: StageTask = pickle.loads(task)
             _, seconds, recorded = unpickled(progress)
     except CompressError as error:
         insist()
         logging.getLogger(__name__).debug("%s failed", name, exc_info=True)
         return 0.0, error, Recording()
-    except Exception as error:  # noqa: BLE001 - the run tells it
+    except Exception as error:  # noqa: BLE001 - the run reports it
         insist()
         failed = StageFailed(f"{name}: {type(error).__name__}: {first_line(error)}")
         return 0.0, failed, Recording()
@@ -191,11 +189,9 @@ def run_task(
 
 
 def log_here(record: logging.LogRecord, stage: str) -> None:
-    """Log what another process has logged while it made a stage."""
-    record.log_fields = {
-        "stage": stage,
-        **vars(record).get("log_fields", {}),
-    }  # as pipelines.system.jsonl_log has it
+    """Log here what another process has logged while it ran a stage."""
+    # The attribute that pipelines.system.jsonl_log writes into each line.
+    record.log_fields = {"stage": stage, **vars(record).get("log_fields", {})}
     logger = logging.getLogger(record.name)
     if logger.isEnabledFor(record.levelno):
         logger.handle(record)

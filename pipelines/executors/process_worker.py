@@ -16,49 +16,49 @@ from pipelines.system import signals
 
 
 def work(descriptor: int, lifeline: int) -> None:
-    """Make one stage after the other until there are no more.
+    """Run the stages that arrive, one after the other, until the connection closes.
 
     Args:
-        descriptor: of the connection to the run.
-        lifeline: of a pipe that ends with the run's process.
+        descriptor: file descriptor of the connection to the run.
+        lifeline: file descriptor of a pipe that closes when the run's process ends.
     """
-    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
     os.dup2(2, 1)  # standard output is the run's alone
     signals.listen()
-    run = _Run(Connection(descriptor))
+    run = _RunConnection(Connection(descriptor))
     logging.getLogger().addHandler(run)
     with suppress(EOFError, signals.Stopped):
         while True:
-            name, level, making = run.connection.recv()
+            name, level, task = run.connection.recv()
             logging.getLogger().setLevel(min(level, logging.INFO))
-            run.send("made", run_task(name, making, run.progress))
-    os._exit(0)  # nothing is left to be taken apart
+            run.send("result", run_task(name, task, run.progress))
+    os._exit(0)  # without the interpreter's teardown: nothing is left to clean up
 
 
-class _Run(logging.handlers.QueueHandler):
-    """The run, which is told of progress and of what is logged."""
+class _RunConnection(logging.handlers.QueueHandler):
+    """Sends progress, log records and results to the run."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)  # type: ignore[arg-type]  # only `enqueue` uses the queue
         self.connection = connection
-        self._one_at_a_time = threading.Lock()
+        self._send_lock = threading.Lock()
 
     def send(self, kind: str, content: Any) -> None:
-        """Send a message; an epoch is told of by a thread of its own."""
-        with self._one_at_a_time:
+        """Send a message; several threads may, as training reports epochs from its own."""
+        with self._send_lock:
             self.connection.send((kind, content))
 
     def progress(self, task: str, done: int, total: int, note: str = "") -> None:
-        """Tell how far a task is."""
+        """Send the progress of a task."""
         signals.insist()
         self.send("progress", (task, done, total, note))
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Send what is logged."""
+        """Send a log record."""
         self.send("log", record)
 
 
-def _end_with(lifeline: int) -> None:
-    """End this process, and all that it has started, when the run's own has gone."""
+def _die_with_parent(lifeline: int) -> None:
+    """Kill this process and its children when the run's process has ended."""
     os.read(lifeline, 1)
     os.killpg(0, signal.SIGKILL)

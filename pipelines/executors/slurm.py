@@ -9,7 +9,7 @@ from pydantic import Field
 
 from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
-from pipelines.config.pipeline import Pipeline
+from pipelines.config.pipeline import PipelineConfig
 from pipelines.executors.launched import trainings_of
 from pipelines.system.templates import text_of
 
@@ -68,7 +68,7 @@ def unmet_settings(pipeline: Path, cluster: Cluster) -> Iterator[str]:
     if not pipeline.exists():
         yield f"{pipeline} is not there yet; give its trainings parallel: {{{wanted}}}"
         return
-    content = Pipeline.from_yaml(pipeline)
+    content = PipelineConfig.from_yaml(pipeline)
     for stage in content.stages:
         for path, parallel in trainings_of(stage):
             if not _fits(parallel, cluster):

@@ -1,4 +1,4 @@
-"""The making of one artifact, as one value that can also be given to another process."""
+"""Running one stage, as a value that can be sent to another process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Recording, recording
-from compress.common.process import gc_frozen
+from compress.core.evaluation import run_stage
 from pipelines.system.error_context import named
 
 if TYPE_CHECKING:
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """How the making of a stage's artifact has ended."""
+    """How a stage that another process ran has ended."""
 
     name: str
     seconds: float
     error: CompressError | None
     recorded: Recording = field(default_factory=Recording)
-    """What user code read meanwhile."""
+    """The files and variables that user code read meanwhile."""
 
 
 @dataclass(frozen=True)
 class StageTask:
-    """A stage whose inputs are there, and where it is to run."""
+    """A stage whose inputs are there, and the context that it runs in."""
 
     name: str
     stage: Stage[Any, Any]
@@ -42,18 +42,21 @@ class StageTask:
     context: Context
 
     def __call__(self, progress: Progress) -> tuple[Artifact, float, Recording]:
-        """Return what the stage makes, how many seconds it took, and what user code read meanwhile.
+        """Run the stage.
+
+        Returns:
+            Its artifact, how many seconds it took, and the files and variables that user code read.
 
         Raises:
             CompressError: it could not do its work; the message begins with its name.
         """
         began = time.monotonic()
-        with named(self.name, self.out), gc_frozen(), recording() as recorded:
+        with named(self.name, self.out), recording() as recorded:
             model = self.context.artifacts[self.input]
-            made = self.stage.run(model, replace(self.context, progress=progress))
-        return made, time.monotonic() - began, recorded
+            artifact = run_stage(self.stage.run, model, replace(self.context, progress=progress))
+        return artifact, time.monotonic() - began, recorded
 
     @property
     def out(self) -> Path:
-        """Directory of the results."""
+        """Folder of the results."""
         return self.context.results or self.context.root.parent

@@ -1,4 +1,4 @@
-"""Models that were exported elsewhere, as the artifacts that our own exports would be."""
+"""Imports models that were exported elsewhere: ONNX, `torch.export` and TorchScript files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 Kind = Literal["onnx", "graph", "torchscript"]
 LARGEST = 2 * 2**30
-"""Bytes that one ONNX file can hold."""
+"""Bytes of one ONNX file: protobuf's limit."""
 
 
 def signature_of(kind: Kind, file: Path) -> Signature | None:
-    """Return what a file says of its inputs and outputs; None for TorchScript, which has no shapes.
+    """Read inputs and outputs of a file; None for TorchScript, which has no shapes.
 
     Raises:
         ArtifactInvalid: it cannot be read, or has inputs that are no tensors.
@@ -29,7 +29,7 @@ def signature_of(kind: Kind, file: Path) -> Signature | None:
     if kind == "torchscript":
         return None
     if kind == "onnx":
-        return _of_onnx(file)
+        return _onnx_signature(file)
     from pipelines.models.pt2_files import signature_of_program
 
     return signature_of_program(file)
@@ -73,12 +73,12 @@ def _external_files(file: Path) -> list[Path]:
 
 
 def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Artifact:
-    """Seal an exported model; it answers once before it is.
+    """Import an exported model as an artifact, after one call with example inputs.
 
     Args:
         kind: the kind of artifact that it becomes.
         file: the exported model.
-        signature: the interface, as the file or the user tells it.
+        signature: the interface, read from the file or declared by the user.
         path: directory of the artifact.
 
     Raises:
@@ -86,8 +86,11 @@ def import_file(kind: Kind, file: Path, signature: Signature, path: Path) -> Art
         ArtifactInvalid: it cannot be read, brings code along, or does not take the inputs.
     """
     _refuse_missing(file)
-    imports = {"onnx": _import_onnx, "graph": _import_program, "torchscript": _import_script}
-    return imports[kind](file, signature, path)
+    if kind == "graph":
+        from pipelines.models.pt2_files import import_program
+
+        return import_program(file, signature, path, _call_once)
+    return (_import_onnx if kind == "onnx" else _import_script)(file, signature, path)
 
 
 def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
@@ -98,7 +101,7 @@ def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
     from export.onnx.stage import OnnxModel
     from export.onnx.subgraph import keep_outputs_
 
-    own = _of_onnx(file)
+    own = _onnx_signature(file)
     found, given = ([spec.name for spec in s.inputs] for s in (signature, own))
     if found != given:
         raise PipelineInvalid(f"model.inputs: {file} has {given}, found {found}")
@@ -110,7 +113,7 @@ def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
     outputs = tuple(OutputSpec(name=name) for name in wanted)
     signature = signature.model_copy(update={"outputs": outputs})
     try:
-        model = onnx.load(file)  # what lies in other files beside it comes along
+        model = onnx.load(file)  # with the weights that it keeps in files beside it
     except Exception as error:
         raise ArtifactInvalid(f"{file}: {first_line(error)}") from error
     if model.ByteSize() >= LARGEST:
@@ -124,14 +127,8 @@ def _import_onnx(file: Path, signature: Signature, path: Path) -> Artifact:
         payload.write_bytes(model.SerializeToString(deterministic=True))
         predict, kernels = counted_predictor(payload, threads=1)
         facts |= kernels
-        _try(file, predict, signature)
+        _call_once(file, predict, signature)
     return OnnxModel.from_directory(path)
-
-
-def _import_program(file: Path, signature: Signature, path: Path) -> Artifact:
-    from pipelines.models.pt2_files import import_program
-
-    return import_program(file, signature, path, _try)
 
 
 def _import_script(file: Path, signature: Signature, path: Path) -> Artifact:
@@ -141,19 +138,19 @@ def _import_script(file: Path, signature: Signature, path: Path) -> Artifact:
     from export.torchscript.subgraph import select_outputs
 
     module = load(file).eval()
-    answer = _try(file, module, signature)
+    answer = _call_once(file, module, signature)
     chosen, signature = match_outputs(answer, signature)
     if chosen:
         module = select_outputs(module, chosen, answer, len(signature.inputs)).eval()
-        _try(file, module, signature)
-    # A frozen module has none; its artifact then counts the constants of its graph.
+        _call_once(file, module, signature)
+    # A frozen module has no parameters; its artifact counts the constants of its graph then.
     facts = {"parameters": sum(p.numel() for p in module.parameters())}
     with TorchScriptModel.atomic_write(path, signature, facts=facts) as partial:
         save(module, partial / TorchScriptModel.payload)
     return TorchScriptModel.from_directory(path)
 
 
-def _try(file: Path, module: Any, signature: Signature) -> Any:
+def _call_once(file: Path, module: Any, signature: Signature) -> Any:
     import torch
 
     from compress.data.infer_signature import described
@@ -168,10 +165,10 @@ def _try(file: Path, module: Any, signature: Signature) -> Any:
         ) from error
 
 
-def _of_onnx(file: Path) -> Signature:
+def _onnx_signature(file: Path) -> Signature:
     graph = _graph(file)
     constants = {tensor.name for tensor in graph.initializer}
-    inputs = tuple(_spec_of_onnx(file, i) for i in graph.input if i.name not in constants)
+    inputs = tuple(_onnx_input_spec(file, i) for i in graph.input if i.name not in constants)
     if not inputs:
         raise ArtifactInvalid(f"{file}: takes no inputs")
     outputs = tuple(OutputSpec(name=output.name) for output in graph.output)
@@ -194,7 +191,7 @@ def _graph(file: Path) -> Any:
         raise ArtifactInvalid(f"{file}: not an ONNX file: {first_line(error)}") from error
 
 
-def _spec_of_onnx(file: Path, value: Any) -> TensorSpec:
+def _onnx_input_spec(file: Path, value: Any) -> TensorSpec:
     import numpy as np
     import onnx
 

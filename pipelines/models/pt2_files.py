@@ -1,8 +1,8 @@
-"""Files of torch.export as starting artifacts: called by position, whatever they were traced with.
+"""Imports `torch.export` files as programs that take tensors by position.
 
-A program remembers how it was called: positional and keyword tensors, those within lists and
-mappings, and constants. Stages call a model with tensors in the signature's order; where that is
-not the program's own call, or only some of its outputs are wanted, it is traced anew.
+A program is called as it was traced: with positional and keyword tensors, tensors in lists and
+mappings, and constants. Stages call a model with tensors in the signature's order. Where that is
+another call, or only some of its outputs are wanted, it is traced again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
     from compress.artifacts.graph_model import GraphModel
 
-    Try = Callable[[Path, Any, Signature], Any]
+    CallOnce = Callable[[Path, Any, Signature], Any]
 
 
-class Called(nn.Module):
-    """A program that takes tensors by position, and gives the outputs that are wanted."""
+class PositionalProgram(nn.Module):
+    """A program that takes tensors by position, and returns the chosen outputs."""
 
     def __init__(self, program: ExportedProgram, order: Sequence[int]) -> None:
-        """Take a program, and for each of its tensors which input that is."""
+        """Wrap a program; `order` gives for each of its tensors the position among the inputs."""
         super().__init__()
         self.program = program.module()
         self.call = program.call_spec.in_spec
@@ -43,11 +43,11 @@ class Called(nn.Module):
         self.chosen: tuple[str, ...] = ()
 
     def train(self, mode: bool = True) -> Self:
-        """Stay as it was traced: programs have no modes."""
+        """Do nothing: programs have no training mode."""
         return self
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """Return the program's answer, or the chosen entries of it."""
+        """Return the program's outputs, or the chosen ones."""
         from compress.common.forward import outputs_by_name
 
         if len(inputs) != len(self.order):
@@ -63,14 +63,14 @@ class Called(nn.Module):
         return tuple(entries[name] for name in self.chosen)
 
 
-def import_program(file: Path, signature: Signature, path: Path, ask: Try) -> GraphModel:
-    """Seal a program that takes the signature's tensors in their order.
+def import_program(file: Path, signature: Signature, path: Path, call_once: CallOnce) -> GraphModel:
+    """Import a program as an artifact that takes the signature's tensors in their order.
 
     Args:
         file: what `torch.export.save` wrote.
-        signature: the interface, as the file or the user tells it.
+        signature: the interface, read from the file or declared by the user.
         path: directory of the artifact.
-        ask: runs a module once, and refuses inputs that it does not take.
+        call_once: calls a module with example inputs, and refuses inputs that it does not take.
 
     Raises:
         CompressError: it cannot be read, or does not take the inputs or give the outputs.
@@ -86,8 +86,8 @@ def import_program(file: Path, signature: Signature, path: Path, ask: Try) -> Gr
     inputs = [signature.inputs[i] for i in order[: len(names)]]
     bounds = {**_bounds(inputs, program, signature.batch_axis), **signature.axes}
     signature = signature.model_copy(update={"axes": bounds})
-    module = Called(program, order).eval()
-    module.chosen, signature = match_outputs(ask(file, module, signature), signature)
+    module = PositionalProgram(program, order).eval()
+    module.chosen, signature = match_outputs(call_once(file, module, signature), signature)
     if module.chosen or order != sorted(order) or not _is_positional(program):
         program = export_program(module, signature)
         refuse_other_answers(module, program, signature)
@@ -95,7 +95,7 @@ def import_program(file: Path, signature: Signature, path: Path, ask: Try) -> Gr
 
 
 def signature_of_program(file: Path) -> Signature:
-    """Return what a program says of its inputs, those that it takes by keyword included.
+    """Read the inputs of a program, also those that it takes by keyword.
 
     Raises:
         ArtifactInvalid: it cannot be read, or takes no tensors.
@@ -104,7 +104,7 @@ def signature_of_program(file: Path) -> Signature:
 
 
 def read_program(file: Path) -> ExportedProgram:
-    """Read a program without its pickled example and its guards, which are source code.
+    """Read a program, without its pickled example inputs and its guards, which are source code.
 
     Raises:
         ArtifactInvalid: it cannot be read, or holds anything but tensors and a graph.
@@ -129,7 +129,7 @@ def read_program(file: Path) -> ExportedProgram:
 
 
 def _arguments(program: ExportedProgram) -> list[Any]:
-    """Return what a program was called with, tensors and constants, in the order of its call."""
+    """Return the arguments that a program was traced with, tensors and constants, in order."""
     specs = program.graph_signature.input_specs
     return [spec.arg for spec in specs if spec.kind is InputKind.USER_INPUT]
 
@@ -139,7 +139,7 @@ def _is_constant(argument: Any) -> bool:
 
 
 def _is_positional(program: ExportedProgram) -> bool:
-    """Whether all that a program takes are tensors by position."""
+    """Whether a program takes only tensors, by position."""
     positional, keywords = program.call_spec.in_spec.children()
     plain = all(child.is_leaf() for child in positional.children())
     return plain and not keywords.children() and not any(map(_is_constant, _arguments(program)))

@@ -1,4 +1,4 @@
-"""Names in a gate's `against` that are no stage's: runtimes of the float model."""
+"""Checks gates that compare with the float model in another runtime: `against: onnxruntime`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ if TYPE_CHECKING:
     from collections.abc import Set
 
     from compress.core.gate import Gate
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
 
 
-def check_runtime(pipeline: Pipeline, index: int, number: int, earlier: Set[str]) -> None:
-    """Refuse a name that is no earlier stage's and no runtime that can be asked.
+def check_runtime(pipeline: PipelineConfig, index: int, number: int, earlier: Set[str]) -> None:
+    """Refuse an `against` that names neither an earlier stage nor a runtime of the float model.
 
-    A stage that bears a runtime's name and comes later, or is the gate's own, is refused: a reader
-    could take either for meant.
+    A runtime's name is refused too where a stage that is not earlier has it: it would be ambiguous.
 
     Args:
         pipeline: the pipeline.
-        index: which of its stages.
-        number: which of that stage's gates.
-        earlier: names of the stages before, and `source`.
+        index: position of the stage.
+        number: position of the gate in the stage.
+        earlier: names of the stages before it, and `source`.
 
     Raises:
         PipelineInvalid: one line with the place.
@@ -52,8 +51,8 @@ def check_runtime(pipeline: Pipeline, index: int, number: int, earlier: Set[str]
         )
 
 
-def refuse_missing_runtime(pipeline: Pipeline, gate: Gate, where: str) -> None:
-    """Refuse a gate whose runtime lacks something here.
+def refuse_missing_runtime(pipeline: PipelineConfig, gate: Gate, where: str) -> None:
+    """Refuse a gate whose runtime is not installed.
 
     Raises:
         Unavailable: one line with the place, and what to install.

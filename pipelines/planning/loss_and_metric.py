@@ -1,4 +1,4 @@
-"""The loss that a pipeline's models are trained with, and the metric that judges them."""
+"""Infers the training loss and the metric from the targets, and checks both on a few samples."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ if TYPE_CHECKING:
     from compress.core.context import Context
     from compress.data.batch import Batch
     from compress.data.splits import Splits
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import Plan
 
 SAMPLES = 32
-"""Samples of `train` that the model answers, to see whether its outputs and the targets fit."""
+"""Samples of `train` that the model runs on, to check its outputs against the targets."""
 
 
-def settled(plan: Plan, pipeline: Pipeline, data: Splits | None) -> tuple[Plan, Pipeline]:
-    """Return plan and pipeline with the loss and the metric that the data's targets ask for.
+def infer_loss_and_metric(
+    plan: Plan, pipeline: PipelineConfig, data: Splits | None
+) -> tuple[Plan, PipelineConfig]:
+    """Return plan and pipeline with the loss and the metric that follow from the data's targets.
 
     Raises:
         PipelineInvalid: a sample cannot be read, or a gate does not suit that metric.
     """
     if not (_uses_loss(plan) or plan.metric.name in TARGET_METRICS):
         return plan, pipeline
-    with _placed(pipeline, "data"):
+    with _located_errors(pipeline, "data"):
         loss = plan.loss.infer_targets(data)
     metric = default_metric(loss) if pipeline.metric is None else replace(plan.metric, loss=loss)
     for stage in plan.stages:
@@ -50,14 +52,17 @@ def settled(plan: Plan, pipeline: Pipeline, data: Splits | None) -> tuple[Plan, 
     return replace(plan, loss=loss, metric=metric), pipeline.with_metric(metric.name)
 
 
-def fitting_loss(plan: Plan, pipeline: Pipeline, source: Artifact, context: Context) -> str:
-    """Return the loss that outputs and targets ask for, in words; empty where the file names it.
+def fitting_loss(plan: Plan, pipeline: PipelineConfig, source: Artifact, context: Context) -> str:
+    """Check the loss and the metric on a few samples, and describe the loss that was inferred.
 
     Args:
-        plan: the plan, settled on the data.
+        plan: the plan, with the loss and the metric that follow from the data.
         pipeline: the pipeline.
-        source: the model as it comes in, which answers a few samples.
+        source: the imported model.
         context: the data and the device.
+
+    Returns:
+        Lines for the user; no line about the loss where the file names it.
 
     Raises:
         PipelineInvalid: outputs and targets do not fit the loss, or settings of a training do not.
@@ -65,33 +70,34 @@ def fitting_loss(plan: Plan, pipeline: Pipeline, source: Artifact, context: Cont
     data, loss, metric = context.data, plan.loss, plan.metric
     if data is None or not _uses_loss(plan):
         return ""
-    with _placed(pipeline, "data"):
+    with _located_errors(pipeline, "data"):
         name = targets_split(data)
         count = min(SAMPLES, len(data.stored(name)))  # type: ignore[arg-type]  # Splits admits sized datasets only
         batch, targets = next(data.read(name, range(count), count)), sampled_targets(data)
     if batch.target is None or targets is None:
         return ""
     known = has_target(batch.target)
-    outputs, first = _answers(pipeline, source, context, batch, name)[known], batch.target[known]
-    if not len(first):
+    outputs = _first_output(pipeline, source, context, batch, name)[known]
+    batch_targets = batch.target[known]
+    if not len(batch_targets):
         return ""
-    with _placed(pipeline, "loss" if pipeline.loss else "data"):
-        found = loss.name_for(outputs, first)
-        loss.sum_and_count(outputs, first)
-        if not loss.is_custom and targets.shape[1:] == first.shape[1:]:
-            # What only samples beyond the first have, such as a label out of range.
-            match_to_loss(found, outputs[:1].expand(len(targets), *outputs.shape[1:]), targets)
-    with _placed(pipeline, "metric"):
+    with _located_errors(pipeline, "loss" if pipeline.loss else "data"):
+        loss_name = loss.name_for(outputs, batch_targets)
+        loss.sum_and_count(outputs, batch_targets)
+        if not loss.is_custom and targets.shape[1:] == batch_targets.shape[1:]:
+            # Faults of samples beyond this batch, such as a label out of range.
+            match_to_loss(loss_name, outputs[:1].expand(len(targets), *outputs.shape[1:]), targets)
+    with _located_errors(pipeline, "metric"):
         if metric.is_mean and metric.name != "fidelity":
-            metric.sum_and_count(outputs, first)
-    check_loss(pipeline, plan.stages, replace(loss, name=found))
-    forms = f"targets are {describe_tensor(first)} and outputs {describe_tensor(outputs)}"
-    line = "" if pipeline.loss else f"loss: {found}, as {forms}; metric: {metric.name}"
-    return "\n".join(filter(None, [line, _twice_normalized(found, outputs)]))
+            metric.sum_and_count(outputs, batch_targets)
+    check_loss(pipeline, plan.stages, replace(loss, name=loss_name))
+    forms = f"targets are {describe_tensor(batch_targets)} and outputs {describe_tensor(outputs)}"
+    line = "" if pipeline.loss else f"loss: {loss_name}, as {forms}; metric: {metric.name}"
+    return "\n".join(filter(None, [line, _softmax_warning(loss_name, outputs)]))
 
 
-def _answers(
-    pipeline: Pipeline, source: Artifact, context: Context, batch: Batch, split: str
+def _first_output(
+    pipeline: PipelineConfig, source: Artifact, context: Context, batch: Batch, split: str
 ) -> torch.Tensor:
     """Return the model's first output for a batch.
 
@@ -111,24 +117,24 @@ def _answers(
         ) from error
 
 
-def _twice_normalized(loss: str, outputs: torch.Tensor) -> str:
-    """Return a warning where outputs are probabilities and the loss makes some of them again."""
+def _softmax_warning(loss: str, outputs: torch.Tensor) -> str:
+    """Warn of outputs that are probabilities already, where the loss applies softmax or sigmoid."""
     if loss == "cross_entropy" and are_probabilities(outputs):
         mend = "leave out the softmax, or use log_softmax and loss: nll"
-    elif loss == "binary_cross_entropy" and len(outputs) == SAMPLES and _are_shares(outputs):
+    elif (
+        loss == "binary_cross_entropy"
+        and len(outputs) == SAMPLES
+        and bool(((outputs >= 0) & (outputs <= 1)).all())
+    ):
         mend = "leave out the sigmoid"
     else:
         return ""
     return f"warning: {loss} takes logits, and the model's outputs look like probabilities; {mend}"
 
 
-def _are_shares(outputs: torch.Tensor) -> bool:
-    return bool(((outputs >= 0) & (outputs <= 1)).all())
-
-
 @contextmanager
-def _placed(pipeline: Pipeline, key: str) -> Iterator[None]:
-    """Let errors name a setting's place in the file."""
+def _located_errors(pipeline: PipelineConfig, key: str) -> Iterator[None]:
+    """Prefix errors with the place of a setting in the file."""
     try:
         yield
     except CompressError as error:

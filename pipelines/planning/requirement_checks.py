@@ -1,4 +1,4 @@
-"""What stages need of this machine, and of the pipeline file beside themselves."""
+"""Refuses stages and gates whose libraries, device, data or sensible limits are missing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from compress.core.loss import Loss
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
     from pipelines.planning.plan import PlannedStage
 
 
 def missing_programs(planned: Iterable[PlannedStage]) -> tuple[str, ...]:
-    """Return a line for each program without which a stage will stop; it may come meanwhile."""
+    """Return a line for each missing program; no error, as it may be installed before its stage."""
     return tuple(
         f"{p.name} will stop: {requirement.what} is not on the PATH; {requirement.install} "
         "(the stages before it run and are kept)"
@@ -29,7 +29,7 @@ def missing_programs(planned: Iterable[PlannedStage]) -> tuple[str, ...]:
     )
 
 
-def check_needs(pipeline: Pipeline, planned: Iterable[PlannedStage]) -> None:
+def check_needs(pipeline: PipelineConfig, planned: Iterable[PlannedStage]) -> None:
     """Refuse stages that lack a library, data or a device.
 
     Raises:
@@ -62,7 +62,7 @@ def check_needs(pipeline: Pipeline, planned: Iterable[PlannedStage]) -> None:
         _check_device(pipeline)
 
 
-def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
+def _check_gates(pipeline: PipelineConfig, planned: PlannedStage) -> None:
     for i, gate in enumerate(planned.stage.gates):
         where = pipeline.place("stages", planned.index, "gates", i)
         if gate.needs_data and pipeline.data is None:
@@ -74,8 +74,8 @@ def _check_gates(pipeline: Pipeline, planned: PlannedStage) -> None:
         refuse_missing_runtime(pipeline, gate, where)
 
 
-def check_metric(pipeline: Pipeline, planned: PlannedStage, metric: str) -> None:
-    """Refuse limits of a stage that do not go with the metric: its direction or its unit.
+def check_metric(pipeline: PipelineConfig, planned: PlannedStage, metric: str) -> None:
+    """Refuse limits of a stage that do not fit the metric's direction or unit.
 
     Raises:
         PipelineInvalid: it says what to write.
@@ -91,8 +91,8 @@ def check_metric(pipeline: Pipeline, planned: PlannedStage, metric: str) -> None
             raise PipelineInvalid(f"{where} ({gate.gate}): {problem}")
 
 
-def check_loss(pipeline: Pipeline, planned: Iterable[PlannedStage], loss: Loss) -> None:
-    """Refuse stages whose settings do not go with the task's loss.
+def check_loss(pipeline: PipelineConfig, planned: Iterable[PlannedStage], loss: Loss) -> None:
+    """Refuse stages whose settings do not fit the loss.
 
     Raises:
         PipelineInvalid: one does not.
@@ -105,7 +105,7 @@ def check_loss(pipeline: Pipeline, planned: Iterable[PlannedStage], loss: Loss) 
             raise PipelineInvalid(f"{where}: {error}") from error
 
 
-def _check_device(pipeline: Pipeline) -> None:
+def _check_device(pipeline: PipelineConfig) -> None:
     import torch
 
     index = int(pipeline.device.partition(":")[2] or 0)

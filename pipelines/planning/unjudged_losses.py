@@ -1,11 +1,11 @@
-"""Losses of the metric that no gate judges: foreseen in a plan, and found in a run."""
+"""Finds accuracy drops that no gate checks: possible ones in a plan, real ones in a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipelines.planning.plan import SOURCE
+from pipelines.config.model_spec import SOURCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from pipelines.planning.plan import Plan, PlannedStage
 
 MOST_POINTS = 1.0
-"""That a metric from 0 to 1 may lose before a run warns of it."""
+"""Percentage points that a metric from 0 to 1 may lose without a warning."""
 MOST_SHARE = 0.02
-"""Of its value that any other metric may."""
+"""Share of its value that any other metric may lose without a warning."""
 SAME_NUMBERS = ("train", "export_", "package_")
-"""Beginnings of stages that are no compression: exporters compare their file with its source."""
+"""Prefixes of stages that do not compress; exporters compare their file with its source anyway."""
 
 
 def stages_without_gate(stages: Sequence[PlannedStage]) -> tuple[str, ...]:
-    """Return the names of stages whose loss of accuracy no gate judges, their own or a later one.
+    """Return the names of stages whose accuracy drop no gate checks, of their own or a later stage.
 
-    A gate judges a stage where it looks at the metric alone, or compares the stage's result, or
-    what is made of it, with something that the stage has not touched.
+    A gate checks a stage if it looks at the metric itself, or compares the stage's result, or one
+    made from it, with an artifact from before the stage.
     """
-    return tuple(s.name for s in stages if not any(_judge(gated, s, stages) for gated in stages))
+    return tuple(s.name for s in stages if not any(_checks(gated, s, stages) for gated in stages))
 
 
 def advice(plan: Plan) -> tuple[str, ...]:
-    """Return a line that advises a gate, where compression is judged by none."""
+    """Advise a gate if none checks what compression costs in accuracy."""
     unjudged = {*stages_without_gate(plan.stages)}
     for planned in plan.stages:
         if planned.stage.stage.startswith(SAME_NUMBERS):
@@ -46,11 +46,11 @@ def advice(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _judge(gated: PlannedStage, judged: PlannedStage, stages: Sequence[PlannedStage]) -> bool:
-    """Whether a gate of one stage judges what another one, at or before it, did to accuracy."""
+def _checks(gated: PlannedStage, checked: PlannedStage, stages: Sequence[PlannedStage]) -> bool:
+    """Whether a gate of one stage checks what another one, at or before it, costs in accuracy."""
     by_name = {stage.name: stage for stage in stages}
     since, at = {gated.name}, gated
-    while at.name != judged.name:
+    while at.name != checked.name:
         if at.input not in by_name:
             return False  # it is on another branch
         at = by_name[at.input]
@@ -62,23 +62,23 @@ def _judge(gated: PlannedStage, judged: PlannedStage, stages: Sequence[PlannedSt
 
 
 @dataclass(frozen=True)
-class Fall:
-    """A stage that made the metric much worse."""
+class AccuracyDrop:
+    """A stage after which the metric is much worse."""
 
     stage: str
     since: str
-    """Name of what it is compared with."""
+    """Name of the artifact that it is compared with."""
     before: float
     after: float
     is_judged: bool
-    """Whether a gate judges it."""
+    """Whether a gate checks it."""
 
     def line(self, metric: Metric, cause: str) -> str:
-        """Return a warning of it, with how to mend it.
+        """Return a warning, with how to mend it.
 
         Args:
             metric: the metric.
-            cause: the likely one, in words; empty where nothing is known.
+            cause: the likely cause; empty if none is known.
         """
         if _is_share(metric, self.before, self.after):
             much = f"{metric.drop_points(self.before, self.after):.3g} points"
@@ -92,10 +92,12 @@ class Fall:
         )
 
 
-def falls(plan: Plan, metric: Metric, values: Mapping[str, float]) -> Iterator[Fall]:
-    """Yield what made the metric much worse: by itself, or with others since the baseline.
+def accuracy_drops(
+    plan: Plan, metric: Metric, values: Mapping[str, float]
+) -> Iterator[AccuracyDrop]:
+    """Yield the stages that made the metric much worse, alone or together with earlier ones.
 
-    Losses together are told where no gate judges any of them: one that does has allowed its own.
+    Drops add up only over stages that no gate checks: a gate has accepted the drop of its stage.
 
     Args:
         plan: the plan.
@@ -103,34 +105,34 @@ def falls(plan: Plan, metric: Metric, values: Mapping[str, float]) -> Iterator[F
         values: its value by stage, as far as it was measured.
     """
     unjudged = {*stages_without_gate(plan.stages)}
-    found: set[str] = set()
+    reported: set[str] = set()
     for stage in plan.stages:
         if stage.name not in values or stage.name == plan.baseline:
             continue
         since = stage.input if stage.input in values else plan.baseline
-        road = {*plan.branch(stage.name), stage.name} - {SOURCE, plan.baseline}
+        path = {*plan.branch(stage.name), stage.name} - {SOURCE, plan.baseline}
         if is_much(metric, values[since], values[stage.name]):
-            found.add(stage.name)
-        elif road <= unjudged - found and is_much(
+            reported.add(stage.name)
+        elif path <= unjudged - reported and is_much(
             metric, values[plan.baseline], values[stage.name]
         ):
-            found.add(stage.name)
+            reported.add(stage.name)
             since = plan.baseline
         else:
             continue
         before, after = values[since], values[stage.name]
-        yield Fall(stage.name, since, before, after, is_judged=stage.name not in unjudged)
+        yield AccuracyDrop(stage.name, since, before, after, is_judged=stage.name not in unjudged)
 
 
 def is_much(metric: Metric, before: float, after: float) -> bool:
-    """Whether a metric became worse by more than a point, or by more than 2 % of its value."""
+    """Whether a metric fell by more than a point, or by more than 2 % if it is not from 0 to 1."""
     if _is_share(metric, before, after):
         return round(metric.drop_points(before, after), 9) > MOST_POINTS
     return _share_lost(metric, before, after) > MOST_SHARE
 
 
 def _is_share(metric: Metric, before: float, after: float) -> bool:
-    """Whether a metric is one like accuracy, from 0 to 1."""
+    """Whether a metric is like accuracy, from 0 to 1."""
     return metric.higher_is_better and min(before, after) >= 0 and max(before, after) <= 1
 
 

@@ -33,12 +33,13 @@ WRITTEN_OUT = 40_000
 """Letters of facts and settings that are written out; beyond, the page names the file."""
 
 
-def page_of(report: Report, out: Path | None) -> str:
-    """Return a run's page.
+def render(report: Report, out: Path | None = None) -> str:
+    """Render a run's report as one self-contained page.
 
     Args:
-        report: what the run found.
-        out: where its artifacts lie, if they do.
+        report: the report.
+        out: folder of the results, whose artifacts give layer sizes and digests; without it the
+            page says that they are not there.
     """
     from compress.core.gates import rule_in_words, value_in_words
 

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from compress.common.errors import CompressError
 from compress.core.metrics import Metric
-from pipelines.planning.plan import SOURCE
+from pipelines.config.model_spec import SOURCE
 from pipelines.reporting.svg_plots import Plot, Point, pareto, scatter
-from pipelines.results.schema import FailureReport, SkippedReport, readable_bytes
+from pipelines.results.schema import readable_bytes
+from pipelines.results.stage_reports import FailureReport, SkippedReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipelines.results.measurements import Measurements
-    from pipelines.results.schema import Report, StageReport
+    from pipelines.results.schema import Report
+    from pipelines.results.stage_reports import StageReport
 
 Ended: TypeAlias = "StageReport | FailureReport | SkippedReport"
 SHOWN_FIRST = 5

@@ -12,16 +12,12 @@ from rich.text import Text
 
 from compress.common.printable import printable
 from compress.core.gates import rule_in_words, value_in_words
-from pipelines.planning.plan import SOURCE
+from pipelines.config.model_spec import SOURCE
 from pipelines.reporting.quantization_summary import fidelity_of, sameness_of
 from pipelines.reporting.stage_rows import in_order
 from pipelines.results.comparison import row_of
-from pipelines.results.schema import (
-    FailureReport,
-    SkippedReport,
-    readable_bytes,
-    readable_count,
-)
+from pipelines.results.schema import readable_bytes, readable_count
+from pipelines.results.stage_reports import FailureReport, SkippedReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +27,8 @@ if TYPE_CHECKING:
 
     from pipelines.results.comparison import Differences
     from pipelines.results.measurements import Measurements
-    from pipelines.results.schema import Report, StageReport
+    from pipelines.results.schema import Report
+    from pipelines.results.stage_reports import StageReport
 
 COLUMNS = (
     "metric",
@@ -55,7 +52,7 @@ NOT_MEASURABLE = "n/m"
 
 def wide_console() -> Console:
     """Return where tables are printed: as wide as the terminal, and wide where there is none."""
-    from pipelines.terminal.rich_output import PlainConsole
+    from pipelines.system.rich_output import PlainConsole
 
     console = PlainConsole()
     return console if console.is_terminal else PlainConsole(width=160)

@@ -108,7 +108,9 @@ class Measurements(Settings):
         return tuple(filter(None, (self.speedup_reason, self.latency_ms.reason)))
 
     @classmethod
-    def of(cls, artifact: Artifact, baseline: Artifact, context: Context) -> Measurements:
+    def from_artifact(
+        cls, artifact: Artifact, baseline: Artifact, context: Context
+    ) -> Measurements:
         """Measure an artifact against the baseline."""
         metric = None
         if context.data is not None and "val" in context.data.datasets:

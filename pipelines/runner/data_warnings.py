@@ -1,8 +1,8 @@
-"""What is suspicious about a run's data: too few samples, shared ones, other ranges."""
+"""Checks a run's data: too few samples, samples in two splits, inputs of another range."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,21 +12,20 @@ from compress.core.metrics import REGRESSION_METRICS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from numpy.typing import NDArray
-
     from compress.core.metrics import Metric
     from compress.data.batch import Batch
     from compress.data.fingerprint import Contents
     from compress.data.splits import Splits
 
 FEWEST_SAMPLES = 30
-"""Of `val`: of fewer, one sample moves an accuracy by more than three points."""
+"""Of `val`: with fewer, one sample moves an accuracy by more than three points."""
 COMPARED_SAMPLES = 512
+"""Of `val`, whose ranges are compared with those of the calibration samples."""
 OTHER_RANGE = 2.0
-"""Factor by which the largest magnitudes differ where inputs were scaled otherwise."""
+"""Ratio of the largest magnitudes beyond which inputs count as scaled in another way."""
 
 
-def doubts_of_val(contents: Contents) -> Iterator[str]:
+def validation_data_warnings(contents: Contents) -> Iterator[str]:
     """Yield a line for each reason not to trust what is measured on `val`."""
     if "val" not in contents.lengths:
         return
@@ -38,43 +37,40 @@ def doubts_of_val(contents: Contents) -> Iterator[str]:
         )
     for other in ("train", "test"):
         if other in contents.hashes:
-            shared, whole = _shared(contents, other)
+            shared, exact = _count_shared(contents, other)
             if shared:
-                count = f"{'' if whole else 'at least '}{shared} of its {samples}"
+                count = f"{'' if exact else 'at least '}{shared} of its {samples}"
                 yield (
                     f"val shares {count} samples with {other}, so that it tells less of new "
                     "data; keep each sample in one split"
                 )
 
 
-def _shared(contents: Contents, other: str) -> tuple[int, bool]:
-    """Return how many samples of `val` another split has too, and whether all were compared."""
+def _count_shared(contents: Contents, other: str) -> tuple[int, bool]:
+    """Return how many samples of `val` another split has too, and whether all were hashed."""
     splits = ("val", other)
-    whole = all(len(contents.hashes[name]) == contents.lengths[name] for name in splits)
-    val, others = (_keys(contents.hashes[name]) for name in splits)
-    return int(np.isin(val, others).sum()), whole
-
-
-def _keys(hashes: NDArray[np.uint64]) -> NDArray[Any]:
-    """Return each row of two numbers as one value."""
-    return np.ascontiguousarray(hashes).view([("a", np.uint64), ("b", np.uint64)]).ravel()
+    exact = all(len(contents.hashes[name]) == contents.lengths[name] for name in splits)
+    # A hash is a row of two numbers, `(samples, 2)`: isin compares scalars, so view rows as those.
+    pair = [("a", np.uint64), ("b", np.uint64)]
+    val, others = (np.ascontiguousarray(contents.hashes[n]).view(pair).ravel() for n in splits)
+    return int(np.isin(val, others).sum()), exact
 
 
 def unlike_val(data: Splits, samples: int, seed: int) -> str:
-    """Return in words how the inputs of a calibration differ from those of `val`; else nothing.
+    """Describe how the range of calibration inputs differs from that of `val`; else return ''.
 
     Args:
         data: the data.
-        samples: how many samples were calibrated with.
-        seed: by which they were chosen.
+        samples: number of calibration samples.
+        seed: the seed that they were drawn with.
     """
     if "val" not in data.datasets:
         return ""
     count = len(data.split("val"))  # type: ignore[arg-type]
     spread = sorted({i * count // COMPARED_SAMPLES for i in range(COMPARED_SAMPLES)})
-    seen = _ranges(data.calibration(samples, seed))
-    asked = _ranges(data.read("val", spread, data.batch_size))
-    for (low, high), (val_low, val_high) in zip(seen, asked, strict=True):
+    calibrated = _ranges(data.calibration(samples, seed))
+    evaluated = _ranges(data.read("val", spread, data.batch_size))
+    for (low, high), (val_low, val_high) in zip(calibrated, evaluated, strict=True):
         largest, val_largest = max(-low, high), max(-val_low, val_high)
         if max(largest, val_largest) > OTHER_RANGE * min(largest, val_largest):
             return (
@@ -86,34 +82,34 @@ def unlike_val(data: Splits, samples: int, seed: int) -> str:
 
 def _ranges(batches: Iterable[Batch]) -> list[tuple[float, float]]:
     """Return the smallest and the largest number of each input."""
-    found: list[tuple[float, float]] = []
+    ranges: list[tuple[float, float]] = []
     for batch in batches:
-        own = [(float(x.min()), float(x.max())) for x in batch.inputs]
-        pairs = zip(found or own, own, strict=True)
-        found = [(min(a[0], b[0]), max(a[1], b[1])) for a, b in pairs]
-    return found
+        new = [(float(x.min()), float(x.max())) for x in batch.inputs]
+        pairs = zip(ranges or new, new, strict=True)
+        ranges = [(min(a[0], b[0]), max(a[1], b[1])) for a, b in pairs]
+    return ranges
 
 
 def constant_score(data: Splits, metric: Metric) -> float | None:
-    """Return the metric on `val` of one answer to everything; None where there is none such.
+    """Return the best metric on `val` of a constant output, as a baseline; None if there is none.
 
-    Of classes that is how frequent each is, of numbers their mean or median.
+    For classes the output is their log-frequencies, for numbers the targets' mean or median.
     """
-    known = [batch.target for batch in data.batches("val")]
-    if metric.name == "fidelity" or any(target is None for target in known):
+    all_targets = [batch.target for batch in data.batches("val")]
+    if metric.name == "fidelity" or any(target is None for target in all_targets):
         return None
     try:
-        targets = torch.cat([target for target in known if target is not None])
-        scores = [metric.score(a, targets) for a in _constant_answers(targets, metric)]
+        targets = torch.cat([target for target in all_targets if target is not None])
+        scores = [metric.score(a, targets) for a in _constant_outputs(targets, metric)]
     except Exception:  # noqa: BLE001 - a metric may want outputs of another form
         return None
     return max(scores) if metric.higher_is_better else min(scores)
 
 
-def _constant_answers(targets: torch.Tensor, metric: Metric) -> Iterator[torch.Tensor]:
-    """Yield the answers, each the same for all samples, that score best for one kind of metric."""
+def _constant_outputs(targets: torch.Tensor, metric: Metric) -> Iterator[torch.Tensor]:
+    """Yield constant outputs, of which one scores best under each kind of metric."""
     if metric.loss.name == "binary_cross_entropy":
-        targets = targets.float()  # integers and booleans are its targets too
+        targets = targets.float()  # also given as integers and booleans
     if not targets.is_floating_point():
         counts = torch.bincount(targets[targets >= 0].flatten().long(), minlength=2)
         scores = (counts / counts.sum()).clamp(min=1e-6).log()
@@ -123,7 +119,7 @@ def _constant_answers(targets: torch.Tensor, metric: Metric) -> Iterator[torch.T
     mean = targets.mean(0, keepdim=True)
     is_binary = bool(((targets == 0) | (targets == 1)).all())
     if is_binary and not (metric.loss.is_regression or metric.name in REGRESSION_METRICS):
-        yield mean.logit(1e-6).expand_as(targets)  # models of binary targets answer in logits
+        yield mean.logit(1e-6).expand_as(targets)  # models with binary targets output logits
         return
     yield mean.expand_as(targets)
     yield targets.quantile(0.5, dim=0, keepdim=True).expand_as(targets)  # the best for mae

@@ -1,224 +1,211 @@
-"""Judging what a stage has made: proofs, gates and measurements, each asked once."""
+"""Evaluates the result of a stage: comparison with its input, gates and measurements.
+
+Whatever was measured before on the same artifact, data and machine is taken from the store.
+"""
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from compress.common.errors import GateRefused
-from compress.core.baselines import baseline_for
-from compress.core.verdict import explain
+from compress.common.dependency_recorder import recording
+from compress.core.evaluation import evaluate_gates
 from compress.profiling.batch_dependence import BatchDependence
 from pipelines.results.measurements import Measurements
-from pipelines.results.schema import ArtifactReport, StageReport
-from pipelines.runner import events
+from pipelines.results.stage_reports import ArtifactReport, StageReport
+from pipelines.runner.events import gate_event
 from pipelines.store.local import publish
 from pipelines.system.error_context import named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from pydantic import JsonValue
 
     from compress.artifacts.artifact import Artifact
+    from compress.core.context import Context
     from compress.core.gate import Gate
     from compress.core.verdict import Verdict
     from pipelines.planning.plan import PlannedStage
-    from pipelines.runner.executor import CacheLookup, PipelineExecutor
+    from pipelines.runner.run_state import CacheLookup, RunState
+    from pipelines.store.entry import Entry
+
+T = TypeVar("T")
 
 
-def evaluate_stage(
-    walk: PipelineExecutor, planned: PlannedStage, sought: CacheLookup
-) -> StageReport:
-    """Prove, publish, measure and judge what a stage has made.
+@dataclass
+class MeasurementCache:
+    """Measurements of one artifact: looked up in its store entry, taken where they are missing."""
+
+    entry: Entry
+    artifact: Artifact
+    seconds: float = 0.0
+    """How long taking them has lasted so far."""
+
+    def get_or_measure(
+        self,
+        key: dict[str, Any],
+        measure: Callable[[], T],
+        load: Callable[[Any], T],
+        dump: Callable[[T], JsonValue],
+    ) -> T:
+        """Return a stored measurement, or take and store it.
+
+        Args:
+            key: what is measured, and everything that the value depends on.
+            measure: takes the measurement.
+            load: makes a measurement of what `dump` returned.
+            dump: returns what is stored. None stores nothing, so that the next run measures again.
+        """
+        stored = self.entry.lookup(key, self.artifact)
+        if stored is not None:
+            return load(stored.value)
+        began = time.monotonic()
+        try:
+            with recording() as recorded:
+                value = measure()
+        finally:
+            self.seconds += time.monotonic() - began
+        content = dump(value)
+        if content is not None:
+            self.entry.store(key, self.artifact, content, recorded)
+        return value
+
+
+def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) -> StageReport:
+    """Publish the result of a stage, compare it with its input, evaluate its gates and measure it.
 
     Raises:
-        CompressError: it could not be proved, or not be measured.
+        CompressError: its outputs are not those of its input, or it could not be measured.
     """
-    questions, artifact = MeasurementCache(walk, planned.name), walk.artifacts[planned.name]
-    _prove(questions, planned, cached=not sought.reason)
-    publish(artifact, walk.out / "artifacts" / planned.name)
-    with artifact.keep_loaded(walk.pipeline.device, walk.pipeline.threads):
-        dependence_of(walk, planned.name, questions)
-        verdicts = tuple(_judged_by(questions, planned, gate) for gate in planned.stage.gates)
-        measurements = _measured(questions)
+    name = planned.name
+    model, artifact = state.artifacts[planned.input], state.artifacts[name]
+    context, cache = state.context(name), MeasurementCache(state.entries[name], artifact)
+
+    def check_parity() -> bool:
+        if lookup.cached:  # a stage that has just run has done so itself
+            planned.stage.check_parity(model, artifact, context)
+        return True
+
+    with named(name, state.out):
+        key = {"proved against its input": 1, **state.measurement_conditions()}
+        cache.get_or_measure(key, check_parity, bool, bool)
+    publish(artifact, state.out / "artifacts" / name)
+    with artifact.keep_loaded(context.device, context.threads):
+        batch_dependence(state, name, cache)
+        evaluate = functools.partial(_evaluate_gate, state, planned, cache)
+        verdicts = evaluate_gates(planned.stage.gates, model, artifact, context, evaluate)
+        measurements = measure_artifact(state, name, cache)
     return StageReport(
-        name=planned.name,
+        name=name,
         stage=planned.stage.stage,
         input=planned.input,
-        branch=walk.plan.branch(planned.name),
-        cached=not sought.reason,
-        reason=sought.reason,
-        fetched_from=sought.entry.fetched_from,
-        seconds=sought.seconds,
-        judged_seconds=questions.seconds,
-        artifact=ArtifactReport.of(artifact, f"artifacts/{planned.name}"),
+        branch=state.plan.branch(name),
+        cached=lookup.cached,
+        reason=lookup.reason,
+        fetched_from=lookup.entry.fetched_from,
+        seconds=lookup.seconds,
+        judged_seconds=cache.seconds,
+        artifact=ArtifactReport.from_artifact(artifact, f"artifacts/{name}"),
         measurements=measurements,
         verdicts=verdicts,
     )
 
 
-def measured(walk: PipelineExecutor, name: str) -> tuple[Measurements, float]:
-    """Return what is measured of an artifact beside the baseline, and how many seconds it took."""
-    questions = MeasurementCache(walk, name)
-    return _measured(questions), questions.seconds
+def _evaluate_gate(
+    state: RunState,
+    planned: PlannedStage,
+    cache: MeasurementCache,
+    gate: Gate,
+    before: Artifact,
+    after: Artifact,
+    context: Context,
+) -> Verdict:
+    """Evaluate a gate on the value that was measured before, if it was, and emit the verdict.
 
-
-def refusal_of(row: StageReport, out: Path) -> GateRefused | None:
-    """Return the error that says which gates refused, if any did."""
-    refused = [v for v in row.verdicts if not v.passed]
-    if not refused:
-        return None
-    return GateRefused(
-        f"{row.name}: {'; '.join(map(explain, refused))} "
-        f"(artifact kept in {out / 'artifacts' / row.name})"
+    The limit is no part of the key: a changed limit is held against the stored value.
+    """
+    compared = gate.against or planned.input
+    key = {**gate.measurement_key(), "against": before.digest, **state.measurement_conditions()}
+    if gate.depends_on_batch:
+        if gate.compares and state.artifacts.get(compared) is before:
+            batch_dependence(state, compared)  # in its own entry, where later runs find it
+        key |= _batch_size_part(state, planned.name, before, after)
+    verdict = cache.get_or_measure(
+        key,
+        measure=lambda: gate.evaluate(before, after, context),
+        load=lambda value: gate.verdict(float(value)),
+        dump=lambda verdict: verdict.value,
     )
-
-
-@dataclass
-class MeasurementCache:
-    """What is asked of one artifact, and the seconds that answering took."""
-
-    walk: PipelineExecutor
-    name: str
-    seconds: float = 0.0
-
-    def get_or_measure(self, question: dict[str, Any], measure: Callable[[], JsonValue]) -> Any:
-        """Return what was measured before, or measure, counting the seconds."""
-
-        def timed() -> JsonValue:
-            began = time.monotonic()
-            try:
-                return measure()
-            finally:
-                self.seconds += time.monotonic() - began
-
-        walk, name = self.walk, self.name
-        return walk.entries[name].cached_value(question, walk.artifacts[name], timed)
-
-
-def _prove(questions: MeasurementCache, planned: PlannedStage, cached: bool) -> None:
-    """Hold a cached result against its input, once for each data and machine."""
-    walk, name = questions.walk, planned.name
-
-    def prove() -> JsonValue:
-        if cached:  # else the stage has just done so itself
-            model, artifact = walk.artifacts[planned.input], walk.artifacts[name]
-            planned.stage.check_parity(model, artifact, walk.context(name))
-        return True
-
-    with named(name, walk.out):
-        questions.get_or_measure({"proved against its input": 1, **walk.conditions()}, prove)
-
-
-def _judged_by(questions: MeasurementCache, planned: PlannedStage, gate: Gate) -> Verdict:
-    verdict = _verdict(questions, planned, gate)
-    questions.walk.emit(events.gate_event(planned.name, verdict))
+    verdict = verdict.model_copy(update={"against": compared if gate.compares else None})
+    state.emit(gate_event(planned.name, verdict))
     return verdict
 
 
-def _verdict(questions: MeasurementCache, planned: PlannedStage, gate: Gate) -> Verdict:
-    walk, other = questions.walk, gate.against or planned.input
-    after = walk.artifacts[planned.name]
-    before = baseline_for(gate, walk.artifacts[planned.input], walk.context(planned.name))
-    question = {**gate.measurement_key(), "against": before.digest, **walk.conditions()}
-    if gate.depends_on_batch:
-        if gate.compares and walk.artifacts.get(other) is before:
-            dependence_of(walk, other)  # keeps it for later runs
-        question |= _batch_size(walk, planned.name, before, after)
-    failed: list[Verdict] = []
+def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Measurements:
+    """Measure metric, size, latency and memory of an artifact, compared with the run's baseline.
 
-    def measure() -> float:
-        verdict = gate.evaluate(before, after, walk.context(planned.name))
-        if verdict.value is None:
-            failed.append(verdict)
-            raise _Unmeasured
-        return verdict.value
-
-    try:
-        verdict = gate.verdict(float(str(questions.get_or_measure(question, measure))))
-    except _Unmeasured:
-        verdict = failed[0]
-    return verdict.model_copy(update={"against": other if gate.compares else None})
-
-
-def _measured(questions: MeasurementCache) -> Measurements:
-    walk, name = questions.walk, questions.name
-    baseline, artifact = walk.artifacts[walk.plan.baseline], walk.artifacts[name]
-    dependence = dependence_of(walk, name, questions)
-    question = {"measurements": 2, "against": baseline.digest, **walk.conditions()}
-    question |= judged_batch_size(walk, name)
-
-    def measure() -> JsonValue:
-        found = Measurements.of(artifact, baseline, walk.context(name))
-        if found.doubts:
-            raise _Doubtful(found)  # not kept: the next run finds the machine in another state
-        return found.model_dump(mode="json")
-
-    with named(name, walk.out):
-        try:
-            found = Measurements.model_validate(questions.get_or_measure(question, measure))
-        except _Doubtful as doubtful:
-            found = doubtful.found
-    found = found.model_copy(update={"batch_dependence": dependence})
-    return found.with_peak(lambda: _peak(questions))
-
-
-def dependence_of(
-    walk: PipelineExecutor, name: str, questions: MeasurementCache | None = None
-) -> BatchDependence:
-    """Return whether an artifact's answers depend on their batch, as measured once and kept.
-
-    Args:
-        walk: the run.
-        name: the stage's name.
-        questions: counts the seconds, where somebody asks for them.
+    Raises:
+        CompressError: it could not be measured.
     """
-    artifact, known = walk.artifacts[name], walk.dependences
-    if artifact.digest not in known:
-        conditions = {k: v for k, v in walk.conditions().items() if k != "metric"}
-
-        def measure() -> JsonValue:
-            return walk.context(name).batch_dependence(artifact).model_dump(mode="json")
-
-        with named(name, walk.out):
-            found = (questions or MeasurementCache(walk, name)).get_or_measure(
-                {"batch dependence": 1, **conditions}, measure
-            )
-        known[artifact.digest] = BatchDependence.model_validate(found)
-    return known[artifact.digest]
-
-
-def judged_batch_size(walk: PipelineExecutor, name: str) -> dict[str, JsonValue]:
-    """Return the number of rows a call has where an artifact is judged, if that decides figures."""
-    dependence_of(walk, name)
-    return _batch_size(walk, name, walk.artifacts[name])
-
-
-def _batch_size(walk: PipelineExecutor, name: str, *artifacts: Artifact) -> dict[str, JsonValue]:
-    size = walk.context(name).judged_batch_size(*artifacts)
-    return {} if size is None else {"batch size": size}
-
-
-def _peak(questions: MeasurementCache) -> float:
-    """Return the peak of memory, which neither metric nor baseline change."""
-    walk, name = questions.walk, questions.name
-    question = {"peak memory": 2, **walk.conditions()}
-    del question["metric"]
-    artifact = walk.artifacts[name]
+    baseline, artifact = state.artifacts[state.plan.baseline], state.artifacts[name]
+    dependence = batch_dependence(state, name, cache)
+    context = state.context(name)
+    conditions = state.measurement_conditions()
+    key = {"measurements": 2, "against": baseline.digest, **conditions}
+    with named(name, state.out):
+        measurements = cache.get_or_measure(
+            key | judged_batch_size_part(state, name),
+            measure=lambda: Measurements.from_artifact(artifact, baseline, context),
+            load=Measurements.model_validate,
+            # On a machine too busy to tell, the next run measures again.
+            dump=lambda found: None if found.doubts else found.model_dump(mode="json"),
+        )
+    # Neither the metric nor the baseline changes how much memory an artifact takes.
+    key = {"peak memory": 2, **{k: v for k, v in conditions.items() if k != "metric"}}
     batch = artifact.signature.smallest_batch
-    return float(
-        questions.get_or_measure(question, lambda: walk.context(name).peak_memory(artifact, batch))
+    measurements = measurements.model_copy(update={"batch_dependence": dependence})
+    return measurements.with_peak(
+        lambda: cache.get_or_measure(
+            key, lambda: context.peak_memory(artifact, batch), float, lambda mebibytes: mebibytes
+        )
     )
 
 
-class _Unmeasured(Exception):
-    pass
+def batch_dependence(
+    state: RunState, name: str, cache: MeasurementCache | None = None
+) -> BatchDependence:
+    """Return whether an artifact's outputs depend on what else is in the batch.
+
+    Args:
+        state: the run.
+        name: the stage that made the artifact.
+        cache: counts the seconds, if given.
+    """
+    artifact, known = state.artifacts[name], state.batch_dependences
+    if artifact.digest not in known:
+        conditions = state.measurement_conditions()
+        del conditions["metric"]
+        with named(name, state.out):
+            known[artifact.digest] = (
+                cache or MeasurementCache(state.entries[name], artifact)
+            ).get_or_measure(
+                {"batch dependence": 1, **conditions},
+                measure=lambda: state.context(name).batch_dependence(artifact),
+                load=BatchDependence.model_validate,
+                dump=lambda found: found.model_dump(mode="json"),
+            )
+    return known[artifact.digest]
 
 
-class _Doubtful(Exception):
-    def __init__(self, found: Measurements) -> None:
-        super().__init__()
-        self.found = found
+def judged_batch_size_part(state: RunState, name: str) -> dict[str, JsonValue]:
+    """Return the part of a measurement's key for artifacts whose outputs depend on their batch."""
+    batch_dependence(state, name)
+    return _batch_size_part(state, name, state.artifacts[name])
+
+
+def _batch_size_part(state: RunState, name: str, *artifacts: Artifact) -> dict[str, JsonValue]:
+    size = state.context(name).judged_batch_size(*artifacts)
+    return {} if size is None else {"batch size": size}

@@ -1,4 +1,4 @@
-"""What happens in a run, told when it happens: people, the log and the tracker hear the same."""
+"""Events of a run; the terminal, the log and the tracker all receive the same ones."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from compress.common.errors import lines_of
 from pipelines.results.schema import how_to_run
+from pipelines.system.jsonl_log import log_event
 from pipelines.system.machine_info import machine, versions
 from pipelines.system.signals import INTERRUPTED
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from compress.artifacts.artifact import Artifact
     from compress.core.verdict import Verdict
+    from pipelines.config.pipeline import PipelineConfig
     from pipelines.results.measurements import Measurements
-    from pipelines.results.schema import FailureReport, Report, SkippedReport
-    from pipelines.runner.executor import CacheLookup, PipelineExecutor
+    from pipelines.results.schema import Report
 
-Event: TypeAlias = Literal[
+EventName: TypeAlias = Literal[
     "run_started",
     "task_known",
     "stage_started",
@@ -35,28 +38,38 @@ Level: TypeAlias = Literal["info", "warning", "error"]
 
 @dataclass(frozen=True)
 class RunEvent:
-    """One thing that happened."""
+    """Something that happened in a run."""
 
-    event: Event
+    event: EventName
     stage: str | None
     line: str
-    """It in words."""
+    """The event in words."""
     fields: dict[str, Any] = field(default_factory=dict)
-    """What the log has beside the words."""
+    """What `log.jsonl` has besides the words."""
     level: Level = "info"
     is_announced: bool = True
-    """Whether people are told of it when it happens."""
+    """Whether it is shown to the user as it happens."""
 
 
 EventListener: TypeAlias = Callable[[RunEvent], None]
 
 
-def run_started_event(walk: PipelineExecutor) -> RunEvent:
-    """Return that a walk begins."""
-    pipeline = walk.pipeline
+def event_listener(announce: Callable[[str], None]) -> EventListener:
+    """Return a listener that logs all events, and announces those that are for the user."""
+
+    def on_event(event: RunEvent) -> None:
+        log_event(event.event, event.line, stage=event.stage, level=event.level, **event.fields)
+        if event.is_announced:
+            announce(event.line)
+
+    return on_event
+
+
+def run_started_event(pipeline: PipelineConfig, out: Path) -> RunEvent:
+    """Build the event that a run starts, with its settings, versions and machine."""
     fields = {
         "pipeline": pipeline.name,
-        "command": how_to_run(pipeline.file, walk.out),
+        "command": how_to_run(pipeline.file, out),
         "versions": dict(versions()),
         "machine": dict(machine()),
         "settings": pipeline.model_dump(mode="json", by_alias=True, exclude_unset=True),
@@ -65,13 +78,13 @@ def run_started_event(walk: PipelineExecutor) -> RunEvent:
     return RunEvent("run_started", None, line, fields, is_announced=False)
 
 
-def task_known(line: str) -> RunEvent:
-    """Build the event that the loss and the metric follow from the data."""
+def loss_inferred_event(line: str) -> RunEvent:
+    """Build the event that loss and metric have been inferred from the data."""
     return RunEvent("task_known", None, line)
 
 
 def run_finished_event(report: Report, seconds: float) -> RunEvent:
-    """Return how a run ended."""
+    """Build the event that a run has ended, whether it passed or not."""
     fields = {
         "status": report.status,
         "error": report.error,
@@ -83,69 +96,75 @@ def run_finished_event(report: Report, seconds: float) -> RunEvent:
     return RunEvent("run_finished", None, line, fields, level, is_announced=False)
 
 
-def warned(warning: str) -> RunEvent:
-    """Return that something is suspicious."""
+def warning_event(warning: str) -> RunEvent:
+    """Build the event of a warning."""
     return RunEvent("message", None, f"warning: {warning}", level="warning")
 
 
 def stage_started_event(stage: str, reason: str) -> RunEvent:
-    """Return that a stage's artifact is made from here on, and why."""
+    """Build the event that a stage runs, and why it is not taken from the store."""
     line = f"{stage}: running ({reason})"
     return RunEvent("stage_started", stage, line, {"reason": reason})
 
 
 def stage_finished_event(
-    sought: CacheLookup,
+    stage: str,
     artifact: Artifact,
-    judged_seconds: float,
+    *,
+    cached: bool,
+    fetched_from: str,
+    seconds: float,
+    evaluation_seconds: float,
     measurements: Measurements | None,
     verdicts: Sequence[Verdict] = (),
 ) -> RunEvent:
-    """Return that a stage's artifact is there, measured and judged.
+    """Build the event that a stage has run, or was taken from the store, and was evaluated.
 
     Args:
-        sought: how it was come by.
-        artifact: the artifact.
-        judged_seconds: how long gates and measurements took.
-        measurements: what was measured; of the model as it came in perhaps nothing.
-        verdicts: what its gates found.
+        stage: its name.
+        artifact: its result.
+        cached: whether that was taken from the store.
+        fetched_from: URL of the shared store that it came from; empty if from none.
+        seconds: how long the stage ran.
+        evaluation_seconds: how long gates and measurements took.
+        measurements: what was measured; None of an imported model that is not the baseline.
+        verdicts: those of its gates.
     """
-    origin = f" (from {sought.entry.fetched_from})" if sought.entry.fetched_from else ""
-    told = [f"made in {sought.seconds:.1f} s" if sought.reason else f"cached{origin}"]
-    if judged_seconds:
-        told.append(f"judged in {judged_seconds:.1f} s")
+    origin = f" (from {fetched_from})" if fetched_from else ""
+    words = [f"cached{origin}" if cached else f"made in {seconds:.1f} s"]
+    if evaluation_seconds:
+        words.append(f"judged in {evaluation_seconds:.1f} s")
     if measurements and measurements.metric:
-        told.append(f"{measurements.metric.name} {measurements.metric.value:.4f}")
+        words.append(f"{measurements.metric.name} {measurements.metric.value:.4f}")
     if verdicts:
-        told.append(f"{sum(v.passed for v in verdicts)}/{len(verdicts)} gates passed")
+        words.append(f"{sum(v.passed for v in verdicts)}/{len(verdicts)} gates passed")
     fields = {
-        "seconds": sought.seconds,
-        "judged_seconds": judged_seconds,
+        "seconds": seconds,
+        "judged_seconds": evaluation_seconds,
         "kind": artifact.kind,
         "digest": artifact.digest,
         "measurements": measurements.model_dump(mode="json") if measurements else None,
     }
-    event: Event = "stage_finished" if sought.reason else "stage_cached"
-    return RunEvent(event, sought.name, f"{sought.name}: {', '.join(told)}", fields)
+    event: EventName = "stage_cached" if cached else "stage_finished"
+    return RunEvent(event, stage, f"{stage}: {', '.join(words)}", fields)
 
 
 def gate_event(stage: str, verdict: Verdict) -> RunEvent:
-    """Return what a gate found."""
+    """Build the event that a gate was evaluated."""
     line = f"{stage}: {verdict.gate} {'passed' if verdict.passed else 'refused'}"
     level: Level = "info" if verdict.passed else "error"
     fields = verdict.model_dump(mode="json")
     return RunEvent("gate_judged", stage, line, fields, level, is_announced=False)
 
 
-def stage_failed_event(failure: FailureReport, ends_run: bool) -> RunEvent:
-    """Return that a stage had nothing to show; the error of the run itself is said at its end."""
-    why = " ".join(lines_of(failure.error)).removeprefix(f"{failure.name}: ")
-    how = INTERRUPTED if failure.status == INTERRUPTED else f"failed: {why}"
-    line, fields = f"{failure.name}: {how}", {"error": failure.error}
-    return RunEvent("stage_failed", failure.name, line, fields, "error", not ends_run)
+def stage_failed_event(stage: str, error: str, *, interrupted: bool, ends_run: bool) -> RunEvent:
+    """Build the event that a stage failed; an error that ends the run is announced at its end."""
+    why = " ".join(lines_of(error)).removeprefix(f"{stage}: ")
+    line = f"{stage}: {INTERRUPTED if interrupted else f'failed: {why}'}"
+    return RunEvent("stage_failed", stage, line, {"error": error}, "error", not ends_run)
 
 
-def stage_skipped_event(left_out: SkippedReport) -> RunEvent:
-    """Return that a stage cannot run."""
-    line = f"{left_out.name}: skipped, as {left_out.because} did not pass"
-    return RunEvent("stage_skipped", left_out.name, line, level="warning")
+def stage_skipped_event(stage: str, because: str) -> RunEvent:
+    """Build the event that a stage is skipped because another one did not pass."""
+    line = f"{stage}: skipped, as {because} did not pass"
+    return RunEvent("stage_skipped", stage, line, level="warning")

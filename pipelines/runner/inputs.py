@@ -1,4 +1,4 @@
-"""The user's model and data, as the pipeline file names them."""
+"""Loads the data and imports the model that a pipeline file names."""
 
 from __future__ import annotations
 
@@ -17,37 +17,44 @@ from compress.common.factories import local_sources, sources_digest
 from compress.common.signature import Signature
 from compress.core.context import Context
 from compress.data.splits import DataReference, Splits
-from pipelines.config.model_spec import FactoryModel, HuggingFaceModel, ModelFile, TimmModel
-from pipelines.planning.loss_and_metric import fitting_loss, settled
-from pipelines.planning.plan import SOURCE, build_plan
+from pipelines.config.model_spec import (
+    MODEL_CLASSES,
+    SOURCE,
+    FactoryModel,
+    HuggingFaceModel,
+    ModelFile,
+    TimmModel,
+)
+from pipelines.planning.loss_and_metric import fitting_loss, infer_loss_and_metric
+from pipelines.planning.planner import build_plan
 from pipelines.system.machine_info import version_of
 from pipelines.system.temp_files import temporary_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from compress.artifacts.artifact import Artifact
     from compress.common.signature import TensorSpec
-    from pipelines.config.pipeline import Pipeline
+    from pipelines.config.pipeline import PipelineConfig
 
 TIMM = "timm:create_model"
 
 
-def resolve_inputs(pipeline: Pipeline) -> tuple[Pipeline, Splits | None, str]:
-    """Load the data, and find out what the model takes where the file does not say it.
+def resolve_inputs(pipeline: PipelineConfig) -> tuple[PipelineConfig, Splits | None, str]:
+    """Load the data, and infer `model.inputs` where the file does not declare them.
 
     Returns:
-        The pipeline with `model.inputs`, its data if any, and what was found out, in words.
+        The pipeline with `model.inputs`, its data if any, and a line that names what was inferred.
 
     Raises:
-        CompressError: the data are wrong, or do not tell the model's inputs, or these are not what
-            a packaged model's requests become.
+        CompressError: the data are wrong, the inputs cannot be inferred from them, or the requests
+            of a packaged model would not become such inputs.
     """
     data = load_data(pipeline)
     if pipeline.model.inputs is not None:
         _check_requests(pipeline)
         return pipeline, data, ""
-    inputs, where = _found_inputs(pipeline, data)
+    inputs, origin = _infer_inputs(pipeline, data)
     from compress.data.infer_signature import described
 
     if data is not None:
@@ -55,20 +62,24 @@ def resolve_inputs(pipeline: Pipeline) -> tuple[Pipeline, Splits | None, str]:
         source = replace(data.source, input_names=names) if data.source else None
         data = replace(data, input_names=names, source=source)
     model = pipeline.model.model_copy(update={"inputs": inputs})
-    told = f"model.inputs, from {where}: {described(inputs)}"
+    inferred = f"model.inputs, from {origin}: {described(inputs)}"
     pipeline = pipeline.model_copy(update={"model": model})
     _check_requests(pipeline)
-    return pipeline, data, told
+    return pipeline, data, inferred
 
 
-def _check_requests(pipeline: Pipeline) -> None:
-    """Refuse images and texts that would not become what the model takes."""
+def _check_requests(pipeline: PipelineConfig) -> None:
+    """Refuse to package a model whose requests, images or texts, do not become its inputs.
+
+    Raises:
+        PipelineInvalid: it names the stage.
+    """
     from serve.torchserve.stage import PackageTorchServe
 
     for index, stage in enumerate(pipeline.stages):
         lacks = any(r.missing() for r in stage.all_requirements() if not r.program)
         if lacks or not isinstance(stage, PackageTorchServe):
-            continue  # what lacks a library is refused where it is planned
+            continue  # the planner refuses a stage that lacks a library
         try:
             signature = Signature(inputs=pipeline.model.inputs or ())
             stage.resolve_paths(pipeline.folder, pipeline.code_folder).check_inputs(signature)
@@ -77,7 +88,9 @@ def _check_requests(pipeline: Pipeline) -> None:
             raise PipelineInvalid(f"{where} ({stage.title}): {error}") from error
 
 
-def _found_inputs(pipeline: Pipeline, data: Splits | None) -> tuple[tuple[TensorSpec, ...], str]:
+def _infer_inputs(
+    pipeline: PipelineConfig, data: Splits | None
+) -> tuple[tuple[TensorSpec, ...], str]:
     from compress.data.infer_signature import inputs_of
 
     spec = pipeline.model
@@ -98,8 +111,8 @@ def _found_inputs(pipeline: Pipeline, data: Splits | None) -> tuple[tuple[Tensor
         raise type(error)(f"{pipeline.place('model')}: {error}") from error
 
 
-def _parameters(pipeline: Pipeline) -> Sequence[str]:
-    """Return the names of what the model takes by position."""
+def _parameters(pipeline: PipelineConfig) -> Sequence[str]:
+    """Return the names of the model's positional parameters."""
     from compress.artifacts.recipe_inference import positional_parameters
 
     spec = pipeline.model
@@ -115,7 +128,7 @@ def _parameters(pipeline: Pipeline) -> Sequence[str]:
     return positional_parameters(_recipe(spec).build(pipeline.code_folder))
 
 
-def load_data(pipeline: Pipeline) -> Splits | None:
+def load_data(pipeline: PipelineConfig) -> Splits | None:
     """Call the data factory, or return None where there is no data section.
 
     Raises:
@@ -140,30 +153,30 @@ def load_data(pipeline: Pipeline) -> Splits | None:
         raise PipelineInvalid(f"{pipeline.place('data', 'factory')}: {message}") from error
 
 
-def check_model(pipeline: Pipeline) -> tuple[Signature, str]:
-    """Build the model and read its weights and the data, keeping nothing.
+def check_model(pipeline: PipelineConfig) -> tuple[Signature, str]:
+    """Build the model and read its weights and the data, without storing anything.
 
     Returns:
-        The model's interface, and what of it and of the loss was found out, in lines.
+        The model's interface, and lines that name what of it and of the loss was inferred.
 
     Raises:
         CompressError: the factory, the checkpoint, the data or the declared inputs are wrong, or
             outputs and targets do not fit the loss.
     """
     plan = build_plan(pipeline)
-    pipeline, data, told = resolve_inputs(pipeline)
-    plan, pipeline = settled(plan, pipeline, data)
+    pipeline, data, inferred = resolve_inputs(pipeline)
+    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
     with temporary_files(), tempfile.TemporaryDirectory() as folder:
         source = import_source(pipeline, Path(folder) / SOURCE)
         context = Context(
             root=Path(folder), data=data, device=pipeline.device, threads=pipeline.threads
         )
         task = fitting_loss(plan, pipeline, source, context)
-        return source.signature, "\n".join(filter(None, [told, task]))
+        return source.signature, "\n".join(filter(None, [inferred, task]))
 
 
-def import_source(pipeline: Pipeline, path: Path) -> Artifact:
-    """Seal the model as it came in.
+def import_source(pipeline: PipelineConfig, path: Path) -> Artifact:
+    """Import the model as an artifact.
 
     Raises:
         CompressError: the factory, the checkpoint or the declared inputs are wrong.
@@ -178,21 +191,17 @@ def import_source(pipeline: Pipeline, path: Path) -> Artifact:
         message = message.removeprefix("axes: ")
         raise PipelineInvalid(f"{pipeline.place('model', key)}: {message}") from None
     try:
-        return _sealed(pipeline, signature, path)
+        return _import_model(pipeline, signature, path)
     except CompressError as error:
-        found = (k for k in ("checkpoint", "model.inputs", "model.outputs") if k in str(error)[:20])
-        key = next(found, next(_keys(pipeline))).removeprefix("model.")
+        # Errors begin with the setting that is wrong; else it is the one that names the model.
+        keys = [k for k in ("checkpoint", "model.inputs", "model.outputs") if k in str(error)[:20]]
+        keys += [key for key in MODEL_CLASSES if key in type(spec).model_fields]
+        key = keys[0].removeprefix("model.")
         message = str(error).removeprefix(f"model.{key}: ")
         raise type(error)(f"{pipeline.place('model', key)}: {message}") from error
 
 
-def _keys(pipeline: Pipeline) -> Iterator[str]:
-    """Yield the key that says where the model comes from."""
-    fields = type(pipeline.model).model_fields
-    yield from (key for key in ("factory", "huggingface", "timm", "file") if key in fields)
-
-
-def _sealed(pipeline: Pipeline, signature: Signature, path: Path) -> Artifact:
+def _import_model(pipeline: PipelineConfig, signature: Signature, path: Path) -> Artifact:
     spec = pipeline.model
     if isinstance(spec, ModelFile):
         from pipelines.models.exported_files import import_file
@@ -217,7 +226,7 @@ def _recipe(spec: FactoryModel | TimmModel) -> Recipe:
 
 
 def _import_hugging_face(
-    pipeline: Pipeline, spec: HuggingFaceModel, signature: Signature, path: Path
+    pipeline: PipelineConfig, spec: HuggingFaceModel, signature: Signature, path: Path
 ) -> Artifact:
     import torch
 
@@ -236,8 +245,8 @@ def _import_hugging_face(
     return import_module(path, recipe, module, signature)
 
 
-def source_parts(pipeline: Pipeline) -> dict[str, object]:
-    """Return what decides the imported model: its settings, its source code and its weights."""
+def source_parts(pipeline: PipelineConfig) -> dict[str, object]:
+    """Return what decides the imported model: its settings, and hashes of its code and weights."""
     spec = pipeline.model
     parts: dict[str, object] = {"stage": SOURCE, "settings": spec.model_dump(mode="json")}
     if isinstance(spec, HuggingFaceModel):

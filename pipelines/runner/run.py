@@ -1,32 +1,36 @@
-"""Running a pipeline, or foreseeing what a run would do."""
+"""Runs a pipeline, or predicts what a run would do."""
 
 from __future__ import annotations
 
-import functools
 import time
-from contextlib import suppress
+import uuid
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from compress.common.errors import CompressError, GateRefused
 from compress.common.process import within_quota
 from compress.core.progress import silent
 from compress.profiling.peak_memory import measurement_process
+from pipelines.config.model_spec import SOURCE
+from pipelines.config.run_options import RunOptions
 from pipelines.executors.factory import check_engine, engine_for
 from pipelines.executors.launched import check_processes
 from pipelines.executors.node_environment import write_run_id
-from pipelines.planning.loss_and_metric import settled
-from pipelines.planning.plan import SOURCE, build_plan
+from pipelines.planning.loss_and_metric import infer_loss_and_metric
+from pipelines.planning.planner import build_plan
 from pipelines.results.schema import withdraw_report
 from pipelines.runner import events
-from pipelines.runner.executor import ASKED, PipelineExecutor
+from pipelines.runner.cache_keys import source_key_parts, stage_key_parts
+from pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor
 from pipelines.runner.inputs import resolve_inputs
+from pipelines.runner.run_report import build_report
+from pipelines.runner.run_state import RunState
 from pipelines.runner.scheduler import schedule
-from pipelines.runner.subscribers import event_listener, recording
 from pipelines.store.local import Store
 from pipelines.store.sample_diff import note_samples
 from pipelines.system import signals
 from pipelines.system.disk_errors import readable_disk_errors
-from pipelines.system.jsonl_log import log_event
+from pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
 from pipelines.system.signals import INTERRUPTED
 from pipelines.system.temp_files import temporary_files
 
@@ -34,44 +38,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from compress.core.progress import Progress
-    from pipelines.config.pipeline import Pipeline
-    from pipelines.executors.factory import EngineName
+    from pipelines.config.pipeline import PipelineConfig
     from pipelines.results.schema import Report, Status
-    from pipelines.runner.scheduler import Engine
     from pipelines.store.remote import Remote
+
+DEFAULTS = RunOptions()
 
 
 def run(
-    pipeline: Pipeline,
+    pipeline: PipelineConfig,
     out: Path,
-    *,
-    start: str | None,
-    until: str | None,
-    force: bool,
-    jobs: int | None,
-    engine: EngineName,
-    store: str | None,
-    progress: Progress,
-    announce: Callable[[str], None],
-    finished: Callable[[Report], None],
+    options: RunOptions,
+    render: Callable[[Report, Path], str],
 ) -> Report:
     """Run a pipeline and write its report.
 
     Args:
         pipeline: the pipeline.
-        out: directory of the results.
-        start: run this stage again, and those whose artifacts are made of its own, whatever the
-            store holds.
-        until: run this stage and those that it needs alone.
-        force: run every stage again.
-        jobs: branches made at a time, each in a process of its own where it is more than one; by
-            default one, and with Ray as many as the cluster has cores.
-        engine: what makes branches: this machine, or a Ray cluster.
-        store: URL of a store that other machines share; none where None.
-        progress: where stages say how far they are.
-        announce: where one line per stage goes.
-        finished: given the report once it is written, of a refused or failed run too.
+        out: folder of the results.
+        options: what to run again, where to run it, and who is notified.
+        render: renders `report.html`, given the report and `out`.
 
     Returns:
         The report of a run whose gates all passed.
@@ -82,147 +68,147 @@ def run(
         CompressError: the pipeline is invalid, or a stage failed; the report says so. Where others
             did not pass either, their errors are its notes.
     """
-    check_engine(pipeline, engine)
-    remote = _shared(store, announce)
-    plan = build_plan(pipeline, start, until, force=force)
+    check_engine(pipeline, options.engine)
+    announce, root = options.announce, out / ".store"
+    remote = _open_remote(options.store, announce)
+    plan = build_plan(pipeline, options.start, options.until, force=options.force)
     for warning in plan.warnings:
         announce(f"warning: {warning}")
-    pipeline, data, told = resolve_inputs(pipeline)
-    plan, pipeline = settled(plan, pipeline, data)
-    if told:
-        announce(told)
-    root = out / ".store"
+    pipeline, data, inferred = resolve_inputs(pipeline)
+    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
+    if inferred:
+        announce(inferred)
     with (
         readable_disk_errors(out),
         temporary_files(),
         within_quota(),
         measurement_process(),
-        Store.locked(root, announce, remote, pipeline.folder, pipeline.code_folder) as kept,
+        Store.locked(root, announce, remote, pipeline.folder, pipeline.code_folder) as store,
+        ExitStack() as log_handlers,
     ):
         write_run_id(root)
         check_processes(pipeline, root)
         withdraw_report(out)
-        walk = PipelineExecutor(pipeline, plan, out, kept, data, progress, event_listener(announce))
-        if walk.contents:
-            note_samples(root, walk.contents)
-        with recording(walk):
-            begin = functools.partial(engine_for, engine, jobs, kept, progress)
-            return _execute(walk, begin, finished)
+        emit = events.event_listener(announce)
+        state = RunState(pipeline, plan, out, store, data, options.progress, emit)
+        if state.contents:
+            note_samples(root, state.contents)
+        run_id = uuid.uuid4().hex[:12]
+        log = LogFile(out / LOG, run_id, lambda: state.outcome.current)
+        log_handlers.enter_context(log_handler(log))
+        if pipeline.tracker is not None:
+            from pipelines.runner.trackers import tracked
+
+            tracker = tracked(pipeline.tracker, out, pipeline.name, run_id)
+            log_handlers.enter_context(tracker)
+        return _execute(state, options, render)
 
 
-def _execute(
-    walk: PipelineExecutor, begin: Callable[[], Engine | None], finished: Callable[[Report], None]
-) -> Report:
-    """Walk from end to end, and write the report of however it ends."""
+def _execute(state: RunState, options: RunOptions, render: Callable[[Report, Path], str]) -> Report:
+    """Execute all stages, and write the report however the run ends."""
     began = time.monotonic()
-    walk.emit(events.run_started_event(walk))
-    for warning in walk.plan.warnings:  # told to people before there was a walk
+    state.emit(events.run_started_event(state.pipeline, state.out))
+    for warning in state.plan.warnings:  # announced before the log was there
         log_event("message", warning, level="warning")
-    for warning in walk.doubts_of_val:
-        walk.emit(events.warned(warning))
+    for warning in state.data_warnings:
+        state.emit(events.warning_event(warning))
     try:
-        with readable_disk_errors(walk.out):
-            schedule(walk, begin())
-            walk.test()
-            report = walk.report("passed")
-            report.write(walk.out)
+        with readable_disk_errors(state.out):
+            executor = PipelineExecutor(state)
+            engine = engine_for(options.engine, options.jobs, state.store, options.progress)
+            schedule(executor, engine)
+            executor.evaluate_test_split()
+            report = build_report(state, "passed")
+            report.write(state.out, render(report, state.out))
     except BaseException as error:
-        report = _report_of(walk, error)
+        report = _report_of_error(state, error)
         with suppress(OSError):  # on a full disk the error itself matters more
-            report.write(walk.out)
-        _end(walk, report, began)
+            report.write(state.out, render(report, state.out))
+        _log_end(state, report, time.monotonic() - began)
         if report.status != INTERRUPTED and isinstance(error, CompressError):
-            finished(report)
+            options.finished(report)
         raise
-    _end(walk, report, began)
-    finished(report)
+    _log_end(state, report, time.monotonic() - began)
+    options.finished(report)
     return report
 
 
-def _end(walk: PipelineExecutor, report: Report, began: float) -> None:
-    """Log the warnings of a report, and that the run has ended."""
+def _log_end(state: RunState, report: Report, seconds: float) -> None:
+    """Log the warnings of the report, and that the run has ended."""
     for warning in report.warnings:
-        if warning not in walk.doubts_of_val:  # they were logged when it began
+        if warning not in state.data_warnings:  # those were logged at the start
             log_event("message", warning, level="warning")
-    walk.emit(events.run_finished_event(report, time.monotonic() - began))
+    state.emit(events.run_finished_event(report, seconds))
 
 
-def _report_of(walk: PipelineExecutor, error: BaseException) -> Report:
-    """Return the report of a walk that an error ended; an interruption learns where it came."""
+def _report_of_error(state: RunState, error: BaseException) -> Report:
+    """Build the report of a run that an error or an interruption ended."""
     if not signals.exit_code() and isinstance(error, Exception):
         status: Status = "refused" if isinstance(error, GateRefused) else "failed"
-        words = str(error) or type(error).__name__
-        walk.outcome.end(words)
-        return walk.report(status, words)
-    walk.outcome.end(INTERRUPTED)
-    return walk.report(INTERRUPTED, signals.note(error, walk.outcome.interrupted()))
+        message = str(error) or type(error).__name__
+        state.outcome.abort(message)
+        return build_report(state, status, message)
+    state.outcome.abort(INTERRUPTED)
+    # The note on the interruption tells the command line which stages it came at.
+    return build_report(state, INTERRUPTED, signals.note(error, state.outcome.interrupted()))
 
 
 def preview_run(
-    pipeline: Pipeline,
-    out: Path,
-    *,
-    start: str | None,
-    until: str | None,
-    force: bool,
-    store: str | None = None,
+    pipeline: PipelineConfig, out: Path, options: RunOptions = DEFAULTS
 ) -> dict[str, str]:
-    """Return for each stage ``cached``, or why it would run; nothing is run.
+    """Return for each stage `cached`, or why it would run; nothing is run.
 
     Raises:
         CompressError: the pipeline is invalid.
     """
-    return preview_state(pipeline, out, start=start, until=until, force=force, store=store)[0]
+    return preview_state(pipeline, out, options)[0]
 
 
 def preview_state(
-    pipeline: Pipeline,
-    out: Path,
-    *,
-    start: str | None = None,
-    until: str | None = None,
-    force: bool = False,
-    store: str | None = None,
-) -> tuple[dict[str, str], PipelineExecutor]:
-    """Return what :func:`foresee` does, and a walk that holds what is cached.
+    pipeline: PipelineConfig, out: Path, options: RunOptions = DEFAULTS
+) -> tuple[dict[str, str], RunState]:
+    """Return what :func:`preview_run` does, and the state of a run that holds what is cached.
 
     Raises:
         CompressError: the pipeline is invalid.
     """
-    remote = _shared(store, lambda line: None)
-    plan = build_plan(pipeline, start, until, force=force)
+    remote = _open_remote(options.store, lambda line: None)
+    plan = build_plan(pipeline, options.start, options.until, force=options.force)
     pipeline, data, _ = resolve_inputs(pipeline)
-    plan, pipeline = settled(plan, pipeline, data)
-    kept = Store(out / ".store", remote, folder=pipeline.folder, code=pipeline.code_folder)
-    kept.refuse_another_format()
+    plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
+    store = Store(out / ".store", remote, folder=pipeline.folder, code=pipeline.code_folder)
+    store.refuse_another_format()
     if remote:
         remote.refuse_another_format()
-    walk = PipelineExecutor(pipeline, plan, out, kept, data, silent, lambda happening: None)
-    foreseen: dict[str, str] = {}
+    state = RunState(pipeline, plan, out, store, data, silent, lambda event: None)
+    actions: dict[str, str] = {}
 
-    def look(name: str, parts: dict[str, Any]) -> None:
-        entry, again = kept.entry(parts), name in plan.again
-        found = None if again else kept.peek(entry)
+    def preview(name: str, parts: dict[str, Any]) -> None:
+        entry, rerun = store.entry(parts), name in plan.again
+        found = None if rerun else store.peek(entry)
         if found:
-            walk.artifacts[name] = found[0]
-        why = ASKED if again else kept.explain_miss(name, parts, walk.contents)
-        origin = f" (from {entry.fetched_from})" if entry.fetched_from else ""
-        foreseen[name] = f"cached{origin}" if found else f"runs ({why})"
-
-    look(SOURCE, walk.source_parts())
-    for planned in plan.stages:
-        missing = [n for n in planned.reads if n not in walk.artifacts]
-        if missing:
-            why = ASKED if planned.name in plan.again else f"after {missing[0]}"
-            foreseen[planned.name] = f"runs ({why})"
+            state.artifacts[name] = found[0]
+            origin = f" (from {entry.fetched_from})" if entry.fetched_from else ""
+            actions[name] = f"cached{origin}"
         else:
-            look(planned.name, walk.cache_key_parts(planned))
-    return foreseen, walk
+            why = RERUN_REQUESTED if rerun else store.explain_miss(name, parts, state.contents)
+            actions[name] = f"runs ({why})"
+
+    preview(SOURCE, source_key_parts(state))
+    for planned in plan.stages:
+        missing = [name for name in planned.reads if name not in state.artifacts]
+        if missing:  # the key of this stage is the hash of their digests too
+            why = RERUN_REQUESTED if planned.name in plan.again else f"after {missing[0]}"
+            actions[planned.name] = f"runs ({why})"
+        else:
+            preview(planned.name, stage_key_parts(state, planned))
+    return actions, state
 
 
-def _shared(store: str | None, announce: Callable[[str], None]) -> Remote | None:
-    if store is None:
+def _open_remote(url: str | None, announce: Callable[[str], None]) -> Remote | None:
+    if url is None:
         return None
+    # It imports fsspec, which only runs with a shared store need.
     from pipelines.store.remote import Remote
 
-    return Remote(store, announce)
+    return Remote(url, announce)

@@ -1,109 +1,244 @@
-"""What became of stages that did not pass, and of those that wait for them."""
+"""What a run has produced so far, as plain data."""
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from compress.common.dependency_recorder import Dependencies, digest_of, digest_of_variable
 from compress.common.errors import CompressError, GateRefused
-from pipelines.planning.plan import SOURCE, Plan, PlannedStage
-from pipelines.results.schema import FailureReport, SkippedReport
+from compress.core.context import Context
+from pipelines.config.model_spec import SOURCE
+from pipelines.results.stage_reports import FailureReport, SkippedReport
 from pipelines.runner import events
+from pipelines.runner.data_warnings import validation_data_warnings
+from pipelines.runner.inputs import source_parts
+from pipelines.store.local import WORK
 from pipelines.system import signals
+from pipelines.system.machine_info import machine
 from pipelines.system.signals import INTERRUPTED, only_signals_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
+    from compress.artifacts.artifact import Artifact
+    from compress.common.dependency_recorder import Recording
+    from compress.core.progress import Progress
+    from compress.data.fingerprint import Contents
+    from compress.data.splits import Splits
+    from compress.profiling.batch_dependence import BatchDependence
+    from pipelines.config.pipeline import PipelineConfig
+    from pipelines.planning.plan import Plan, PlannedStage
+    from pipelines.results.measurements import Measurements
+    from pipelines.results.stage_reports import StageReport, TestReport
     from pipelines.runner.events import EventListener
+    from pipelines.store.entry import Entry
+    from pipelines.store.local import Store
+
+
+@dataclass(frozen=True)
+class CacheLookup:
+    """What the store holds of a stage's artifact."""
+
+    name: str
+    parts: dict[str, Any]
+    """Everything that decides the artifact: its key in the store is their hash."""
+    entry: Entry
+    reason: str
+    """Why the stage must run; empty where the artifact was in the store."""
+    seconds: float = 0.0
+    """How long the stage took when it ran."""
+
+    @property
+    def cached(self) -> bool:
+        """Whether the artifact was in the store."""
+        return not self.reason
 
 
 @dataclass
 class RunOutcome:
-    """The stages of a run that did not pass; the others go on."""
+    """Which stages of a run failed, were refused or were skipped; the other stages go on."""
 
     plan: Plan
     emit: EventListener
-    at: str = ""
-    """The stage that this process is busy with; empty between stages."""
-    elsewhere: tuple[str, ...] = ()
-    """Stages that others were making for it when the run was ended."""
+    current: str = ""
+    """The stage that this process works on; empty between stages."""
+    running_elsewhere: tuple[str, ...] = ()
+    """Stages that other processes were running when the run was ended."""
     errors: dict[str, CompressError] = field(default_factory=dict)
-    """By stage name; those of gates that refused too."""
+    """By stage name; refusals of gates are errors too."""
     failures: dict[str, FailureReport] = field(default_factory=dict)
     skipped: dict[str, SkippedReport] = field(default_factory=dict)
 
     @contextmanager
     def record_failures(self, name: str) -> Iterator[None]:
-        """Be at a stage during a block, and keep its error from ending the run.
+        """Mark a stage as the current one during a block, and record its error if it has one.
 
-        An interruption ends it, and whatever else is no error of the toolkit's.
+        Interruptions, and exceptions that are not the toolkit's, pass through and end the run.
         """
-        self.at = name
+        self.current = name
         try:
             with only_signals_interrupt():
                 yield
         except CompressError as error:
             if signals.exit_code():
                 raise
-            self.at, self.errors[name] = "", error
-            if not self.refused(name):
+            self.current, self.errors[name] = "", error
+            if not isinstance(error, GateRefused):
                 self._fail(name, str(error), ends_run=False)
-        self.at = ""
+        self.current = ""
 
     def should_skip(self, planned: PlannedStage) -> bool:
-        """Whether a stage cannot run, once all that it needs has come to an end; it is told why."""
-        because = self._stopper(planned)
-        if because:
-            left_out = SkippedReport(**self._described(planned.name), because=because)
-            self.skipped[planned.name] = left_out
-            self.emit(events.stage_skipped_event(left_out))
-        return because is not None
-
-    def _stopper(self, planned: PlannedStage) -> str | None:
-        """Return the name of the stage that keeps another one from running, if any does."""
+        """Record and announce that a stage is skipped, if one that it needs did not pass."""
+        cause = None
         if self.plan.baseline in self.failures:
-            return self.plan.baseline  # nothing is measured without it
-        for name in planned.needs:
-            if name in self.errors:
-                return name
-            if name in self.skipped:
-                return self.skipped[name].because
-        return None
-
-    def refused(self, name: str) -> bool:
-        """Whether a stage did its work and a gate refused the result."""
-        return isinstance(self.errors.get(name), GateRefused)
+            cause = self.plan.baseline  # nothing can be measured without it
+        else:
+            for name in planned.needs:
+                if name in self.errors:
+                    cause = name
+                    break
+                if name in self.skipped:
+                    cause = self.skipped[name].because
+                    break
+        if cause is not None:
+            skipped = SkippedReport(**self._stage_fields(planned.name), because=cause)
+            self.skipped[planned.name] = skipped
+            self.emit(events.stage_skipped_event(planned.name, cause))
+        return cause is not None
 
     def error(self) -> CompressError | None:
-        """Return the error that decides how a run ends, with the others as its notes.
+        """Return the error that decides how the run ends, with the others as its notes.
 
         The first stage that failed, in the plan's order; else the first that a gate refused.
         """
-        found = [self.errors[name] for name in self.plan.ordered(self.errors)]
-        found.sort(key=lambda error: isinstance(error, GateRefused))
-        for other in found[1:]:
-            found[0].add_note(str(other))
-        return found[0] if found else None
+        errors = [self.errors[name] for name in self.plan.ordered(self.errors)]
+        errors.sort(key=lambda error: isinstance(error, GateRefused))
+        for other in errors[1:]:
+            errors[0].add_note(str(other))
+        return errors[0] if errors else None
 
-    def end(self, error: str) -> None:
-        """Note that a run was ended by an error while stages were under way.
+    def abort(self, error: str) -> None:
+        """Record that an error ended the run while stages were running.
 
         Args:
-            error: that of the stage that this process is busy with.
+            error: that of the stage that this process worked on.
         """
-        for name in self.plan.ordered({self.at, *self.elsewhere}):
-            self._fail(name, error if name == self.at else INTERRUPTED, ends_run=True)
+        for name in self.plan.ordered({self.current, *self.running_elsewhere}):
+            self._fail(name, error if name == self.current else INTERRUPTED, ends_run=True)
 
     def interrupted(self) -> list[str]:
-        """Return the names of the stages that were under way when the run was interrupted."""
+        """Return the names of the stages that were running when the run was interrupted."""
         return [name for name, f in self.failures.items() if f.status == INTERRUPTED]
 
     def _fail(self, name: str, error: str, *, ends_run: bool) -> None:
-        failure = self.failures[name] = FailureReport(**self._described(name), error=error)
-        self.emit(events.stage_failed_event(failure, ends_run))
+        failure = self.failures[name] = FailureReport(**self._stage_fields(name), error=error)
+        interrupted = failure.status == INTERRUPTED
+        self.emit(
+            events.stage_failed_event(name, error, interrupted=interrupted, ends_run=ends_run)
+        )
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _stage_fields(self, name: str) -> dict[str, Any]:
         stage = self.plan.stage(name).stage.stage if name != SOURCE else SOURCE
         return {"name": name, "stage": stage, "branch": self.plan.branch(name)}
+
+
+@dataclass
+class RunState:
+    """The settings of a run, and what its stages have produced so far."""
+
+    pipeline: PipelineConfig
+    plan: Plan
+    out: Path
+    store: Store
+    data: Splits | None
+    progress: Progress
+    emit: EventListener
+    artifacts: dict[str, Artifact] = field(default_factory=dict)
+    """By stage name, as `entries` and `reports`."""
+    entries: dict[str, Entry] = field(default_factory=dict)
+    reports: dict[str, StageReport] = field(default_factory=dict)
+    """Of the stages whose gates have been evaluated, whether they passed or not."""
+    scores: dict[tuple[Any, ...], tuple[float, Recording]] = field(default_factory=dict)
+    batch_dependences: dict[str, BatchDependence] = field(default_factory=dict)
+    baseline: Measurements | None = None
+    test: TestReport | None = None
+
+    def __post_init__(self) -> None:
+        self.outcome = RunOutcome(self.plan, self.emit)
+
+    @cached_property
+    def contents(self) -> Contents | None:
+        """Hashes of the data; None without data."""
+        return self.data.contents() if self.data else None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """One hash of all data; None without data."""
+        return self.contents.fingerprint if self.contents else None
+
+    @cached_property
+    def data_warnings(self) -> tuple[str, ...]:
+        """Reasons not to trust what is measured on `val`."""
+        return tuple(validation_data_warnings(self.contents)) if self.contents else ()
+
+    @cached_property
+    def imported_model_parts(self) -> dict[str, Any]:
+        """What decides the imported model; its files are hashed once a run."""
+        return source_parts(self.pipeline)
+
+    @cached_property
+    def declared_parts(self) -> dict[str, Any]:
+        """The part of cache keys that the pipeline declares under `depends:`, if it does."""
+        folder, depends = self.pipeline.folder, self.pipeline.depends
+        files: dict[str, str | None] = {}
+        for path in (folder / name for name in depends.files):
+            in_folder = sorted(file for file in path.rglob("*") if file.is_file())
+            for file in in_folder if path.is_dir() else [path]:
+                files[os.path.relpath(file, folder)] = digest_of(file)
+        environment = {name: digest_of_variable(name) for name in depends.environment}
+        declared = Dependencies(files=files, environment=environment)
+        return {"depends": declared.model_dump()} if files or environment else {}
+
+    def measurement_conditions(self) -> dict[str, Any]:
+        """Return what a measurement depends on, besides the artifacts that are measured."""
+        return {
+            "data": self.fingerprint,
+            "metric": self.plan.metric.identity(),
+            "threads": self.pipeline.threads,
+            "device": self.pipeline.device,
+            "seed": self.pipeline.seed,
+            "machine": machine(),
+            **self.declared_parts,
+        }
+
+    def context(self, name: str, root: Path | None = None) -> Context:
+        """Return the context that a stage runs and is evaluated in.
+
+        Args:
+            name: the stage; it sees the artifacts of its ancestors, and those that it names.
+            root: directory of the artifact; by default that of its store entry.
+        """
+        visible = {SOURCE, *self.plan.branch(name), *self.plan.needs(name)}
+        return Context(
+            root=root or self.entries[name].artifact_path,
+            data=self.data,
+            loss=self.plan.loss,
+            metric=self.plan.metric,
+            device=self.pipeline.device,
+            threads=self.pipeline.threads,
+            seed=self.pipeline.seed,
+            artifacts={n: artifact for n, artifact in self.artifacts.items() if n in visible},
+            progress=self.progress,
+            # By name and not in the entry: a training resumes with another number of processes too,
+            # which gives it another key.
+            scratch=self.store.root / WORK / name,
+            results=self.out,
+            scores=self.scores,
+            served_batch_size=self.pipeline.served_batch_size,
+            dependences=self.batch_dependences,
+        )

@@ -1,152 +1,126 @@
-"""The order in which stages are walked: what one stage's failure does not concern goes on."""
+"""Decides which stage is executed next; a failed stage stops only those that depend on it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from compress.artifacts.artifact import Artifact
 from compress.common.requirements import undisturbed
-from pipelines.planning.plan import SOURCE
+from pipelines.config.model_spec import SOURCE
+from pipelines.runner.cache_keys import stage_key_parts
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pipelines.executors.task import StageTask, TaskResult
+    from pipelines.executors.base import Engine
+    from pipelines.executors.task import TaskResult
     from pipelines.planning.plan import PlannedStage
-    from pipelines.runner.executor import CacheLookup, PipelineExecutor
+    from pipelines.runner.executor import PipelineExecutor
+    from pipelines.runner.run_state import CacheLookup
 
 
-class Engine(Protocol):
-    """Makes several stages at a time, elsewhere."""
-
-    @property
-    def places(self) -> int:
-        """How many it makes at a time."""
-        ...
-
-    def submit(self, making: StageTask) -> None:
-        """Have a stage made, where there is a place."""
-        ...
-
-    def next(self) -> TaskResult:
-        """Wait until a stage that was begun has been made, or has failed."""
-        ...
-
-    def close(self) -> None:
-        """End what is still under way."""
-        ...
-
-
-def schedule(walk: PipelineExecutor, engine: Engine | None) -> None:
-    """Bring in the model, and walk every stage that no other one's failure keeps from running.
+def schedule(executor: PipelineExecutor, engine: Engine | None) -> None:
+    """Import the model, and execute every stage that no failure of another one stops.
 
     Args:
-        walk: the run.
-        engine: makes branches side by side; without it stage follows stage in this process.
+        executor: executes a stage of the run.
+        engine: runs several stages at a time; without it they run one after another, here.
 
     Raises:
         CompressError: the error that decides how the run ends; the others are its notes.
     """
+    state, outcome = executor.state, executor.state.outcome
     try:
-        with walk.outcome.record_failures(SOURCE):
-            walk.import_model()
+        with outcome.record_failures(SOURCE):
+            executor.import_model()
         if engine is None:
-            _in_turn(walk)
+            for planned in state.plan.stages:
+                if not outcome.should_skip(planned):
+                    with outcome.record_failures(planned.name):
+                        executor.run_stage(planned)
         else:
-            ParallelScheduler(walk, engine, list(walk.plan.stages)).run()
+            ParallelScheduler(executor, engine, list(state.plan.stages)).run()
     finally:
         if engine is not None:
             engine.close()
-    error = walk.outcome.error()
+    error = outcome.error()
     if error:
         raise error
 
 
-def _in_turn(walk: PipelineExecutor) -> None:
-    for planned in walk.plan.stages:
-        if not walk.outcome.should_skip(planned):
-            with walk.outcome.record_failures(planned.name):
-                walk.run_stage(planned)
-
-
 @dataclass
 class ParallelScheduler:
-    """Branches that are made at the same time, and judged one after another.
+    """Runs the stages of several branches at a time, and evaluates their results one at a time.
 
-    Nothing is measured while something is made, so that times are true: what has been made waits
-    until nothing is under way and nothing more can be begun.
+    Nothing is measured while a stage runs, as that would distort latencies: finished stages wait
+    until none is running and none can be started.
     """
 
-    walk: PipelineExecutor
+    executor: PipelineExecutor
     engine: Engine
     waiting: list[PlannedStage]
-    under_way: dict[str, CacheLookup] = field(default_factory=dict)
-    made: dict[str, CacheLookup] = field(default_factory=dict)
+    running: dict[str, CacheLookup] = field(default_factory=dict)
+    finished: dict[str, CacheLookup] = field(default_factory=dict)
+    """Stages whose artifact is in the store and not evaluated yet."""
 
     def run(self) -> None:
-        """Walk all stages."""
+        """Execute all stages."""
+        executor, outcome = self.executor, self.executor.state.outcome
         try:
-            while self.waiting or self.under_way or self.made:
+            while self.waiting or self.running or self.finished:
                 self._start_ready_stages()
-                if self.under_way:
+                if self.running:
                     self._collect(self.engine.next())
-                else:
-                    self._judge()
+                    continue
+                for planned in executor.state.plan.stages:
+                    if planned.name in self.finished:
+                        with outcome.record_failures(planned.name):
+                            executor.evaluate(planned, self.finished.pop(planned.name))
         except BaseException:
-            self.walk.outcome.elsewhere = tuple(self.under_way)
+            outcome.running_elsewhere = tuple(self.running)
             raise
 
     def _start_ready_stages(self) -> None:
+        state, outcome = self.executor.state, self.executor.state.outcome
         for planned in tuple(self.waiting):
-            if not self._inputs_are_ready(planned):
+            settled = {SOURCE, *outcome.errors, *outcome.skipped, *state.reports}
+            if not {*planned.needs, state.plan.baseline} - {planned.name} <= settled:
                 continue
-            if self.walk.outcome.should_skip(planned):
+            if outcome.should_skip(planned):
                 self.waiting.remove(planned)
-            elif self._has_place(planned):
+            elif self._can_start(planned):
                 self.waiting.remove(planned)
-                with self.walk.outcome.record_failures(planned.name):
-                    self._begin(planned)
+                with outcome.record_failures(planned.name):
+                    self._start(planned)
 
-    def _inputs_are_ready(self, planned: PlannedStage) -> bool:
-        """Whether what a stage needs was judged, has failed or was skipped."""
-        walk, outcome = self.walk, self.walk.outcome
-        known = {SOURCE, *outcome.errors, *outcome.skipped, *(row.name for row in walk.rows)}
-        return {*planned.needs, walk.plan.baseline} - {planned.name} <= known
-
-    def _has_place(self, planned: PlannedStage) -> bool:
-        if len(self.under_way) >= self.engine.places:
+    def _can_start(self, planned: PlannedStage) -> bool:
+        if len(self.running) >= self.engine.places:
             return False
-        if undisturbed(planned.stage) and self.under_way:
+        if undisturbed(planned.stage) and self.running:
             return False
-        # What is being made for another branch will be in the store.
-        return self._place(planned) not in {s.entry.path for s in self.under_way.values()}
+        # Another branch may be running the same stage: then its artifact will be in the store.
+        state = self.executor.state
+        path = state.store.entry(stage_key_parts(state, planned)).path
+        return path not in {lookup.entry.path for lookup in self.running.values()}
 
-    def _place(self, planned: PlannedStage) -> Path:
-        return self.walk.store.entry(self.walk.cache_key_parts(planned)).path
-
-    def _begin(self, planned: PlannedStage) -> None:
-        walk, name = self.walk, planned.name
-        sought = walk.lookup(name, walk.cache_key_parts(planned))
-        if not sought.reason:
-            self.made[name] = sought
-        elif undisturbed(planned.stage):
-            self.made[name] = walk.commit(sought, *walk.task_for(planned, sought)(walk.progress))
+    def _start(self, planned: PlannedStage) -> None:
+        executor, name = self.executor, planned.name
+        lookup = executor.lookup(name, stage_key_parts(executor.state, planned))
+        if lookup.cached:
+            self.finished[name] = lookup
+            return
+        task = executor.task_for(planned, lookup)
+        if undisturbed(planned.stage):
+            self.finished[name] = executor.commit(lookup, *task(executor.state.progress))
         else:
-            self.engine.submit(walk.task_for(planned, sought))
-            self.under_way[name] = sought
+            self.engine.submit(task)
+            self.running[name] = lookup
 
-    def _collect(self, made: TaskResult) -> None:
-        with self.walk.outcome.record_failures(made.name):
-            sought = self.under_way.pop(made.name)
-            if made.error:
-                raise made.error
-            artifact = Artifact.from_directory(sought.entry.artifact_path)
-            self.made[made.name] = self.walk.commit(sought, artifact, made.seconds, made.recorded)
-
-    def _judge(self) -> None:
-        """Judge all that has been made, in the plan's order."""
-        for planned in self.walk.plan.stages:
-            if planned.name in self.made:
-                with self.walk.outcome.record_failures(planned.name):
-                    self.walk.evaluate(planned, self.made.pop(planned.name))
+    def _collect(self, result: TaskResult) -> None:
+        with self.executor.state.outcome.record_failures(result.name):
+            lookup = self.running.pop(result.name)
+            if result.error:
+                raise result.error
+            artifact = Artifact.from_directory(lookup.entry.artifact_path)
+            self.finished[result.name] = self.executor.commit(
+                lookup, artifact, result.seconds, result.recorded
+            )

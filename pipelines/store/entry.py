@@ -1,14 +1,16 @@
-"""One artifact in a store: why it exists, what was measured on it, and whether both are whole.
+"""One artifact in a store, with what decided it and what was measured on it.
 
     record.json    what decided the artifact, its digest, what user code read; written once
     answers.json   what was measured on it
 
-Both hold a digest of their own content, and are bound to the entry's key and to the artifact.
+Both hold a digest of their own content, the entry's key and the artifact's digest, so that a
+changed or exchanged file is noticed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,25 +29,28 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+FORMAT = 1
+"""Of the folders and files of a store; a store without a format file has this one too."""
+FORMAT_FILE = "format.json"
 RECORD = "record.json"
 ANSWERS = "answers.json"
 
 
 class Record(Settings):
-    """What the store knows of one artifact."""
+    """What decided one artifact: the content of `record.json`."""
 
     version: Literal[2] = 2
     parts: dict[str, JsonValue]
-    """Everything known beforehand that decided the artifact; their hash is its key."""
+    """Everything known before the stage ran that decides the artifact; its hash is the key."""
     digest: str
     """Of the artifact's manifest."""
     seconds: float
-    """How long the stage took."""
+    """How long the stage ran."""
     depends: Dependencies = Dependencies()
     """What user code read while the artifact was made."""
 
     def to_bytes(self) -> bytes:
-        """Return it as a file that shows any change."""
+        """Return the content of `record.json`, with a digest of itself."""
         return dump_sealed(self.model_dump(mode="json"))
 
     @classmethod
@@ -64,32 +69,32 @@ class Record(Settings):
         return record
 
 
-class Answer(Settings):
-    """One thing that was measured."""
+class StoredValue(Settings):
+    """A measured value."""
 
     value: JsonValue
     depends: Dependencies = Dependencies()
-    """What user code read meanwhile, the metric's above all."""
+    """What user code read while it was measured, the metric's above all."""
 
 
-class Answers(Settings):
-    """What was measured on one artifact."""
+class StoredValues(Settings):
+    """What was measured on one artifact: the content of `answers.json`."""
 
     version: Literal[1] = 1
     key: str
     """Of the entry."""
     digest: str
     """Of the artifact that was measured."""
-    answers: dict[str, Answer] = {}
-    """Question, as canonical JSON → what was measured."""
+    answers: dict[str, StoredValue] = {}
+    """What was measured and under which conditions, as canonical JSON → the value."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What entries need to know of a run."""
+    """Folders that tell what user code reads, and where warnings go."""
 
     folder: Path
-    """The pipeline's: files that user code reads are named relative to it."""
+    """The pipeline file's: files that user code reads are named relative to it."""
     code: Path
     """The folder of the user's modules."""
     outputs: tuple[Path, ...]
@@ -97,12 +102,12 @@ class Surroundings:
     warn: Callable[[str], None]
 
     def dependencies(self, recorded: Recording) -> Dependencies:
-        """Return what user code read, with digests."""
+        """Return the files and variables that user code read, with digests."""
         return recorded.dependencies(self.folder, self.code, self.outputs)
 
 
 class Entry:
-    """The place of one key in the store."""
+    """The folder of one key in the store."""
 
     def __init__(self, path: Path, surroundings: Surroundings) -> None:
         self.path = path
@@ -136,49 +141,84 @@ class Entry:
         """Make the artifact at ``artifact_path`` part of the store."""
         write_atomically(self._record_path, record.to_bytes())
 
-    def used(self) -> None:
-        """Note that the artifact was used now, for who removes what was not for long."""
+    def mark_used(self) -> None:
+        """Set the record's time to now: `compress gc` removes what was not used for long."""
         with suppress(OSError):
             os.utime(self._record_path)
 
     def cached_value(
-        self, question: dict[str, Any], artifact: Artifact, measure: Callable[[], JsonValue]
+        self, key: dict[str, Any], artifact: Artifact, measure: Callable[[], JsonValue]
     ) -> JsonValue:
-        """Return what was measured before on the same artifact, or measure now and keep it.
-
-        It is measured again where what is kept was changed, or user code would read other things.
-        """
-        kept, key = self._answers_on(artifact), canonical_json(question)
-        known, around = kept.answers.get(key), self._surroundings
-        if known and not known.depends.change(around.folder):
-            return known.value
+        """Return what was measured before on the same artifact, or measure now and store it."""
+        stored = self.lookup(key, artifact)
+        if stored is not None:
+            return stored.value
         with recording() as recorded:
             value = measure()
-        depends = around.dependencies(recorded)
-        answers = {**kept.answers, key: Answer(value=value, depends=depends)}
-        kept = kept.model_copy(update={"answers": answers})
-        write_atomically(self._answers_path, dump_sealed(kept.model_dump(mode="json")))
+        self.store(key, artifact, value, recorded)
         return value
 
-    def _answers_on(self, artifact: Artifact) -> Answers:
-        """Return what is kept of an artifact's figures, nothing where that is not as written."""
-        none = Answers(key=self.path.name, digest=artifact.digest)
+    def lookup(self, key: dict[str, Any], artifact: Artifact) -> StoredValue | None:
+        """Return a value that was measured on an artifact, unless user code would now read others.
+
+        Args:
+            key: what was measured, and everything that the value depends on.
+            artifact: the artifact.
+        """
+        stored = self._values_of(artifact).answers.get(canonical_json(key))
+        return None if not stored or stored.depends.change(self._surroundings.folder) else stored
+
+    def store(
+        self, key: dict[str, Any], artifact: Artifact, value: JsonValue, recorded: Recording
+    ) -> None:
+        """Store a value that was measured on an artifact.
+
+        Args:
+            key: what was measured, and everything that the value depends on.
+            artifact: the artifact.
+            value: the value.
+            recorded: what user code read meanwhile.
+        """
+        values = self._values_of(artifact)
+        depends = self._surroundings.dependencies(recorded)
+        answers = {**values.answers, canonical_json(key): StoredValue(value=value, depends=depends)}
+        values = values.model_copy(update={"answers": answers})
+        write_atomically(self._answers_path, dump_sealed(values.model_dump(mode="json")))
+
+    def _values_of(self, artifact: Artifact) -> StoredValues:
+        """Return what was measured on an artifact; nothing where the file is not as written."""
+        empty = StoredValues(key=self.path.name, digest=artifact.digest)
         try:
-            kept = Answers.model_validate(load_sealed(self._answers_path.read_bytes()))
+            values = StoredValues.model_validate(load_sealed(self._answers_path.read_bytes()))
         except FileNotFoundError:
-            return none
+            return empty
         except (ArtifactInvalid, ValidationError) as error:
             why = str(error) if isinstance(error, ArtifactInvalid) else "is of another version"
         else:
-            if (kept.key, kept.digest) == (none.key, none.digest):
-                return kept
-            if kept.key == none.key:  # left by an artifact that this one has replaced
-                return none
+            if (values.key, values.digest) == (empty.key, empty.digest):
+                return values
+            if values.key == empty.key:  # left by an artifact that this one has replaced
+                return empty
             why = "is that of another artifact"
         self._surroundings.warn(f"{self._answers_path} {why}; its figures are measured again")
-        return none
+        return empty
 
 
 def key_of(parts: dict[str, Any]) -> str:
-    """Return the name under which a store keeps what was made of these."""
+    """Hash everything that decides an artifact to its key, the name of its folder in the store."""
     return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
+
+
+def read_format(content: bytes) -> str | int:
+    """Return the format that a store's format file names; `unknown` if it names none."""
+    try:
+        found = json.loads(content)["format"]
+    except (ValueError, TypeError, KeyError):
+        found = "unknown"
+    return found if found == FORMAT else shortened(found)
+
+
+def shortened(value: Any) -> str:
+    """Return the beginning of a value as text, for messages."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 24 else f"{text[:12]}…"

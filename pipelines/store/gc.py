@@ -1,10 +1,9 @@
-"""Removing what was not used for long, from a run's own store or from one that machines share."""
+"""Removes artifacts that have not been used for long, from a run's store or a shared one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 from contextlib import suppress
@@ -17,7 +16,7 @@ from compress.common.config import Settings
 from compress.common.errors import PipelineInvalid
 from pipelines.store.entry import RECORD
 from pipelines.store.local import WORK, Store
-from pipelines.store.lock import lock
+from pipelines.store.lock import store_lock
 from pipelines.store.object_store import PARTIAL, Failed, Objects
 from pipelines.store.remote import MANIFEST_BYTES, RECORD_BYTES, SECONDS_TRUSTED, Remote
 from pipelines.system.disk_errors import readable_disk_errors
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 SECONDS = {"h": 3600, "d": 86_400, "w": 604_800}
 LEAST_SHARED = 2 * SECONDS_TRUSTED
-"""An upload under way relies on what is younger than half of it."""
+"""Seconds. Half of it is the age up to which an upload relies on files that are there."""
 KEY = re.compile("[0-9a-f]{32}")
 OURS = {
     "files": re.compile("[0-9a-f]{64}"),
@@ -35,7 +34,7 @@ OURS = {
     "records": re.compile(r"[0-9a-f]{32}\.json"),
     PARTIAL: re.compile("[0-9a-f]{16,32}-[0-9a-f]{32}"),
 }
-"""What a shared store's folders hold; anything else was put there by others, and stays."""
+"""Names in a shared store's folders that are ours; other files are left alone."""
 
 
 class Cleaned(Settings):
@@ -51,7 +50,7 @@ class Cleaned(Settings):
     """What that frees."""
 
     def lines(self) -> Iterator[str]:
-        """Yield what is told to people."""
+        """Yield the result in words."""
         words = "would be removed, which would free" if self.dry_run else "removed, which freed"
         noun = "artifact" if self.artifacts == 1 else "artifacts"
         freed = f"{self.bytes / 2**20:.1f} MiB"
@@ -59,13 +58,13 @@ class Cleaned(Settings):
 
 
 def clean(place: str, older_than: str, dry_run: bool, announce: Callable[[str], None]) -> Cleaned:
-    """Remove what was not used for some time; everything can be made again.
+    """Remove artifacts that have not been used for some time; stages make them again if needed.
 
     Args:
         place: a run's directory, or the URL of a shared store.
         older_than: such as ``30d``.
         dry_run: say what would be removed, and leave it.
-        announce: told when another run has to end first.
+        announce: receives a line if another run has to end first.
 
     Raises:
         PipelineInvalid: there is no store, it is of another format, or the time is no time or too
@@ -84,7 +83,7 @@ def clean(place: str, older_than: str, dry_run: bool, announce: Callable[[str], 
 
 
 def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], None]) -> Cleaned:
-    """Remove old entries of a run's own store, and unfinished work; what it shows stays.
+    """Remove old entries and checkpoints of a run's store; published artifacts stay.
 
     Raises:
         PipelineInvalid: there is no store, or it is of another format.
@@ -92,8 +91,7 @@ def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], 
     root = out / ".store"
     if not root.is_dir():
         raise PipelineInvalid(f"{out}: holds no results of a run; expected its --out, or a URL")
-    descriptor = lock(root, announce)
-    try:
+    with store_lock(root, announce):
         Store(root).refuse_another_format()
         shown = {_sha256(file) for file in out.glob(f"artifacts/*/{MANIFEST}")} - {None}
         folders = [folder for folder in root.iterdir() if KEY.fullmatch(folder.name)]
@@ -109,8 +107,6 @@ def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], 
         freed = sum(_bytes_of(folder) for folder in (*old, *work))
         for folder in () if dry_run else (*old, *work):
             remove(folder)
-    finally:
-        os.close(descriptor)
     kept = len(entries) - len(old)
     return Cleaned(place=str(out), dry_run=dry_run, artifacts=len(old), kept=kept, bytes=freed)
 
@@ -118,8 +114,8 @@ def clean_own(out: Path, seconds: int, dry_run: bool, announce: Callable[[str], 
 def clean_shared(url: str, seconds: int, dry_run: bool) -> Cleaned:
     """Remove old records of a shared store, then the manifests and files that none needs.
 
-    Runs may go on meanwhile: what a record names is there as long as the record is, and an upload
-    writes anew what it finds and is old. So what is not old yet is left alone, named or not.
+    Other runs may use the store meanwhile: a file exists as long as a record names it, and an
+    upload writes old files again. So young files are left alone, named by a record or not.
 
     Raises:
         PipelineInvalid: there is no store, it cannot be reached, or is of another format.
@@ -127,7 +123,7 @@ def clean_shared(url: str, seconds: int, dry_run: bool) -> Cleaned:
     if not Remote(url, lambda _: None).refuse_another_format():
         raise PipelineInvalid(f"{url}: there is no store")
     try:
-        return _Shared(url, seconds, dry_run).clean()
+        return _SharedStoreCleaner(url, seconds, dry_run).clean()
     except Failed as error:
         raise PipelineInvalid(
             f"{url}: cannot be cleaned ({error}); check the network, the credentials and their "
@@ -135,8 +131,8 @@ def clean_shared(url: str, seconds: int, dry_run: bool) -> Cleaned:
         ) from error
 
 
-class _Shared:
-    """A shared store while it is cleaned."""
+class _SharedStoreCleaner:
+    """Removes old files of a shared store, and counts them."""
 
     def __init__(self, url: str, seconds: int, dry_run: bool) -> None:
         self.url, self.seconds, self.dry_run = url, seconds, dry_run
@@ -145,16 +141,17 @@ class _Shared:
         self.gone: set[str] = set()
 
     def clean(self) -> Cleaned:
-        """Remove what is old and not needed, the records first."""
+        """Remove old records, then old manifests and files that no record needs."""
         files = self._all("files")
         self._remove(self._all("records"))
         records = self._all("records")
         named = {
-            f"manifests/{self._summary(name, RECORD_BYTES).get('digest')}.json" for name in records
+            f"manifests/{self._read_json(name, RECORD_BYTES).get('digest')}.json"
+            for name in records
         }
         self._remove(self._all("manifests") - named)
-        manifests = [self._summary(name, MANIFEST_BYTES) for name in self._all("manifests")]
-        self._remove(files - {place for told in manifests for place in _places_in(told)})
+        manifests = [self._read_json(name, MANIFEST_BYTES) for name in self._all("manifests")]
+        self._remove(files - {place for manifest in manifests for place in _files_of(manifest)})
         self._remove(self._all(PARTIAL))
         removed = sum(name.startswith("records/") for name in self.gone)
         return Cleaned(
@@ -166,12 +163,12 @@ class _Shared:
         )
 
     def _all(self, folder: str) -> set[str]:
-        """Return what of ours is in a folder, less what is removed or would be."""
+        """Return our files in a folder, without those that are removed, or would be."""
         ours = filter(OURS[folder].fullmatch, self.objects.names(folder))
         return {f"{folder}/{name}" for name in ours} - self.gone
 
     def _remove(self, names: set[str]) -> None:
-        """Remove what is old now; it may have been written anew since it was listed."""
+        """Remove files that are still old; some may have been written since they were listed."""
         for name in sorted(names):
             found = self.objects.look(name)
             if found and found.seconds > self.seconds:
@@ -180,16 +177,16 @@ class _Shared:
                 if not self.dry_run:
                     self.objects.remove(name)
 
-    def _summary(self, name: str, limit: int) -> dict[str, Any]:
-        """Return what a record or manifest tells; one that tells nothing needs nothing."""
+    def _read_json(self, name: str, limit: int) -> dict[str, Any]:
+        """Return the content of a record or manifest; empty if it is unreadable."""
         try:
-            told = json.loads(self.objects.read(name, limit) or b"")
+            content = json.loads(self.objects.read(name, limit) or b"")
         except ValueError:
             return {}
-        return told if isinstance(told, dict) else {}
+        return content if isinstance(content, dict) else {}
 
 
-def _places_in(manifest: dict[str, Any]) -> Iterator[str]:
+def _files_of(manifest: dict[str, Any]) -> Iterator[str]:
     files = manifest.get("files")
     for file in files.values() if isinstance(files, dict) else ():
         if isinstance(file, dict):
@@ -206,7 +203,7 @@ def _seconds_in(text: str) -> int:
 
 
 def _idle_seconds(*paths: Path) -> float:
-    """Return for how long none of some files was written; those that are gone do not count."""
+    """Return the seconds since the last of some files was written; missing files do not count."""
     written = [0.0]
     for path in paths:
         with suppress(FileNotFoundError):
@@ -215,7 +212,7 @@ def _idle_seconds(*paths: Path) -> float:
 
 
 def _bytes_of(folder: Path) -> int:
-    """Return what removing a folder frees: not what has another name elsewhere."""
+    """Return the bytes that removing a folder frees; files with other hard links free none."""
     stats = [path.lstat() for path in folder.rglob("*") if not path.is_dir()]
     return sum(stat.st_size for stat in stats if stat.st_nlink == 1)
 

@@ -1,4 +1,4 @@
-"""What was computed before, by content: artifacts by what decided them, and why one is made."""
+"""The store of a run: artifacts by the hash of everything that decides them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,18 @@ from compress.common.atomic_files import partial_path, remove, remove_leftovers,
 from compress.common.dependency_recorder import Dependencies
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
 from compress.common.strict_json import dump_sealed, load_sealed
-from pipelines.store.entry import RECORD, Entry, Record, Surroundings, key_of
-from pipelines.store.lock import lock
+from pipelines.store.entry import (
+    FORMAT,
+    FORMAT_FILE,
+    RECORD,
+    Entry,
+    Record,
+    Surroundings,
+    key_of,
+    read_format,
+    shortened,
+)
+from pipelines.store.lock import store_lock
 from pipelines.store.sample_diff import samples_changed
 from pipelines.system.jsonl_log import log_event
 
@@ -25,16 +35,13 @@ if TYPE_CHECKING:
     from compress.data.fingerprint import Contents
     from pipelines.store.remote import Remote
 
-FORMAT = 1
-"""Of the store's folders and records; a store that does not tell its format has this one."""
 HERE = Path()
-FORMAT_FILE = "format.json"
 WORK = "work"
-"""Folder of what stages keep to go on after an interruption, by stage."""
+"""Folder of the checkpoints from which interrupted stages resume, by stage."""
 LAST = "last.json"
-"""What each stage was last made of, by which a run says why it is made again."""
+"""What decided each stage when it last ran, from which a run explains why it runs again."""
 DONE = "done"
-"""In a stage's work: the key of the artifact that was made of it."""
+"""In a stage's work folder: the key of the artifact, once that is being committed."""
 
 
 class Store:
@@ -49,11 +56,11 @@ class Store:
         code: Path | None = None,
         announce: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Take a directory.
+        """Use a directory as a store.
 
         Args:
             root: the directory, inside that of a run's results.
-            remote: a store that other machines share.
+            remote: a store that is shared with other machines.
             folder: the pipeline's, to which files that user code reads are relative.
             code: the folder of the user's modules; the pipeline's by default.
             announce: where warnings go.
@@ -62,12 +69,12 @@ class Store:
         self.lock: int | None = None
         """Descriptor that holds the lock of an open store."""
         self.warnings: list[str] = []
-        """What was found changed since it was written, for the report."""
+        """Damaged or changed files that were found, for the report."""
         self.surroundings = Surroundings(
             folder, code or folder, (root, root.parent / "artifacts"), self._warn
         )
         self._unusable: dict[str, str] = {}
-        """Why what lies under a key was not taken."""
+        """Key → why its entry was not used."""
 
     @classmethod
     @contextmanager
@@ -79,14 +86,13 @@ class Store:
         folder: Path = HERE,
         code: Path | None = None,
     ) -> Iterator[Store]:
-        """Open the store for one run, and sweep up what a killed one left; a second run waits.
+        """Open the store for one run, and remove what a killed run left; a second run waits.
 
         Raises:
             PipelineInvalid: the directory, or the shared store, cannot be written, or is of
                 another format.
         """
-        descriptor = lock(root, announce)
-        try:
+        with store_lock(root, announce) as descriptor:
             store = cls(root, remote, folder=folder, code=code, announce=announce)
             store.lock = descriptor
             store.refuse_another_format()
@@ -96,17 +102,15 @@ class Store:
             if remote:
                 remote.begin(root)
             yield store
-        finally:
-            os.close(descriptor)
 
     def refuse_another_format(self) -> None:
-        """Refuse a store that another version wrote in another way.
+        """Refuse a store of another format.
 
         Raises:
             PipelineInvalid: it is of another format.
         """
         try:
-            found = format_in((self.root / FORMAT_FILE).read_bytes())
+            found = read_format((self.root / FORMAT_FILE).read_bytes())
         except FileNotFoundError:
             return
         if found != FORMAT:
@@ -117,23 +121,23 @@ class Store:
             )
 
     def commit(self, name: str, entry: Entry, record: Record) -> None:
-        """Make a stage's artifact part of the store, and remove what it kept to go on."""
+        """Add a stage's artifact to the store, and remove the checkpoints that it resumed from."""
         work = self.root / WORK / name
         if work.is_dir():
-            # Killed between the next two steps, the work would stay for ever.
+            # If the run is killed between the next two steps, the next one removes it by this.
             write_atomically(work / DONE, entry.path.name)
         entry.commit(record)
         remove(work)
-        # Not in the background, where it would run while the stage is measured.
+        # Not in the background: an upload during measurements would distort latencies.
         if self._remote:
             self._share(entry, Artifact.from_directory(entry.artifact_path), record)
 
     def get(self, entry: Entry) -> tuple[Artifact, Record] | None:
-        """Return an artifact and its record from here, else from the shared store, else None."""
-        found = self._own(entry)
+        """Return an artifact and its record, if need be from the shared store; None on a miss."""
+        found = self._load(entry)
         key, path = entry.path.name, entry.artifact_path
         if found:
-            entry.used()
+            entry.mark_used()
             self._share(entry, *found)
         elif self._remote and (found := self._remote.fetch(key, path, self._outdated)):
             entry.commit(found[1])
@@ -141,15 +145,15 @@ class Store:
         return found
 
     def peek(self, entry: Entry) -> tuple[Artifact, Record] | None:
-        """Return what :meth:`find` would; what is in the shared store alone stays there."""
-        found = self._own(entry)
+        """Return what :meth:`get` would, without fetching it from the shared store."""
+        found = self._load(entry)
         if not found and self._remote:
             found = self._remote.look(entry.path.name, entry.artifact_path, self._outdated)
             entry.fetched_from = self._remote.url
         return found
 
-    def _own(self, entry: Entry) -> tuple[Artifact, Record] | None:
-        """Return what lies here under a key, unless it is damaged or outdated."""
+    def _load(self, entry: Entry) -> tuple[Artifact, Record] | None:
+        """Return the artifact and record of an entry, unless it is damaged or outdated."""
         try:
             found = entry.load()
         except ArtifactInvalid as error:
@@ -159,7 +163,7 @@ class Store:
         return None if found is None or self._outdated(found[1]) else found
 
     def _outdated(self, record: Record) -> str:
-        """Return which file or variable that user code read has changed; empty where none has."""
+        """Return which file or variable that user code read has changed; empty if none has."""
         change = record.depends.change(self.surroundings.folder)
         if change:
             self._unusable[key_of(record.parts)] = change
@@ -176,7 +180,7 @@ class Store:
             self._remote.share(entry.path.name, artifact, record)
 
     def _sweep(self) -> None:
-        """Remove what killed runs left half made, and work that has come to its end."""
+        """Remove partial files of killed runs, and checkpoints of stages that have finished."""
         work, out = self.root / WORK, self.root.parent
         for names in ("*.json", "*.html"):  # a folder there is none of a run's
             remove_leftovers(out, names)
@@ -190,7 +194,7 @@ class Store:
                 remove(done.parent)
 
     def entry(self, parts: dict[str, Any]) -> Entry:
-        """Return the place of an artifact, given everything that decides it."""
+        """Return the entry of an artifact, given everything that decides it."""
         return Entry(self.root / key_of(parts), self.surroundings)
 
     def explain_miss(self, name: str, parts: dict[str, Any], data: Contents | None) -> str:
@@ -207,35 +211,26 @@ class Store:
         return found or "its artifact is gone"
 
     def last_parts(self, name: str) -> dict[str, Any] | None:
-        """Return what decided a stage's artifact when it was last run here, if it was."""
+        """Return what decided a stage's artifact when it last ran here; None if it never did."""
         return self._last().get(name)
 
     def save_last_parts(self, name: str, parts: dict[str, Any]) -> None:
-        """Note what a stage of this name was last run with."""
+        """Save what decided a stage's artifact, to explain the next run."""
         last = self._last()
         if last.get(name) != parts:
             write_atomically(self.root / LAST, dump_sealed({"stages": {**last, name: parts}}))
 
     def _last(self) -> dict[str, Any]:
-        """Return what stages were last run with; nothing where that was changed."""
+        """Return what :meth:`save_last_parts` saved of all stages; empty if the file changed."""
         try:
             stages: dict[str, Any] = load_sealed((self.root / LAST).read_bytes())["stages"]
         except (FileNotFoundError, ArtifactInvalid, KeyError):
-            return {}  # it says why a stage runs, and decides nothing
+            return {}  # it only explains why a stage runs
         return stages
 
 
-def format_in(content: bytes) -> str | int:
-    """Return the format that a store's file tells."""
-    try:
-        found = json.loads(content)["format"]
-    except (ValueError, TypeError, KeyError):
-        found = "unknown"
-    return found if found == FORMAT else _short(found)
-
-
 def publish(artifact: Artifact, path: Path) -> None:
-    """Show an artifact under a readable path, by hard links where the file system has them."""
+    """Copy an artifact to a readable path, by hard links where the file system has them."""
     partial = partial_path(path)
     shutil.rmtree(partial, ignore_errors=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +239,7 @@ def publish(artifact: Artifact, path: Path) -> None:
 
 
 def unpublish(folder: Path) -> None:
-    """Remove what an earlier run published; the store keeps it, and other files stay."""
+    """Remove the artifacts that an earlier run published; the store still has them."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if (path / MANIFEST).is_file():
             remove(path)
@@ -262,15 +257,11 @@ def _declared(parts: dict[str, Any]) -> Dependencies:
 
 
 def _difference(before: Any, after: Any, path: str = "") -> str:
+    """Return the first part that differs, by its dotted path; empty if none does."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in sorted({*before, *after}):
             found = _difference(before.get(key), after.get(key), f"{path}.{key}" if path else key)
             if found:
                 return found
         return ""
-    return "" if before == after else f"{path} {_short(before)} → {_short(after)}"
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 24 else f"{text[:12]}…"
+    return "" if before == after else f"{path} {shortened(before)} → {shortened(after)}"

@@ -1,11 +1,12 @@
-"""One run at a time in a store: a lock that dying gives back."""
+"""One run at a time in a store: a file lock, which ends with the processes that hold it."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from filelock import FileLock, Timeout, lock_descriptor
 
 from compress.common.errors import PipelineInvalid
 
@@ -17,51 +18,54 @@ LOCK = "lock"
 
 
 @contextmanager
-def at_rest(out: Path) -> Iterator[bool]:
-    """Keep runs from beginning in a directory for a moment; whether none is at work there."""
+def keep_idle(out: Path) -> Iterator[bool]:
+    """Keep runs from starting in a folder of results during a block, if none is running there.
+
+    Yields:
+        Whether none is running.
+    """
     try:
+        # Read only, so that results of another user can be looked at.
         descriptor = os.open(out / ".store" / LOCK, os.O_RDONLY)
-    except OSError:  # only the results were brought here, or nothing can be written anyway
+    except OSError:  # only the results were copied here, or nothing can be written anyway
         yield True
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        nobody_works = True
-    except BlockingIOError:
-        nobody_works = False
-    try:
-        yield nobody_works
+        yield lock_descriptor(descriptor, blocking=False)
     finally:
         os.close(descriptor)
 
 
-def lock(root: Path, announce: Callable[[str], None]) -> int:
-    """Return the descriptor that holds a store's lock; closing it, or dying, gives it back."""
+@contextmanager
+def store_lock(root: Path, announce: Callable[[str], None]) -> Iterator[int]:
+    """Hold a store's lock during a block; announce and wait while another run holds it.
+
+    Yields:
+        The descriptor that holds the lock. Worker processes inherit it, so that the workers of a
+        killed run keep the store locked until they have ended.
+
+    Raises:
+        PipelineInvalid: the store cannot be written.
+    """
+    descriptors: list[int] = []
+    # Without flock, an existing file would be the lock, and a killed run would hold it for ever.
+    lock = FileLock(root / LOCK, mode=0o644, fallback_to_soft=False, on_acquired=descriptors.append)
+    blocking = False
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        while True:
-            descriptor = os.open(root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-            _wait_for(descriptor, root, announce)
-            if _is_at(descriptor, root / LOCK):
-                return descriptor
-            os.close(descriptor)  # the store was removed meanwhile, and perhaps made anew
+        while not descriptors:
             root.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(blocking=blocking)
+            except Timeout:
+                announce(f"waiting for another run in {root.parent} to end (Ctrl-C gives up)")
+                blocking = True
+            except FileNotFoundError:
+                continue  # the store was removed while this run waited
     except OSError as error:
         raise PipelineInvalid(
             f"{root.parent}: cannot be written ({error.strerror}); choose another with --out"
         ) from None
-
-
-def _wait_for(descriptor: int, root: Path, announce: Callable[[str], None]) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        announce(f"waiting for another run in {root.parent} to end (Ctrl-C gives up)")
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+        yield descriptors[0]
+    finally:
+        lock.release()

@@ -1,4 +1,4 @@
-"""Files at a URL, of any protocol that fsspec knows: read within limits, written whole or not."""
+"""Files at a URL of any fsspec protocol: read up to a limit, and written atomically."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci"}
-"""Where an object is there when it is whole, and not before; there are no folders either."""
+"""Protocols whose objects appear only once they are complete, and which have no folders."""
 PARTIAL = "partial"
-"""Folder of what is being written, where objects are not whole when they appear."""
+"""Folder of incomplete files, for protocols whose files appear before they are complete."""
 BLOCK, PART = 2**24, 2**23
 """Bytes that are read, and uploaded, at a time."""
 MOST_PARTS = 9_000
@@ -28,11 +28,11 @@ CREDENTIALS = re.compile(r"://[^@]*:[^@]*@|\?")  # a key's secret may hold slash
 
 
 class Failed(Exception):
-    """The other side could not be asked; with what it said."""
+    """The storage service did not answer, or with an error, which is the message."""
 
 
 class Missing(Failed):
-    """The other side says that there is no such file."""
+    """The storage service says that there is no such file."""
 
 
 class Found(NamedTuple):
@@ -40,20 +40,20 @@ class Found(NamedTuple):
 
     bytes: int
     seconds: float
-    """Since it was written; 0 where the other side does not tell."""
+    """Since it was written; 0 if the service does not say when."""
 
 
 class Objects:
-    """What lies below a URL, by names such as ``files/1f…``."""
+    """The files below a URL, by names such as ``files/1f…``."""
 
     def __init__(self, url: str) -> None:
-        """Open a URL without asking it anything.
+        """Create a client for a URL, without a request.
 
         Raises:
             PipelineInvalid: no URL that fsspec knows, or one that holds credentials.
             Unavailable: the package for its protocol is not installed.
         """
-        self._files, self._root = _opened(url)
+        self._files, self._root = _open(url)
         protocol = self._files.protocol
         protocols = {protocol} if isinstance(protocol, str) else {*protocol}
         self._renames = not protocols & OBJECT_STORES
@@ -61,10 +61,10 @@ class Objects:
         self._writer = uuid.uuid4().hex
 
     def take_over(self, writer: str) -> None:
-        """Go on as a writer that nobody else is, and remove what it left half written.
+        """Write under a name of its own, and remove incomplete files of that name.
 
         Raises:
-            Failed: the other side.
+            Failed: the request failed.
         """
         self._writer = writer
         for name in self.names(PARTIAL) if self._renames else ():
@@ -72,35 +72,35 @@ class Objects:
                 self.remove(f"{PARTIAL}/{name}")
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of what lies directly in a folder; none where it is not there.
+        """List the names directly in a folder; none if it does not exist.
 
         Raises:
-            Failed: the other side.
+            Failed: the request failed.
         """
         try:
-            with _asking():
+            with _fsspec_errors():
                 found = self._files.ls(self._path(folder), detail=False)
         except Missing:
             return []
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all that is in it, which may be gone by now.
+        """Remove a file, or a folder with its content; nothing if it is gone already.
 
         Raises:
-            Failed: the other side.
+            Failed: the request failed.
         """
-        with suppress(Missing), _asking():
+        with suppress(Missing), _fsspec_errors():
             self._files.rm(self._path(name), recursive=True)
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """Return a small file's bytes, at most one more than the limit; None where it is not there.
+        """Return a small file's bytes, at most one more than the limit; None if it does not exist.
 
         Raises:
-            Failed: the other side.
+            Failed: the request failed.
         """
         try:
-            with _asking():
+            with _fsspec_errors():
                 content: bytes = self._files.cat_file(self._path(name), start=0, end=limit + 1)
                 return content
         except Missing:
@@ -110,55 +110,58 @@ class Objects:
         """Yield a file's bytes, block by block.
 
         Raises:
-            Failed: the other side.
+            Failed: the request failed.
         """
-        with _asking(), self._files.open(self._path(name), "rb", block_size=BLOCK) as stream:
+        with (
+            _fsspec_errors(),
+            self._files.open(self._path(name), "rb", block_size=BLOCK) as stream,
+        ):
             while block := stream.read(BLOCK):
                 yield block
 
     def look(self, name: str) -> Found | None:
-        """Return how large and old a file is; None where it is not there.
+        """Return the size and age of a file; None if it does not exist.
 
         Raises:
-            Failed: the other side.
+            Failed: the request failed.
         """
         try:
-            with _asking():
+            with _fsspec_errors():
                 info = self._files.info(self._path(name))
                 return Found(int(info["size"] or 0), _seconds_since(info))
         except Missing:
             return None
 
     def write(self, name: str, content: bytes | Path) -> None:
-        """Write a file, from bytes or a local one, so that nobody sees a half of it.
+        """Write a file from bytes or a local file; readers never see an incomplete one.
 
         Raises:
-            Failed: the other side.
+            Failed: the request failed.
         """
         target = self._path(name)
         partial = f"{PARTIAL}/{self._writer}-{uuid.uuid4().hex}"
-        first = self._path(partial) if self._renames else target
-        with _asking():
+        upload = self._path(partial) if self._renames else target
+        with _fsspec_errors():
             if self._renames:
-                for path in (first, target):
+                for path in (upload, target):
                     self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
             if isinstance(content, bytes):
-                self._files.pipe_file(first, content)
+                self._files.pipe_file(upload, content)
             else:
                 size = max(PART, content.stat().st_size // MOST_PARTS)
                 # s3fs holds ten parts at once, and would make them of 50 MiB.
                 parts = {"chunksize": size} if self._in_parts else {}
-                self._files.put_file(str(content), first, **parts)
+                self._files.put_file(str(content), upload, **parts)
             if self._renames:
-                self._files.mv(first, target)
+                self._files.mv(upload, target)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
 
 @contextmanager
-def _asking() -> Iterator[None]:
-    """Turn what a protocol's package raises, each its own, into one error."""
+def _fsspec_errors() -> Iterator[None]:
+    """Turn the exceptions of any protocol's package into `Missing` and `Failed`."""
     try:
         yield
     except FileNotFoundError as error:
@@ -168,7 +171,7 @@ def _asking() -> Iterator[None]:
 
 
 def _seconds_since(info: dict[str, Any]) -> float:
-    """Return how old a file is, by whichever name a protocol's package has for its time."""
+    """Return how old a file is; each protocol's package has another name for its time."""
     written = next((info[name] for name in WRITTEN if info.get(name)), None)
     if isinstance(written, str):
         written = datetime.fromisoformat(written)
@@ -183,8 +186,8 @@ def _error_summary(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)[:200]}"
 
 
-def _opened(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it."""
+def _open(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it."""
     if CREDENTIALS.search(url):
         raise PipelineInvalid(
             "store: the URL holds a password or a signature, which reports and logs would show; "

@@ -5,8 +5,9 @@
     URL/manifests/<digest>.json  which files an artifact has; its digest is this file's hash
     URL/records/<key>.json       which artifact a key stands for; written last
 
-A half upload is therefore not seen, writers of the same key do not disturb each other, and all that
-is read is held against its name. Nothing is opened in place: it is fetched into a run's own store.
+Readers do not see an incomplete upload, as its record is missing; writers of the same key do not
+disturb each other; and every file that is read is compared with the hash in its name. Nothing is
+opened in place: artifacts are fetched into a run's own store.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from typing import TYPE_CHECKING
 from compress.artifacts.artifact import MANIFEST, Artifact, replace_artifact, seal
 from compress.common.atomic_files import partial_path
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid, first_line
-from pipelines.store.entry import Record
-from pipelines.store.local import FORMAT, FORMAT_FILE, format_in
+from pipelines.store.entry import FORMAT, FORMAT_FILE, Record, read_format
 from pipelines.store.object_store import Failed, Objects
 from pipelines.system.jsonl_log import log_event
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import FileDigest
 
 RECORD_BYTES, MANIFEST_BYTES, FILES = 2**24, 2**26, 10_000
-"""More than any of ours holds."""
+"""Limits on bytes of a record, bytes of a manifest and number of files: far above real ones."""
 SECONDS_TRUSTED = 86_400
-"""A file that is older is uploaded again rather than relied on: it may be about to be cleaned."""
+"""Older files are uploaded again, not relied on: `compress gc` may be about to remove them."""
 
 
 class Remote:
-    """A shared store, as one run sees it; trouble with it is a warning, and the run goes on."""
+    """A shared store in one run; if it fails, the run goes on without it, with a warning."""
 
     def __init__(self, url: str, announce: Callable[[str], None]) -> None:
-        """Open a store without asking it anything.
+        """Create a client, without a request.
 
         Raises:
             PipelineInvalid: no URL that fsspec knows, or one that holds credentials.
@@ -53,11 +53,11 @@ class Remote:
         self.url = url.rstrip("/")
         self._announce = announce
         self._replaced: set[str] = set()
-        """Keys whose record is damaged or outdated: what is made anew is uploaded over it."""
+        """Keys whose record is damaged or outdated: the new artifact is uploaded over it."""
         self._reads = self._writes = True
 
     def refuse_another_format(self) -> bool:
-        """Return whether there is a store at the URL; this asks it for the first time.
+        """Return whether there is a store at the URL, with the first request to it.
 
         Raises:
             PipelineInvalid: it cannot be reached, or is of another format.
@@ -68,7 +68,7 @@ class Remote:
             raise self._refused("reached", error) from error
         if content is None:
             return False
-        if (found := format_in(content)) != FORMAT:
+        if (found := read_format(content)) != FORMAT:
             raise PipelineInvalid(
                 f"store {self.url}: is of format {found}, and this version of compress reads "
                 f"format {FORMAT}; choose another, or remove it: everything in it can be made again"
@@ -76,7 +76,7 @@ class Remote:
         return True
 
     def begin(self, root: Path) -> None:
-        """Make the store at the URL where there is none, for a run that holds a local one's lock.
+        """Create the store at the URL if there is none, for a run that holds its own store.
 
         Raises:
             PipelineInvalid: it cannot be reached or written, or is of another format.
@@ -93,33 +93,33 @@ class Remote:
     def look(
         self, key: str, path: Path, outdated: Callable[[Record], str]
     ) -> tuple[Artifact, Record] | None:
-        """Return what :meth:`fetch` would, without its files, as it would lie at the path."""
+        """Return what :meth:`fetch` would, without fetching the files."""
         found = None
-        with self._forgiving(key):
-            found = self._described(key, path, outdated) if self._reads else None
+        with self._warn_on_errors(key):
+            found = self._read_record(key, path, outdated) if self._reads else None
         return found and found[:2]
 
     def fetch(
         self, key: str, path: Path, outdated: Callable[[Record], str]
     ) -> tuple[Artifact, Record] | None:
-        """Bring what a key stands for to a path; return None where it is not there whole.
+        """Download the artifact of a key to a path; return None if it is missing or damaged.
 
         Args:
             key: the key.
-            path: where the artifact is to lie.
-            outdated: returns what user code would read now and did not then, or nothing; another
-                artifact then takes this one's place.
+            path: directory of the artifact.
+            outdated: returns which file or variable that user code read has changed, or nothing;
+                an outdated artifact is not fetched.
 
         Raises:
-            OSError: the local disk refuses.
+            OSError: the local disk is full or cannot be written.
         """
-        whole = None
-        with self._forgiving(key):
-            found = self._described(key, path, outdated) if self._reads else None
+        fetched = None
+        with self._warn_on_errors(key):
+            found = self._read_record(key, path, outdated) if self._reads else None
             if found:
-                self._bring(found[0], found[2])
-            whole = found
-        return whole and whole[:2]
+                self._download(found[0], found[2])
+            fetched = found
+        return fetched and fetched[:2]
 
     def share(self, key: str, artifact: Artifact, record: Record) -> None:
         """Upload an artifact, and its record last, unless it is there already."""
@@ -141,11 +141,11 @@ class Remote:
             if again or not found or found.bytes != file.bytes or found.seconds > SECONDS_TRUSTED:
                 self._objects.write(place, artifact.path / name)
         self._objects.write(f"manifests/{artifact.digest}.json", artifact.path / MANIFEST)
-        # What was measured is not shared: each machine proves and measures for itself.
+        # Measurements are not shared: each machine compares and measures for itself.
         self._objects.write(f"records/{key}.json", record.to_bytes())
         self._replaced.discard(key)
 
-    def _described(
+    def _read_record(
         self, key: str, path: Path, outdated: Callable[[Record], str]
     ) -> tuple[Artifact, Record, bytes] | None:
         """Return an artifact without its files, its record, and the manifest's bytes."""
@@ -172,8 +172,8 @@ class Remote:
             raise _Damaged(place, first_line(error)) from None
         return artifact, record, raw
 
-    def _bring(self, artifact: Artifact, manifest: bytes) -> None:
-        """Fetch an artifact's files, hold each against its hash, and rename the whole in place."""
+    def _download(self, artifact: Artifact, manifest: bytes) -> None:
+        """Download an artifact's files, check their hashes, and rename the folder into place."""
         files, path = artifact.manifest.files, artifact.path
         path.parent.mkdir(parents=True, exist_ok=True)
         needed, free = sum(f.bytes for f in files.values()), shutil.disk_usage(path.parent).free
@@ -184,14 +184,14 @@ class Remote:
         shutil.rmtree(partial, ignore_errors=True)
         try:
             for name, file in files.items():
-                self._bring_file(file, partial / name)
+                self._download_file(file, partial / name)
             (partial / MANIFEST).write_bytes(manifest)
             seal(partial)
             replace_artifact(partial, path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def _bring_file(self, expected: FileDigest, file: Path) -> None:
+    def _download_file(self, expected: FileDigest, file: Path) -> None:
         place = f"files/{expected.sha256}"
         found = self._objects.look(place)
         if found is None or found.bytes != expected.bytes:
@@ -210,8 +210,8 @@ class Remote:
             raise _Damaged(place, "is not what its name says")
 
     @contextmanager
-    def _forgiving(self, key: str) -> Iterator[None]:
-        """Say what is wrong with what is there, which is then not used, and go on."""
+    def _warn_on_errors(self, key: str) -> Iterator[None]:
+        """Turn errors of a block into a warning: damaged content is ignored, and replaced later."""
         try:
             yield
         except _Damaged as error:
@@ -236,7 +236,7 @@ class Remote:
 
 
 class _Damaged(Exception):
-    """What the store holds is not what it says."""
+    """A file of the store does not have the content that its name or manifest says."""
 
     def __init__(self, place: str, what: str) -> None:
         super().__init__(f"{place}: {what}")

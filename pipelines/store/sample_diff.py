@@ -1,4 +1,4 @@
-"""How many samples differ between the data of this run and those of an earlier one."""
+"""Counts the samples that differ between the data of this run and of an earlier one."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 FOLDER = "samples"
 KEPT = 16
-"""Splits whose hashes are kept in a store; the oldest go first."""
+"""Number of splits whose hashes stay in a store; the oldest are removed."""
 BYTES_OF_A_HASH = 16
 
 
 def note_samples(store: Path, contents: Contents) -> None:
-    """Keep the hashes of each split's samples in a store, under the split's digest.
+    """Save the hashes of each split's samples in a store, under the split's digest.
 
-    Only a reason is poorer where they cannot be written.
+    They only make explanations more precise, so that a failure to write them is ignored.
     """
     with suppress(OSError):
         (store / FOLDER).mkdir(exist_ok=True)
-        for split, told in contents.parts["splits"].items():
-            file = _file(store, told)
+        for split, parts in contents.parts["splits"].items():
+            file = _hash_file(store, parts)
             if not file.exists():
                 write_atomically(file, contents.hashes[split].tobytes())
         by_age = sorted((store / FOLDER).glob("*.hashes"), key=lambda file: file.stat().st_mtime_ns)
@@ -36,10 +36,10 @@ def note_samples(store: Path, contents: Contents) -> None:
 
 
 def samples_changed(store: Path, before: dict[str, Any], now: Contents) -> str:
-    """Return how many samples of the first split that changed differ; empty where nobody knows.
+    """Describe how many samples of the first changed split differ; empty if that is not known.
 
-    Of long splits not every sample has a hash of its own: then it is a lower bound, and only
-    splits of the same length are compared.
+    Of long splits not every sample is hashed: then the number is a lower bound, and only splits of
+    the same length are compared.
 
     Args:
         store: the store's folder.
@@ -47,14 +47,14 @@ def samples_changed(store: Path, before: dict[str, Any], now: Contents) -> str:
         now: the data now.
     """
     past = before.get("splits", {})
-    for split, told in now.parts["splits"].items():
-        if split in past and past[split] != told:
+    for split, parts in now.parts["splits"].items():
+        if split in past and past[split] != parts:
             try:
-                hashes = _file(store, past[split]).read_bytes()
+                hashes = _hash_file(store, past[split]).read_bytes()
             except OSError:
                 return ""
             pair = _counted(hashes), _counted(now.hashes[split].tobytes())
-            samples = past[split]["samples"], told["samples"]
+            samples = past[split]["samples"], parts["samples"]
             exact = all(of.total() == count for of, count in zip(pair, samples, strict=True))
             words = (
                 _format_difference(*pair) if exact else _format_sampled_difference(*pair, *samples)
@@ -63,8 +63,8 @@ def samples_changed(store: Path, before: dict[str, Any], now: Contents) -> str:
     return ""
 
 
-def _file(store: Path, told: dict[str, Any]) -> Path:
-    return store / FOLDER / f"{told['sha256'][:32]}.hashes"
+def _hash_file(store: Path, parts: dict[str, Any]) -> Path:
+    return store / FOLDER / f"{parts['sha256'][:32]}.hashes"
 
 
 def _counted(hashes: bytes) -> Counter[bytes]:

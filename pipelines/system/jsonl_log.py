@@ -85,15 +85,15 @@ class LogFile(RotatingFileHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as JSON."""
-        told: dict[str, Any] = dict(getattr(record, "log_fields", {}))
+        fields: dict[str, Any] = dict(getattr(record, "log_fields", {}))
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         content = {
             "time": when.replace("+00:00", "Z"),
-            "level": told.pop("level", record.levelname.lower()),
+            "level": fields.pop("level", record.levelname.lower()),
             "run": self.run,
-            "event": told.pop("event", "message"),
-            "stage": told.pop("stage", self.stage()) or None,
-            **told,
+            "event": fields.pop("event", "message"),
+            "stage": fields.pop("stage", self.stage()) or None,
+            **fields,
             "message": record.getMessage().encode(errors="replace").decode(),
         }
         return escaped_json(to_json(content, inf_nan_mode="null", fallback=str).decode())

@@ -91,7 +91,7 @@ def framed(function: Callable[..., None], options: Mapping[str, Any]) -> Callabl
 
 def _log_to_terminal(level: int) -> None:
     """Show log records from a level on; nothing where logging was set up already."""
-    from pipelines.terminal.rich_output import PlainFormatter
+    from pipelines.system.rich_output import PlainFormatter
 
     handler = logging.StreamHandler()
     handler.setFormatter(PlainFormatter())

@@ -27,7 +27,7 @@ SECONDS_BETWEEN_LINES = 3.0
 @contextmanager
 def shown(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
     """Give a progress function and an announcer of one line per stage."""
-    from pipelines.terminal.rich_output import PlainConsole
+    from pipelines.system.rich_output import PlainConsole
 
     console = PlainConsole(stderr=True)
     if quiet:

@@ -14,8 +14,8 @@ from compress.artifacts.eager_model import EagerModel
 from compress.common.printable import CONTROL_CHARACTERS, escaped_json, printable
 from pipelines.reporting.terminal_table import printed
 from pipelines.system.jsonl_log import LogFile
+from pipelines.system.rich_output import PlainConsole, PlainFormatter
 from pipelines.terminal.progress_bars import shown
-from pipelines.terminal.rich_output import PlainConsole, PlainFormatter
 
 HOSTILE = "x\x1b[2J\x1b[32m✓ proven\n✓ proven: it answers\r\x9b1mgone\u202eneverp"
 FACTORY = f"""

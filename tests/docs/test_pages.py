@@ -8,8 +8,8 @@ import yaml
 
 from compress.core.gates import AnyGate, MaxSize
 from compress.core.verdict import explain
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
+from pipelines import Pipeline
+from pipelines.planning.planner import build_plan
 
 DOCS = Path(__file__).parents[2] / "docs"
 

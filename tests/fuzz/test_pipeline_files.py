@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from compress.common.errors import CompressError, cause_lines
 from compress.common.printable import CONTROL_CHARACTERS
+from pipelines import Pipeline
 from pipelines.commands.check import checked
-from pipelines.config.pipeline import Pipeline
 from pipelines.config.registry import stages
 from tests.fuzz.mutations import changed_bytes, changed_value
 

@@ -14,7 +14,7 @@ import pytest
 
 from compress.profiling import quantiles
 from compress.profiling.benchmark import compare_latency
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
 from pipelines.results import measurements
 from pipelines.results.schema import Report
 

@@ -57,9 +57,9 @@ class Killed:
         for _ in range(2):
             shutil.rmtree(self.out, ignore_errors=True)
             assert self.run(NEVER, NEVER) == 0, self.log.read_text()
-            told = json.loads(self.log.with_suffix(".json").read_text())
-            self.seconds, self.operations = told["seconds"], told["operations"]
-            _import(told["modules"])
+            record = json.loads(self.log.with_suffix(".json").read_text())
+            self.seconds, self.operations = record["seconds"], record["operations"]
+            _import(record["modules"])
             _keep_what_is_imported()
         self.expected = self.found()
         self.out.rename(self.whole)
@@ -160,13 +160,13 @@ class Killed:
             try:
                 self._walk(operation, log)
                 code = 0
-            except BaseException:  # noqa: BLE001 - told to the parent
+            except BaseException:  # noqa: BLE001 - record to the parent
                 traceback.print_exc(file=log)
                 code = 1
         os._exit(code)
 
     def _walk(self, operation: int, log: io.TextIOBase) -> None:
-        from pipelines.config.pipeline import Pipeline
+        from pipelines import Pipeline
 
         tempfile.tempdir = os.environ["TMPDIR"] = str(self.temporary)
         count = 0
@@ -192,8 +192,8 @@ class Killed:
             Pipeline.from_yaml(self.file).run(
                 self.out, announce=lambda line: log.write(line + "\n"), progress=progress
             )
-        told = {"operations": count, "seconds": sum(os.times()[:4]), "modules": [*sys.modules]}
-        self.log.with_suffix(".json").write_text(json.dumps(told))
+        record = {"operations": count, "seconds": sum(os.times()[:4]), "modules": [*sys.modules]}
+        self.log.with_suffix(".json").write_text(json.dumps(record))
 
 
 def _left_running(temporary: Path) -> list[list[str]]:
@@ -278,9 +278,9 @@ def main(folder: Path, seed: int, times: int) -> None:
     killed.temporary.mkdir()
     killed.reference()
     killed.kill(times)
-    told = {"at": killed.at, "resumed": killed.resumed, "completed": killed.completed}
-    told |= {"seconds": killed.seconds, "operations": killed.operations, "struck": killed.struck}
-    print(json.dumps(told))
+    record = {"at": killed.at, "resumed": killed.resumed, "completed": killed.completed}
+    record |= {"seconds": killed.seconds, "operations": killed.operations, "struck": killed.struck}
+    print(json.dumps(record))
 
 
 if __name__ == "__main__":

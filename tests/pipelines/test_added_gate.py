@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 from compress.common.errors import GateRefused, PipelineInvalid, Unavailable
 from compress.core import gates
 from compress.core.gates import AnyGate, added_gates
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
+from pipelines.api import Pipeline
+from pipelines.planning.planner import build_plan
 from pipelines.planning.unjudged_losses import advice
 from pipelines.reporting.terminal_table import gate_lines
 from pipelines.results.schema import Report

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import CompressError, PipelineInvalid
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
+from pipelines import Pipeline
+from pipelines.planning.planner import build_plan
 from pipelines.runner.inputs import check_model
 
 GOOD = """\

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import GateRefused
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
+from pipelines.reporting.html import render
 from pipelines.reporting.terminal_table import closing_lines
 from pipelines.results.schema import Report
 from tests.pipelines.conftest import Project, measured_briefly
@@ -70,7 +71,7 @@ def test_it_is_said_in_the_terminal_on_the_page_and_in_json(refused: Project) ->
     assert useless.startswith("source, export_onnx: accuracy is no better than that of one and")
     assert warning.startswith("source (and export_onnx): answers depend on what else is in")
     assert f"! {warning}" in map(str, closing_lines(report, refused.out))
-    assert "answers depend on what else is in the batch" in report.html(refused.out)
+    assert "answers depend on what else is in the batch" in render(report, refused.out)
     content = json.loads((refused.out / "report.json").read_text())
     assert content["warnings"] == [overlap, useless, warning]
     assert content["baseline"]["batch_dependence"]["beyond_rounding"]

@@ -8,8 +8,8 @@ import pytest
 
 from compress.common.errors import PipelineInvalid
 from compress.data import fingerprint
+from pipelines import Pipeline
 from pipelines.commands.cache_miss import why
-from pipelines.config.pipeline import Pipeline
 from pipelines.results.schema import Report
 
 NETS = """

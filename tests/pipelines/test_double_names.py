@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
 from pipelines.models.exported_files import signature_of
 
 X = "{name: x, shape: [batch, 4]}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import CompressError
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
 from pipelines.results.schema import Report
 
 PLACES = """

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from compress.common.errors import ArtifactInvalid, PipelineInvalid
+from pipelines import Pipeline
 from pipelines.commands import doctor
 from pipelines.commands.cache_miss import why
-from pipelines.config.pipeline import Pipeline
 from pipelines.results.comparison import compare, row_of
 from pipelines.results.schema import Report
 from pipelines.runner.run import preview_state
@@ -26,7 +26,7 @@ def changed(found):
     return {p.what: (p.before, p.value) for p in found.parts if p.before != p.value}
 
 
-def test_every_change_of_a_stage_is_told(project) -> None:
+def test_every_change_of_a_stage_is_named(project) -> None:
     assert reason(project, "train").does == "cached"
     assert not changed(reason(project, "train"))
     project.edit("epochs: 3, batch_size: 24", "epochs: 4, batch_size: 32")
@@ -53,8 +53,8 @@ def test_an_archive_is_packed_anew_where_what_it_says_of_the_checkpoint_changed(
     for by in ("one", "another"):
         save_file(weights, project.folder / "mlp.safetensors", {"saved by": by})
         pipeline = Pipeline.from_yaml(project.file)
-        walk = preview_state(pipeline, project.out)[1]
-        found.append(history_parts(walk.plan.stages[-1], walk)["history"])
+        state = preview_state(pipeline, project.out)[1]
+        found.append(history_parts(state.plan.stages[-1], state)["history"])
     assert found[0].pop("source") != found[1].pop("source")
     assert found[0] == found[1]
 
@@ -67,9 +67,9 @@ def test_two_runs_are_compared_by_stage(project, walked) -> None:
     asked = {d.what: (d.before, d.after) for d in found.asked}
     assert asked.pop("settings.stages.train.epochs") == (3, 4)
     assert not found.surroundings
-    told = {d.what for d in found.found}
-    assert {"train.sha256", "export_onnx.sha256", "export_onnx.p50_ms"} <= told
-    assert not {"status", "train.parameters"} & told
+    differing = {d.what for d in found.found}
+    assert {"train.sha256", "export_onnx.sha256", "export_onnx.p50_ms"} <= differing
+    assert not {"status", "train.parameters"} & differing
 
 
 def test_a_stage_of_one_run_alone_is_shown_against_nothing(project, walked) -> None:
@@ -90,8 +90,8 @@ def test_no_name_of_a_stage_and_no_second_gate_hides_a_difference(walked, tmp_pa
         stages = [export.model_copy(update={"name": n, "verdicts": verdicts}) for n in NAMES]
         runs[run] = tmp_path / run
         runs[run].mkdir()
-        told = report.model_copy(update={"stages": tuple(stages), "status": status})
-        told.write(runs[run])
+        changed = report.model_copy(update={"stages": tuple(stages), "status": status})
+        changed.write(runs[run], page="")
     found = {d.what: (d.before, d.after) for d in compare(runs["one"], runs["two"]).found}
     rule = f"{verdict.rule} against train"
     assert found == {
@@ -106,7 +106,7 @@ def test_a_folder_without_a_report_is_named(walked, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "told"),
+    ("file", "content", "reason"),
     [
         ("report.json", "[]", "not a mapping"),
         ("report.json", '{"version": 2}', "version: "),
@@ -114,11 +114,11 @@ def test_a_folder_without_a_report_is_named(walked, tmp_path) -> None:
         ("lock.json", "7", "not iterable"),
     ],
 )
-def test_a_report_of_somebody_elses_is_one_line(walked, tmp_path, file, content, told) -> None:
+def test_a_report_of_somebody_elses_is_one_line(walked, tmp_path, file, content, reason) -> None:
     for name in ("report.json", "lock.json"):
         shutil.copy(walked.out / name, tmp_path)
     (tmp_path / file).write_text(content)
-    with pytest.raises(ArtifactInvalid, match=f"holds no readable report .*{told}") as error:
+    with pytest.raises(ArtifactInvalid, match=f"holds no readable report .*{reason}") as error:
         compare(walked.out, tmp_path)
     assert "\n" not in str(error.value)
 

@@ -14,7 +14,7 @@ import pytest
 from compress import PruneChannels, Target, Train
 from compress.common.errors import StageFailed, cause_lines
 from compress.common.requirements import undisturbed
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
 from pipelines.executors.task import TaskResult
 from pipelines.results.schema import Report
 from pipelines.system.jsonl_log import LOG
@@ -97,7 +97,7 @@ class InThisProcess:
         assert not self.under_way
 
 
-def test_nothing_is_judged_while_something_is_made(file, monkeypatch) -> None:
+def test_nothing_is_evaluated_while_a_stage_runs(file, monkeypatch) -> None:
     events: list[tuple[str, str]] = []
     monkeypatch.setattr(InThisProcess, "events", events, raising=False)
     monkeypatch.setattr("pipelines.executors.factory.ProcessPool", InThisProcess)
@@ -124,7 +124,7 @@ def test_nothing_is_judged_while_something_is_made(file, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("a cable was pulled")], ids=repr)
-def test_all_that_was_under_way_when_a_run_was_ended_is_told(file, monkeypatch, error) -> None:
+def test_all_stages_running_when_a_run_is_ended_are_reported(file, monkeypatch, error) -> None:
     class Ended(InThisProcess):
         def next(self) -> TaskResult:
             raise error

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from compress.common.errors import PipelineInvalid
 from pipelines.commands.verify import prove
+from pipelines.reporting.html import render
 from pipelines.reporting.layer_sizes import sensitivities_of, sizes_of
 from pipelines.reporting.stage_rows import rows_of
 from pipelines.reporting.verification_page import as_text
@@ -26,7 +27,7 @@ def test_sizes_by_layer_are_those_of_the_sealed_weights(walked) -> None:
             size = sum(t.nbytes for name, t in state.items() if name.startswith(f"{layer}."))
             assert shown[layer][column] == f"{size} B" or size >= 1000
     assert sizes_of(rows_of(report), None) is None
-    assert "Sizes by layer: not known" in report.html()
+    assert "Sizes by layer: not known" in render(report)
 
 
 def test_a_layer_that_a_stage_removed_is_said_to_be_gone(walked, tmp_path) -> None:
@@ -90,9 +91,9 @@ def test_a_proof_that_cannot_be_written_is_refused_before_anything_is_started(tm
 @pytest.mark.parametrize("ending", [".html", ".md"])
 def test_a_proof_says_what_was_not_shown_and_how_far_answers_differ(ending: str) -> None:
     replay = Replay(what="the <probe>", samples=4, largest_difference=1.25e-7)
-    told = {"proven": ("it answers",), "unproven": ("the data: gone",)}
-    told |= {"served_by": "TorchServe", "replays": (replay,)}
-    proof = Proof(kind="torchserve", sha256="0" * 64, **told)
+    fields = {"proven": ("it answers",), "unproven": ("the data: gone",)}
+    fields |= {"served_by": "TorchServe", "replays": (replay,)}
+    proof = Proof(kind="torchserve", sha256="0" * 64, **fields)
     text = as_text(proof, "archive", ending)
     assert "one thing could not be shown" in text
     assert text.index("it answers") < text.index("Not proven") < text.index("the data: gone")

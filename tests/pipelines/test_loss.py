@@ -8,8 +8,8 @@ import torch
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import PipelineInvalid
 from compress.data.splits import DataReference
+from pipelines import Pipeline
 from pipelines.commands.check import checked
-from pipelines.config.pipeline import Pipeline
 from pipelines.results.schema import Report
 from tests.pipelines.conftest import Project
 

@@ -1,4 +1,4 @@
-"""The peak of memory in a run: asked once of each artifact, told everywhere, judged by a gate."""
+"""Peak memory in a run: measured once for each artifact, shown everywhere, checked by a gate."""
 
 import json
 import shutil
@@ -9,14 +9,15 @@ from compress.common.errors import GateRefused
 from compress.common.strict_json import dump_sealed, load_sealed
 from compress.profiling import peak_memory
 from compress.profiling.rss import PROCESS
+from pipelines.reporting.html import render
 from pipelines.reporting.terminal_table import stage_table, wide_console
 from pipelines.results.comparison import compare
 from pipelines.results.schema import Report
-from pipelines.runner.trackers import figures_of
+from pipelines.runner.trackers import stage_figures
 from pipelines.store.entry import ANSWERS
 
 pytestmark = pytest.mark.skipif(
-    not (PROCESS / "clear_refs").exists(), reason="no peaks are told here"
+    not (PROCESS / "clear_refs").exists(), reason="the kernel reports no peaks here"
 )
 
 
@@ -64,25 +65,25 @@ def test_a_peak_that_cannot_be_measured_is_a_dash_with_the_reason(project, monke
         report = project.run()
     assert report.status == "passed"
     assert set(_peaks(report).values()) == {None}
-    page = report.html()
+    page = render(report)
     why = "peak memory cannot be measured: the process that opened it was ended by SIGKILL"
     assert f"<p>train: {why}.</p>" in page
-    assert figures_of(report.stages[0].model_dump(mode="json")).keys() >= {"bytes", "p50_ms"}
+    assert stage_figures(report.stages[0].model_dump(mode="json")).keys() >= {"bytes", "p50_ms"}
     assert all(_peaks(project.run()).values()), "a failure was kept"
 
 
-def test_it_is_told_wherever_figures_are(project, capsys) -> None:
+def test_it_is_shown_wherever_figures_are(project, capsys) -> None:
     report = Report.read(project.out)
     measured = report.stages[-1].measurements
-    told = f"{measured.peak_mebibytes:.1f}"
-    page = report.html()
+    shown_peak = f"{measured.peak_mebibytes:.1f}"
+    page = render(report)
     assert '<th scope="col">Peak MiB</th>' in page
-    assert f"<td>{told}</td>" in page
+    assert f"<td>{shown_peak}</td>" in page
     wide_console().print(stage_table(report, wide_console()))
     shown = capsys.readouterr().out
     assert "peak MiB" in shown
-    assert told in shown
-    figures = figures_of(report.stages[-1].model_dump(mode="json"))
+    assert shown_peak in shown
+    figures = stage_figures(report.stages[-1].model_dump(mode="json"))
     assert figures["peak_mebibytes"] == measured.peak_mebibytes
     lighter = shutil.copytree(project.out, project.folder / "lighter")
     content = json.loads((lighter / "report.json").read_text())
@@ -102,7 +103,7 @@ def test_a_report_of_an_older_version_is_read_and_shown_with_dashes(project) -> 
     file.write_text(json.dumps(content))
     old = Report.read(project.out)
     assert set(_peaks(old).values()) == {None}
-    assert "cannot be measured" not in old.html()
+    assert "cannot be measured" not in render(old)
 
 
 def test_a_gate_refuses_and_another_limit_measures_nothing_again(project, monkeypatch) -> None:

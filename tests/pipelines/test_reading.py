@@ -20,7 +20,7 @@ from compress.artifacts.hf_folder import refuse_foreign_folder
 from compress.checkpoint import safe_zip
 from compress.checkpoint.loading import read_state_dict
 from compress.common.errors import ArtifactInvalid, CompressError
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
 from pipelines.models.exported_files import import_file, signature_of
 from pipelines.results.schema import Report
 from serve.torchserve.mar_file import MAR_MANIFEST, model_name_of, read_mar

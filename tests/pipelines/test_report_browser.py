@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import CompressError
+from pipelines.reporting.html import render
 from pipelines.reporting.stage_rows import rows_of
 from pipelines.reporting.verification_page import as_text
 from pipelines.results.schema import Report
@@ -50,8 +51,8 @@ BRANCHES = """\
 STATUSES = {"passed", "measured", "refused", "failed", "skipped"}
 COLLECT = """<script>
 const found = []
-addEventListener("message", told => {
-  found.push(told.data)
+addEventListener("message", message => {
+  found.push(message.data)
   document.title = JSON.stringify(found)
 })
 </script>"""
@@ -80,7 +81,7 @@ def pages(walked, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     report = Report.read(project.out)
     assert {row.status for row in rows_of(report)} == STATUSES
     found["mixed"] = (project.out / "report.html").read_text()
-    found["branches"] = _branches(Report.read(walked.out)).html(walked.out)
+    found["branches"] = render(_branches(Report.read(walked.out)), walked.out)
     replay = Replay(what="the recorded probe", samples=4, largest_difference=0.0)
     lines = {"proven": ("model.mar: sha256 " + "0" * 64,), "unproven": ("the validation split",)}
     proof = Proof(kind="torchserve", sha256="0" * 64, replays=(replay,), **lines)
@@ -107,9 +108,9 @@ def test_pages_fit_a_phone_a_desktop_and_paper(pages: dict[str, str], tmp_path: 
             frames.append(f'<iframe src="{file.name}" style="width:{width}px;border:0"></iframe>')
     (tmp_path / "all.html").write_text(f"<!doctype html>{COLLECT}<body>{''.join(frames)}")
     dumped = chromium(tmp_path, "--dump-dom", (tmp_path / "all.html").as_uri()).stdout
-    told = json.loads(html.unescape(re.search("<title>(.*?)</title>", dumped, re.S)[1]))
-    assert len(told) == 3 * len(pages)
-    for found in told:
+    message = json.loads(html.unescape(re.search("<title>(.*?)</title>", dumped, re.S)[1]))
+    assert len(message) == 3 * len(pages)
+    for found in message:
         assert found["width"] <= found["view"] == int(found["name"].split()[1]), found
         assert found["asked"] == [], found
         assert found["cut"] == [], found

@@ -29,7 +29,7 @@ DIES_IN_MID_UPLOAD = """
 import os, signal, sys
 from pathlib import Path
 from pipelines.store.object_store import Objects
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
 
 write, left = Objects.write, int(sys.argv[3])
 
@@ -72,8 +72,8 @@ def test_two_folders_share_a_bucket_and_a_flipped_byte_is_refused(project, bucke
     assert {p.name for p in (second.out / "artifacts").iterdir()} == names
     assert _bytes_of(second.out / "artifacts") == _bytes_of(project.out / "artifacts")
     assert {s.fetched_from for s in Report.read(second.out).stages} == {url}
-    told = "".join(f.read_text() for f in second.out.glob("[!.]*.*"))
-    assert "a-secret-of-mine" not in told and "an-id" not in told
+    written = "".join(f.read_text() for f in second.out.glob("[!.]*.*"))
+    assert "a-secret-of-mine" not in written and "an-id" not in written
 
     pruned = Artifact.from_directory(project.out / "artifacts" / "prune_channels")
     place = f"{url}/files/{pruned.manifest.files[pruned.payload_name].sha256}"
@@ -94,9 +94,9 @@ def test_two_folders_share_a_bucket_and_a_flipped_byte_is_refused(project, bucke
 
     kept = len(files.find(url))
     assert clean(url, "2d", False, print).artifacts == 0
-    told = clean_shared(url, -60, dry_run=True)  # what will be written in the next minute too
-    assert (told.artifacts, told.kept, len(files.find(url))) == (4, 0, kept)
-    assert clean_shared(url, -60, dry_run=False).bytes == told.bytes > pruned.payload_bytes
+    cleaned = clean_shared(url, -60, dry_run=True)  # what will be written in the next minute too
+    assert (cleaned.artifacts, cleaned.kept, len(files.find(url))) == (4, 0, kept)
+    assert clean_shared(url, -60, dry_run=False).bytes == cleaned.bytes > pruned.payload_bytes
     files.invalidate_cache()
     assert [place.rpartition("/")[2] for place in files.find(url)] == ["format.json"]
 

@@ -13,8 +13,8 @@ from torch import nn
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
 from compress.common.requirements import Requirement
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
+from pipelines import Pipeline
+from pipelines.planning.planner import build_plan
 from pipelines.runner.inputs import check_model, import_source, resolve_inputs, source_parts
 
 NETS = """
@@ -206,10 +206,12 @@ def test_a_program_with_keywords_is_called_by_position(tmp_path) -> None:
 
 
 def test_a_files_inputs_come_from_the_file_or_the_data(files, tmp_path) -> None:
-    told = resolve_inputs(pipeline(tmp_path, f"file: {files / 'net.onnx'}"))[2]
-    assert told == "model.inputs, from net.onnx: x [rows, 4] float32"
-    _, data, told = resolve_inputs(pipeline(tmp_path, f"file: {files / 'net.ts'}", data="pairs"))
-    assert told == "model.inputs, from the samples of the data: x [batch, 4] float32"
+    inferred = resolve_inputs(pipeline(tmp_path, f"file: {files / 'net.onnx'}"))[2]
+    assert inferred == "model.inputs, from net.onnx: x [rows, 4] float32"
+    _, data, inferred = resolve_inputs(
+        pipeline(tmp_path, f"file: {files / 'net.ts'}", data="pairs")
+    )
+    assert inferred == "model.inputs, from the samples of the data: x [batch, 4] float32"
     assert data is not None
     with pytest.raises(PipelineInvalid, match=r"p\.yaml:2: model: inputs are not declared"):
         resolve_inputs(pipeline(tmp_path, f"file: {files / 'net.ts'}"))
@@ -275,12 +277,12 @@ def test_stages_that_do_not_read_a_files_kind_are_refused(files, tmp_path) -> No
             build_plan(read)
 
 
-def test_inputs_are_inferred_told_and_used_by_every_stage(tmp_path) -> None:
+def test_inputs_are_inferred_announced_and_used_by_every_stage(tmp_path) -> None:
     stages = "{stage: train, epochs: 1}, {stage: export_onnx}"
     read, said = pipeline(tmp_path, "factory: 'nets:Net'", stages, data="data"), []
     report = read.run(tmp_path / "out", announce=said.append)
-    told = "ids [batch, length] int64, x [batch, 4] float32"
-    assert said[0] == f"model.inputs, from the samples of the data: {told}"
+    inferred = "ids [batch, length] int64, x [batch, 4] float32"
+    assert said[0] == f"model.inputs, from the samples of the data: {inferred}"
     inputs = report.lock["settings"]["model"]["inputs"]
     assert [spec["name"] for spec in inputs] == ["ids", "x"]
     graph = onnx.load(tmp_path / "out/artifacts/export_onnx/model.onnx").graph
@@ -297,8 +299,8 @@ def test_check_shows_what_was_inferred(tmp_path, capfd) -> None:
     pipeline(tmp_path, "factory: 'nets:Net'", data="data")
     spoken = {"quiet": False, "debug": False}
     cli.check(tmp_path / "p.yaml", as_json=False, **spoken)
-    told = "ids [batch, length] int64, x [batch, 4] float32\n"
-    assert told in capfd.readouterr().out
+    inferred = "ids [batch, length] int64, x [batch, 4] float32\n"
+    assert inferred in capfd.readouterr().out
     cli.check(tmp_path / "p.yaml", as_json=True, **spoken)
     found = json.loads(capfd.readouterr().out)["signature"]
     assert [o["name"] for o in found["outputs"]] == ["scores", "sums"]

@@ -16,9 +16,9 @@ from compress.core.context import Context
 from compress.core.run_history import History, PastStage
 from compress.data.splits import Splits
 from export.onnx.stage import ExportOnnx, OnnxModel
+from pipelines import Pipeline
 from pipelines.commands.verify import evidence_of, prove
 from pipelines.commands.verify_anchors import Given
-from pipelines.config.pipeline import Pipeline
 from pipelines.runner.run import preview_run
 from serve.http.options import Options
 from serve.packaging.model_card import card
@@ -344,11 +344,7 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
     assert mars[0].read_bytes() == mars[1].read_bytes()
     assert str(tmp_path).encode() not in mars[0].read_bytes()
     out = mars[0].parents[2]
-    assert set(
-        preview_run(
-            pipeline, tmp_path / "two" / "out", start=None, until=None, force=False
-        ).values()
-    ) == {"cached"}
+    assert set(preview_run(pipeline, tmp_path / "two" / "out").values()) == {"cached"}
 
     monkeypatch.setenv("PATH", str(tmp_path))
     proof = prove(mars[0].parent, replay=True)

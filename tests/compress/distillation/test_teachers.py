@@ -16,8 +16,8 @@ from compress.distillation.stage import Distill
 from compress.distillation.teacher import OnnxFile, Teacher
 from export.onnx.stage import ExportOnnx
 from export.torchscript.stage import ExportTorchScript
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
+from pipelines import Pipeline
+from pipelines.planning.planner import build_plan
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

@@ -19,8 +19,8 @@ from export.aotinductor import package as aot_package
 from export.aotinductor.package import compile_package, count_kernels, load, refuse_unrolled_rnn
 from export.aotinductor.stage import AotModel, ExportAot
 from export.parity.bisect import LayerSearch
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
+from pipelines import Pipeline
+from pipelines.planning.planner import build_plan
 from tests.export.builders import IMAGE, IMAGE_AND_CONTEXT, images, network, samples
 
 pytestmark = pytest.mark.timeout(900)  # compilers are slow on machines with other work

@@ -28,8 +28,8 @@ from export.tensorrt.parity import check_engine
 from export.tensorrt.runtime import in_order, in_parts
 from export.tensorrt.shape_profiles import shapes_of, sizes_of
 from export.tensorrt.stage import ExportTensorRT, TensorRTEngine
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
+from pipelines import Pipeline
+from pipelines.planning.planner import build_plan
 from tests.export.builders import IMAGE, images, network, samples
 
 TOKENS = Signature(

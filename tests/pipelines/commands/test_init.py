@@ -11,11 +11,11 @@ import yaml
 from torch import nn
 
 from compress.common.errors import CompressError, PipelineInvalid
+from pipelines import Pipeline
 from pipelines.commands.check import checked
 from pipelines.commands.init import beginning, composed, draft, write_draft
 from pipelines.commands.init_advice import Family, Found, Goal, Target, family_of
 from pipelines.commands.init_options import InitOptions, prompt_for_missing
-from pipelines.config.pipeline import Pipeline
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 NETS = """

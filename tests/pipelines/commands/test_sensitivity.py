@@ -15,8 +15,8 @@ from compress.common.forward import run_in_eval
 from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.pruning.sensitivity_analysis import measure_sensitivity
+from pipelines import Pipeline
 from pipelines.commands.sensitivity import lines_below, measure, plot, table
-from pipelines.config.pipeline import Pipeline
 
 NETS = """
 import torch

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from compress.common.errors import PipelineInvalid
+from pipelines import Pipeline
 from pipelines.commands.cache_miss import why
-from pipelines.config.pipeline import Pipeline, json_schema
-from pipelines.planning.plan import build_plan
+from pipelines.config.pipeline import json_schema
+from pipelines.config.run_options import RunOptions
+from pipelines.planning.planner import build_plan
 from pipelines.results.schema import Report
 from pipelines.runner.run import preview_run
 from tests.pipelines.conftest import measured_briefly
@@ -111,7 +113,7 @@ def test_values_that_make_no_name_are_numbered(pipeline) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "told"),
+    ("stages", "message"),
     [
         (
             "{stage: prune_channels, matrix: {ratoi: [0.3, 0.5]}}",
@@ -158,11 +160,11 @@ def test_values_that_make_no_name_are_numbered(pipeline) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_matrix_is_one_line(pipeline, stages: str, told: str) -> None:
+def test_what_is_wrong_with_a_matrix_is_one_line(pipeline, stages: str, message: str) -> None:
     with pytest.raises(PipelineInvalid) as error:
         build_plan(pipeline(stages))
     (line,) = str(error.value).splitlines()
-    assert told in line
+    assert message in line
     assert "m.yaml:" in line
     assert "stages[" in line
 
@@ -205,16 +207,14 @@ def test_a_branch_and_a_stage_written_out_share_their_artifact(ran, monkeypatch)
     )
     (ran / "written.yaml").write_text(written)
     pipeline = Pipeline.from_yaml(ran / "written.yaml")
-    nothing = {"start": None, "until": None, "force": False}
-    assert set(preview_run(pipeline, ran / "out", **nothing).values()) == {"cached"}
+    assert set(preview_run(pipeline, ran / "out").values()) == {"cached"}
 
 
 def test_options_and_explanations_take_the_names_of_branches(ran) -> None:
     pipeline, out = Pipeline.from_yaml(ran / "halves.yaml"), ran / "out"
     assert why(pipeline, out, "export_torchscript-amount=0.25").does == "cached"
-    foreseen = preview_run(
-        pipeline, out, start="thin-amount=0.5", until="export_torchscript", force=False
-    )
+    options = RunOptions(start="thin-amount=0.5", until="export_torchscript")
+    foreseen = preview_run(pipeline, out, options)
     assert foreseen == {
         "source": "cached",
         "thin-amount=0.25": "cached",

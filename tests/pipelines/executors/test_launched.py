@@ -19,7 +19,7 @@ from compress.common.errors import PipelineInvalid, StageFailed
 from compress.training.config.parallel import Parallel
 from compress.training.launch import rank_group
 from compress.training.launch.rank_group import RankGroup, launched_environment, need_group
-from pipelines.config.pipeline import Pipeline
+from pipelines.api import Pipeline
 from pipelines.executors.launched import check_processes
 from tests.pipelines.conftest import measured_briefly
 

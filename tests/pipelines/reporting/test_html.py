@@ -10,13 +10,15 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
+from pipelines.reporting.html import render
 from pipelines.reporting.html_page import folded
 from pipelines.reporting.provenance import links_of, source_of
 from pipelines.reporting.stage_rows import fronts_of, higher_is_better, hindrances, rows_of, shipped
 from pipelines.reporting.terminal_table import stage_table
 from pipelines.reporting.training_curves import trainings_of
 from pipelines.results.measurements import Measurements
-from pipelines.results.schema import FailureReport, Report, SkippedReport, StageReport
+from pipelines.results.schema import Report
+from pipelines.results.stage_reports import FailureReport, SkippedReport, StageReport
 
 
 def many(report: Report, branches: int = 40, named: str = "branch") -> Report:
@@ -88,7 +90,7 @@ def test_trainings_are_those_that_the_stages_wrote_down(walked) -> None:
     assert (training.name, training.epochs) == ("train", 3)
     assert training.loss == (history[0]["loss"], history[-1]["loss"])
     assert len(training.plots) == 2
-    assert f"{history[-1]['loss']:.4f}" in report.html()
+    assert f"{history[-1]['loss']:.4f}" in render(report)
 
 
 def test_the_chain_is_held_against_the_sealed_manifests(project) -> None:
@@ -108,16 +110,16 @@ def test_the_chain_is_held_against_the_sealed_manifests(project) -> None:
     (project.out / "artifacts/export_onnx/manifest.json").unlink()
     links = links_of(changed, rows_of(changed), project.out)
     assert [link.check for link in links] == ["agrees", "differs", "not here"]
-    assert "✗ differs" in changed.html(project.out)
+    assert "✗ differs" in render(changed, project.out)
 
 
 def test_the_page_is_written_again_as_it_was(walked) -> None:
-    assert Report.read(walked.out).html(walked.out) == (walked.out / "report.html").read_text()
+    assert render(Report.read(walked.out), walked.out) == (walked.out / "report.html").read_text()
 
 
 @pytest.mark.parametrize("told", [lambda r: r, broken, many])
 def test_every_table_and_plot_can_be_read_without_sight(walked, told) -> None:
-    page = told(Report.read(walked.out)).html(walked.out)
+    page = render(told(Report.read(walked.out)), walked.out)
     outline = Outline(page)
     assert outline.headings[0] == 1
     assert outline.headings.count(1) == 1
@@ -145,7 +147,7 @@ def test_what_did_not_pass_is_told_first_and_has_rows(walked) -> None:
     assert "worse" not in [row.name for row in (*fronts.by_size, *fronts.by_time)]
     assert "worse" not in [row.name for row in shipped(rows, fronts, "train")]
     assert "train" not in [row.name for row in shipped(rows, fronts, "train")]
-    page = report.html()
+    page = render(report)
     assert "no &lt;samples&gt; left" in page
     before_stages = page.partition("<h2>Stages")[0]
     assert "1 refused, 1 failed, 2 skipped" in before_stages
@@ -159,7 +161,7 @@ def test_the_members_of_the_fronts_are_named(walked) -> None:
     report = many(Report.read(walked.out))
     rows = rows_of(report)
     fronts = fronts_of(report, rows)
-    page = report.html()
+    page = render(report)
     by_size = page.partition("On the front by size")[2].partition("</p>")[0]
     by_time = page.partition("On the front by latency")[2].partition("</p>")[0]
     for told, members in ((by_size, fronts.by_size), (by_time, fronts.by_time)):
@@ -185,7 +187,7 @@ def test_no_front_is_invented_where_nobody_tells_the_direction(walked) -> None:
         other = report.model_copy(update={"lock": lock})
         assert higher_is_better(other) is expected
         if expected is None:
-            assert "there is no front" in other.html()
+            assert "there is no front" in render(other)
 
 
 def test_what_an_older_run_did_not_keep_is_said_to_be_missing(walked) -> None:
@@ -203,11 +205,11 @@ def test_what_an_older_run_did_not_keep_is_said_to_be_missing(walked) -> None:
         del measured["speedup_blocks"], measured["latency_ms"]["ventiles"]
     lock = {k: v for k, v in report.lock.items() if k != "source"}
     old = Report.model_validate({**content, "lock": lock})
-    page = old.html(walked.out)
+    page = render(old, walked.out)
     assert "Not kept: nothing was measured" in page
     assert "code, SHA-256" not in page
     content["stages"][0] = report.stages[0].model_dump(mode="json")
-    assert ">not kept<" in Report.model_validate({**content, "lock": lock}).html(walked.out)
+    assert ">not kept<" in render(Report.model_validate({**content, "lock": lock}), walked.out)
 
 
 def test_a_metric_that_is_not_finite_is_in_no_plot(walked) -> None:
@@ -217,7 +219,7 @@ def test_a_metric_that_is_not_finite_is_in_no_plot(walked) -> None:
     last = report.stages[-1].model_copy(update={"measurements": nan})
     told = report.model_copy(update={"stages": (*report.stages[:-1], last)})
     assert [row.name for row in fronts_of(told, rows_of(told)).absent] == [last.name]
-    assert f"not measured: <b>3 {last.name}</b>" in told.html()
+    assert f"not measured: <b>3 {last.name}</b>" in render(told)
 
 
 @pytest.mark.parametrize("value", [-1.11, 0.0, math.nan, math.inf, None])
@@ -231,7 +233,7 @@ def test_impossible_figures_of_an_older_run_are_not_shown(walked, value) -> None
         del found["latency_ms"]["p50_interval"], found["latency_ms"]["p95_interval"]
     lock = Report.read(walked.out).lock
     old = Report.model_validate({**content, "lock": lock})
-    page = old.html(walked.out)
+    page = render(old, walked.out)
     assert "not measurable" in page
     assert not re.search(r"-1\.11|>nan|>inf", page)
     console = Console(width=160, file=io.StringIO())
@@ -243,7 +245,7 @@ def test_impossible_figures_of_an_older_run_are_not_shown(walked, value) -> None
         assert measured["speedup"] is None
         assert measured["latency_ms"]["p50"] is measured["latency_ms"]["p95"] is None
         assert "not measurable on this machine now" in measured["speedup_reason"]
-    assert Report.model_validate({**again, "lock": lock}).html(walked.out) == page
+    assert render(Report.model_validate({**again, "lock": lock}), walked.out) == page
 
 
 def test_a_source_that_seems_faster_than_itself_has_no_speedup(walked) -> None:
@@ -259,9 +261,9 @@ def test_a_source_that_seems_faster_than_itself_has_no_speedup(walked) -> None:
 
 def test_a_run_without_gates_claims_no_verdict(walked) -> None:
     report = Report.read(walked.out)
-    assert "2 gates judged the artifacts below, and each of them passed." in report.html()
+    assert "2 gates judged the artifacts below, and each of them passed." in render(report)
     stages = tuple(stage.model_copy(update={"verdicts": ()}) for stage in report.stages)
-    page = report.model_copy(update={"stages": stages}).html()
+    page = render(report.model_copy(update={"stages": stages}))
     assert "No gate judged the artifacts below" in page
     assert "each of them passed" not in page
 
@@ -271,7 +273,7 @@ def test_a_run_that_made_nothing_has_a_page(walked) -> None:
     failure = FailureReport(name="source", stage="source", error="source: no such checkpoint")
     update = {"status": "failed", "error": failure.error, "failures": (failure,)}
     empty = report.model_copy(update={**update, "stages": (), "baseline": None, "test": None})
-    page = empty.html(walked.out)
+    page = render(empty, walked.out)
     assert "✗ source: no such checkpoint" in page
     assert "fewer than two artifacts" in page
     assert "No stage made an artifact" in page

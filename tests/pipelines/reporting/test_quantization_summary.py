@@ -8,10 +8,13 @@ import pytest
 from rich.console import Console
 
 from compress.quantization.numeric_debug.fidelity_report import LabelParity
-from pipelines.config.pipeline import Pipeline
-from pipelines.reporting.quantization_summary import fidelity_of, slower_than_float
+from pipelines import Pipeline
+from pipelines.reporting.html import render
+from pipelines.reporting.quantization_summary import fidelity_of
 from pipelines.reporting.terminal_table import closing_lines
-from pipelines.results.schema import Report, StageReport
+from pipelines.results.measurement_warnings import slower_than_float
+from pipelines.results.schema import Report
+from pipelines.results.stage_reports import StageReport
 from tests.pipelines.conftest import measured_briefly
 
 
@@ -60,7 +63,7 @@ def test_the_page_and_the_terminal_say_how_near_it_stays(report: Report) -> None
     assert found.samples == 60
     assert found.label_agreement is not None
     assert [layer.module for layer in found.worst] == [x.module for x in found.layers]
-    page = report.html()
+    page = render(report)
     for layer in found.layers:
         assert f"{layer.module} {layer.own_sqnr_db:.1f} dB" in page
         assert f"{layer.module} {layer.own_sqnr_db:.1f} dB" in told(report)
@@ -76,9 +79,9 @@ def test_the_page_and_the_terminal_say_which_labels_are_not_as_trained(report: R
     trained = stage.model_copy(update={"artifact": artifact})
     shown = report.model_copy(update={"stages": (*report.stages[:-2], trained)})
     line = "int8: 58 of 60 labels as trained; near-ties (margins below the last"
-    assert line in shown.html()
+    assert line in render(shown)
     assert line in told(shown)
-    assert "as trained" not in report.html()
+    assert "as trained" not in render(report)
 
 
 def test_slower_than_the_same_export_of_the_float_parent(report: Report) -> None:
@@ -117,10 +120,10 @@ def test_a_slower_stage_is_in_the_first_line_of_the_page_and_the_last_of_the_ter
 ) -> None:
     line = "int8_onnx: slower than export_onnx (0.8×)"
     slow = report.model_copy(update={"warnings": (line,)})
-    body = slow.html().partition("<body>")[2]
+    body = render(slow).partition("<body>")[2]
     assert body.index(line) < body.index("✓ Passed") < body.index("<h2>")
     assert told(slow).splitlines()[-2] == f"! {line}"
-    assert "slower" not in report.model_copy(update={"warnings": ()}).html().partition("<body>")[2]
+    assert "slower" not in render(report.model_copy(update={"warnings": ()})).partition("<body>")[2]
 
 
 def test_warnings_are_of_the_measured_figures(report: Report) -> None:
@@ -140,4 +143,4 @@ def test_what_artifacts_warn_of_is_told_with_the_stages_name(report: Report) -> 
     again = Report.model_validate({**content, "lock": report.lock})
     told = f"{report.stages[0].name}: its format is deprecated"
     assert told in again.warnings
-    assert f"! {told}." in again.html()
+    assert f"! {told}." in render(again)

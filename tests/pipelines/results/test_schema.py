@@ -7,6 +7,7 @@ from rich.console import Console
 
 from compress.common.errors import StageFailed
 from compress.core.gates import MaxDrop, MinMetric, rule_in_words, value_in_words
+from pipelines.reporting.html import render
 from pipelines.reporting.html_page import folded
 from pipelines.reporting.terminal_table import COLUMNS, DISPENSABLE, gate_lines, stage_table
 from pipelines.results.schema import (
@@ -32,7 +33,7 @@ def test_the_page_is_self_contained_and_shows_every_figure(walked) -> None:
 def test_what_the_user_wrote_is_escaped(walked) -> None:
     report = Report.read(walked.out)
     nasty = report.model_copy(update={"status": "failed", "error": "<script>alert(1)</script>"})
-    page = nasty.html()
+    page = render(nasty)
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
 
@@ -64,12 +65,12 @@ def test_the_page_gives_the_command_that_makes_it_again(walked) -> None:
 
 def test_the_page_says_what_a_simulated_and_a_served_latency_mean(walked) -> None:
     report = Report.read(walked.out)
-    assert "HTTP" not in report.html()
+    assert "HTTP" not in render(report)
     for kind, words in (("torchserve", "includes HTTP"), ("graph", "simulated in PyTorch")):
         last = report.stages[-1]
         other = last.artifact.model_copy(update={"kind": kind})
         stages = (*report.stages[:-1], last.model_copy(update={"artifact": other}))
-        assert words in report.model_copy(update={"stages": stages}).html()
+        assert words in render(report.model_copy(update={"stages": stages}))
 
 
 def _printed(report: Report, width: int) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
 from pipelines.results.schema import Report
 from pipelines.runner.run import preview_run
 
@@ -132,11 +132,11 @@ def test_a_speedup_is_judged_against_a_runtime_of_the_float_model(project) -> No
 
 
 def test_another_machine_measures_again(project, monkeypatch) -> None:
-    import pipelines.runner.executor
+    import pipelines.runner.run_state
 
     before = Report.read(project.out).stages[0].measurements.latency_ms
     other = {"platform": "x", "processor": "another", "cores": 64}
-    monkeypatch.setattr(pipelines.runner.executor, "machine", lambda: other)
+    monkeypatch.setattr(pipelines.runner.run_state, "machine", lambda: other)
     report = project.run()
     assert project.ran() == {}
     assert report.stages[0].measurements.latency_ms != before
@@ -192,11 +192,10 @@ def test_until_from_and_force(project) -> None:
 
 
 def test_foreseeing_runs_nothing(project) -> None:
-    options = {"start": None, "until": None, "force": False}
     pipeline = Pipeline.from_yaml(project.file)
-    assert set(preview_run(pipeline, project.out, **options).values()) == {"cached"}
+    assert set(preview_run(pipeline, project.out).values()) == {"cached"}
     project.edit("epochs: 3", "epochs: 4")
-    foreseen = preview_run(Pipeline.from_yaml(project.file), project.out, **options)
+    foreseen = preview_run(Pipeline.from_yaml(project.file), project.out)
     assert foreseen == {
         "source": "cached",
         "train": "runs (settings.epochs 3 → 4)",
@@ -204,7 +203,7 @@ def test_foreseeing_runs_nothing(project) -> None:
         "export_onnx": "runs (after prune_channels)",
     }
     elsewhere = project.folder / "elsewhere"
-    preview_run(pipeline, elsewhere, **options)
+    preview_run(pipeline, elsewhere)
     assert not elsewhere.exists()
 
 

@@ -1,4 +1,4 @@
-"""What one branch's failure does to the others, and what is told of it."""
+"""Failures of a branch: the others go on, and report, log and announcements name it."""
 
 import io
 import json
@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from compress.common.errors import GateRefused, StageFailed, cause_lines
+from pipelines import Pipeline
 from pipelines.commands.cache_miss import why
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
+from pipelines.planning.planner import build_plan
 from pipelines.reporting.stage_rows import rows_of
 from pipelines.reporting.terminal_table import closing_lines, stage_table
 from pipelines.results.comparison import compare
@@ -94,12 +94,12 @@ def test_branches_that_do_not_depend_on_a_failure_go_on(branches) -> None:
     assert report.test is None
 
 
-def test_every_error_is_told_and_the_failure_decides(branches) -> None:
+def test_every_error_is_announced_and_a_failure_decides(branches) -> None:
     failed, refused = branches.errors
     assert failed.startswith("bare: ")
     assert refused.startswith("big: max_size")
-    told = [line for line in branches.said if ": failed" in line or ": skipped" in line]
-    assert told == [
+    announced = [line for line in branches.said if ": failed" in line or ": skipped" in line]
+    assert announced == [
         f"bare: failed: {failed.removeprefix('bare: ')}",
         "lost: skipped, as bare did not pass",
         "compared: skipped, as bare did not pass",
@@ -111,8 +111,8 @@ def test_the_log_has_each_end_when_it_came(branches) -> None:
     lines = [json.loads(line) for line in (branches.out / LOG).read_text().splitlines()]
     ends = ("stage_failed", "stage_skipped", "stage_finished")
     first = [line for line in lines if line["run"] == lines[0]["run"]]
-    told = [(line["event"], line["stage"]) for line in first if line["event"] in ends]
-    assert told == [
+    announced = [(line["event"], line["stage"]) for line in first if line["event"] in ends]
+    assert announced == [
         ("stage_finished", "source"),
         ("stage_finished", "half"),
         ("stage_finished", "script"),
@@ -196,7 +196,9 @@ def test_an_interruption_stops_every_branch_at_once(tmp_path) -> None:
     assert not report.skipped
 
 
-def test_what_failed_before_an_interruption_is_not_told_as_interrupted(tmp_path) -> None:
+def test_a_failure_before_an_interruption_stays_a_failure(
+    tmp_path,
+) -> None:
     branches = Branches(tmp_path)
     report = _interrupted(branches, at="last: running")
     assert {f.name: f.status for f in report.failures} == {"bare": "failed", "last": "interrupted"}
@@ -212,7 +214,7 @@ def test_what_failed_before_an_interruption_is_not_told_as_interrupted(tmp_path)
     assert '"status":"interrupted","error":"interrupted at last"' in log
 
 
-def test_what_is_skipped_is_told_with_the_first_that_failed(tmp_path) -> None:
+def test_a_skipped_stage_names_the_first_stage_that_failed(tmp_path) -> None:
     meeting = Branches(tmp_path)
     stages = [f"  - {{name: s{n}, stage: prune_weights, amount: 0.1}}\n" for n in range(20)]
     for n in range(2, 20):
@@ -220,13 +222,13 @@ def test_what_is_skipped_is_told_with_the_first_that_failed(tmp_path) -> None:
         stages[n] = stages[n].replace("}", f", {gate}", 1)
     meeting.file.write_text(FILE.partition("  - ")[0] + "".join(stages))
     plan = build_plan(Pipeline.from_yaml(meeting.file))
-    told = []
-    outcome = RunOutcome(plan, told.append)
+    announced = []
+    outcome = RunOutcome(plan, announced.append)
     assert not any(outcome.should_skip(planned) for planned in plan.stages)
     with outcome.record_failures("s0"):
         raise StageFailed("s0: no")
     assert all(outcome.should_skip(planned) for planned in plan.stages[1:])
-    assert [(h.event, h.stage) for h in told[:2]] == [
+    assert [(h.event, h.stage) for h in announced[:2]] == [
         ("stage_failed", "s0"),
         ("stage_skipped", "s1"),
     ]

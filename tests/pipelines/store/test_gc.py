@@ -14,7 +14,7 @@ from compress.common.errors import PipelineInvalid
 from pipelines.store.entry import Record, key_of
 from pipelines.store.gc import clean
 from pipelines.store.local import Store
-from pipelines.store.lock import lock
+from pipelines.store.lock import store_lock
 from pipelines.store.object_store import Found, Objects
 from pipelines.store.remote import Remote
 
@@ -54,11 +54,15 @@ def test_what_a_run_shows_or_has_used_lately_stays_and_the_rest_goes(project) ->
     _age(store)
     before = {p for p in store.rglob("*") if p.is_file()}
 
-    told = clean(str(project.out), "30d", True, print)
+    cleaned = clean(str(project.out), "30d", True, print)
     assert before == {p for p in store.rglob("*") if p.is_file()}
-    assert told.dry_run and "would be removed" in next(iter(told.lines()))
+    assert cleaned.dry_run and "would be removed" in next(iter(cleaned.lines()))
     done = clean(str(project.out), "30d", False, print)
-    assert (done.artifacts, done.kept, done.bytes) == (told.artifacts, told.kept, told.bytes)
+    assert (done.artifacts, done.kept, done.bytes) == (
+        cleaned.artifacts,
+        cleaned.kept,
+        cleaned.bytes,
+    )
     # The other pruning and what it exported are gone, this run's three artifacts are not.
     assert (done.artifacts, done.kept) == (2, 3)
     assert done.bytes > 2000
@@ -75,8 +79,8 @@ def test_what_a_run_uses_is_young_again(project) -> None:
         parts = json.loads((entry / "record.json").read_text())["parts"]
         assert store.get(store.entry(parts))
     shutil.rmtree(project.out / "artifacts")
-    told = clean(str(project.out), "30d", False, print)
-    assert (told.artifacts, told.kept) == (3, 1)
+    cleaned = clean(str(project.out), "30d", False, print)
+    assert (cleaned.artifacts, cleaned.kept) == (3, 1)
     assert entry.exists()
 
 
@@ -87,12 +91,11 @@ def _told_of(entry: Path) -> str:
 
 def test_a_run_at_work_is_waited_for(project) -> None:
     said: list[str] = []
-    held = lock(project.out / ".store", print)
     cleaner = threading.Thread(target=clean, args=(str(project.out), "0h", False, said.append))
-    cleaner.start()
-    cleaner.join(0.5)
-    assert cleaner.is_alive()
-    os.close(held)
+    with store_lock(project.out / ".store", print):
+        cleaner.start()
+        cleaner.join(0.5)
+        assert cleaner.is_alive()
     cleaner.join(60)
     assert not cleaner.is_alive()
     assert said == [f"waiting for another run in {project.out} to end (Ctrl-C gives up)"]
@@ -112,10 +115,10 @@ def test_a_shared_store_loses_what_is_old_and_no_file_that_another_artifact_has(
     ours = {f.sha256 for f in pruned.manifest.files.values()}
     theirs = {f.sha256 for f in mlp.manifest.files.values()} - ours
 
-    told = clean(url, "30d", True, print)
-    assert (told.artifacts, told.kept) == (2, 1)
+    cleaned = clean(url, "30d", True, print)
+    assert (cleaned.artifacts, cleaned.kept) == (2, 1)
     assert theirs <= {p.name for p in (shared / "files").iterdir()}
-    assert clean(url, "30d", False, print).bytes == told.bytes > 1000
+    assert clean(url, "30d", False, print).bytes == cleaned.bytes > 1000
     assert {p.name for p in (shared / "files").iterdir()} == ours
     assert [p.name for p in (shared / "manifests").iterdir()] == [f"{pruned.digest}.json"]
     assert [p.stem for p in (shared / "records").iterdir()] == [key_of({"stage": "young"})]

@@ -20,11 +20,13 @@ from compress.artifacts.artifact import Artifact
 from compress.common import atomic_files
 from compress.common.atomic_files import remove, remove_leftovers, write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
+from pipelines import Pipeline
 from pipelines.commands.report import rewrite
 from pipelines.results import schema as report_module
 from pipelines.results.schema import Report
 from pipelines.runner.run import preview_run
-from pipelines.store.local import FORMAT, FORMAT_FILE, WORK, Store
+from pipelines.store.entry import FORMAT, FORMAT_FILE
+from pipelines.store.local import WORK, Store
 from pipelines.system.temp_files import temporary_files
 
 fork = multiprocessing.get_context("fork")
@@ -46,10 +48,10 @@ def _together(*projects) -> list[tuple]:
     children = [fork.Process(target=_run, args=(p, barrier, answers)) for p in projects]
     for child in children:
         child.start()
-    told = [answers.get(timeout=150) for _ in children]
+    results = [answers.get(timeout=150) for _ in children]
     for child in children:
         child.join(60)
-    return told
+    return results
 
 
 def test_two_runs_started_together_both_end_well(project, walked) -> None:
@@ -59,7 +61,7 @@ def test_two_runs_started_together_both_end_well(project, walked) -> None:
     assert second[:2] == ("passed", [True] * 3)
     assert any("waiting for another run" in line and "Ctrl-C" in line for line in second[2])
     for _ in range(3):
-        assert [told[0] for told in _together(project, project, project)] == ["passed"] * 3
+        assert [results[0] for results in _together(project, project, project)] == ["passed"] * 3
     before, after = (Report.read(p.out) for p in (walked, project))
     assert after.lock["artifacts"] == before.lock["artifacts"]
     for path in (project.out / "artifacts").iterdir():
@@ -71,8 +73,8 @@ def test_two_pipelines_in_one_out_leave_the_results_of_the_last(project) -> None
     other = type(project)(project.folder)
     other.file = project.folder / "other.yaml"
     other.file.write_text(project.file.read_text().replace("ratio: 0.4", "ratio: 0.5"))
-    told = _together(project, other)
-    assert [status for status, *_ in told] == ["passed", "passed"]
+    results = _together(project, other)
+    assert [status for status, *_ in results] == ["passed", "passed"]
     digests = {
         p.name: Artifact.from_directory(p).digest for p in (project.out / "artifacts").iterdir()
     }
@@ -98,17 +100,14 @@ def test_a_run_whose_store_is_removed_while_it_waits_makes_a_new_one(project) ->
 def test_a_store_of_another_format_is_refused_with_what_to_do(project, found) -> None:
     (project.out / ".store" / FORMAT_FILE).write_text(found)
     expected = r"\.store: is of format .* reads format 1; choose another --out, or remove .*\.store"
-    options = {"start": None, "until": None, "force": False}
-    from pipelines.config.pipeline import Pipeline
-
     with pytest.raises(PipelineInvalid, match=expected) as error:
         project.run()
     assert error.value.exit_code == 2
     with pytest.raises(PipelineInvalid, match=expected):
-        preview_run(Pipeline.from_yaml(project.file), project.out, **options)
+        preview_run(Pipeline.from_yaml(project.file), project.out)
 
 
-def test_a_store_from_before_formats_were_told_is_taken_over(project) -> None:
+def test_a_store_without_a_format_file_is_used(project) -> None:
     (project.out / ".store" / FORMAT_FILE).unlink()
     project.run()
     assert project.ran() == {}
@@ -264,7 +263,7 @@ def test_a_file_written_while_a_run_begins_and_sweeps_up_is_written(tmp_path, mo
 def test_a_run_that_is_killed_leaves_no_report_of_the_one_before(project) -> None:
     project.edit("ratio: 0.4", "ratio: 0.5")
     script = (
-        "import os; from pipelines.config.pipeline import Pipeline; "
+        "import os; from pipelines import Pipeline; "
         "from pipelines.runner import executor; executor.evaluate_stage = lambda *_: os._exit(0); "
         f"Pipeline.from_yaml({str(project.file)!r}).run({str(project.out)!r})"
     )

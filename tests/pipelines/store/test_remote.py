@@ -14,8 +14,9 @@ import pytest
 
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.errors import CompressError, PipelineInvalid, Unavailable
+from pipelines import Pipeline
 from pipelines.commands.cache_miss import why
-from pipelines.config.pipeline import Pipeline
+from pipelines.config.run_options import RunOptions
 from pipelines.results.schema import Report
 from pipelines.runner.run import preview_run
 from pipelines.store.entry import ANSWERS, Record, key_of
@@ -280,12 +281,12 @@ def test_a_shared_store_of_another_format_is_refused(project, shared, found) -> 
     shared.mkdir()
     (shared / "format.json").write_text(found)
     expected = r"store file://.*: is of format .* reads format 1; choose another, or remove it"
-    options = {"start": None, "until": None, "force": False, "store": f"file://{shared}"}
+    url = f"file://{shared}"
     with pytest.raises(PipelineInvalid, match=expected) as error:
-        project.run(**options)
+        project.run(store=url)
     assert error.value.exit_code == 2
     with pytest.raises(PipelineInvalid, match=expected):
-        preview_run(Pipeline.from_yaml(project.file), project.out, **options)
+        preview_run(Pipeline.from_yaml(project.file), project.out, RunOptions(store=url))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +322,7 @@ def test_a_second_folder_is_wholly_cached_and_says_from_where(walked, tmp_path, 
     assert first.ran() == {}
     shutil.rmtree(second.out)
     pipeline = Pipeline.from_yaml(second.file)
-    foreseen = preview_run(pipeline, second.out, start=None, until=None, force=False, store=url)
+    foreseen = preview_run(pipeline, second.out, RunOptions(store=url))
     assert foreseen["prune_channels"] == f"cached (from {url})"
     assert foreseen["export_onnx"].startswith("runs (")
     assert why(pipeline, second.out, "train", url).does == f"cached (from {url})"

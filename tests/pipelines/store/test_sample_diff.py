@@ -39,21 +39,24 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("dataset", [held, Listed])
-@pytest.mark.parametrize("told", OTHERS)
-def test_it_is_told(told: str, dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("description", OTHERS)
+def test_a_changed_split_is_described(description: str, dataset, tmp_path: Path) -> None:
     store = Store(tmp_path)
     before = Splits({"train": dataset(X), "val": dataset(X[:4])}).contents()
-    now = Splits({"train": dataset(OTHERS[told]), "val": dataset(X[:4])}).contents()
+    now = Splits({"train": dataset(OTHERS[description]), "val": dataset(X[:4])}).contents()
     note_samples(tmp_path, before)
     store.save_last_parts("train", {"data": before.parts, "seed": 0})
-    assert store.explain_miss("train", {"data": now.parts, "seed": 0}, now) == f"data.train: {told}"
+    assert (
+        store.explain_miss("train", {"data": now.parts, "seed": 0}, now)
+        == f"data.train: {description}"
+    )
     assert store.explain_miss("train", {"data": before.parts, "seed": 1}, before) == "seed 0 → 1"
 
 
 @pytest.mark.parametrize(
     ("dataset", "limit"), [(held, "PIECES"), (Listed, "SAMPLED_FOR_FINGERPRINT")]
 )
-def test_where_not_every_sample_has_a_hash_nothing_is_told_as_exact(
+def test_of_a_sampled_split_the_count_is_a_lower_bound(
     dataset, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fingerprint, limit, 7)  # a hash for three samples, or of every third
@@ -61,13 +64,13 @@ def test_where_not_every_sample_has_a_hash_nothing_is_told_as_exact(
     note_samples(tmp_path, before)
     store.save_last_parts("train", {"data": before.parts})
 
-    def told(x: torch.Tensor) -> str:
+    def description(x: torch.Tensor) -> str:
         now = Splits({"train": dataset(x)}).contents()
         return store.explain_miss("train", {"data": now.parts}, now)
 
     changed = torch.where((torch.arange(20) < 4)[:, None], X + 0.5, X)
-    assert told(changed) == "data.train: at least 2 of 20 samples differ"
-    assert told(X[:12]) == "data.splits.train.samples 20 → 12"
+    assert description(changed) == "data.train: at least 2 of 20 samples differ"
+    assert description(X[:12]) == "data.splits.train.samples 20 → 12"
 
 
 def test_hashes_that_are_gone_leave_the_digests_and_old_ones_make_room(tmp_path: Path) -> None:

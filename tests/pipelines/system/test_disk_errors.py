@@ -39,7 +39,7 @@ def test_a_forbidden_out_is_a_wrong_argument(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_on_a_rerun_is_one_line(project, monkeypatch) -> None:
-    def full(self: Report, out: Path) -> None:
+    def full(self: Report, out: Path, page: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(out / "report.json"))
 
     monkeypatch.setattr(Report, "write", full)

@@ -12,10 +12,10 @@ import yaml
 
 from compress.common.errors import GateRefused, PipelineInvalid, StageFailed, Unavailable
 from compress.training.loop.loggers import mlflow_name
-from pipelines.config.pipeline import Pipeline
+from pipelines import Pipeline
 from pipelines.config.tracker_config import Tracker
-from pipelines.planning.plan import build_plan
-from pipelines.runner.trackers import flat, tracked
+from pipelines.planning.planner import build_plan
+from pipelines.runner.trackers import flatten, tracked
 from pipelines.system import jsonl_log
 from pipelines.system.jsonl_log import LOG, LogFile, log_event, log_handler
 
@@ -40,7 +40,7 @@ def of(lines: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == event]
 
 
-def test_a_run_is_told_from_its_start_to_its_end(walked) -> None:
+def test_a_run_is_logged_from_its_start_to_its_end(walked) -> None:
     lines = logged(walked.out)
     began, ended = lines[0], lines[-1]
     assert len({line["run"] for line in lines}) == 1
@@ -69,7 +69,7 @@ def test_a_run_is_told_from_its_start_to_its_end(walked) -> None:
     assert (gate["stage"], gate["gate"], gate["passed"]) == ("prune_channels", "max_drop", True)
 
 
-def test_runs_of_a_folder_are_told_apart_and_the_log_decides_nothing(project) -> None:
+def test_each_run_of_a_folder_has_an_id_and_the_log_decides_nothing(project) -> None:
     before = (project.out / LOG).read_text()
     with (project.out / LOG).open("a") as log:
         log.write('{"time": "2026-01-01T00:00:00Z", "event": "half a li')  # as a crash leaves it
@@ -84,7 +84,7 @@ def test_runs_of_a_folder_are_told_apart_and_the_log_decides_nothing(project) ->
     assert of(last_run(project.out), "stage_started") == []
 
 
-def test_refusals_and_failures_are_told_with_their_stage(project) -> None:
+def test_refusals_and_failures_are_logged_with_their_stage(project) -> None:
     project.edit("points: 50", "points: -100")
     with pytest.raises(GateRefused):
         project.run()
@@ -139,11 +139,11 @@ def test_others_hear_no_more_than_before(tmp_path, caplog) -> None:
     assert before == [(logger.level, logger.propagate, logger.handlers) for logger in loggers]
 
 
-def test_people_and_the_log_hear_the_same(walked) -> None:
+def test_announced_lines_are_logged_too(walked) -> None:
     stages = ("stage_started", "stage_finished", "stage_cached", "stage_failed", "stage_skipped")
     announced = ("task_known", *stages)
-    told = [line["message"] for line in logged(walked.out) if line["event"] in announced]
-    assert told == walked.said
+    messages = [line["message"] for line in logged(walked.out) if line["event"] in announced]
+    assert messages == walked.said
 
 
 def test_the_model_that_came_in_is_measured_where_all_is_compared_with_it(project) -> None:
@@ -241,7 +241,7 @@ def test_mlflow_shows_settings_curves_figures_and_the_report(project) -> None:
     assert not (Path.cwd() / "mlruns").exists()
 
 
-def test_a_tracker_that_breaks_is_told_once_and_the_run_passes(project, caplog) -> None:
+def test_a_tracker_that_fails_is_logged_once_and_the_run_passes(project, caplog) -> None:
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     (project.out / "tracking").touch()
     project.file.write_text(project.file.read_text().replace("stages:", TRACKER % "tensorboard"))
@@ -269,9 +269,9 @@ def test_the_page_names_every_event_and_its_fields(walked, project) -> None:
     Tracker.model_validate(yaml.safe_load(snippet)["tracker"])
     table = page.partition("| event |")[2].partition("\n\n")[0]
     project.run()
-    told = {line["event"]: line.keys() - ALWAYS for line in logged(project.out)}
-    assert len(told) == 9
-    for event, fields in told.items():
+    fields_of = {line["event"]: line.keys() - ALWAYS for line in logged(project.out)}
+    assert len(fields_of) == 9
+    for event, fields in fields_of.items():
         (row,) = (row for row in table.splitlines() if f"`{event}`" in row.partition(" | ")[0])
         assert {f"`{field}`" for field in fields} <= set(re.findall("`[a-z_]+`", row)), event
 
@@ -296,7 +296,7 @@ def test_a_tracker_that_cannot_be_is_refused(project, settings, message) -> None
 def test_settings_have_dotted_names() -> None:
     stages = [{"stage": "train", "gates": [{"gate": "parity"}]}, {"name": "b", "stage": "train"}]
     content = {"seed": 3, "model": {"inputs": [{"shape": ["batch", 4]}], "arguments": {}}}
-    found = dict(flat({**content, "stages": stages}))
+    found = dict(flatten({**content, "stages": stages}))
     assert found["model.inputs.0.shape"] == "['batch', 4]"
     assert found["stages.train.gates.0.gate"] == "parity"
     assert (found["stages.b.stage"], found["seed"]) == ("train", "3")

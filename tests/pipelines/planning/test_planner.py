@@ -6,8 +6,9 @@ import pytest
 
 from compress.common.errors import PipelineInvalid
 from compress.profiling.benchmark import compare_latency
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
+from pipelines import Pipeline
+from pipelines.config.run_options import RunOptions
+from pipelines.planning.planner import build_plan
 from pipelines.runner.run import preview_run
 
 NETS = """
@@ -120,8 +121,7 @@ def test_what_is_foreseen_is_what_runs(read, monkeypatch) -> None:
     pipeline, out = read(TWO), read(TWO).folder / "out"
 
     def ran(**options) -> set[str]:
-        asked = {"start": None, "until": None, "force": False} | options
-        foreseen = preview_run(pipeline, out, **asked)
+        foreseen = preview_run(pipeline, out, RunOptions(**options))
         said: list[str] = []
         report = pipeline.run(out, announce=said.append, **options)
         found = {line.partition(": ")[0] for line in said if ": running (" in line}

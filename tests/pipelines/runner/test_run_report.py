@@ -11,13 +11,13 @@ from compress.common.errors import GateRefused
 from compress.core.loss import Loss
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
+from pipelines import Pipeline
 from pipelines.commands.check import checked
-from pipelines.config.pipeline import Pipeline
-from pipelines.planning.plan import build_plan
-from pipelines.planning.unjudged_losses import falls, is_much
+from pipelines.planning.planner import build_plan
+from pipelines.planning.unjudged_losses import accuracy_drops, is_much
 from pipelines.reporting.terminal_table import closing_lines
 from pipelines.results.schema import Report
-from pipelines.runner.data_warnings import constant_score, doubts_of_val, unlike_val
+from pipelines.runner.data_warnings import constant_score, unlike_val, validation_data_warnings
 from pipelines.system.jsonl_log import LOG
 from tests.pipelines.conftest import NETS, Project
 
@@ -76,7 +76,7 @@ def test_a_right_calibration_set_is_not_warned_of(calibrated) -> None:
     assert not [w for w in calibrated.run().warnings if w.startswith("int8: accuracy")]
 
 
-def test_a_refusal_is_told_with_its_likely_cause(calibrated) -> None:
+def test_a_refusal_names_its_likely_cause(calibrated) -> None:
     calibrated.edit("samples: 64}", "samples: 64, gates: [{gate: max_drop, points: 1}]}")
     with pytest.raises(GateRefused):
         calibrated.run()
@@ -140,10 +140,10 @@ def test_what_changes_no_numbers_needs_no_gate(tmp_path) -> None:
 
 
 def found(plan, **values: float) -> list[tuple[str, str]]:
-    return [(fall.stage, fall.since) for fall in falls(plan, Metric(), values)]
+    return [(drop.stage, drop.since) for drop in accuracy_drops(plan, Metric(), values)]
 
 
-def test_a_fall_is_told_once_and_where_it_happened(tmp_path) -> None:
+def test_a_drop_is_reported_once_and_at_its_stage(tmp_path) -> None:
     plan = plan_of(tmp_path, TRAIN, PRUNE, INT8, ONNX)
     assert found(plan, train=0.99, cut=0.98, int8=0.975, onnx=0.975) == [("int8", "train")]
     assert found(plan, train=0.99, cut=0.9, int8=0.9, onnx=0.895) == [("cut", "train")]
@@ -158,8 +158,8 @@ def test_what_a_gate_has_allowed_is_no_fall_of_later_stages(tmp_path) -> None:
     gate = "gates: [{gate: max_drop, points: 3}]"
     plan = plan_of(tmp_path, TRAIN, f"{PRUNE}, {gate}", ONNX)
     assert found(plan, train=0.99, cut=0.97, onnx=0.97) == [("cut", "train")]
-    (fall,) = falls(plan, Metric(), {"train": 0.99, "cut": 0.97, "onnx": 0.97})
-    assert fall.is_judged
+    (drop,) = accuracy_drops(plan, Metric(), {"train": 0.99, "cut": 0.97, "onnx": 0.97})
+    assert drop.is_judged
 
 
 def test_much_is_a_point_or_two_percent() -> None:
@@ -178,7 +178,7 @@ def splits(**samples: torch.Tensor) -> Splits:
 
 
 def doubts(data: Splits) -> list[str]:
-    return list(doubts_of_val(data.contents()))
+    return list(validation_data_warnings(data.contents()))
 
 
 def test_samples_in_two_splits_are_counted() -> None:
@@ -204,10 +204,10 @@ def test_a_small_val_is_doubted() -> None:
 @pytest.mark.parametrize(("factor", "differs"), [(1, False), (255, True), (1 / 16, True)])
 def test_ranges_of_calibration_and_val_are_compared(factor: float, differs: bool) -> None:
     x = torch.rand(200, 4, generator=torch.Generator().manual_seed(0))
-    told = unlike_val(splits(train=x[:100] * factor, val=x[100:]), 50, seed=0)
-    assert bool(told) is differs
+    warning = unlike_val(splits(train=x[:100] * factor, val=x[100:]), 50, seed=0)
+    assert bool(warning) is differs
     if factor == 255:
-        assert "calibration inputs range 0." in told or "calibration inputs range 1." in told
+        assert "calibration inputs range 0." in warning or "calibration inputs range 1." in warning
 
 
 def labelled(y: torch.Tensor) -> Splits:
@@ -252,7 +252,7 @@ def test_a_metric_that_wants_other_outputs_has_no_constant_answer() -> None:
     assert constant_score(labelled(y), Metric("fidelity")) is None
 
 
-def test_a_model_that_knows_nothing_is_told_so(project) -> None:
+def test_a_model_no_better_than_a_constant_is_warned_of(project) -> None:
     flat = "\ndef flat():\n    net = mlp()\n    nn.init.zeros_(net[2].weight)\n    return net\n"
     nets = project.folder / "nets.py"
     nets.write_text(nets.read_text() + flat)
@@ -264,5 +264,5 @@ def test_a_model_that_knows_nothing_is_told_so(project) -> None:
     assert "(0.3333 on val)" in line
 
 
-def test_a_run_that_learns_is_not(walked) -> None:
+def test_a_model_that_learns_is_not_warned_of(walked) -> None:
     assert not [w for w in Report.read(walked.out).warnings if "the same answer" in w]

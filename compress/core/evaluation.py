@@ -1,0 +1,72 @@
+"""Runs a stage and evaluates its gates: the one way, for a stage alone and for a whole pipeline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from compress.common.errors import GateRefused, exits_refused
+from compress.common.process import gc_frozen
+from compress.core.baselines import baseline_for
+from compress.core.gate import Gate
+from compress.core.verdict import explain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from compress.artifacts.artifact import Artifact
+    from compress.core.context import Context
+    from compress.core.verdict import Verdict
+
+Reads = TypeVar("Reads")
+Writes = TypeVar("Writes")
+
+
+def run_stage(run: Callable[[Reads, Context], Writes], model: Reads, context: Context) -> Writes:
+    """Call a stage's `run`, and collect the garbage that it leaves.
+
+    Raises:
+        CompressError: the stage could not do its work, or user code called `sys.exit()`.
+    """
+    with gc_frozen(), exits_refused():
+        return run(model, context)
+
+
+def evaluate_gates(
+    gates: Sequence[Gate],
+    model: Artifact,
+    artifact: Artifact,
+    context: Context,
+    evaluate: Callable[[Gate, Artifact, Artifact, Context], Verdict] = Gate.evaluate,
+) -> tuple[Verdict, ...]:
+    """Evaluate a stage's gates on its result, in their order.
+
+    Args:
+        gates: the gates.
+        model: the stage's input.
+        artifact: the stage's result.
+        context: data, metric, device and earlier artifacts.
+        evaluate: evaluates one gate on the artifact compared with and the result. A run looks up
+            what it has measured before; by default everything is measured.
+
+    Returns:
+        One verdict for each gate. A gate that could not be measured has failed, with the reason.
+    """
+    with artifact.keep_loaded(context.device, context.threads):
+        return tuple(
+            evaluate(gate, baseline_for(gate, model, context), artifact, context) for gate in gates
+        )
+
+
+def refusal(stage: str, verdicts: Iterable[Verdict], kept_at: Path) -> GateRefused | None:
+    """Return the error that names the gates that refused a stage's result; None if all passed.
+
+    Args:
+        stage: name of the stage.
+        verdicts: what its gates found.
+        kept_at: where the refused artifact can be looked at.
+    """
+    refused = [explain(verdict) for verdict in verdicts if not verdict.passed]
+    if not refused:
+        return None
+    return GateRefused(f"{stage}: {'; '.join(refused)} (artifact kept in {kept_at})")

@@ -1,0 +1,40 @@
+"""Options of one run, declared once for the command line, the Python API and the runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from compress.core.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pipelines.results.schema import Report
+
+EngineName: TypeAlias = Literal["local", "ray"]
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What to run again, where to run it, and who is notified."""
+
+    start: str | None = None
+    """Stage that runs again whatever the store holds, with all stages made from its artifact."""
+    until: str | None = None
+    """Last stage: only this one and those that it needs are run."""
+    force: bool = False
+    """Whether every stage runs again."""
+    jobs: int | None = None
+    """Branches run at a time, each in its own process where there is more than one; by default one,
+    and with Ray as many as the cluster has cores."""
+    engine: EngineName = "local"
+    """What runs branches: this machine, or a Ray cluster."""
+    store: str | None = None
+    """URL of a store that is shared with other machines."""
+    progress: Progress = silent
+    """Receives the progress of each task of a stage."""
+    announce: Callable[[str], None] = lambda line: None
+    """Receives one line per event that a user should see."""
+    finished: Callable[[Report], None] = lambda report: None
+    """Receives the report once it is written, also that of a refused or failed run."""

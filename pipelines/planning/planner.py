@@ -1,0 +1,230 @@
+"""Builds the plan of a run, and refuses whatever can be refused before anything runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, get_args
+
+from compress.artifacts.eager_model import EagerModel
+from compress.artifacts.graph_model import GraphModel
+from compress.common.errors import CompressError, PipelineInvalid
+from compress.core.loss import Loss
+from compress.core.metrics import Metric, default_metric
+from export.onnx.stage import OnnxModel
+from export.torchscript.stage import TorchScriptModel
+from pipelines.config.model_spec import SOURCE
+from pipelines.config.registry import stages as known_stages
+from pipelines.config.validation_errors import did_you_mean
+from pipelines.planning.gate_targets import check_runtime
+from pipelines.planning.plan import Plan, PlannedStage
+from pipelines.planning.requirement_checks import check_loss, check_needs, missing_programs
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from compress.artifacts.artifact import Artifact
+    from pipelines.config.pipeline import PipelineConfig
+
+
+def build_plan(
+    pipeline: PipelineConfig,
+    start: str | None = None,
+    until: str | None = None,
+    *,
+    force: bool = False,
+) -> Plan:
+    """Check names, order, types, requirements and device, without importing torch where possible.
+
+    Args:
+        pipeline: the pipeline.
+        start: name of a stage that runs again, with all stages made from its artifact.
+        until: name of the last stage; those that it does not need are left out.
+        force: everything runs again.
+
+    Raises:
+        PipelineInvalid: one line: the place, what was found, what was expected.
+        Unavailable: a library or the device is missing.
+    """
+    stages = selected = _resolve_stages(pipeline)
+    # The baseline is what a leading `train` stage makes. Where several stages train the imported
+    # model, none of them is the one that the others are compared with.
+    trained = [p for p in stages if p.stage.stage == "train" and p.input == SOURCE]
+    baseline = stages[0].name if trained == [stages[0]] else SOURCE
+    again = frozenset[str]()
+    if start is not None:
+        again = _downstream_of(stages, _stages_named(pipeline, stages, "--from", start))
+    if until is not None:
+        selected = _upstream_of(
+            stages, {*_stages_named(pipeline, stages, "--until", until), baseline}
+        )
+    _check_types(pipeline, stages)
+    _check_formats(pipeline, stages)
+    if start is not None and again.isdisjoint(p.name for p in selected):
+        raise PipelineInvalid(
+            f"--until {until!r} needs nothing of --from {start!r}; nothing would run again"
+        )
+    check_needs(pipeline, selected)
+    loss, metric = _loss_and_metric(pipeline)
+    if loss.name is not None:
+        check_loss(pipeline, selected, loss)
+    for index, name in enumerate(pipeline.depends.files):
+        if not (pipeline.folder / name).exists():
+            raise PipelineInvalid(
+                f"{pipeline.place('depends', 'files', index)}: there is no {name!r} in "
+                f"{pipeline.folder.absolute()}; paths are relative to the pipeline file"
+            )
+    return Plan(
+        stages=selected,
+        loss=loss,
+        metric=metric,
+        warnings=missing_programs(selected),
+        baseline=baseline,
+        again=again | {SOURCE, *(p.name for p in selected)} if force else again,
+        cut=len(selected) < len(stages),
+    )
+
+
+def _resolve_stages(pipeline: PipelineConfig) -> tuple[PlannedStage, ...]:
+    """Give each stage a unique name and an input, and resolve its paths and references.
+
+    Raises:
+        PipelineInvalid: a name is taken, or a reference names no earlier stage.
+    """
+    planned: list[PlannedStage] = []
+    for index, stage in enumerate(pipeline.stages):
+        name = stage.title
+        earlier = {SOURCE, *(p.name for p in planned)}
+        if name in earlier:
+            raise PipelineInvalid(
+                f"{pipeline.place('stages', index)}: the name {name!r} is taken; give the stage "
+                "another one with `name:`"
+            )
+        references = [("input", stage.input)] if stage.input else []
+        references += [("teacher", teacher) for teacher in stage.extra_inputs]
+        for key, reference in references:
+            if reference not in earlier:
+                raise PipelineInvalid(
+                    f"{pipeline.place('stages', index, key)}: no earlier stage is named "
+                    f"{reference!r}; {did_you_mean(reference, earlier)}"
+                )
+        for i, gate in enumerate(stage.gates):
+            if gate.against is not None and gate.against not in earlier:
+                check_runtime(pipeline, index, i, earlier)
+        compared = tuple(gate.against for gate in stage.gates if gate.against in earlier)
+        previous = planned[-1].name if planned else SOURCE
+        try:
+            resolved = stage.resolve_paths(pipeline.folder, pipeline.code_folder)
+        except CompressError as error:
+            raise type(error)(f"{pipeline.place('stages', index)}: {error}") from error
+        planned.append(PlannedStage(index, name, stage.input or previous, resolved, compared))
+    return tuple(planned)
+
+
+def _upstream_of(
+    stages: tuple[PlannedStage, ...], names: Collection[str]
+) -> tuple[PlannedStage, ...]:
+    """Return the named stages and all those that they and their gates need."""
+    selected = {*names}
+    for planned in reversed(stages):
+        if planned.name in selected:
+            selected.update(planned.needs)
+    return tuple(planned for planned in stages if planned.name in selected)
+
+
+def _downstream_of(stages: tuple[PlannedStage, ...], names: Collection[str]) -> frozenset[str]:
+    """Return the names, and those of all stages whose artifacts are made from theirs."""
+    selected = {*names}
+    for planned in stages:
+        if not selected.isdisjoint(planned.reads):
+            selected.add(planned.name)
+    return frozenset(selected)
+
+
+def _stages_named(
+    pipeline: PipelineConfig, stages: tuple[PlannedStage, ...], option: str, name: str
+) -> frozenset[str]:
+    """Return the stages that a name stands for: itself, or all branches of a stage with a matrix.
+
+    Raises:
+        PipelineInvalid: there is no such stage.
+    """
+    in_file = {p.name: pipeline.name_in_file(p.index) for p in stages}
+    if name in in_file:
+        return frozenset([name])
+    branches = frozenset(branch for branch, written in in_file.items() if written == name)
+    if not branches:
+        mend = did_you_mean(name, {*in_file, *in_file.values()})
+        raise PipelineInvalid(f"{option} {name!r}: no such stage; {mend}")
+    return branches
+
+
+def _check_types(pipeline: PipelineConfig, planned: tuple[PlannedStage, ...]) -> None:
+    """Refuse a stage that cannot read the kind of artifact that its input writes.
+
+    Raises:
+        PipelineInvalid: it names the stages whose artifacts would fit.
+    """
+    imported: dict[str, type[Artifact]] = {
+        kind.kind: kind for kind in (EagerModel, GraphModel, OnnxModel, TorchScriptModel)
+    }
+    written = {SOURCE: imported[pipeline.model.kind]}
+    for p in planned:
+        where = f"{pipeline.place('stages', p.index)} ({p.name})"
+        found, readable = written[p.input], _kinds(p.stage.reads())
+        if not issubclass(found, readable):
+            kinds = " or ".join(kind.kind for kind in readable)
+            fitting = [name for name, kind in written.items() if issubclass(kind, readable)]
+            if fitting:
+                mend = f"name one with `input:` ({', '.join(fitting)})"
+            elif written[SOURCE] is EagerModel:
+                mend = "add one before it"
+            else:
+                readers = [
+                    name
+                    for name, stage in known_stages().items()
+                    if issubclass(found, _kinds(stage.reads()))
+                ]
+                mend = f"begin with another form of the model, or with {', '.join(readers)}"
+            raise PipelineInvalid(
+                f"{where}: reads {kinds}, and {p.input!r} writes {found.kind}; {mend}"
+            )
+        for teacher in p.stage.extra_inputs:
+            if not issubclass(written[teacher], p.stage.extra_input_types):
+                kinds = " or ".join(kind.kind for kind in p.stage.extra_input_types)
+                raise PipelineInvalid(
+                    f"{where}: {teacher!r} writes {written[teacher].kind}, and with these settings "
+                    f"a teacher must be {kinds}"
+                )
+        written[p.name] = p.stage.writes()
+
+
+def _kinds(reads: Any) -> tuple[type[Artifact], ...]:
+    """Return the members of an artifact type or union."""
+    return get_args(reads) or (reads,)
+
+
+def _check_formats(pipeline: PipelineConfig, planned: tuple[PlannedStage, ...]) -> None:
+    """Refuse activation formats that a stage would refuse only once its input has been made."""
+    by_name = {p.name: p.stage for p in planned}
+    for p in planned:
+        formats = by_name[p.input].activation_formats if p.input != SOURCE else frozenset()
+        problem = p.stage.unsupported_input_reason(formats)
+        if problem:
+            raise PipelineInvalid(
+                f"{pipeline.place('stages', p.index)} ({p.name}): input {p.input!r}: {problem}"
+            )
+
+
+def _loss_and_metric(pipeline: PipelineConfig) -> tuple[Loss, Metric]:
+    """Return the loss and the metric, as far as they follow from the file without the data."""
+    key, spec = "loss", pipeline.metric
+    try:
+        loss = Loss(pipeline.loss, folder=pipeline.code_folder)
+        loss.check()
+        if spec is None:
+            return loss, default_metric(loss)
+        key, arguments = "metric", tuple(sorted(spec.arguments.items()))
+        metric = Metric(spec.name, arguments, spec.higher_is_better, pipeline.code_folder, loss)
+        metric.check()
+    except CompressError as error:
+        raise type(error)(f"{pipeline.place(key)}: {error}") from error
+    return loss, metric

@@ -1,0 +1,109 @@
+"""What a run found of each stage, as data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, JsonValue
+
+from compress.common.config import Settings
+from compress.core.verdict import Verdict
+from pipelines.results.measurements import Measurements
+from pipelines.system.signals import INTERRUPTED
+
+if TYPE_CHECKING:
+    from compress.artifacts.artifact import Artifact
+
+
+class ArtifactReport(Settings):
+    """Where an artifact is, and the hashes that identify it."""
+
+    kind: str
+    path: str
+    """Relative to the report."""
+    file: str
+    """The file to deploy."""
+    bytes: int
+    sha256: str
+    """Of the file to deploy."""
+    digest: str
+    """Of the artifact's manifest, which holds the hash of every file."""
+    facts: dict[str, JsonValue]
+    """What the stage found out."""
+
+    @classmethod
+    def from_artifact(cls, artifact: Artifact, path: str) -> ArtifactReport:
+        """Describe an artifact that lies under a path relative to the report."""
+        return cls(
+            kind=artifact.kind,
+            path=path,
+            file=artifact.payload_name,
+            bytes=artifact.payload_bytes,
+            sha256=artifact.manifest.files[artifact.payload_name].sha256,
+            digest=artifact.digest,
+            facts=artifact.manifest.facts,
+        )
+
+
+class StageReport(Settings):
+    """One stage of a run."""
+
+    name: str
+    stage: str
+    input: str
+    """Name of what it reads."""
+    branch: tuple[str, ...] = ()
+    """Names of its ancestors, from `source` to its input."""
+    cached: bool
+    reason: str
+    """Why it had to run; empty when it was cached."""
+    fetched_from: str = ""
+    """The shared store that it came from; empty where it was made or lay here."""
+    seconds: float
+    """How long the stage took when it was run."""
+    judged_seconds: float = 0.0
+    """How long gates and measurements took in this run; 0 when they were known."""
+    artifact: ArtifactReport
+    measurements: Measurements
+    verdicts: tuple[Verdict, ...]
+    status: Literal["passed", "refused"] = Field(
+        default_factory=lambda known: (
+            "passed" if all(verdict.passed for verdict in known["verdicts"]) else "refused"
+        )
+    )
+    """Whether all of its gates passed; stages without a result are listed as failures."""
+
+
+class FailureReport(Settings):
+    """A stage that failed, or at which a run was interrupted, before it had anything to show."""
+
+    name: str
+    stage: str
+    branch: tuple[str, ...] = ()
+    """Names of its ancestors, from `source` to its input."""
+    error: str
+    status: Literal["failed", "interrupted"] = Field(
+        default_factory=lambda known: INTERRUPTED if known["error"] == INTERRUPTED else "failed"
+    )
+    """A run that is interrupted may have failures from before."""
+
+
+class SkippedReport(Settings):
+    """A stage that did not run, as one that it depends on did not pass."""
+
+    name: str
+    stage: str
+    branch: tuple[str, ...]
+    """Names of its ancestors, from `source` to its input."""
+    because: str
+    """Name of the stage that failed, or that a gate refused."""
+
+
+class TestReport(Settings):
+    """The metric on the test split, touched once, at the end."""
+
+    __test__ = False  # the name is the field's, not pytest's
+
+    metric: str
+    values: dict[str, float]
+    """By stage name: the baseline, and each artifact that no other stage reads."""

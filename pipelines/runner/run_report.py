@@ -1,0 +1,146 @@
+"""Builds the report of a run, with warnings of what is suspicious although no gate refused it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from compress.data.sample_cache import PROBES
+from pipelines.config.model_spec import SOURCE
+from pipelines.planning.unjudged_losses import accuracy_drops
+from pipelines.results.measurement_warnings import measurement_warnings
+from pipelines.results.schema import Report, how_to_run
+from pipelines.runner.data_warnings import constant_score, unlike_val
+from pipelines.system.machine_info import machine, versions
+from pipelines.system.signals import INTERRUPTED, only_signals_interrupt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipelines.results.schema import Status
+    from pipelines.runner.run_state import RunState
+
+log = logging.getLogger(__name__)
+
+
+def build_report(state: RunState, status: Status, error: str = "") -> Report:
+    """Build the report of what a run has produced so far.
+
+    Args:
+        state: the run.
+        status: how it ended.
+        error: the error that ended it, if one did.
+    """
+    plan, outcome, pipeline = state.plan, state.outcome, state.pipeline
+    stages = tuple(state.reports[name] for name in plan.ordered(state.reports))
+    failures = tuple(outcome.failures[name] for name in plan.ordered(outcome.failures))
+    return Report(
+        pipeline=pipeline.name,
+        status=status,
+        error=error,
+        failed_stage=failures[0] if failures else None,
+        failures=failures,
+        skipped=tuple(outcome.skipped[name] for name in plan.ordered(outcome.skipped)),
+        baseline_name=plan.baseline,
+        baseline=state.baseline,
+        stages=stages,
+        warnings=(
+            *state.data_warnings,
+            *(accuracy_warnings(state) if status != INTERRUPTED else ()),
+            *measurement_warnings(stages, plan.baseline, state.baseline),
+            *_sampling_warnings(state),
+            *state.store.warnings,
+        ),
+        test=state.test,
+        lock={
+            "source": state.store.last_parts(SOURCE),
+            "file": pipeline.file,
+            "command": how_to_run(pipeline.file, state.out),
+            "versions": dict(versions()),
+            "machine": dict(machine()),
+            "seed": pipeline.seed,
+            "data": state.fingerprint,
+            "artifacts": {n: state.artifacts[n].digest for n in plan.ordered(state.artifacts)},
+            "settings": pipeline.model_dump(mode="json", by_alias=True),
+        },
+    )
+
+
+def accuracy_warnings(state: RunState) -> tuple[str, ...]:
+    """Return a warning for each suspicious accuracy, with its likely cause.
+
+    The report is written whatever happens here: an error ends the list of warnings.
+    """
+    warnings: list[str] = []
+    try:
+        with only_signals_interrupt():
+            warnings.extend(_accuracy_warnings(state))
+    except Exception:
+        log.debug("accuracies could not be checked", exc_info=True)
+    return tuple(warnings)
+
+
+def _accuracy_warnings(state: RunState) -> Iterator[str]:
+    plan, metric, data = state.plan, state.plan.metric, state.data
+    measurements = {name: report.measurements for name, report in state.reports.items()}
+    if state.baseline:
+        measurements = {plan.baseline: state.baseline} | measurements
+    measured = {name: m.metric.value for name, m in measurements.items() if m.metric}
+    values = {name: value for name, value in measured.items() if math.isfinite(value)}
+    if plan.baseline not in values:
+        return
+    for drop in accuracy_drops(plan, metric, values):
+        stage: Any = plan.stage(drop.stage).stage
+        samples, cause = getattr(stage, "calibration_samples", None), ""
+        if samples and data is not None:
+            cause = unlike_val(data, samples, state.pipeline.seed)
+        if cause or not drop.is_judged:
+            yield drop.line(metric, cause)
+    if data is None:
+        return
+    key = {"constant answer": 1, "data": state.fingerprint, "metric": metric.identity()}
+    constant = state.entries[plan.baseline].cached_value(
+        key, state.artifacts[plan.baseline], lambda: constant_score(data, metric)
+    )
+    if not isinstance(constant, int | float):
+        return
+    no_better = [
+        name
+        for name in (SOURCE, *plan.names)
+        # Rounded, as 1e-17 is no improvement either.
+        if name in values and round(metric.drop_points(constant, values[name]), 9) >= 0
+    ]
+    if no_better:
+        yield (
+            f"{', '.join(no_better)}: {metric.name} is no better than that of one and the same "
+            f"answer to every sample ({constant:.4f} on val); train longer, or judge by another "
+            "metric"
+        )
+
+
+def _sampling_warnings(state: RunState) -> Iterator[str]:
+    """Yield which splits were hashed in part only, where that could hide a change of the data."""
+    contents = state.contents
+    if contents is None:
+        return
+    for name in sorted({"val", "test"} & contents.cached):
+        yield (
+            f"data.{name}: read through data.loader.cache; only {PROBES} samples are compared "
+            "with the dataset"
+        )
+    cached = [
+        planned.name
+        for planned in state.plan.stages
+        if planned.stage.uses_data
+        and planned.name in state.reports
+        and state.reports[planned.name].cached
+    ]
+    if not cached:
+        return
+    for name in contents.sampled:
+        counts = f"{contents.counts[name]} of {contents.lengths[name]} samples"
+        yield (
+            f"data.{name}: sampled ({counts} hashed); a change of the others would not be seen "
+            f"in what is cached ({', '.join(cached)})"
+        )
