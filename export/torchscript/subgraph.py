@@ -36,8 +36,7 @@ def select_outputs(
 
     Args:
         module: the module, which is called.
-        names: the tensors, as :func:`~compress.artifacts.edits.call_adapter.match_outputs` names
-            them.
+        names: the tensors, as :func:`~compress.common.forward.match_outputs` names them.
         output: the module's output for some input, which shows where the tensors are.
         inputs: how many tensors it takes.
     """

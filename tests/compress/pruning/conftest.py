@@ -17,7 +17,8 @@ RELOAD = """
 import json, sys, torch
 torch.set_num_threads({threads})
 sys.path.insert(0, {root!r})
-from compress.artifacts.eager_model import EagerModel, run_in_eval
+from compress.artifacts.eager_model import EagerModel
+from compress.common.forward import run_in_eval
 model = EagerModel.from_directory({path!r})
 outputs = run_in_eval(model.load(), model.signature.example(seed=7))
 print(json.dumps([x.tolist() for x in outputs]))

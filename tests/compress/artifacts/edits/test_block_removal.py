@@ -74,7 +74,8 @@ def test_a_fresh_process_answers_bit_identically(source, tmp_path, fresh_torch) 
     assert EagerModel.from_directory(cut.path).recipe.edits == edits
     found = fresh_torch(
         f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-        "from compress.artifacts.eager_model import EagerModel, run_in_eval\n"
+        "from compress.artifacts.eager_model import EagerModel\n"
+        "from compress.common.forward import run_in_eval\n"
         f"model = EagerModel.from_directory({str(cut.path)!r})\n"
         "print(run_in_eval(model.load(), model.signature.example(seed=7))[0].tolist())"
     )
