@@ -47,7 +47,7 @@ def test_training_twice_seals_the_same_artifact_which_opens_in_a_fresh_process(t
 
 def test_a_gate_refuses_and_the_artifact_is_kept(tmp_path, source):
     stage = Train(epochs=1, gates=(MinMetric(at=1.0),))
-    with pytest.raises(GateRefused, match=r"train: min_metric: metric >= 1, found 0\.\d+ \(kept"):
+    with pytest.raises(GateRefused, match=r"train: min_metric: metric >= 1, .*\(artifact kept"):
         stage(source, context(tmp_path / "a"))
     assert (tmp_path / "a" / "manifest.json").exists()
 
