@@ -1,4 +1,4 @@
-"""A sealed artifact, proven and warm: what the built-in server answers with."""
+"""Load a sealed artifact for the built-in server: verify its digests, warm it up."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 SERVED_KINDS = ("onnx", "aot", "graph", "torchscript")
 WARM_CALLS = 3
-"""TorchScript profiles its first calls, and compiles after them."""
+"""TorchScript profiles its first calls and compiles after them."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that answers."""
+    """A loaded model and its interface."""
 
     name: str
     kind: str
@@ -43,13 +43,13 @@ class ServedModel:
 def loaded(
     artifact: Artifact, name: str, threads: int, report: Path | None = None
 ) -> Iterator[ServedModel]:
-    """Give an artifact's model, after its digests were checked and it has answered.
+    """Load an artifact's model, after its digests were checked, and warm it up.
 
     Args:
-        artifact: what is served.
-        name: under which.
+        artifact: the artifact to serve.
+        name: name of the served model.
         threads: CPU threads of one call.
-        report: the report.json of the run that made it; that of its run's folder by default.
+        report: report.json of the run that made it; by default the one in its run's folder.
 
     Raises:
         ArtifactInvalid: a file is not the one that was sealed or cannot be loaded, or the kind is
@@ -79,7 +79,7 @@ def loaded(
 
 
 def warm(call: Call, signature: Signature) -> None:
-    """Call a model until its runtime has made what it makes at first.
+    """Call a model until its runtime has done its one-time work (profiling, compilation).
 
     Raises:
         StageFailed: it answers NaN to normal inputs.
@@ -93,7 +93,7 @@ def warm(call: Call, signature: Signature) -> None:
 
 @contextmanager
 def _call_of(artifact: Artifact, threads: int) -> Iterator[Call]:
-    """Give a model as a function of arrays; ONNX does not need torch for it."""
+    """Open a model as a function of numpy arrays; for ONNX without importing torch."""
     if artifact.kind != "onnx":
         with artifact.open("cpu", threads) as predict:
             yield numpy_call(predict, artifact.signature)
