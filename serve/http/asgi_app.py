@@ -29,8 +29,8 @@ from serve.http.responses import (
 from serve.packaging import oip_metadata
 from serve.packaging.model_interface import example
 from serve.worker import wire
-from serve.worker.http_errors import TOO_LARGE, UNREADABLE, blame, what_failed
-from serve.worker.oip import HEADER_LENGTH, wanted_of
+from serve.worker.http_errors import TOO_LARGE, UNREADABLE, inference_error, output_fault
+from serve.worker.oip import HEADER_LENGTH, requested_outputs
 from serve.worker.tensors import check
 
 if TYPE_CHECKING:
@@ -189,14 +189,14 @@ class Application:
             outputs = await self.batcher.submit(arrays)
         except Exception as error:  # noqa: BLE001 - runtimes raise what they like
             outputs = error
-        failure = what_failed(outputs, self.outputs)
+        failure = output_fault(outputs, self.outputs)
         if not failure and not isinstance(outputs, Exception):
             return outputs
         try:
-            works = not what_failed(await self.batcher.submit(self._example), self.outputs)
+            works = not output_fault(await self.batcher.submit(self._example), self.outputs)
         except Exception:  # noqa: BLE001 - whatever it is, the model is broken
             works = False
-        raise HttpError.from_exception(blame(failure, works=works))
+        raise HttpError.from_exception(inference_error(failure, works=works))
 
     def _decode(self, headers: Headers, body: bytes) -> tuple[list[Array], Named]:
         """Return the model's inputs, and which outputs an Open Inference Protocol request wants."""
@@ -220,7 +220,7 @@ class Application:
         try:
             arrays, asked = wire.decode(content, content_type, headers, self.specs, {})
             check(arrays, self.specs, self.limits.rows)
-            return arrays, wanted_of(asked, self.outputs) if asked else {}
+            return arrays, requested_outputs(asked, self.outputs) if asked else {}
         except Exception as error:
             raise HttpError.from_exception(error) from error
 

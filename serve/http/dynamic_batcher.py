@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from serve.worker.batching import together
+from serve.worker.batching import run_batched
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from serve.worker.tensors import Array
 
 CLOSE_SECONDS = 5.0
-"""Time limit for all threads together to end."""
+"""Time limit for all threads run_batched to end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -145,6 +145,8 @@ class Batcher:
 def answer(call: Call, batch: Sequence[Job]) -> list[list[Array] | Exception | None]:
     """Return each request's outputs, or its error, or None if its future was cancelled."""
     live = [job for job in batch if not job.future.done()]
-    answers = together(lambda arrays: call(*arrays), [job.arrays for job in live]) if live else []
+    answers = (
+        run_batched(lambda arrays: call(*arrays), [job.arrays for job in live]) if live else []
+    )
     done = dict(zip(map(id, live), answers, strict=True))
     return [done.get(id(job)) for job in batch]

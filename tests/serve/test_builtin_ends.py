@@ -52,7 +52,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(impatient: Served) -> None:
         )
         answer = b"".join(iter(lambda: slow.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 408")
-    assert b"the body was not here after 0.15 s" in answer
+    assert b"the body was not received within 0.15 s" in answer
 
 
 @pytest.mark.slow

@@ -31,8 +31,8 @@ from serve.packaging.recorded_probe import Probe
 from serve.torchserve.handler_runner import Harness
 from serve.torchserve.mar_file import read_mar
 from serve.torchserve.stage import PackageTorchServe
-from serve.worker.loaders import lacking_here, load_graph
-from serve.worker.preprocess import readers_of
+from serve.worker.loaders import load_graph, missing_here
+from serve.worker.preprocess import create_readers
 from serve.worker.wire import decode
 
 pytestmark = pytest.mark.torchserve
@@ -131,10 +131,10 @@ def test_an_aotinductor_package_is_served_and_refused_on_another_processor(
 def test_compiled_code_is_refused_where_it_was_not_built_for() -> None:
     here = {"device": "cpu", "system": platform.system(), "machine": platform.machine()}
     here["torch"] = torch.__version__.partition("+")[0]
-    assert lacking_here({**here, "instructions": []}) == ""
-    missing = lacking_here({**here, "instructions": ["avx9"]})
+    assert missing_here({**here, "instructions": []}) == ""
+    missing = missing_here({**here, "instructions": ["avx9"]})
     assert missing == "a processor with avx9, which this one has not"
-    assert lacking_here({**here, "torch": "1.0"}).startswith("torch 1.0, and here it is ")
+    assert missing_here({**here, "torch": "1.0"}).startswith("torch 1.0, and here it is ")
 
 
 def test_code_compiled_for_a_gpu_is_not_packed(source: EagerModel, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_tokenizer_travels_with_a_model_that_takes_texts(tmp_path: Path) -> No
     members = read_mar(archive.payload_path)
     settings = yaml.safe_load(members["model-config.yaml"])["handler"]
     (tmp_path / "tokenizer.json").write_bytes(members["tokenizer.json"])
-    readers = readers_of(settings, settings["inputs"], tmp_path)
+    readers = create_readers(settings, settings["inputs"], tmp_path)
     (array,), _ = decode(b"bad", "text/plain", {}, settings["inputs"], readers)
     assert array.dtype == np.int64 and array.tolist() == [[2]]
     with Harness(members, signature) as harness, model.open() as predict:
