@@ -145,8 +145,7 @@ class Batcher:
 def answer(call: Call, batch: Sequence[Job]) -> list[list[Array] | Exception | None]:
     """Return each request's outputs, or its error, or None if its future was cancelled."""
     live = [job for job in batch if not job.future.done()]
-    answers = (
-        run_batched(lambda arrays: call(*arrays), [job.arrays for job in live]) if live else []
-    )
-    done = dict(zip(map(id, live), answers, strict=True))
+    requests = [job.arrays for job in live]
+    results = run_batched(lambda arrays: call(*arrays), requests) if live else []
+    done = dict(zip(map(id, live), results, strict=True))
     return [done.get(id(job)) for job in batch]
