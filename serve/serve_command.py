@@ -15,10 +15,10 @@ from serve.client import curl_example
 from serve.http import multiprocess, uvicorn_server
 from serve.torchserve.artifact import (
     TorchServeArchive,
-    check_bare,
-    refuse_bare,
-    refuse_other,
-    refuse_other_artifact,
+    check_bare_mar,
+    refuse_unknown_file,
+    refuse_wrong_artifact_hash,
+    refuse_wrong_hash,
 )
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from serve.http.options import Options
 
-    Tell = Callable[["Place"], None]
+    Tell = Callable[["ServedAt"], None]
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ NATIVE = (
 
 
 @dataclass(frozen=True)
-class Place:
+class ServedAt:
     """Where a model is served, once it answers."""
 
     artifact: str
@@ -84,9 +84,9 @@ def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: 
         StageFailed: the model does not answer.
     """
     if path.is_file() and not (path.parent / MANIFEST).is_file():
-        refuse_bare(path, "serve")
-        refuse_other(path, options.sha256)
-        _, origin = check_bare(path)
+        refuse_unknown_file(path, "serve")
+        refuse_wrong_hash(path, options.sha256)
+        _, origin = check_bare_mar(path)
         if origin.artifact.kind == "aot" and options.sha256 is None:
             raise ArtifactInvalid(f"{path}: {NATIVE}")
         _by_torchserve(path, origin.signature, options, token_file, tell)
@@ -94,7 +94,7 @@ def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: 
     artifact = Artifact.from_directory(path.parent if path.is_file() else path)
     if path.is_file() and path.name != artifact.payload_name:
         raise ArtifactInvalid(f"{path}: expected the directory, or its {artifact.payload_name}")
-    refuse_other_artifact(artifact, options.sha256)
+    refuse_wrong_artifact_hash(artifact, options.sha256)
     if isinstance(artifact, TorchServeArchive):
         artifact.check()
         _by_torchserve(artifact.payload_path, artifact.signature, options, token_file, tell)
@@ -116,7 +116,7 @@ def _by_the_built_in(
         model = f"{url}/v2/models/{options.name}"
 
         def ready() -> None:
-            tell(Place(str(artifact.path), model, "built-in", line, warnings))
+            tell(ServedAt(str(artifact.path), model, "built-in", line, warnings))
             sys.stdout.flush()
             if options.processes > 1:
                 listener.close()  # theirs are open: nobody listens any more once they stop
@@ -131,9 +131,9 @@ def _by_the_built_in(
 def _answer(
     artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
 ) -> None:
-    from serve.http.loaded_model import loaded
+    from serve.http.loaded_model import open_model
 
-    with loaded(artifact, options.name, options.threads or 1, options.report) as model:
+    with open_model(artifact, options.name, options.threads or 1, options.report) as model:
         if model.not_joined:
             logger.error(NOT_JOINED, model.not_joined)  # what the command shows
         uvicorn_server.serve(model, listener, options, ready)
@@ -153,7 +153,7 @@ def _by_torchserve(
         )
     with TorchServe(mar, threads=options.threads, port=options.port) as server:
         line = curl_example.torchserve_line(server.url, server.model_name, signature, server.token)
-        tell(Place(str(mar), server.url, "torchserve", line))
+        tell(ServedAt(str(mar), server.url, "torchserve", line))
         sys.stdout.flush()
         while not server.has_ended():
             time.sleep(POLL_SECONDS)

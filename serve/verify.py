@@ -12,10 +12,10 @@ from serve.packaging.provenance import PROVENANCE, Provenance
 from serve.torchserve.answer_check import Evidence, Proof, prove_answers, prove_chain
 from serve.torchserve.artifact import (
     TorchServeArchive,
-    check_bare,
-    refuse_bare,
-    refuse_other,
-    refuse_other_artifact,
+    check_bare_mar,
+    refuse_unknown_file,
+    refuse_wrong_artifact_hash,
+    refuse_wrong_hash,
 )
 
 if TYPE_CHECKING:
@@ -62,12 +62,12 @@ def verify(
     path = Path(path)
     starts_native = trusted or sha256 is not None
     if path.is_file():
-        refuse_bare(path, "verify")
-        refuse_other(path, sha256)
+        refuse_unknown_file(path, "verify")
+        refuse_wrong_hash(path, sha256)
         return _prove_bare(path, sha256, starts_native)
     _know_every_kind()
     artifact = Artifact.from_directory(path)
-    refuse_other_artifact(artifact, sha256)
+    refuse_wrong_artifact_hash(artifact, sha256)
     if isinstance(artifact, TorchServeArchive):
         return _prove_archive(artifact, evidence, starts_native)
     artifact.verify()
@@ -100,7 +100,7 @@ def _prove_archive(
 
 
 def _prove_bare(mar: Path, given: str | None, starts_native: bool) -> Proof:
-    members, origin = check_bare(mar)
+    members, origin = check_bare_mar(mar)
     sha256 = sha256_of(mar)
     told = "as you were told" if given else "compare it with the one you were given"
     lines = (f"{mar.name}: sha256 {sha256}; {told}", *_member_lines(members, origin))

@@ -49,7 +49,7 @@ def open_inference_line(url: str, name: str, signature: Signature, authorization
     body = json.dumps({"inputs": tensors}, separators=(",", ":"))
     target = f"{url}/v2/models/{name}/infer"
     if not as_bytes:
-        return f"curl -sS {authorization} -H 'Content-Type: application/json' -d {shlex.quote(body)} {target}"
+        return _post_json(authorization, body, target)
     zeros = sum(tensor["parameters"]["binary_data_size"] for tensor in tensors)
     length = f"-H 'Inference-Header-Content-Length: {len(body)}'"
     sent = f"(printf %s {shlex.quote(body)}; head -c {zeros} /dev/zero)"
@@ -66,13 +66,19 @@ def torchserve_line(url: str, name: str, signature: Signature, token: str) -> st
         zeros = counts[0] * np.dtype(signature.inputs[0].dtype).itemsize
         shape = ",".join(map(str, sizes[0]))
         headers = f"-H 'Content-Type: application/octet-stream' -H 'X-Shape: {shape}'"
-        return f"head -c {zeros} /dev/zero | curl -sS {authorization} {headers} --data-binary @- {target}"
+        post = f"curl -sS {authorization} {headers} --data-binary @- {target}"
+        return f"head -c {zeros} /dev/zero | {post}"
     inputs = {
         spec.name: np.full(size, _value(spec)).tolist()
         for spec, size in zip(signature.inputs, sizes, strict=True)
     }
     body = json.dumps({"inputs": inputs}, separators=(",", ":"))
-    return f"curl -sS {authorization} -H 'Content-Type: application/json' -d {shlex.quote(body)} {target}"
+    return _post_json(authorization, body, target)
+
+
+def _post_json(authorization: str, body: str, target: str) -> str:
+    json_type = "-H 'Content-Type: application/json'"
+    return f"curl -sS {authorization} {json_type} -d {shlex.quote(body)} {target}"
 
 
 def _sizes(spec: TensorSpec, signature: Signature) -> list[int]:

@@ -27,7 +27,7 @@ from serve.http.responses import (
     send_response,
 )
 from serve.packaging import oip_metadata
-from serve.packaging.model_interface import example
+from serve.packaging.model_interface import example_inputs
 from serve.worker import wire
 from serve.worker.http_errors import TOO_LARGE, UNREADABLE, inference_error, output_fault
 from serve.worker.oip import HEADER_LENGTH, requested_outputs
@@ -73,7 +73,7 @@ class Application:
         self.metrics = Metrics(model.name, lambda: batcher.depth)
         self.specs = model.signature.announced()
         self.outputs = [output.name for output in model.signature.outputs]
-        self._example = example(model.signature, rows=1)
+        self._example = example_inputs(model.signature, rows=1)
         self._in_progress = 0
         """Inference requests, from reading the body to sending the response."""
         self._large_bodies = ByteSemaphore(LARGE_BODIES * limits.body_bytes)

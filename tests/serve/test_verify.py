@@ -21,10 +21,10 @@ from pipelines.commands.verify_anchors import Given
 from pipelines.config.pipeline import Pipeline
 from pipelines.runner.run import preview_run
 from serve.http.options import Options
-from serve.packaging.model_card import card
+from serve.packaging.model_card import model_card
 from serve.packaging.provenance import Provenance, digest_of, refuse_broken_chain
 from serve.serve_command import serve_artifact
-from serve.torchserve.answer_check import replayed
+from serve.torchserve.answer_check import compare_outputs
 from serve.torchserve.artifact import TorchServeArchive
 from serve.torchserve.mar_file import read_mar, write_mar
 from serve.torchserve.stage import PackageTorchServe
@@ -56,7 +56,10 @@ def archive(exported: OnnxModel, blobs: Splits, tmp_path: Path) -> TorchServeArc
 
 @pytest.fixture
 def never_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    for what in ("serve.torchserve.process.TorchServe", "serve.torchserve.handler_runner.Harness"):
+    for what in (
+        "serve.torchserve.process.TorchServe",
+        "serve.torchserve.handler_runner.HandlerProcess",
+    ):
         monkeypatch.setattr(f"{what}.__enter__", lambda _: pytest.fail("it was started"))
 
 
@@ -227,16 +230,16 @@ def test_without_java_the_handler_answers_alone_and_the_proof_says_so(
 def test_answers_that_differ_from_the_recorded_ones_are_refused(
     archive: TorchServeArchive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from serve.torchserve.handler_runner import Harness
+    from serve.torchserve.handler_runner import HandlerProcess
 
-    predict = Harness.predict
-    monkeypatch.setattr(Harness, "predict", lambda *given: (predict(*given)[0] + 1,))
+    predict = HandlerProcess.predict
+    monkeypatch.setattr(HandlerProcess, "predict", lambda *given: (predict(*given)[0] + 1,))
     with pytest.raises(ArtifactInvalid, match=r"probe\.npz: the served answers differ by 1"):
         verify(archive.payload_path)
 
 
 def test_a_handler_whose_process_ends_is_told_of_every_time() -> None:
-    from serve.torchserve.handler_runner import Harness
+    from serve.torchserve.handler_runner import HandlerProcess
 
     handler = (
         "import os\n"
@@ -246,7 +249,7 @@ def test_a_handler_whose_process_ends_is_told_of_every_time() -> None:
     )
     members = {"MAR-INF/MANIFEST.json": b"{}", "model-config.yaml": b"{}"}
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
-    with Harness(members | {"handler.py": handler.encode()}, signature) as harness:
+    with HandlerProcess(members | {"handler.py": handler.encode()}, signature) as harness:
         for _ in range(2):
             with pytest.raises(StageFailed, match="the handler's process ended"):
                 harness.predict([np.ones((1, 4))])
@@ -254,9 +257,16 @@ def test_a_handler_whose_process_ends_is_told_of_every_time() -> None:
 
 def test_answers_of_another_shape_or_of_nan_are_infinitely_far() -> None:
     one, infinite = np.ones((2, 3), np.float32), np.array([np.inf, 1])
-    assert replayed("it", [([one], [one])], lambda _: (one[:1],)).largest_difference == np.inf
-    assert replayed("it", [([one], [one])], lambda _: (one * np.nan,)).largest_difference == np.inf
-    assert replayed("it", [([one], [infinite])], lambda _: (infinite,)).largest_difference == 0
+    assert (
+        compare_outputs("it", [([one], [one])], lambda _: (one[:1],)).largest_difference == np.inf
+    )
+    assert (
+        compare_outputs("it", [([one], [one])], lambda _: (one * np.nan,)).largest_difference
+        == np.inf
+    )
+    assert (
+        compare_outputs("it", [([one], [infinite])], lambda _: (infinite,)).largest_difference == 0
+    )
 
 
 def record_of(archive: TorchServeArchive, exported: OnnxModel, **changed: Any) -> Provenance:
@@ -303,7 +313,7 @@ def test_a_chain_is_held_together_by_digests(
 def test_the_card_holds_what_was_measured_and_nothing_else(
     archive: TorchServeArchive, exported: OnnxModel
 ) -> None:
-    text = card("digits", record_of(archive, exported), 1234)
+    text = model_card("digits", record_of(archive, exported), 1234)
     for fact in ("1234 bytes", "accuracy 0.9877 on val", "| seed | 3 |", "c0ffee", "torch | 9.9"):
         assert fact in text
     assert "| onnx | onnx | accuracy 0.9877 on val | 7 | 15 | – |" in text
@@ -371,7 +381,7 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
     shutil.rmtree(onnx.parent)
     code = tmp_path / "one" / "pipeline" / "models.py"
     code.write_text(code.read_text() + "\n# changed\n")
-    with pytest.raises(ArtifactInvalid, match="the code of the model as it came in was"):
+    with pytest.raises(ArtifactInvalid, match="the code of the input model was"):
         prove(mars[0].parent, replay=True)
     shutil.rmtree(code.parent)
     proof = prove(mars[0].parent, replay=True)

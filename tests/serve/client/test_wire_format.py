@@ -134,7 +134,7 @@ def takes_image(shape: tuple[Any, ...], dtype: str = "float32", **settings: Any)
     signature = Signature.model_validate(
         {"inputs": [{"name": "image", "shape": shape, "dtype": dtype}]}
     )
-    packed = {"image": ImageInput(**settings).packed(signature)}
+    packed = {"image": ImageInput(**settings).handler_settings(signature)}
     specs = [spec.model_dump(mode="json") for spec in signature.inputs]
     readers = create_readers(json.loads(json.dumps(packed)), specs, Path())
     return lambda body, kind="image/png": decode(body, kind, {}, specs, readers)[0][0]
@@ -215,7 +215,7 @@ def tokenizer(tmp_path: Path) -> Path:
 def takes_texts(file: Path, length: Any, *names: str, **settings: Any) -> Any:
     inputs = [{"name": n, "shape": ["batch", length], "dtype": "int64"} for n in names]
     signature = Signature.model_validate({"inputs": inputs})
-    packed = {"text": TextInput(tokenizer=str(file), **settings).packed(signature)}
+    packed = {"text": TextInput(tokenizer=str(file), **settings).handler_settings(signature)}
     specs = [spec.model_dump(mode="json") for spec in signature.inputs]
     readers = create_readers(json.loads(json.dumps(packed)), specs, file.parent)
     return lambda body, kind=JSON: [a.tolist() for a in decode(body, kind, {}, specs, readers)[0]]

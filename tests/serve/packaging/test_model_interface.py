@@ -18,9 +18,9 @@ from export.exported_program import ExportProgram
 from export.torchscript.stage import ExportTorchScript
 from serve.http.asgi_app import Application
 from serve.http.dynamic_batcher import Batcher, Job, answer
-from serve.http.loaded_model import ServedModel, loaded, warm
+from serve.http.loaded_model import ServedModel, open_model, warm_up
 from serve.http.options import Limits
-from serve.packaging.model_interface import Interface, Tensor, interface_of
+from serve.packaging.model_interface import Interface, Tensor, infer_interface
 from serve.worker.batching import together
 
 SIGNATURE = Signature(
@@ -29,10 +29,10 @@ SIGNATURE = Signature(
 
 
 def test_an_axis_that_follows_another_varies() -> None:
-    found = interface_of(lambda x: [x.sum(-1)], SIGNATURE)
+    found = infer_interface(lambda x: [x.sum(-1)], SIGNATURE)
     assert found.outputs[0].shape == (-1, -1)
     assert found.rows_stay_first
-    found = interface_of(lambda x: [x.sum(1).astype(np.float16)], SIGNATURE)
+    found = infer_interface(lambda x: [x.sum(1).astype(np.float16)], SIGNATURE)
     assert (found.outputs[0].shape, found.outputs[0].dtype) == ((-1, 3), "float16")
 
 
@@ -42,14 +42,14 @@ def test_a_model_of_one_size_leaves_every_axis_open() -> None:
             raise ValueError("batch")
         return [x]
 
-    found = interface_of(one_size, SIGNATURE)
+    found = infer_interface(one_size, SIGNATURE)
     assert found.outputs[0].shape == (-1, -1, -1)
     assert not found.rows_stay_first
 
 
 def test_answers_that_the_signature_does_not_name_are_refused() -> None:
     with pytest.raises(StageFailed, match="gives 2 outputs, its signature names"):
-        interface_of(lambda x: [x, x], SIGNATURE)
+        infer_interface(lambda x: [x, x], SIGNATURE)
 
 
 def test_an_answer_of_other_rows_than_were_asked_is_not_cut_apart() -> None:
@@ -94,7 +94,9 @@ def test_a_failure_is_the_requests_where_the_model_still_answers_another(
         return [x * 2]
 
     async def ask() -> tuple[int, str]:
-        model = ServedModel("m", "torchscript", SIGNATURE, interface_of(call, SIGNATURE), call, "")
+        model = ServedModel(
+            "m", "torchscript", SIGNATURE, infer_interface(call, SIGNATURE), call, ""
+        )
         batcher = Batcher(call)
         sent = []
 
@@ -173,16 +175,16 @@ def test_what_torch_runs_is_loaded_and_answers_as_opened(mlp: EagerModel, tmp_pa
     ]
     inputs = mlp.signature.example(batch=5)
     for artifact in kinds:
-        with loaded(artifact, "model", 1) as served, artifact.open() as predict:
+        with open_model(artifact, "model", 1) as served, artifact.open() as predict:
             assert (served.kind, served.interface.rows_stay_first) == (artifact.kind, True)
             assert served.interface.outputs == (Tensor("logits", "float32", (-1, 3)),)
             (got,) = served.call(*(tensor.numpy() for tensor in inputs))
             assert np.array_equal(got, predict(*inputs)[0].numpy())
     refused = pytest.raises(ArtifactInvalid, match="is 'eager', expected one of onnx, aot")
-    with refused, loaded(mlp, "model", 1):
+    with refused, open_model(mlp, "model", 1):
         pass
 
 
 def test_a_model_that_answers_nan_is_never_ready() -> None:
     with pytest.raises(StageFailed, match="answers NaN in y to normal inputs"):
-        warm(lambda x: [x * np.nan], SIGNATURE)
+        warm_up(lambda x: [x * np.nan], SIGNATURE)
