@@ -181,7 +181,7 @@ def test_why_requests_are_not_joined_is_told_in_one_line(
 ) -> None:
     monkeypatch.setattr(serve_command.uvicorn_server, "serve", lambda *_: None)
     with caplog.at_level(logging.ERROR), socket.socket() as listener:
-        serve_command._answer(models["float"], listener, Options(), lambda: None)
+        serve_command._serve_model(models["float"], listener, Options(), lambda: None)
     assert caplog.messages == [f"note: requests are not joined: {NO_REPORT}"]
 
 

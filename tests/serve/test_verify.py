@@ -138,8 +138,10 @@ def test_native_code_of_unknown_origin_is_not_run(
     write_mar(tmp_path / "x.mar", members | changed)
     proof = verify(tmp_path / "x.mar")
     assert proof.served_by is None and not proof.replays
-    assert "native code, which runs unseen, so it was not started" in proof.unproven[-1]
-    with pytest.raises(ArtifactInvalid, match="native code, which runs unseen: give the archive's"):
+    assert "native code, which cannot be inspected, so it was not started" in proof.unproven[-1]
+    with pytest.raises(
+        ArtifactInvalid, match="native code, which cannot be inspected: give the archive's"
+    ):
         serve_artifact(tmp_path / "x.mar", Options(), None, print)
     folder = tmp_path / "forged"
     folder.mkdir()
