@@ -176,7 +176,7 @@ def test_the_report_of_the_runs_folder_is_found(
         assert served.not_joined == ""
 
 
-def test_why_requests_are_not_joined_is_told_in_one_line(
+def test_why_requests_are_not_joined_is_logged_in_one_line(
     models: dict[str, OnnxModel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(serve_command.uvicorn_server, "serve", lambda *_: None)

@@ -183,8 +183,8 @@ def test_the_layout_is_a_model_repository_and_the_packaged_file_answers(
     assert files == ["manifest.json", "text/1/model.onnx", "text/config.pbtxt"]
     assert repository.payload_path.read_bytes() == pooled.payload_path.read_bytes()
     assert repository.payload_bytes > pooled.payload_bytes
-    told, why = repository.manifest.facts["warnings"]
-    assert told == NOT_RUN and "requests are not joined: only seeded inputs were asked" in why
+    not_run, why = repository.manifest.facts["warnings"]
+    assert not_run == NOT_RUN and "requests are not joined: only seeded inputs were asked" in why
     assert "dynamic_batching" not in (repository.path / "text" / "config.pbtxt").read_text()
     twin = PackageTriton(model_name="text")(pooled, Context(root=tmp_path / "twin"))
     assert twin.digest == repository.digest

@@ -118,7 +118,7 @@ def test_a_changed_byte_in_the_file_itself_is_refused_with_the_members_name(
 
 
 @pytest.mark.usefixtures("never_started")
-def test_another_sha256_than_was_told_is_refused(archive: TorchServeArchive) -> None:
+def test_another_sha256_than_expected_is_refused(archive: TorchServeArchive) -> None:
     for path in (archive.path, archive.payload_path):
         with pytest.raises(ArtifactInvalid, match=r"sha256 is \w+, expected 00ff"):
             verify(path, sha256="00ff")
@@ -154,7 +154,7 @@ def test_native_code_of_unknown_origin_is_not_run(
 
 
 @pytest.mark.usefixtures("never_started")
-def test_a_file_is_taken_for_what_it_is_and_where_to_go_is_said(
+def test_files_that_cannot_be_served_or_verified_name_the_right_command(
     archive: TorchServeArchive, tmp_path: Path
 ) -> None:
     alone, named = tmp_path / "model.pt2", archive.path / "manifest.json"
@@ -218,14 +218,14 @@ def test_a_foreign_handler_under_a_forged_manifest_is_started_by_no_command(
 def test_without_java_the_handler_answers_alone_and_the_proof_says_so(
     archive: TorchServeArchive, tmp_path: Path
 ) -> None:
-    told = archive.manifest.files["model.mar"].sha256
-    proof = prove(archive.payload_path, Given(told.upper()), report=tmp_path / "proof.json")
+    sha256 = archive.manifest.files["model.mar"].sha256
+    proof = prove(archive.payload_path, Given(sha256.upper()), report=tmp_path / "proof.json")
     assert proof.served_by is not None and "without TorchServe" in proof.served_by
     assert [(r.what, r.samples) for r in proof.replays] == [("the recorded probe", 4)]
     assert proof.replays[0].largest_difference <= 1e-6
     assert [line.split(": ")[0] for line in proof.summary_lines()][-2:] == ["not proven"] * 2
     written = json.loads((tmp_path / "proof.json").read_text())
-    assert written["sha256"] == told and written["proven"] == list(proof.proven)
+    assert written["sha256"] == sha256 and written["proven"] == list(proof.proven)
 
 
 @pytest.mark.usefixtures("without_java")
@@ -240,7 +240,7 @@ def test_answers_that_differ_from_the_recorded_ones_are_refused(
         verify(archive.payload_path)
 
 
-def test_a_handler_whose_process_ends_is_told_of_every_time() -> None:
+def test_an_ended_handler_process_is_reported_at_every_call() -> None:
     from serve.torchserve.handler_runner import HandlerProcess
 
     handler = (
@@ -257,7 +257,7 @@ def test_a_handler_whose_process_ends_is_told_of_every_time() -> None:
                 harness.predict([np.ones((1, 4))])
 
 
-def test_answers_of_another_shape_or_of_nan_are_infinitely_far() -> None:
+def test_outputs_of_another_shape_or_nan_differ_infinitely() -> None:
     one, infinite = np.ones((2, 3), np.float32), np.array([np.inf, 1])
     assert (
         compare_outputs("it", [([one], [one])], lambda _: (one[:1],)).largest_difference == np.inf
@@ -300,7 +300,7 @@ def record_of(archive: TorchServeArchive, exported: OnnxModel, **changed: Any) -
     return record.model_copy(update={"history": history})
 
 
-def test_a_chain_is_held_together_by_digests(
+def test_a_chain_with_other_digests_is_refused(
     archive: TorchServeArchive, exported: OnnxModel
 ) -> None:
     refuse_broken_chain(record_of(archive, exported), "it")
@@ -312,7 +312,7 @@ def test_a_chain_is_held_together_by_digests(
         refuse_broken_chain(record_of(archive, exported, input="nobody"), "it")
 
 
-def test_the_card_holds_what_was_measured_and_nothing_else(
+def test_the_model_card_holds_measured_facts_only(
     archive: TorchServeArchive, exported: OnnxModel
 ) -> None:
     text = model_card("digits", record_of(archive, exported), 1234)
@@ -391,7 +391,7 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
     assert found == "onnx: not here" and "validation split: PipelineInvalid" in split
 
 
-def test_nothing_lies_around_an_artifact_outside_a_run(archive: TorchServeArchive) -> None:
+def test_an_artifact_outside_a_run_has_no_evidence(archive: TorchServeArchive) -> None:
     for path in (archive.path, archive.payload_path):
         assert evidence_of(path, replay=True) is None
 

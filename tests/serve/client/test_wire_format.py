@@ -55,7 +55,7 @@ def test_bytes_behind_a_header_of_any_length_lie_as_native_code_wants_them() -> 
         assert ids.tolist() == [[1, 2]] and ids.flags.aligned and ids.flags.writeable
 
 
-def test_it_is_answered_in_kind_with_the_outputs_asked_for() -> None:
+def test_a_protocol_request_gets_the_requested_outputs() -> None:
     named = {"y": np.array([[1, 2]], np.float32), "n": np.array([3], np.int64)}
     wanted = requested_outputs({"id": "7", "outputs": [{"name": "n"}]}, [*named])
     body, headers = encode(named, "", wanted, "digits", None)
@@ -89,20 +89,20 @@ def test_a_tensor_that_is_not_the_models_is_named(body: bytes, words: str) -> No
     assert caught.value.args[0] == 400
 
 
-def test_what_json_cannot_hold_is_not_taken_for_a_number() -> None:
+def test_nan_and_infinity_in_json_are_refused() -> None:
     for body in (b"[NaN]", b"[-Infinity]", b"\xff", b"1" * 5000):
         with pytest.raises(ValueError, match="the body is not JSON"):
             parse_json(body)
 
 
-def test_bare_bytes_may_say_their_type_and_it_must_be_the_models() -> None:
+def test_raw_bytes_with_another_x_dtype_are_refused() -> None:
     (array,), _ = decode(b"\0" * 16, RAW, {"x-dtype": "int64"}, [IDS], {})
     assert array.shape == (1, 2)
     with pytest.raises(ValueError, match="ids is float32, expected int64"):
         decode(b"\0" * 16, RAW, {"x-dtype": "float32"}, [IDS], {})
 
 
-def test_the_likeliest_classes_come_first_with_their_probabilities() -> None:
+def test_the_most_probable_classes_come_first() -> None:
     logits = np.array([[0, np.log(3), 0], [1000, 0, 1000]], np.float32)
     classes = {"names": ["a", "b", "c"], "top": 2, "softmax": True}
     rows = top_classes(logits, classes)
@@ -151,7 +151,7 @@ def test_an_image_becomes_normalized_channels() -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_an_image_is_squashed_or_its_centre_cut_out_and_bytes_stay_bytes() -> None:
+def test_an_image_is_resized_or_center_cropped_and_uint8_stays() -> None:
     body = picture(40, 20, "L", "JPEG")
     squashed = takes_image(("batch", 8, 8, 1), "uint8", layout="hwc")(body, "image/jpeg")
     cut = takes_image(("batch", 8, 8, 1), "uint8", layout="hwc", shorter_side=10)
@@ -162,7 +162,7 @@ def test_an_image_is_squashed_or_its_centre_cut_out_and_bytes_stay_bytes() -> No
     assert np.array_equal(cut(body, "image/jpeg")[0, :, :, 0], whole[1:9, 6:14])
 
 
-def test_what_is_no_image_or_would_unfold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_and_oversized_images_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     read = takes_image((1, 3, 8, 8))
     body = picture(20, 20)
     for bad in (b"hello", body[:-60], body[:40], picture(4, 4, kind="GIF", mode="L")):

@@ -36,7 +36,7 @@ def test_an_axis_that_follows_another_varies() -> None:
     assert (found.outputs[0].shape, found.outputs[0].dtype) == ((-1, 3), "float16")
 
 
-def test_a_model_of_one_size_leaves_every_axis_open() -> None:
+def test_a_model_that_takes_one_size_has_only_varying_axes() -> None:
     def one_size(x: np.ndarray) -> list[np.ndarray]:
         if len(x) != 2:
             raise ValueError("batch")
@@ -52,7 +52,7 @@ def test_answers_that_the_signature_does_not_name_are_refused() -> None:
         infer_interface(lambda x: [x, x], SIGNATURE)
 
 
-def test_an_answer_of_other_rows_than_were_asked_is_not_cut_apart() -> None:
+def test_outputs_with_another_number_of_rows_are_not_split() -> None:
     requests = [[np.array([1, 2])], [np.array([3])]]
     answers = together(lambda arrays: [arrays[0][:2]], requests)
     assert [[output.tolist() for output in answer] for answer in answers] == [[[1, 2]], [[3]]]
@@ -82,9 +82,7 @@ def test_joined_requests_get_their_own_rows() -> None:
 
 
 @pytest.mark.parametrize(("breaks", "status"), [(False, 422), (True, 500)])
-def test_a_failure_is_the_requests_where_the_model_still_answers_another(
-    breaks: bool, status: int
-) -> None:
+def test_a_failure_is_422_if_the_model_answers_its_example(breaks: bool, status: int) -> None:
     broken = []
 
     def call(x: np.ndarray) -> list[np.ndarray]:
@@ -167,7 +165,9 @@ def test_a_server_whose_calls_all_hang_is_not_ready_until_one_ends() -> None:
     assert asyncio.run(states()) == [200, 200, 503, 200, 200]
 
 
-def test_what_torch_runs_is_loaded_and_answers_as_opened(mlp: EagerModel, tmp_path: Path) -> None:
+def test_torch_models_load_and_answer_like_the_opened_artifact(
+    mlp: EagerModel, tmp_path: Path
+) -> None:
     context = Context(root=tmp_path)
     kinds = [
         ExportTorchScript().run(mlp, context.with_root(tmp_path / "torchscript")),
