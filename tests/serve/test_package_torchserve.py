@@ -379,5 +379,5 @@ def test_verifying_replays_the_probe_in_a_fresh_process(
 def test_the_memory_of_the_server_is_not_taken_for_that_of_a_call(
     archive: TorchServeArchive,
 ) -> None:
-    with pytest.raises(StageFailed, match="TorchServe answers, in processes of its own"):
+    with pytest.raises(StageFailed, match="TorchServe runs the model in processes of its own"):
         Context(root=archive.path).peak_memory(archive, batch=1)

@@ -21,7 +21,7 @@ from serve.http.dynamic_batcher import Batcher, Job, answer
 from serve.http.loaded_model import ServedModel, open_model, warm_up
 from serve.http.options import Limits
 from serve.packaging.model_interface import Interface, Tensor, infer_interface
-from serve.worker.batching import together
+from serve.worker.batching import run_batched
 
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", shape=("batch", "steps", 3)),), outputs=(OutputSpec(name="y"),)
@@ -54,7 +54,7 @@ def test_answers_that_the_signature_does_not_name_are_refused() -> None:
 
 def test_outputs_with_another_number_of_rows_are_not_split() -> None:
     requests = [[np.array([1, 2])], [np.array([3])]]
-    answers = together(lambda arrays: [arrays[0][:2]], requests)
+    answers = run_batched(lambda arrays: [arrays[0][:2]], requests)
     assert [[output.tolist() for output in answer] for answer in answers] == [[[1, 2]], [[3]]]
 
 
