@@ -1,7 +1,7 @@
-"""Attestations: in-toto Statements with SLSA provenance, signed in a DSSE envelope.
+"""Write, sign and read attestations: in-toto Statements with SLSA provenance, in DSSE envelopes.
 
 Formats: in-toto Attestation Framework v1 (Statement, ResourceDescriptor), SLSA Provenance v1, and
-DSSE v1, whose signature is of the payload's type and bytes as they are, so nothing is normalised.
+DSSE v1, which signs the payload's type and exact bytes, without canonicalization.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ PREDICATE = "https://slsa.dev/provenance/v1"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 BUILD_TYPE = "urn:compress-pipeline:run:v1"
 BUILDER = "urn:compress-pipeline:compress"
-LARGEST = 2**24
-"""Bytes of an attestation that is read; ours have some kilobytes."""
+MAX_BYTES = 2**24
+"""Largest attestation that is read; ours have some kilobytes."""
 REQUIREMENT = Requirement(what="cryptography", install="pip install 'compress-pipeline[sign]'")
 
 
 @dataclass(frozen=True)
 class Attestation:
-    """What an attestation says, and whether somebody answers for it."""
+    """The subjects of an attestation, and its signer if the signature was checked."""
 
     subjects: frozenset[str]
-    """SHA-256 of each thing that it speaks of."""
+    """SHA-256 of each subject."""
     predicate_type: str
     signed_by: str = ""
-    """Fingerprint of the public key whose signature was checked; empty where none was."""
+    """Fingerprint of the public key whose signature was checked; empty if none was."""
 
 
 def subjects_of(artifact: Artifact) -> dict[str, str]:
@@ -60,13 +60,13 @@ def statement_of(
     proof: Proof,
     run: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return an in-toto Statement with SLSA provenance, as JSON; the same input, the same bytes.
+    """Return an in-toto Statement with SLSA provenance, as canonical JSON.
 
     Args:
-        subjects: the SHA-256 of each file that is spoken of, by name.
-        lineage: the stages that led there; the artifacts that they read are the materials.
-        proof: what was proven of it, and what was not.
-        run: `lock.json` of the run that made it, where it is known.
+        subjects: the SHA-256 of each attested file, by name.
+        lineage: the stages that made them; the artifacts that they read are the materials.
+        proof: the result of verifying the artifact.
+        run: `lock.json` of the run that made it, if known.
     """
     materials = {
         digest: f"{role} of {step.stage}"
@@ -96,7 +96,7 @@ def statement_of(
             "runDetails": {
                 "builder": {"id": BUILDER, "version": {"compress-pipeline": __version__}}
             },
-            # Fields of one's own have the vendor's name in front, by SLSA's rules.
+            # SLSA requires the vendor's name as a prefix of extension fields.
             "compress_verification": {
                 "kind": proof.kind,
                 "proven": list(proof.proven),
@@ -108,7 +108,7 @@ def statement_of(
 
 
 def signed(statement: bytes, key_file: Path) -> bytes:
-    """Return a statement in a DSSE envelope with one signature.
+    """Sign a statement; return the DSSE envelope with one signature.
 
     Args:
         statement: the statement.
@@ -118,7 +118,7 @@ def signed(statement: bytes, key_file: Path) -> bytes:
         PipelineInvalid: the file holds no such key.
         Unavailable: the library for signatures is not installed.
     """
-    key = _key_in(key_file, private=True)
+    key = _load_key(key_file, private=True)
     signature = {
         "keyid": _fingerprint(key.public_key()),
         "sig": base64.b64encode(key.sign(pae(PAYLOAD_TYPE, statement))).decode(),
@@ -129,47 +129,47 @@ def signed(statement: bytes, key_file: Path) -> bytes:
 
 
 def pae(payload_type: str, payload: bytes) -> bytes:
-    """Return what a DSSE signature is of: type and payload, each behind its length."""
+    """Return DSSE's pre-authentication encoding: type and payload, each after its length."""
     kind = payload_type.encode()
     return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)
 
 
 def read_attestation(file: Path, key_file: Path | None) -> Attestation:
-    """Return what an attestation says: a DSSE envelope, or a bare Statement.
+    """Read an attestation: a DSSE envelope, or an unsigned Statement.
 
     Args:
         file: the attestation.
-        key_file: a public Ed25519 key, PEM; with it, a signature of that key must be there.
+        key_file: a public Ed25519 key, PEM; if given, a valid signature of that key is required.
 
     Raises:
         ArtifactInvalid: it is no attestation, or not signed by the key.
         PipelineInvalid: the file holds no such key.
         Unavailable: the library for signatures is not installed.
     """
-    content = _json_in(file)
+    content = _load_json(file)
     signed_by = ""
     if isinstance(content, dict) and "payload" in content:
-        payload = _bytes_of(content["payload"], file)
+        payload = _decode_base64(content["payload"], file)
         if content.get("payloadType") != PAYLOAD_TYPE:
             found = repr(content.get("payloadType"))[:80]
             raise ArtifactInvalid(f"{file}: payloadType is {found}, expected {PAYLOAD_TYPE}")
         if key_file is not None:
             signed_by = _check_signature(content.get("signatures"), payload, file, key_file)
-        content = _parsed(payload, file)
+        content = _parse_json(payload, file)
     elif key_file is not None:
         raise ArtifactInvalid(f"{file}: is not signed, expected a signature of {key_file}")
-    return _understood(content, file, signed_by)
+    return _parse_statement(content, file, signed_by)
 
 
-def _understood(statement: Any, file: Path, signed_by: str) -> Attestation:
+def _parse_statement(statement: Any, file: Path, signed_by: str) -> Attestation:
     try:
         if statement["_type"] != STATEMENT:
             raise ArtifactInvalid(
                 f"{file}: _type is {str(statement['_type'])[:80]!r}, expected {STATEMENT}"
             )
         subjects = [subject["digest"].get("sha256") for subject in statement["subject"]]
-        found = frozenset(digest for digest in subjects if isinstance(digest, str))
-        return Attestation(found, str(statement["predicateType"]), signed_by)
+        digests = frozenset(digest for digest in subjects if isinstance(digest, str))
+        return Attestation(digests, str(statement["predicateType"]), signed_by)
     except (KeyError, TypeError, AttributeError) as error:
         raise ArtifactInvalid(
             f"{file}: not an in-toto Statement ({type(error).__name__}: {error})"
@@ -177,21 +177,21 @@ def _understood(statement: Any, file: Path, signed_by: str) -> Attestation:
 
 
 def _check_signature(signatures: Any, payload: bytes, file: Path, key_file: Path) -> str:
-    """Return the fingerprint of the key, one of whose signatures is right."""
-    key = _key_in(key_file, private=False)
+    """Require a valid signature of the key; return the key's fingerprint."""
+    key = _load_key(key_file, private=False)
     from cryptography.exceptions import InvalidSignature
 
     message = pae(PAYLOAD_TYPE, payload)
     for signature in signatures if isinstance(signatures, list) else ():
         try:
-            key.verify(_bytes_of(signature["sig"], file), message)
+            key.verify(_decode_base64(signature["sig"], file), message)
         except (InvalidSignature, KeyError, TypeError):
             continue  # of another key: there may be several
         return _fingerprint(key)
     raise ArtifactInvalid(f"{file}: holds no signature of {key_file}, or was altered since")
 
 
-def _key_in(file: Path, *, private: bool) -> Any:
+def _load_key(file: Path, *, private: bool) -> Any:
     if REQUIREMENT.missing():
         raise Unavailable(f"signatures need {REQUIREMENT.what}: {REQUIREMENT.install}")
     from cryptography.exceptions import UnsupportedAlgorithm
@@ -227,27 +227,27 @@ def _fingerprint(public_key: Any) -> str:
     return hashlib.sha256(der).hexdigest()
 
 
-def _json_in(file: Path) -> Any:
+def _load_json(file: Path) -> Any:
     try:
         with open_regular(file) as stream:
-            content = stream.read(LARGEST + 1)
+            content = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise ArtifactInvalid(f"{file}: {error.strerror}") from error
-    if len(content) > LARGEST:
-        raise ArtifactInvalid(f"{file}: has more than {LARGEST} bytes")
-    return _parsed(content, file)
+    if len(content) > MAX_BYTES:
+        raise ArtifactInvalid(f"{file}: has more than {MAX_BYTES} bytes")
+    return _parse_json(content, file)
 
 
-def _parsed(content: bytes, file: Path) -> Any:
+def _parse_json(content: bytes, file: Path) -> Any:
     try:
         return json.loads(content, object_pairs_hook=reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
         raise ArtifactInvalid(f"{file}: not an attestation in JSON ({error})") from None
 
 
-def _bytes_of(text: Any, file: Path) -> bytes:
-    """Return base64 decoded; DSSE allows the URL-safe alphabet too."""
+def _decode_base64(text: Any, file: Path) -> bytes:
+    """Decode base64, of the standard or the URL-safe alphabet: DSSE allows both."""
     try:
         return base64.b64decode(text.translate(str.maketrans("-_", "+/")), validate=True)
     except (binascii.Error, AttributeError, ValueError):
-        raise ArtifactInvalid(f"{file}: holds what is not base64") from None
+        raise ArtifactInvalid(f"{file}: holds text that is not base64") from None

@@ -1,4 +1,4 @@
-"""``compress serve``: an artifact behind HTTP until a signal, by the server that fits its kind."""
+"""``compress serve``: serve an artifact over HTTP until a signal, by the server for its kind."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from serve.client import curl_example
 from serve.http import multiprocess, uvicorn_server
 from serve.torchserve.artifact import (
     TorchServeArchive,
-    check_bare,
-    refuse_bare,
-    refuse_other,
-    refuse_other_artifact,
+    check_bare_mar,
+    refuse_unknown_file,
+    refuse_wrong_artifact_hash,
+    refuse_wrong_hash,
 )
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
     from serve.http.options import Options
 
-    Tell = Callable[["Place"], None]
+    OnReady = Callable[["ServedAt"], None]
 
 logger = logging.getLogger(__name__)
 
@@ -41,119 +41,121 @@ NO_TLS = (
     "TLS before it"
 )
 NATIVE = (
-    "its model is native code, which runs unseen: give the archive's sha256, as you were told it, "
-    "with --sha256"
+    "its model is native code, which cannot be inspected: give the archive's sha256, from a source "
+    "that you trust, with --sha256"
 )
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a model is served, once it answers."""
+class ServedAt:
+    """The address of a served model."""
 
     artifact: str
     url: str
-    """Of the model, or of TorchServe's own pages."""
+    """URL of the model; for TorchServe, of its inference API."""
     server: str
     """`built-in` or `torchserve`."""
     curl: str
-    """A command that asks the model."""
+    """An example request."""
     warnings: tuple[str, ...] = ()
 
     def lines(self) -> tuple[str, ...]:
-        """Return the same for people."""
+        """Return the lines for the terminal."""
         by = "" if self.server == "built-in" else "by TorchServe "
         where = f"{self.artifact}: served {by}at {self.url} (Ctrl-C stops)"
         return (*self.warnings, where, self.curl)
 
 
-def serve_artifact(path: Path, options: Options, token_file: Path | None, tell: Tell) -> None:
-    """Serve until a signal; it is raised again once what runs has been answered.
+def serve_artifact(
+    path: Path, options: Options, token_file: Path | None, on_ready: OnReady
+) -> None:
+    """Serve until a signal; finish the requests in progress, then raise the signal again.
 
-    TorchServe, which would cut off what runs in any case, is ended at once.
+    TorchServe is killed at once, as it would drop the requests in progress in any case.
 
     Args:
         path: an artifact's directory, its file in it, or a bare ``.mar``.
-        options: how; the token is taken from the file, the environment, or made.
-        token_file: what holds the token.
-        tell: is given where the model is, once it answers.
+        options: its token is replaced by that of the file, else of the environment, else a new one.
+        token_file: file with the token.
+        on_ready: called with the address once the model answers.
 
     Raises:
-        ArtifactInvalid: not an artifact that is served, or altered after sealing.
-        PipelineInvalid: the address or the token cannot be used.
+        ArtifactInvalid: the artifact's kind cannot be served, or a file was changed after sealing.
+        PipelineInvalid: the address or the token is invalid.
         Unavailable: the server's libraries, or Java, are missing.
         StageFailed: the model does not answer.
     """
     if path.is_file() and not (path.parent / MANIFEST).is_file():
-        refuse_bare(path, "serve")
-        refuse_other(path, options.sha256)
-        _, origin = check_bare(path)
+        refuse_unknown_file(path, "serve")
+        refuse_wrong_hash(path, options.sha256)
+        _, origin = check_bare_mar(path)
         if origin.artifact.kind == "aot" and options.sha256 is None:
             raise ArtifactInvalid(f"{path}: {NATIVE}")
-        _by_torchserve(path, origin.signature, options, token_file, tell)
+        _serve_torchserve(path, origin.signature, options, token_file, on_ready)
         return
     artifact = Artifact.from_directory(path.parent if path.is_file() else path)
     if path.is_file() and path.name != artifact.payload_name:
         raise ArtifactInvalid(f"{path}: expected the directory, or its {artifact.payload_name}")
-    refuse_other_artifact(artifact, options.sha256)
+    refuse_wrong_artifact_hash(artifact, options.sha256)
     if isinstance(artifact, TorchServeArchive):
         artifact.check()
-        _by_torchserve(artifact.payload_path, artifact.signature, options, token_file, tell)
+        _serve_torchserve(artifact.payload_path, artifact.signature, options, token_file, on_ready)
     else:
-        _by_the_built_in(artifact, options, token_file, tell)
+        _serve_built_in(artifact, options, token_file, on_ready)
 
 
-def _by_the_built_in(
-    artifact: Artifact, options: Options, token_file: Path | None, tell: Tell
+def _serve_built_in(
+    artifact: Artifact, options: Options, token_file: Path | None, on_ready: OnReady
 ) -> None:
     uvicorn_server.refuse_missing()
-    token, made = uvicorn_server.token_from(token_file)
+    token, is_new = uvicorn_server.token_from(token_file)
     options = replace(options, token=token)
     with uvicorn_server.listening(options.host, options.port) as listener:
         url = uvicorn_server.url_of(listener)
-        header = curl_example.bearer(token, made, token_file, uvicorn_server.TOKEN_VARIABLE)
-        line = curl_example.open_inference_line(url, options.name, artifact.signature, header)
+        header = curl_example.bearer(token, is_new, token_file, uvicorn_server.TOKEN_VARIABLE)
+        curl = curl_example.open_inference_line(url, options.name, artifact.signature, header)
         warnings = () if options.host in LOOPBACK else (NO_TLS,)
         model = f"{url}/v2/models/{options.name}"
 
         def ready() -> None:
-            tell(Place(str(artifact.path), model, "built-in", line, warnings))
+            on_ready(ServedAt(str(artifact.path), model, "built-in", curl, warnings))
             sys.stdout.flush()
             if options.processes > 1:
-                listener.close()  # theirs are open: nobody listens any more once they stop
+                listener.close()  # the children hold it open; it closes when they end
 
-        answering = partial(_answer, artifact, listener, options)
+        serve_model = partial(_serve_model, artifact, listener, options)
         if options.processes == 1:
-            answering(ready)
+            serve_model(ready)
         else:
-            multiprocess.run(options.processes, answering, ready, options.stop_seconds)
+            multiprocess.run(options.processes, serve_model, ready, options.stop_seconds)
 
 
-def _answer(
+def _serve_model(
     artifact: Artifact, listener: socket.socket, options: Options, ready: Callable[[], None]
 ) -> None:
-    from serve.http.loaded_model import loaded
+    from serve.http.loaded_model import open_model
 
-    with loaded(artifact, options.name, options.threads or 1, options.report) as model:
+    with open_model(artifact, options.name, options.threads or 1, options.report) as model:
         if model.not_joined:
-            logger.error(NOT_JOINED, model.not_joined)  # what the command shows
+            logger.error(NOT_JOINED, model.not_joined)  # the command shows errors only
         uvicorn_server.serve(model, listener, options, ready)
 
 
-def _by_torchserve(
-    mar: Path, signature: Signature, options: Options, token_file: Path | None, tell: Tell
+def _serve_torchserve(
+    mar: Path, signature: Signature, options: Options, token_file: Path | None, on_ready: OnReady
 ) -> None:
     from serve.http.options import Options
     from serve.torchserve.process import TorchServe
 
-    taken = Options(options.host, options.port, threads=options.threads, sha256=options.sha256)
-    if options != taken or options.host not in LOOPBACK or token_file is not None:
+    supported = Options(options.host, options.port, threads=options.threads, sha256=options.sha256)
+    if options != supported or options.host not in LOOPBACK or token_file is not None:
         raise PipelineInvalid(
             f"{mar}: a .mar is served by TorchServe, on loopback alone, and with a token, workers "
             "and limits of its own: leave all options but --port, --threads and --sha256 out"
         )
     with TorchServe(mar, threads=options.threads, port=options.port) as server:
-        line = curl_example.torchserve_line(server.url, server.model_name, signature, server.token)
-        tell(Place(str(mar), server.url, "torchserve", line))
+        curl = curl_example.torchserve_line(server.url, server.model_name, signature, server.token)
+        on_ready(ServedAt(str(mar), server.url, "torchserve", curl))
         sys.stdout.flush()
         while not server.has_ended():
             time.sleep(POLL_SECONDS)

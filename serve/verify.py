@@ -1,4 +1,4 @@
-"""Proving an artifact again: every hash, its origin, and for a ``.mar`` that it still answers."""
+"""Verify an artifact: every hash, its origin, and for a ``.mar`` its served outputs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from serve.packaging.provenance import PROVENANCE, Provenance
 from serve.torchserve.answer_check import Evidence, Proof, prove_answers, prove_chain
 from serve.torchserve.artifact import (
     TorchServeArchive,
-    check_bare,
-    refuse_bare,
-    refuse_other,
-    refuse_other_artifact,
+    check_bare_mar,
+    refuse_unknown_file,
+    refuse_wrong_artifact_hash,
+    refuse_wrong_hash,
 )
 
 if TYPE_CHECKING:
@@ -30,9 +30,11 @@ ARTIFACT_MODULES = (
     "serve.repository.kserve",
     "serve.repository.triton",
 )
+"""Modules whose import registers the artifact kinds that a manifest may name."""
 NATIVE = (
-    "that it answers: its model is native code, which runs unseen, so it was not started; give the "
-    "archive's sha256, as you were told it, with --sha256, or --replay for a run that you trust"
+    "that it answers: its model is native code, which cannot be inspected, so it was not started; "
+    "give the archive's sha256, from a source that you trust, with --sha256, or --replay for a run "
+    "that you trust"
 )
 
 
@@ -43,17 +45,17 @@ def verify(
     evidence: Callable[[], Evidence | None] = lambda: None,
     trusted: bool = False,
 ) -> Proof:
-    """Return what was proven of an artifact's directory, or of a bare ``.mar``.
+    """Verify an artifact's directory, or a ``.mar`` without its directory.
 
-    A bare ``.mar`` vouches for itself alone: compare its SHA-256 with the one you were given. An
-    archive is started only if its code is the handler that this version ships.
+    A single ``.mar`` is checked only against its own record: compare its SHA-256 with a trusted
+    one. An archive is started only if its code is the handler that this version ships.
 
     Args:
         path: the directory or the file.
-        sha256: what the deployed file must hash to, or an artifact's digest, where you were told.
-        evidence: gives what lies around an artifact of a run: its ancestors and the validation
-            split. It is called once every hash is found right, as it may run the pipeline's code.
-        trusted: whether an archive of native code is started without its hash being given, too.
+        sha256: expected SHA-256 of the deployed file, or digest of the artifact, if known.
+        evidence: loads the run's other artifacts and its validation split. It is called after
+            every hash was checked, as it may run the pipeline's code.
+        trusted: start an archive of native code even without `sha256`.
 
     Raises:
         ArtifactInvalid: a file or member does not match; the message names it.
@@ -62,20 +64,21 @@ def verify(
     path = Path(path)
     starts_native = trusted or sha256 is not None
     if path.is_file():
-        refuse_bare(path, "verify")
-        refuse_other(path, sha256)
+        refuse_unknown_file(path, "verify")
+        refuse_wrong_hash(path, sha256)
         return _prove_bare(path, sha256, starts_native)
-    _know_every_kind()
+    for module in ARTIFACT_MODULES:
+        import_module(module)
     artifact = Artifact.from_directory(path)
-    refuse_other_artifact(artifact, sha256)
+    refuse_wrong_artifact_hash(artifact, sha256)
     if isinstance(artifact, TorchServeArchive):
         return _prove_archive(artifact, evidence, starts_native)
     artifact.verify()
-    return _of_files(artifact)
+    return _proof_of_files(artifact)
 
 
-def _of_files(artifact: Artifact) -> Proof:
-    """Return what is proven once every file was hashed."""
+def _proof_of_files(artifact: Artifact) -> Proof:
+    """Return the proof of an artifact whose files' hashes were checked."""
     files = artifact.manifest.files
     lines = (
         f"{artifact.kind} artifact, digest {artifact.digest}",
@@ -91,19 +94,19 @@ def _prove_archive(
 ) -> Proof:
     mar = artifact.payload_path
     members, origin = artifact.check()
-    proof = _of_files(artifact).with_lines(*_member_lines(members, origin))
-    around = evidence()
-    proof = prove_chain(proof, origin, around, str(mar))
+    proof = _proof_of_files(artifact).with_lines(*_member_lines(members, origin))
+    run_evidence = evidence()
+    proof = prove_chain(proof, origin, run_evidence, str(mar))
     if origin.artifact.kind == "aot" and not starts_native:
         return proof.lacking(NATIVE)
-    return prove_answers(proof, mar, members, origin, around)
+    return prove_answers(proof, mar, members, origin, run_evidence)
 
 
-def _prove_bare(mar: Path, given: str | None, starts_native: bool) -> Proof:
-    members, origin = check_bare(mar)
+def _prove_bare(mar: Path, expected: str | None, starts_native: bool) -> Proof:
+    members, origin = check_bare_mar(mar)
     sha256 = sha256_of(mar)
-    told = "as you were told" if given else "compare it with the one you were given"
-    lines = (f"{mar.name}: sha256 {sha256}; {told}", *_member_lines(members, origin))
+    advice = "as expected" if expected else "compare it with the one that you were given"
+    lines = (f"{mar.name}: sha256 {sha256}; {advice}", *_member_lines(members, origin))
     proof = Proof(kind=TorchServeArchive.kind, sha256=sha256, proven=lines)
     proof = prove_chain(proof, origin, None, str(mar))
     if origin.artifact.kind == "aot" and not starts_native:
@@ -128,9 +131,3 @@ def _member_lines(members: Mapping[str, bytes], origin: Provenance) -> list[str]
         f"{PROVENANCE} records",
         f"{packed.payload} is the payload of {packed.kind} artifact {packed.digest}{traced}",
     ]
-
-
-def _know_every_kind() -> None:
-    """Import the artifact types, so that a manifest's kind is recognised."""
-    for module in ARTIFACT_MODULES:
-        import_module(module)

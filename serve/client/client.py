@@ -1,4 +1,4 @@
-"""A client for a served model: arrays in, arrays out, the same bits as in the process."""
+"""HTTP client of a served model: numpy arrays in, numpy arrays out, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from serve.worker.tensors import Array
 
 REQUEST_BYTES = 4 * 1024**2
-"""Requests are split above this: TorchServe takes 6.5 MB unless told otherwise."""
+"""Larger requests are split: TorchServe accepts 6.5 MB by default."""
 
 
 class Client:
@@ -40,26 +40,26 @@ class Client:
         timeout_seconds: float = 60.0,
         form: Form | None = None,
     ) -> None:
-        """Remember where the model is served; nothing is sent yet.
+        """Create a client; it connects with the first request.
 
         Args:
             url: address of the server, such as ``http://127.0.0.1:8080``; of TorchServe, its
-                inference API's. A path in it stands before those of the server.
+                inference API. A path in it is put before the server's own paths.
             model_name: the name under which it is served.
             signature: the model's interface.
-            token: what the server asks for, if anything.
-            max_rows: rows that one request may hold.
+            token: bearer token, if the server requires one.
+            max_rows: most rows of one request.
             timeout_seconds: how long one answer may take, from the request's first byte to the
                 answer's last: TorchServe can lose a request that waits in its batch window when a
                 worker dies.
-            form: how requests are written; TorchServe's npz where left out.
+            form: wire format of requests; TorchServe's npz by default.
 
         Raises:
-            StageFailed: the address is no ``http://``; the token must not travel otherwise than
-                you think.
+            StageFailed: the address does not begin with ``http://``; an ``https://`` one must not
+                send the token unencrypted.
         """
-        place = urlsplit(url)
-        if place.scheme != "http" or not place.hostname:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
             raise StageFailed(f"{url}: expected http://HOST:PORT; this client does not speak TLS")
         self.url = url.rstrip("/")
         self.form = form or Npz()
@@ -67,8 +67,8 @@ class Client:
         self.signature = signature
         self.max_rows = max_rows
         self.headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._target = place.path.rstrip("/") + self.path
-        self._connection = Connection(place.hostname, place.port, timeout=timeout_seconds)
+        self._target = parts.path.rstrip("/") + self.path
+        self._connection = DeadlineConnection(parts.hostname, parts.port, timeout=timeout_seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -77,24 +77,25 @@ class Client:
         self._connection.close()
 
     def predict(self, inputs: Mapping[str, Array] | Sequence[Array]) -> tuple[Array, ...]:
-        """Return the outputs in the signature's order; too many rows go in several requests.
+        """Return the outputs in the signature's order; split too many rows into several requests.
 
         Args:
             inputs: arrays by name, or in the signature's order.
 
         Raises:
-            StageFailed: the server cannot be reached, or refused; with its own message. Or there
-                are too many rows, and an output has them on another axis than the first.
+            StageFailed: the server cannot be reached or answered an error, which is quoted; or
+                there are too many rows for one request, and some output has its rows on another
+                axis than the first.
         """
         import numpy as np
 
         names = [spec.name for spec in self.signature.inputs]
         named = dict(inputs) if hasattr(inputs, "keys") else dict(zip(names, inputs, strict=True))
         first, *rest = self._split(named)
-        answer, can_be_joined = self._request(first)
+        answer, rows_on_axis_0 = self._request(first)
         if not rest:
             return answer
-        if not can_be_joined:
+        if not rows_on_axis_0:
             raise StageFailed(
                 f"{self.url}{self.path}: too many rows for one request, and the answers of several "
                 "cannot be joined, because the rows do not lie on axis 0 of every output; raise "
@@ -104,7 +105,7 @@ class Client:
         return tuple(np.concatenate(column) for column in zip(*answers, strict=True))
 
     def _split(self, named: dict[str, Array]) -> list[dict[str, Array]]:
-        """Cut the batch axis into requests, where it is the first axis of every input."""
+        """Split the rows into requests, if axis 0 of every input is the batch axis."""
         heads = {spec.shape[:1] for spec in self.signature.inputs}
         if self.signature.batch_axis is None or len(heads) > 1:
             return [named]
@@ -117,7 +118,7 @@ class Client:
         ]
 
     def _request(self, named: dict[str, Array]) -> tuple[tuple[Array, ...], bool]:
-        """Return the outputs, and whether they may be joined to those for other rows."""
+        """Return the outputs, and whether axis 0 of each counts the request's rows."""
         sent, headers = self.form.request(named)
         response, body = self._post(sent, headers | self.headers)
         if response.status != 200:
@@ -131,7 +132,7 @@ class Client:
     ) -> tuple[http.client.HTTPResponse, bytes]:
         reused = self._connection.sock is not None
         try:
-            self._connection.begin()
+            self._connection.start_deadline()
             self._connection.request("POST", self._target, body, headers)
             response = self._connection.getresponse()
             return response, response.read()
@@ -144,48 +145,48 @@ class Client:
             ) from error
 
 
-class Connection(http.client.HTTPConnection):
-    """A connection whose timeout is for a whole exchange, and not for each read of it."""
+class DeadlineConnection(http.client.HTTPConnection):
+    """A connection whose timeout bounds a whole exchange, not each read of it."""
 
-    def begin(self) -> None:
-        """Begin an exchange: from now on it may take as long as the timeout says."""
-        due = time.monotonic() + (self.timeout or 0)
+    def start_deadline(self) -> None:
+        """Start the timeout of one exchange."""
+        deadline = time.monotonic() + (self.timeout or 0)
         if self.sock is None:
             self.connect()
-        self._due_socket.due = due
+        self._deadline_socket.deadline = deadline
 
     def connect(self) -> None:
-        """Connect, with a socket that knows when the exchange is due."""
+        """Connect, and give the socket a deadline."""
         super().connect()
-        self.sock = self._due_socket = DueSocket(fileno=self.sock.detach())
+        self.sock = self._deadline_socket = DeadlineSocket(fileno=self.sock.detach())
 
 
-class DueSocket(socket.socket):
-    """A socket that reads until a moment: a server that trickles does not hold its client."""
+class DeadlineSocket(socket.socket):
+    """A socket with a deadline, so that a server cannot stall its client byte by byte."""
 
-    due = 0.0
-    """When reading ends, by ``time.monotonic``."""
+    deadline = 0.0
+    """On the clock of ``time.monotonic``, seconds."""
 
     def recv_into(self, *args: object) -> int:
-        """Read, for as long as is left.
+        """Read within the time that is left.
 
         Raises:
-            TimeoutError: nothing is left.
+            TimeoutError: none is left.
         """
-        left = self.due - time.monotonic()
+        left = self.deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")
         self.settimeout(left)
-        return super().recv_into(*args)  # type: ignore[arg-type]  # as it was called
+        return super().recv_into(*args)  # type: ignore[arg-type]  # passed through
 
     def sendall(self, data: object, flags: int = 0) -> None:
-        """Send, for as long as is left."""
-        self.settimeout(max(0.001, self.due - time.monotonic()))
-        super().sendall(data, flags)  # type: ignore[arg-type]  # as it was called
+        """Send within the time that is left."""
+        self.settimeout(max(0.001, self.deadline - time.monotonic()))
+        super().sendall(data, flags)  # type: ignore[arg-type]  # passed through
 
 
 def as_predictor(client: Client) -> Predictor:
-    """Return a client as a function of tensors."""
+    """Wrap a client as a function of tensors."""
 
     def predict(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         import torch
@@ -197,7 +198,7 @@ def as_predictor(client: Client) -> Predictor:
 
 
 def _message(body: bytes) -> str:
-    """Return the server's own words: TorchServe's and ours are JSON, with a message or an error."""
+    """Return the server's error message: JSON with `error` (ours) or `message` (TorchServe's)."""
     text = body.decode(errors="replace")
     try:
         answer = json.loads(text)

@@ -1,6 +1,6 @@
-"""How a client writes requests and reads answers: an npz, or the Open Inference Protocol.
+"""Wire formats of the client: npz, or the Open Inference Protocol.
 
-All but JSON carry the same bits as the process has.
+All but JSON are lossless.
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ DTYPES = {datatype: dtype for dtype, datatype in DATATYPES.items()}
 
 
 class Form(Protocol):
-    """A form of requests and answers."""
+    """A wire format of requests and responses."""
 
     def path(self, model_name: str) -> str:
-        """Return where a model is asked."""
+        """Return the path of a model's inference requests."""
         ...
 
     def request(self, named: Mapping[str, Array]) -> tuple[bytes, dict[str, str]]:
-        """Return a body and its headers."""
+        """Encode a request; return its body and headers."""
         ...
 
     def outputs(self, body: bytes, headers: Headers) -> dict[str, Array]:
-        """Return the arrays in an answer; its headers' names are taken in any case."""
+        """Decode a response body; the headers' names are case-insensitive."""
         ...
 
 
 class Npz:
-    """Every tensor by name, as ``numpy.savez`` writes them; both servers take it."""
+    """Every tensor by name, as ``numpy.savez`` writes them; both servers accept it."""
 
     def __init__(self, folder: str = "/predictions/", ending: str = "") -> None:
-        """Remember what stands before and behind a model's name in the path."""
+        """Set the parts of the path before and after the model's name."""
         self.folder, self.ending = folder, ending
 
     def path(self, model_name: str) -> str:
-        """Return where a model is asked."""
+        """Return the path of a model's inference requests."""
         return f"{self.folder}{quote(model_name, safe='')}{self.ending}"
 
     def request(self, named: Mapping[str, Array]) -> tuple[bytes, dict[str, str]]:
-        """Return an npz."""
+        """Encode inputs as npz."""
         return to_npz(named), {"Content-Type": NPZ, "Accept": f"{NPZ}, {JSON}"}
 
     def outputs(self, body: bytes, headers: Headers) -> dict[str, Array]:
-        """Return the arrays of an npz."""
+        """Decode outputs from npz."""
         return from_npz(body)
 
 
 class OpenInference:
-    """Open Inference Protocol v2: tensors as bytes behind a JSON header, or as JSON."""
+    """Open Inference Protocol v2: tensors as raw bytes after a JSON header, or as JSON."""
 
     def __init__(self, *, binary: bool = True) -> None:
-        """Remember which."""
+        """Choose raw bytes (lossless) or JSON."""
         self.binary = binary
 
     def path(self, model_name: str) -> str:
-        """Return where a model is asked."""
+        """Return the path of a model's inference requests."""
         return f"/v2/models/{quote(model_name, safe='')}/infer"
 
     def request(self, named: Mapping[str, Array]) -> tuple[bytes, dict[str, str]]:
-        """Return the tensors; answers are asked for in the same way."""
+        """Encode inputs; request outputs in the same encoding."""
         tensors: list[dict[str, Any]] = []
         raw: list[bytes] = []
         for name, array in named.items():
@@ -91,7 +91,7 @@ class OpenInference:
         return b"".join([text, *raw]), {"Content-Type": RAW, HEADER_LENGTH: str(len(text))}
 
     def outputs(self, body: bytes, headers: Headers) -> dict[str, Array]:
-        """Return the arrays of an answer."""
+        """Decode outputs."""
         length = int(headers.get(HEADER_LENGTH) or len(body))
         at, outputs = length, {}
         for tensor in json.loads(body[:length])["outputs"]:

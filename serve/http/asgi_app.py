@@ -1,6 +1,6 @@
-"""The built-in server's answers: Open Inference Protocol v2 as an ASGI application.
+"""The Open Inference Protocol v2 as an ASGI application: the built-in server's routes.
 
-It is plain ASGI: a framework around these few paths cost more than a small model's answer.
+It is plain ASGI: a web framework around these few paths took longer than a small model's inference.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from pydantic_core import from_json
 from compress import __version__
 from serve.http.byte_semaphore import ByteSemaphore
 from serve.http.prometheus import Metrics
-from serve.http.responses import Answer, Refused, attempted, refused, send_answer, unread
+from serve.http.responses import (
+    HttpError,
+    Response,
+    close_if_continue_expected,
+    response_of,
+    send_response,
+)
 from serve.packaging import oip_metadata
-from serve.packaging.model_interface import example
+from serve.packaging.model_interface import example_inputs
 from serve.worker import wire
-from serve.worker.http_errors import TOO_LARGE, UNREADABLE, blame, what_failed
-from serve.worker.oip import HEADER_LENGTH, wanted_of
+from serve.worker.http_errors import TOO_LARGE, UNREADABLE, inference_error, output_fault
+from serve.worker.oip import HEADER_LENGTH, requested_outputs
 from serve.worker.tensors import check
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractAsyncContextManager
 
     from serve.http.dynamic_batcher import Batcher
     from serve.http.loaded_model import ServedModel
@@ -38,29 +43,29 @@ if TYPE_CHECKING:
     from serve.worker.tensors import Array, Named, Specs
 
 FORM = "application/x-www-form-urlencoded"
-"""What curl's -d sends where no type is given."""
-SHORT_BYTES = 64 * 1024
-"""Longer bodies are read, and longer answers written, by a thread, one at a time."""
-BODIES_HELD = 3
-"""Longer bodies that are read or answered may together have so many times the size of the largest;
-the others wait in the kernel's buffers."""
-OTHER_COMMAS = 1024
-"""In a request of the Open Inference Protocol, besides those between numbers."""
-LEFT = 499
-"""Counted, as nginx does, for a client that left before it was answered."""
+"""The Content-Type of curl's -d where none is given."""
+SMALL_BYTES = 64 * 1024
+"""Larger bodies are parsed, and larger responses serialized, in a thread, one at a time."""
+LARGE_BODIES = 3
+"""Large bodies in memory are bounded by so many times the largest; the others wait in the kernel's
+socket buffers."""
+EXTRA_COMMAS = 1024
+"""Commas of a JSON request besides those between numbers, at most."""
+CLIENT_CLOSED = 499
+"""Status in the metrics, nginx's, for a client that disconnected before its response."""
 
 
 class Application:
     """Answers requests for one model."""
 
     def __init__(self, model: ServedModel, batcher: Batcher, limits: Limits, token: str) -> None:
-        """Remember what to serve.
+        """Create the application.
 
         Args:
-            model: the model, proven and warm.
-            batcher: answers with it.
-            limits: what is refused.
-            token: what clients must know, for all but the two paths of health.
+            model: the model, verified and warmed up.
+            batcher: runs it.
+            limits: bounds beyond which requests are refused.
+            token: the bearer token that all but the two health paths require.
         """
         self.model = model
         self.limits = limits
@@ -68,12 +73,12 @@ class Application:
         self.metrics = Metrics(model.name, lambda: batcher.depth)
         self.specs = model.signature.input_descriptions()
         self.outputs = [output.name for output in model.signature.outputs]
-        self._example = example(model.signature, rows=1)
-        self._inside = 0
-        """Inference requests whose body is read, which are answered, or whose answer is sent."""
-        self._large_bodies = ByteSemaphore(BODIES_HELD * limits.body_bytes)
-        self._most_commas = OTHER_COMMAS + most_numbers(self.specs, limits.rows)
-        # Python lets the event loop go on every few milliseconds while this one thread computes.
+        self._example = example_inputs(model.signature, rows=1)
+        self._in_progress = 0
+        """Inference requests, from reading the body to sending the response."""
+        self._large_bodies = ByteSemaphore(LARGE_BODIES * limits.body_bytes)
+        self._max_commas = EXTRA_COMMAS + most_numbers(self.specs, limits.rows)
+        # Python switches back to the event loop every few milliseconds while this thread computes.
         self._thread = ThreadPoolExecutor(1)
         self._authorization = f"Bearer {token}".encode()
         base = f"/v2/models/{model.name}"
@@ -82,181 +87,175 @@ class Application:
         metadata = oip_metadata.model_metadata(model.name, model.kind, model.interface)
         server: dict[str, Any] = {"name": "compress", "version": __version__}
         server |= {"extensions": [*oip_metadata.EXTENSIONS]}
-        self._open = {"/v2/health/live": {"live": True}, "/v2/health/ready": {"ready": True}}
-        self._told: dict[str, Any] = {"/v2": server, "/v2/": server, base: metadata}
-        self._told |= {f"{base}/ready": ready, f"{base}/versions/1": metadata}
-        self._told |= {f"{base}/versions/1/ready": ready, "/metrics": None}
+        self._public = {"/v2/health/live": {"live": True}, "/v2/health/ready": {"ready": True}}
+        self._private: dict[str, Any] = {"/v2": server, "/v2/": server, base: metadata}
+        self._private |= {f"{base}/ready": ready, f"{base}/versions/1": metadata}
+        self._private |= {f"{base}/versions/1/ready": ready, "/metrics": None}
 
     def close(self) -> None:
-        """End the thread that reads and writes what is large."""
+        """End the thread for large bodies."""
         self._thread.shutdown(cancel_futures=True)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request."""
         headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
         if scope["path"] not in self._infer_paths:
-            await send_answer(scope, send, await attempted(self._told_of(scope, headers)))
+            await send_response(scope, send, await response_of(self._get(scope, headers)))
             return
-        began = time.perf_counter()
-        self._inside += 1
+        start = time.perf_counter()
+        self._in_progress += 1
         try:
-            answer = await attempted(self._infer(scope["method"], headers, receive))
-            self.metrics.count(answer.status, answer.rows, time.perf_counter() - began)
-            await send_answer(scope, send, answer)
+            response = await response_of(self._infer(scope["method"], headers, receive))
+            self.metrics.count(response.status, response.rows, time.perf_counter() - start)
+            await send_response(scope, send, response)
         except asyncio.CancelledError:
-            self.metrics.count(LEFT, 0, time.perf_counter() - began)
+            self.metrics.count(CLIENT_CLOSED, 0, time.perf_counter() - start)
             raise
         finally:
-            self._inside -= 1
+            self._in_progress -= 1
 
-    def _refuse_stranger(self, headers: Headers) -> None:
-        given = headers.get("authorization", "").encode()
-        if not secrets.compare_digest(given, self._authorization):
+    def _check_token(self, headers: Headers) -> None:
+        token = headers.get("authorization", "").encode()
+        if not secrets.compare_digest(token, self._authorization):
             message = "found no valid token, expected the header Authorization: Bearer TOKEN"
-            raise Refused(401, message, www_authenticate="Bearer", **unread(headers))
+            closing = close_if_continue_expected(headers)
+            raise HttpError(401, message, www_authenticate="Bearer", **closing)
 
-    async def _told_of(self, scope: Message, headers: Headers) -> Answer:
-        """Return what is told of the server and the model."""
+    async def _get(self, scope: Message, headers: Headers) -> Response:
+        """Answer health, metadata and metrics requests."""
         path, method = scope["path"], scope["method"]
-        if path in self._open:
-            return self._state(self._open[path])
-        self._refuse_stranger(headers)
-        if path not in self._told:
+        if path in self._public:
+            return self._json_response(self._public[path])
+        self._check_token(headers)
+        if path not in self._private:
             message = f"{path[:200]}: not here; expected {self._infer_paths[0]}"
-            raise Refused(404, message, **unread(headers))
+            raise HttpError(404, message, **close_if_continue_expected(headers))
         if method not in ("GET", "HEAD"):
             message = f"{method[:20]}: expected GET"
-            raise Refused(405, message, allow="GET, HEAD", **unread(headers))
+            raise HttpError(405, message, allow="GET, HEAD", **close_if_continue_expected(headers))
         if path == "/metrics":
-            text = await self._in_thread(True, self.metrics.text)
-            return Answer(200, text, {"content-type": self.metrics.content_type})
-        return self._state(self._told[path])
+            text = await self._run_in_thread(True, self.metrics.text)
+            return Response(200, text, {"content-type": self.metrics.content_type})
+        return self._json_response(self._private[path])
 
-    def _state(self, told: Named) -> Answer:
-        """Return what is told of the server: not ready, while every call of the model hangs."""
-        hangs = "ready" in told and self.batcher.hangs(self.limits.seconds)
-        body = json.dumps({**told, "ready": False} if hangs else told).encode()
-        return Answer(503 if hangs else 200, body, {"content-type": wire.JSON})
+    def _json_response(self, content: Named) -> Response:
+        """Return the content; `ready: false` and 503 while every call of the model hangs."""
+        hangs = "ready" in content and self.batcher.hangs(self.limits.seconds)
+        body = json.dumps({**content, "ready": False} if hangs else content).encode()
+        return Response(503 if hangs else 200, body, {"content-type": wire.JSON})
 
-    async def _infer(self, method: str, headers: Headers, receive: Receive) -> Answer:
-        self._refuse_stranger(headers)
+    async def _infer(self, method: str, headers: Headers, receive: Receive) -> Response:
+        self._check_token(headers)
+        closing = close_if_continue_expected(headers)
         if method != "POST":
-            raise Refused(405, f"{method[:20]}: expected POST", allow="POST", **unread(headers))
-        if max(self.batcher.depth, self._inside - 1) >= self.limits.queue:
-            message = f"{self.limits.queue} requests wait, which is all that may; try again"
-            raise Refused(503, message, retry_after="1", **unread(headers))
-        late = (503, f"there was no room for the body within {self.limits.seconds:g} s")
-        room = self._room_for(headers)
-        try:
-            async with asyncio.timeout(self.limits.seconds), room:
-                late = (408, f"the body was not here after {self.limits.seconds:g} s")
-                body = await self._body(receive)
-                arrays, wanted = await self._in_thread(
-                    len(body) > SHORT_BYTES, self._understood, headers, body
-                )
-                late = (504, f"the model did not answer within {self.limits.seconds:g} s")
-                outputs = await self._answered(arrays)
-        except TimeoutError:
-            closing = {} if late[0] == 504 else {"connection": "close"}
-            raise Refused(late[0], late[1], **closing) from None
-        large = sum(output.nbytes for output in outputs) > SHORT_BYTES
-        body, written = await self._in_thread(large, self._written, headers, wanted, outputs)
-        return Answer(200, body, written, len(arrays[0]) if arrays[0].ndim else 1)
-
-    def _room_for(self, headers: Headers) -> AbstractAsyncContextManager[None]:
-        """Return what waits until a body may be read: not at all, if it is short."""
+            raise HttpError(405, f"{method[:20]}: expected POST", allow="POST", **closing)
+        if max(self.batcher.depth, self._in_progress - 1) >= self.limits.queue:
+            message = f"{self.limits.queue} requests wait, the most that may; try again"
+            raise HttpError(503, message, retry_after="1", **closing)
         limit = self.limits.body_bytes
         size = limit if "transfer-encoding" in headers else int(headers.get("content-length", 0))
         if size > limit:
             message = f"the body has {size} bytes, expected at most {limit}"
-            raise Refused(TOO_LARGE, message, **unread(headers))
-        return self._large_bodies.holding(size) if size > SHORT_BYTES else nullcontext()
+            raise HttpError(TOO_LARGE, message, **closing)
+        reserved = self._large_bodies.reserve(size) if size > SMALL_BYTES else nullcontext()
+        seconds = f"{self.limits.seconds:g} s"
+        timeout = (503, f"other large bodies left no memory for this one within {seconds}")
+        try:
+            async with asyncio.timeout(self.limits.seconds), reserved:
+                timeout = (408, f"the body was not received within {seconds}")
+                body = await self._read_body(receive)
+                arrays, wanted = await self._run_in_thread(
+                    len(body) > SMALL_BYTES, self._decode, headers, body
+                )
+                timeout = (504, f"the model did not answer within {seconds}")
+                outputs = await self._run_model(arrays)
+        except TimeoutError:
+            closing = {} if timeout[0] == 504 else {"connection": "close"}
+            raise HttpError(timeout[0], timeout[1], **closing) from None
+        large = sum(output.nbytes for output in outputs) > SMALL_BYTES
+        body, written = await self._run_in_thread(large, self._encode, headers, wanted, outputs)
+        return Response(200, body, written, len(arrays[0]) if arrays[0].ndim else 1)
 
-    async def _in_thread(self, large: bool, work: Callable[..., Any], *given: Any) -> Any:
-        """Do what may take long where it does not hold up other requests."""
+    async def _run_in_thread(self, large: bool, work: Callable[..., Any], *args: Any) -> Any:
+        """Call a function; a large job in the thread, so that it delays no other request."""
         if not large:
-            return work(*given)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
+            return work(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
-    async def _answered(self, arrays: list[Array]) -> list[Array]:
-        """Return the outputs; a failure is the request's, where the model still works."""
+    async def _run_model(self, arrays: list[Array]) -> list[Array]:
+        """Return the outputs; blame a failure on the request if the model answers its example."""
         outputs: list[Array] | Exception
         try:
             outputs = await self.batcher.submit(arrays)
         except Exception as error:  # noqa: BLE001 - runtimes raise what they like
             outputs = error
-        what = what_failed(outputs, self.outputs)
-        if what or isinstance(outputs, Exception):
-            raise refused(blame(what, works=await self._works()))
-        return outputs
-
-    async def _works(self) -> bool:
-        """Return whether the model answers its example."""
+        failure = output_fault(outputs, self.outputs)
+        if not failure and not isinstance(outputs, Exception):
+            return outputs
         try:
-            outputs = await self.batcher.submit(self._example)
+            works = not output_fault(await self.batcher.submit(self._example), self.outputs)
         except Exception:  # noqa: BLE001 - whatever it is, the model is broken
-            return False
-        return not what_failed(outputs, self.outputs)
+            works = False
+        raise HttpError.from_exception(inference_error(failure, works=works))
 
-    def _understood(self, headers: Headers, body: bytes) -> tuple[list[Array], Named]:
-        """Return what the model can be given, and how a request of the protocol is answered."""
+    def _decode(self, headers: Headers, body: bytes) -> tuple[list[Array], Named]:
+        """Return the model's inputs, and which outputs an Open Inference Protocol request wants."""
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type in ("", FORM):
             content_type = wire.JSON  # as the protocol has it; NVIDIA's client sends no type
-        self._refuse_many(headers, content_type, body)
-        given: Any = body
+        json_bytes = headers.get(HEADER_LENGTH, "")
+        if json_bytes or content_type == wire.JSON:
+            # Counted before it is parsed: numbers take many times their text in memory.
+            end = int(json_bytes) if json_bytes.isdecimal() else None
+            if body.count(b",", 0, end) > self._max_commas:
+                rows = self.limits.rows
+                message = f"the body holds more values than {rows} rows of the inputs have"
+                raise HttpError(TOO_LARGE, message)
+        content: Any = body
         if content_type == wire.JSON and HEADER_LENGTH not in headers:
-            # Four times as fast as json, which holds up all others; what it refuses, json names.
+            # Four times as fast as json, which holds up all other requests; where it fails, json
+            # parses again and names the mistake.
             with suppress(ValueError):
-                given = from_json(body, allow_inf_nan=False)
+                content = from_json(body, allow_inf_nan=False)
         try:
-            arrays, asked = wire.decode(given, content_type, headers, self.specs, {})
+            arrays, asked = wire.decode(content, content_type, headers, self.specs, {})
             check(arrays, self.specs, self.limits.rows)
-            return arrays, wanted_of(asked, self.outputs) if asked else {}
+            return arrays, requested_outputs(asked, self.outputs) if asked else {}
         except Exception as error:
-            raise refused(error) from error
+            raise HttpError.from_exception(error) from error
 
-    def _refuse_many(self, headers: Headers, content_type: str, body: bytes) -> None:
-        """Refuse JSON of more values than the inputs have, before it is parsed."""
-        length = headers.get(HEADER_LENGTH, "")
-        if not length and content_type != wire.JSON:
-            return
-        if body.count(b",", 0, int(length) if length.isdecimal() else None) > self._most_commas:
-            message = f"the body holds more values than {self.limits.rows} rows of the inputs have"
-            raise Refused(TOO_LARGE, message)
-
-    def _written(
+    def _encode(
         self, headers: Headers, wanted: Named, outputs: list[Array]
     ) -> tuple[bytes, Headers]:
-        """Return the answer's body and headers: by the protocol, or as Accept says."""
+        """Return the response's body and headers: as the protocol or the Accept header says."""
         named = dict(zip(self.outputs, outputs, strict=True))
         accept = headers.get("accept", "").lower()
         try:
             body, written = wire.encode(named, accept, wanted, self.model.name, None)
         except ValueError as error:
-            raise refused(error) from error
+            raise HttpError.from_exception(error) from error
         if self.model.interface.rows_stay_first:
             written["X-Batch-Axis"] = "0"
         return body, written
 
-    async def _body(self, receive: Receive) -> bytes:
+    async def _read_body(self, receive: Receive) -> bytes:
         parts: list[bytes] = []
-        left, more = self.limits.body_bytes, True
+        bytes_left, more = self.limits.body_bytes, True
         while more:
             part = await receive()
             if part["type"] == "http.disconnect":
-                raise Refused(UNREADABLE, "the client left before its body was here")
+                raise HttpError(UNREADABLE, "the client disconnected before its body was received")
             parts.append(part.get("body", b""))
-            left -= len(parts[-1])
+            bytes_left -= len(parts[-1])
             more = bool(part.get("more_body"))
-            if left < 0:
+            if bytes_left < 0:
                 message = f"the body has more than {self.limits.body_bytes} bytes"
-                raise Refused(TOO_LARGE, message)
+                raise HttpError(TOO_LARGE, message)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def most_numbers(specs: Specs, rows: int) -> float:
-    """Return how many numbers the inputs of so many rows have; infinite where an axis is unbounded.
+    """Return the most numbers that the inputs of `rows` rows hold; infinite for unbounded axes.
 
     Args:
         specs: the inputs, with the bounds of their axes.

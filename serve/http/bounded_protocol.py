@@ -1,9 +1,9 @@
-"""A connection of uvicorn's that bounds what one client can make the server hold or do.
+"""uvicorn's HTTP/1.1 connection, with bounds on what one client can make the server hold or do.
 
-uvicorn's httptools connection parses everything that it reads at once, and reads on whenever one of
-the parsed requests was answered: a client that sends small requests without reading the answers
-makes it hold any number of them. Here a connection has one request under way, and the rest stays in
-the kernel's buffers, so that TCP slows the client down.
+uvicorn's httptools protocol parses everything that it reads at once, and resumes reading whenever
+one of the parsed requests was answered: a client that pipelines small requests without reading the
+responses makes it hold any number of them. Here a connection has one request in progress; the rest
+stays in the kernel's socket buffer, so that TCP flow control slows the client down.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from serve.http.flow_control import LingeringTransport, ReadingFlow
+from serve.http.flow_control import HoldableFlowControl, LingeringTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,387 +26,399 @@ if TYPE_CHECKING:
     from serve.http.connection_table import WaitingConnections
 
 HEAD_SECONDS = 10.0
-"""How long a request's head may take, and a new connection may be silent."""
+"""Time limit for a request's head, and for the silence of a new connection."""
 HEAD_BYTES = 64 * 1024
-"""Size of a head; also of what lies between two parts of a chunked body, and behind its last."""
+"""Largest request head; also the most bytes between two parts of a chunked body (chunk extensions)
+and after its last one (trailers)."""
 HEADERS = 128
-"""Headers of one request."""
+"""Most header fields of one request."""
 READ_BYTES = 4 * 1024
-"""Read at once, but for a body of known length: that is parsed in no time."""
+"""Size of one read, except within a body of known length, which costs next to nothing to parse."""
 BODY_READ_BYTES = 64 * 1024
 CHUNKED_STEP_BYTES = 1024
-"""Parsed at once of a chunked body. Its end is not known before it is parsed, and small requests
-that follow it in the same step are all parsed: 1024 bytes hold 56 of them at most."""
+"""Bytes of a chunked body that are parsed at once. Where it ends is known only after parsing, so
+that small requests behind it in the same step are parsed too: 56 of them at most fit in here."""
 STALL_SECONDS = 10.0
-"""After which a client that has read nothing of its answer is given up."""
+"""A client that reads nothing of its response for so long is disconnected."""
 LINGER_SECONDS = 2.0
 LINGERING_BYTES = 1024**2
-"""How far a connection is read on after its last answer; see `LingeringTransport`."""
+"""Bytes that are still read after a connection's last response; see `LingeringTransport`."""
 DISCARDED_BYTES = 64 * 1024**2
-"""A body whose request was refused is read on up to so many bytes: many clients read no answer
-before they have sent everything."""
+"""The body of a refused request is read and discarded up to this size: many clients read no
+response before they have sent everything."""
 DISCARD_SECONDS = 30.0
 DRAIN_SECONDS = 1.0
-"""Once the server is told to stop, how long an idle connection is kept for a request that may be on
-its way."""
+"""How long a graceful shutdown keeps an idle connection, as a request may be in flight."""
 
 
-class Refusal(Exception):
-    """What the parser met is answered with an error, and the connection closed."""
+class ProtocolError(Exception):
+    """Malformed or oversized HTTP: answered with an error, then the connection is closed."""
 
     def __init__(self, status: int, message: str) -> None:
-        """Remember the answer."""
+        """Store the response's status and error message."""
         super().__init__(message)
         self.status = status
 
 
-class BoundedConnection(HttpToolsProtocol):
-    """Reads one request at a time, each part of it with a deadline and a size."""
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Reads one request at a time, each part of it with a time limit and a size limit."""
 
-    _raw: asyncio.Transport
-    flow: ReadingFlow
+    _raw_transport: asyncio.Transport
+    flow: HoldableFlowControl
     _deadline: asyncio.TimerHandle | None = None
-    _task: asyncio.Task[None] | None = None
-    _running: RequestResponseCycle | None = None
-    """The request under way, and what answers it."""
+    _asgi_task: asyncio.Task[None] | None = None
+    _running_cycle: RequestResponseCycle | None = None
+    """The request in progress, and its response."""
     _unparsed = b""
-    """What was read behind the request under way: READ_BYTES at most."""
+    """Bytes received behind the request in progress, READ_BYTES at most."""
     _in_head = False
     _in_body = False
     _chunked = False
-    _body_left = 0
-    """Bytes of a body that are not here yet; 0 where it is chunked, and that is not known."""
-    _idle_bytes = 0
-    """Bytes parsed since the head began, or since the last of a body's bytes."""
+    _body_bytes_left = 0
+    """Bytes of the body still to come; 0 for a chunked body, whose length is unknown."""
+    _overhead_bytes = 0
+    """Bytes parsed since the head began, or since the last body data."""
     _discarded_bytes = 0
     _offers_upgrade = False
-    _lingers = False
-    _drains = False
+    _lingering = False
+    _shutting_down = False
 
     def __init__(self, *args: Any, waiting: WaitingConnections, **options: Any) -> None:
-        """Join a server.
+        """Create the connection.
 
         Args:
-            args: as uvicorn gives them.
+            args: as uvicorn passes them.
             waiting: the server's connections that wait for their clients.
-            options: as uvicorn gives them.
+            options: as uvicorn passes them.
         """
         super().__init__(*args, **options)
-        self._usual_parser = self.parser
+        self._main_parser = self.parser
         self._waiting = waiting
 
-    # What the transport calls
+    # Callbacks of asyncio's transport
 
     def connection_made(self, transport: Any) -> None:
-        """Wait for a request, not for ever."""
+        """Wait at most HEAD_SECONDS for the first request."""
         super().connection_made(transport)
-        self._raw = transport
-        self.transport = LingeringTransport(transport, self._linger)  # type: ignore[assignment]
-        self.flow = ReadingFlow(transport)
-        self._within(HEAD_SECONDS, self._raw.abort)
+        self._raw_transport = transport
+        lingering = LingeringTransport(transport, self._start_lingering)
+        self.transport = lingering  # type: ignore[assignment]
+        self.flow = HoldableFlowControl(transport)
+        self._set_deadline(HEAD_SECONDS, self._raw_transport.abort)
         self._waiting.add(self)
         self._waiting.make_room(len(self.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give up the request under way: nobody waits for its answer."""
-        self._within(None)
+        """Cancel the request in progress: nobody waits for its response."""
+        self._cancel_deadline()
         self._unset_keepalive_if_required()
         self._waiting.discard(self)
         self._unparsed = b""
-        self._usual_parser = None  # type: ignore[assignment]  # it refers to this connection
+        # Break the reference cycle: the parser refers to this connection.
+        self._main_parser = None  # type: ignore[assignment]
         self.pipeline.clear()
         super().connection_lost(exc)
-        if self._task is not None and self._running is not None:
-            self._running.disconnected = True
-            self._task.cancel()
+        if self._asgi_task is not None and self._running_cycle is not None:
+            self._running_cycle.disconnected = True
+            self._asgi_task.cancel()
 
-    def bytes_to_read(self) -> int:
+    def read_size(self) -> int:
         """Return how many bytes may be read at once."""
-        known = self._body_left if self._in_body else 0
+        known = self._body_bytes_left if self._in_body else 0
         return max(READ_BYTES, min(known, BODY_READ_BYTES))
 
     def data_received(self, data: bytes) -> None:
-        """Parse what was read, then let other connections have their turn."""
-        if self._lingers:
-            self._discard(len(data), LINGERING_BYTES)
+        """Parse received bytes, then let other connections have their turn."""
+        if self._lingering:
+            self._count_discarded(len(data), LINGERING_BYTES)
             return
         if self._in_body and self.cycle.response_complete:
-            self._discard(len(data), DISCARDED_BYTES)
+            self._count_discarded(len(data), DISCARDED_BYTES)
         self._parse(data)
-        if len(data) == READ_BYTES and not self._unparsed and not self._body_left:
+        if len(data) == READ_BYTES and not self._unparsed and not self._body_bytes_left:
             # The loop would read up to 32 times in a row: cheap for bodies, not for many heads.
-            self.flow.hold()
-            self.loop.call_soon(self._read_on)
+            self.flow.hold_reading()
+            self.loop.call_soon(self._resume_parsing)
 
     def pause_writing(self) -> None:
-        """Wait until the client reads its answers, not for ever."""
+        """Wait for the client to read its response, as long as it makes progress."""
         super().pause_writing()
         self._waiting.add(self)
-        if not self._lingers:
-            self._expect_progress(self._raw.get_write_buffer_size(), self._read_on)
+        if not self._lingering:
+            unsent = self._raw_transport.get_write_buffer_size()
+            self._require_write_progress(unsent, self._resume_parsing)
 
     def resume_writing(self) -> None:
-        """Go on with what was held back."""
+        """Continue with bytes that were left unparsed meanwhile."""
         super().resume_writing()
-        if self._lingers:
+        if self._lingering:
             return
-        self._within(None)
+        self._cancel_deadline()
         if self._is_idle():
-            self._become_idle()
+            self._wait_for_client()
         else:
             self._waiting.discard(self)
-        self._read_on()
+        self._resume_parsing()
 
-    # What the parser calls
+    # Callbacks of httptools' parser
 
     def on_message_begin(self) -> None:
-        """Wait for the rest of a request's head, not for ever."""
+        """Start the time limit of a request's head."""
         super().on_message_begin()
         self._unset_keepalive_if_required()
-        self._in_head, self._body_left, self._chunked = True, 0, False
+        self._in_head, self._body_bytes_left, self._chunked = True, 0, False
         if self._is_idle():
-            self._within(HEAD_SECONDS, self._raw.abort)
+            self._set_deadline(HEAD_SECONDS, self._raw_transport.abort)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header, but none that follows a body: those are not the request's."""
+        """Store a header field; ignore trailers, which are not headers of the request."""
         if self._in_body:
             return
         super().on_header(name, value)
         if len(self.headers) > HEADERS:
-            raise Refusal(431, f"the request has more than {HEADERS} headers")
+            raise ProtocolError(431, f"the request has more than {HEADERS} headers")
         name = self.headers[-1][0]
         if name == b"content-length":
-            self._body_left = int(value)
+            self._body_bytes_left = int(value)
         elif name == b"transfer-encoding":
             self._chunked = True
             if value.lower() != b"chunked":
-                raise Refusal(
+                raise ProtocolError(
                     400, f"Transfer-Encoding is {value.decode('latin-1')[:40]!r}, expected chunked"
                 )
 
     def on_headers_complete(self) -> None:
-        """Start the request, which has a deadline of its own."""
+        """Start the ASGI application, which has a time limit of its own."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            raise Refusal(400, f"the request is HTTP/{version}, expected HTTP/1.1")
-        self._within(None)
+            raise ProtocolError(400, f"the request is HTTP/{version}, expected HTTP/1.1")
+        self._cancel_deadline()
         self._waiting.discard(self)
         self._in_head, self._in_body = False, True
-        self._idle_bytes = self._discarded_bytes = 0
+        self._overhead_bytes = self._discarded_bytes = 0
         super().on_headers_complete()
         self._offers_upgrade = self.parser.should_upgrade()
-        ends_unclearly = self._offers_upgrade and self._chunked  # see _parser_of_body
-        if self._drains or self._body_left > DISCARDED_BYTES or ends_unclearly:
+        # See _parser_for_body: bytes behind such a body may be lost.
+        end_is_unclear = self._offers_upgrade and self._chunked
+        if self._shutting_down or self._body_bytes_left > DISCARDED_BYTES or end_is_unclear:
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        """Keep a part of the body, which has a limit of its own."""
-        self._idle_bytes = 0
-        self._body_left = max(0, self._body_left - len(body))
+        """Pass body data on; the application limits its size."""
+        self._overhead_bytes = 0
+        self._body_bytes_left = max(0, self._body_bytes_left - len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Expect another request."""
+        """Get ready for the next request."""
         if self._offers_upgrade:
             self._offers_upgrade = False
-            if self._body_left or self._chunked:
+            if self._body_bytes_left or self._chunked:
                 return  # httptools takes the body for the other protocol
-        self.parser = self._usual_parser
+        self.parser = self._main_parser
         self._in_body = False
         super().on_message_complete()
-        if self.cycle.response_complete:  # it was refused before its body was here
-            self._become_idle()
+        if self.cycle.response_complete:  # it was refused before its body was received
+            self._wait_for_client()
 
-    # What uvicorn calls
+    # Callbacks of uvicorn
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Start a request as uvicorn does, and keep its task."""
-        self._running = cycle
-        self._task = self.loop.create_task(cycle.run_asgi(app))
-        self._task.add_done_callback(self.tasks.discard)
-        self.tasks.add(self._task)
+        """Run the application as uvicorn does; remember its task so that it can be cancelled."""
+        self._running_cycle = cycle
+        self._asgi_task = self.loop.create_task(cycle.run_asgi(app))
+        self._asgi_task.add_done_callback(self.tasks.discard)
+        self.tasks.add(self._asgi_task)
 
     def on_response_complete(self) -> None:
-        """Go on with the next request, or wait for it."""
-        self._task = self._running = None
+        """Continue with the next request, or wait for it."""
+        self._asgi_task = self._running_cycle = None
         super().on_response_complete()
         if self.transport.is_closing():
             return
         if self._is_idle():
-            self._become_idle()
-        self._read_on()
+            self._wait_for_client()
+        self._resume_parsing()
 
     def shutdown(self) -> None:
-        """Close once the request under way was answered, or where none comes shortly."""
-        self._drains = True
-        if self._is_idle():
-            self.loop.call_later(DRAIN_SECONDS, self._close_if_idle)
-        else:
+        """Close after the response in progress; an idle connection, after DRAIN_SECONDS."""
+        self._shutting_down = True
+        if not self._is_idle():
             self.cycle.keep_alive = False
+            return
+
+        def close_if_idle() -> None:
+            if self._is_idle():
+                self.transport.close()
+
+        self.loop.call_later(DRAIN_SECONDS, close_if_idle)
 
     def timeout_keep_alive_handler(self) -> None:
         """Close a connection on which no request came."""
-        self.give_up()
+        self.close_now()
 
-    # What is ours
+    # Bounds
 
-    def give_up(self) -> None:
-        """Close a connection that waits for its client, at once."""
+    def close_now(self) -> None:
+        """Close a connection that waits for its client, without lingering."""
         self.connections.discard(self)
-        if self._raw.get_write_buffer_size():
-            self._raw.abort()
+        if self._raw_transport.get_write_buffer_size():
+            self._raw_transport.abort()
         else:
-            self._raw.close()
+            self._raw_transport.close()
 
     def _parse(self, data: bytes) -> None:
-        """Parse up to the end of one request; the rest waits for its answer."""
-        at = 0
-        while at < len(data) and self._may_parse():
-            end = self._end_of_step(data, at)
-            self._idle_bytes += end - at
+        """Parse up to the end of one request; keep the rest until its response is sent."""
+        start = 0
+        while start < len(data):
+            if self.transport.is_closing() or self.pipeline or self.flow.write_paused:
+                break
+            if not self._is_idle() and not self.cycle.more_body:
+                break  # the request in progress is complete: the next one waits for its response
+            end = self._end_of_slice(data, start)
+            self._overhead_bytes += end - start
             try:
-                self.parser.feed_data(data[at:end] if at or end < len(data) else data)
-                if self._idle_bytes > HEAD_BYTES:
-                    raise Refusal(431, f"the head has more than {HEAD_BYTES} bytes")
-            except httptools.HttpParserUpgrade as offer:
-                # It is not taken: RFC 9110, section 7.8.
-                end = at + offer.args[0]
+                self.parser.feed_data(data[start:end])
+                if self._overhead_bytes > HEAD_BYTES:
+                    raise ProtocolError(431, f"the head has more than {HEAD_BYTES} bytes")
+            except httptools.HttpParserUpgrade as upgrade:
+                # A server may ignore an offered upgrade: RFC 9110, section 7.8.
+                end = start + upgrade.args[0]
                 if self._in_body:
-                    self.parser = self._parser_of_body()
+                    self.parser = self._parser_for_body()
             except httptools.HttpParserError as error:
-                found = error.__context__ or error
-                self._refuse(found if isinstance(found, Refusal) else no_http(found))
-            except Refusal as refusal:
-                self._refuse(refusal)
-            at = end
-        self._unparsed = data[at:] if not self.transport.is_closing() else b""
+                cause = error.__context__ or error  # httptools wraps what a callback raises
+                if not isinstance(cause, ProtocolError):
+                    message = f"this is no HTTP/1.1 request: {str(cause)[:120]}"
+                    cause = ProtocolError(400, message)
+                self._send_error(cause)
+            except ProtocolError as error:
+                self._send_error(error)
+            start = end
+        self._unparsed = data[start:] if not self.transport.is_closing() else b""
         if self._unparsed:
-            self.flow.hold()
+            self.flow.hold_reading()
 
-    def _parser_of_body(self) -> httptools.HttpRequestParser:
+    def _end_of_slice(self, data: bytes, start: int) -> int:
+        """Return how far bytes can be parsed without starting a second request."""
+        if self._in_body:
+            step = CHUNKED_STEP_BYTES if self._chunked else self._body_bytes_left
+            return min(len(data), start + step)
+        if data[start] == ord("\r") and not self._in_head:  # line breaks may precede a head
+            start = len(data) - len(data[start:].lstrip(b"\r\n"))
+        blank_line = data.find(b"\r\n\r\n", start)
+        return blank_line + 4 if blank_line >= 0 else len(data)
+
+    def _parser_for_body(self) -> httptools.HttpRequestParser:
         """Return a parser for the body of a request that offers an upgrade, as Java's client does.
 
-        httptools ends such a request with its head. What follows the last chunk in the same step is
-        lost in this parser, so that a connection with a chunked one is closed after its answer.
+        httptools ends such a request with its head. Bytes behind the last chunk in the same slice
+        are lost in this parser, so that a connection with a chunked body is closed after its
+        response.
         """
         events = SimpleNamespace(on_body=self.on_body, on_message_complete=self.on_message_complete)
         parser = httptools.HttpRequestParser(events)
-        length = b"Content-Length: %d" % self._body_left
+        length = b"Content-Length: %d" % self._body_bytes_left
         parser.feed_data(
             b"POST / HTTP/1.1\r\n%s\r\n\r\n"
             % (b"Transfer-Encoding: chunked" if self._chunked else length)
         )
         return parser
 
-    def _may_parse(self) -> bool:
-        if self.transport.is_closing() or self.pipeline or self.flow.write_paused:
-            return False
-        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
-
-    def _end_of_step(self, data: bytes, at: int) -> int:
-        """Return up to where bytes can be parsed without beginning a second request."""
-        if not self._in_body:
-            if data[at] == 13 and not self._in_head:  # line breaks may stand before a head
-                at = len(data) - len(data[at:].lstrip(b"\r\n"))
-            found = data.find(b"\r\n\r\n", at)
-            return found + 4 if found >= 0 else len(data)
-        step = CHUNKED_STEP_BYTES if self._chunked else self._body_left
-        return min(len(data), at + step)
-
-    def _read_on(self) -> None:
-        """Parse what was held back, and read again where none of it is left."""
-        if self._lingers or self._raw.is_closing():
+    def _resume_parsing(self) -> None:
+        """Parse bytes received earlier, and read from the socket again once none are left."""
+        if self._lingering or self._raw_transport.is_closing():
             return
         if self._unparsed:
             unparsed, self._unparsed = self._unparsed, b""
             self._parse(unparsed)
-        if not self._unparsed and not self._lingers:
-            self.flow.release()
+        if not self._unparsed and not self._lingering:
+            self.flow.release_reading()
 
-    def _refuse(self, refusal: Refusal) -> None:
-        """Answer what is no request, and close."""
-        body = json.dumps({"error": str(refusal)}).encode()
+    def _send_error(self, error: ProtocolError) -> None:
+        body = json.dumps({"error": str(error)}).encode()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         if not self.transport.is_closing():
-            self.transport.write(STATUS_LINE[refusal.status] + head % len(body) + body)
+            self.transport.write(STATUS_LINE[error.status] + head % len(body) + body)
             self.transport.close()
 
     def _is_idle(self) -> bool:
+        """Return whether no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
-    def _become_idle(self) -> None:
-        """Wait for the client: for the rest of a body that is not read any more, or a request."""
+    def _wait_for_client(self) -> None:
+        """Wait for the rest of a discarded body, for the rest of a head, or for a request."""
         self._waiting.add(self)
         if self.flow.write_paused:
-            return  # for its answer to be read
+            return  # pause_writing has set the deadline: the client has yet to read its response
         if self._in_body:
-            self._within(DISCARD_SECONDS, self._raw.abort)
+            self._set_deadline(DISCARD_SECONDS, self._raw_transport.abort)
         elif self._in_head:
-            self._within(HEAD_SECONDS, self._raw.abort)
+            self._set_deadline(HEAD_SECONDS, self._raw_transport.abort)
         else:
-            self._within(None)
+            self._cancel_deadline()
 
-    def _close_if_idle(self) -> None:
-        if self._is_idle():
-            self.transport.close()
-
-    def _discard(self, count: int, most: int) -> None:
+    def _count_discarded(self, count: int, limit: int) -> None:
         self._discarded_bytes += count
-        if self._discarded_bytes > most:
-            self._raw.abort()
+        if self._discarded_bytes > limit:
+            self._raw_transport.abort()
 
-    def _linger(self) -> None:
-        """Read on, as the sending half is closed, until the client closes its half."""
-        self._lingers = True
+    def _start_lingering(self) -> None:
+        """Read and discard, after the sending half is closed, until the client closes its half."""
+        self._lingering = True
         self._unparsed, self._discarded_bytes = b"", 0
         self._unset_keepalive_if_required()
         self._waiting.add(self)
         self.flow.resume_reading()
-        self.flow.release()
-        self._within(LINGER_SECONDS, self._end_lingering)
+        self.flow.release_reading()
+        self._set_deadline(LINGER_SECONDS, self._finish_lingering)
 
-    def _end_lingering(self) -> None:
-        if left := self._raw.get_write_buffer_size():
-            self._expect_progress(left, self._end_lingering)
+    def _finish_lingering(self) -> None:
+        """Close the socket once the client has read everything."""
+        if unsent := self._raw_transport.get_write_buffer_size():
+            self._require_write_progress(unsent, self._finish_lingering)
         else:
-            self._raw.close()
+            self._raw_transport.close()
 
-    def _expect_progress(self, left: int, then: Callable[[], None]) -> None:
-        """Give up where the client has read nothing of so many bytes some seconds later."""
+    def _require_write_progress(self, unsent: int, on_drained: Callable[[], None]) -> None:
+        """Abort if none of the unsent bytes are read for STALL_SECONDS; call back once all are."""
 
-        def look() -> None:
-            now = self._raw.get_write_buffer_size()
-            if now >= left:
-                self._raw.abort()
-            elif now:
-                self._expect_progress(now, then)
+        def check_progress() -> None:
+            now_unsent = self._raw_transport.get_write_buffer_size()
+            if now_unsent >= unsent:
+                self._raw_transport.abort()
+            elif now_unsent:
+                self._require_write_progress(now_unsent, on_drained)
             else:
-                then()
+                on_drained()
 
-        self._within(STALL_SECONDS, look)
+        self._set_deadline(STALL_SECONDS, check_progress)
 
-    def _within(self, seconds: float | None, then: Callable[[], None] | None = None) -> None:
-        """Set the one deadline of what is waited for, instead of the one before."""
+    def _set_deadline(self, seconds: float, on_timeout: Callable[[], None]) -> None:
+        """Replace the connection's one deadline."""
+        self._cancel_deadline()
+        self._deadline = self.loop.call_later(seconds, on_timeout)
+
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        if seconds is not None and then is not None:
-            self._deadline = self.loop.call_later(seconds, then)
 
 
-class Reader(asyncio.BufferedProtocol):
-    """Reads a connection in parts of a size that it chooses; uvloop itself reads 256 KiB at once.
+class BufferedHttpProtocol(asyncio.BufferedProtocol):
+    """Reads a connection in parts of a chosen size; uvloop's default is 256 KiB at once.
 
-    uvloop takes no class for it that is an ``asyncio.Protocol`` too, as uvicorn's are.
+    It delegates, as uvloop ignores the buffered interface of a class that is an
+    ``asyncio.Protocol`` too, which uvicorn's are.
     """
 
     _buffer = memoryview(bytearray(BODY_READ_BYTES))
-    """Of all connections: what was read is copied before another one is read."""
-    _usual = _buffer[:READ_BYTES]
+    """Shared by all connections: what was read is copied before another one is read."""
+    _head_buffer = _buffer[:READ_BYTES]
 
     def __init__(self, **options: Any) -> None:
-        """Make the connection, as uvicorn would."""
-        self._connection = connection = BoundedConnection(**options)
+        """Create the connection with uvicorn's options."""
+        self._connection = connection = BoundedHttpProtocol(**options)
         self.connection_made = connection.connection_made  # type: ignore[method-assign]
         self.connection_lost = connection.connection_lost  # type: ignore[method-assign]
         self.eof_received = connection.eof_received  # type: ignore[method-assign]
@@ -414,15 +426,10 @@ class Reader(asyncio.BufferedProtocol):
         self.resume_writing = connection.resume_writing  # type: ignore[method-assign]
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return where the next bytes are to be put."""
-        size = self._connection.bytes_to_read()
-        return self._usual if size == READ_BYTES else self._buffer[:size]
+        """Return the buffer for the next read."""
+        size = self._connection.read_size()
+        return self._head_buffer if size == READ_BYTES else self._buffer[:size]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Give the connection what was put there."""
+        """Pass on the bytes that were read."""
         self._connection.data_received(bytes(self._buffer[:nbytes]))
-
-
-def no_http(error: BaseException) -> Refusal:
-    """Return the answer to what the parser cannot read."""
-    return Refusal(400, f"this is no HTTP/1.1 request: {str(error)[:120]}")

@@ -1,4 +1,4 @@
-"""A semaphore that counts bytes: who asks first gets them first."""
+"""A fair asyncio semaphore that counts bytes."""
 
 from __future__ import annotations
 
@@ -12,29 +12,25 @@ if TYPE_CHECKING:
 
 
 class ByteSemaphore:
-    """Lets requests hold so many bytes together; the others wait."""
+    """Bounds the bytes that requests hold together; the others wait, first in, first out."""
 
-    def __init__(self, most: int) -> None:
-        """Begin with nothing held.
-
-        Args:
-            most: bytes that may be held.
-        """
-        self._most = self._free = most
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+    def __init__(self, capacity: int) -> None:
+        """Create a semaphore of so many bytes."""
+        self._capacity = self._free = capacity
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
-    async def holding(self, count: int) -> AsyncIterator[None]:
-        """Wait for room, and hold it; more than all of it counts as all."""
-        count = min(count, self._most)
+    async def reserve(self, count: int) -> AsyncIterator[None]:
+        """Wait until `count` bytes are free, at most the capacity, and reserve them."""
+        count = min(count, self._capacity)
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((count, turn))
+        self._queue.append((count, turn))
         self._admit()
         try:
             await turn
             yield
         finally:
-            # Also where it was cancelled: before its turn, or in it.
+            # Also after a cancellation: before the turn came, or in it.
             if turn.done() and not turn.cancelled():
                 self._free += count
             else:
@@ -42,11 +38,11 @@ class ByteSemaphore:
             self._admit()
 
     def _admit(self) -> None:
-        while self._waiting:
-            count, turn = self._waiting[0]
+        while self._queue:
+            count, turn = self._queue[0]
             if not turn.cancelled():
                 if count > self._free:
                     return
                 self._free -= count
                 turn.set_result(None)
-            self._waiting.popleft()
+            self._queue.popleft()

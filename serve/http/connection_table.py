@@ -7,61 +7,57 @@ import time
 from typing import Protocol
 
 CONNECTIONS = 1024
-"""Open connections above which those are closed that have waited longest for their clients."""
-MOST_CONNECTIONS = 4096
-"""Above this they are closed however short they have waited."""
+"""Above this, the connections that have waited longest for their clients are closed."""
+MAX_CONNECTIONS = 4096
+"""Above this, they are closed even if they have waited less than GRACE_SECONDS."""
 GRACE_SECONDS = 1.0
-"""A new connection has so long to send its request: many are accepted at once, and the one with a
+"""Time for a new connection to send its request: many are accepted at once, and the one with a
 request may be the first of them."""
 OTHER_FILES = 128
-"""File descriptors that are left for all but connections."""
+"""File descriptors reserved for everything but connections."""
 
 
 class Connection(Protocol):
-    """A connection that can be closed to make room for another."""
+    """A connection that can be closed in favour of another."""
 
-    def give_up(self) -> None:
+    def close_now(self) -> None:
         """Close it at once."""
 
 
 class WaitingConnections:
-    """Connections that wait for their clients, the one that has waited longest first.
+    """Connections that wait for their clients, ordered by how long they have waited.
 
-    It has sent no whole request, or does not read its answer. Connections whose request is being
-    answered are not among them, and are bounded by the queue.
+    Such a client has not sent a complete request, or does not read its response. Connections whose
+    request is being answered are not in the table: the queue's size bounds them.
     """
 
     def __init__(self) -> None:
-        """Bound connections by the files that this process may open, and raise that limit."""
+        """Raise the limit of open files, and derive the limit of connections from it."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = MOST_CONNECTIONS + OTHER_FILES
-        if soft < wanted:
-            soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        needed = MAX_CONNECTIONS + OTHER_FILES
+        if soft < needed:
+            soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        self._most = max(16, min(MOST_CONNECTIONS, soft - OTHER_FILES))
-        self._usual = min(CONNECTIONS, self._most // 2)
-        self._since: dict[Connection, float] = {}
+        self._hard_limit = max(16, min(MAX_CONNECTIONS, soft - OTHER_FILES))
+        self._soft_limit = min(CONNECTIONS, self._hard_limit // 2)
+        self._waiting_since: dict[Connection, float] = {}
 
     def add(self, connection: Connection) -> None:
-        """Remember that a connection waits from now on."""
-        self._since.pop(connection, None)
-        self._since[connection] = time.monotonic()
+        """Add a connection that waits from now on, or restart its waiting time."""
+        self._waiting_since.pop(connection, None)
+        self._waiting_since[connection] = time.monotonic()
 
     def discard(self, connection: Connection) -> None:
-        """Forget a connection that does not wait."""
-        self._since.pop(connection, None)
+        """Remove a connection that does not wait."""
+        self._waiting_since.pop(connection, None)
 
-    def make_room(self, count: int) -> None:
-        """Give connections up, where so many are open that new ones would find no place.
-
-        Args:
-            count: open connections.
-        """
-        young = time.monotonic() - GRACE_SECONDS
-        while self._since and count > self._usual:
-            longest, since = next(iter(self._since.items()))
-            if since > young and count <= self._most:
+    def make_room(self, open_connections: int) -> None:
+        """Close the connections that have waited longest, while too many are open."""
+        grace_start = time.monotonic() - GRACE_SECONDS
+        while self._waiting_since and open_connections > self._soft_limit:
+            oldest, since = next(iter(self._waiting_since.items()))
+            if since > grace_start and open_connections <= self._hard_limit:
                 return
-            del self._since[longest]
-            longest.give_up()
-            count -= 1
+            del self._waiting_since[oldest]
+            oldest.close_now()
+            open_connections -= 1

@@ -1,4 +1,4 @@
-"""Joining requests that wait: worker threads take what is queued, and answer it in one call."""
+"""Dynamic batching: worker threads take waiting requests and answer them in one model call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from serve.worker.batching import together
+from serve.worker.batching import run_batched
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from compress.profiling.batch_dependence import Call
     from serve.worker.tensors import Array
 
-JOIN_SECONDS = 5.0
-"""How long all threads together may take to end."""
+CLOSE_SECONDS = 5.0
+"""Time limit for all threads run_batched to end."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request's inputs, and where its outputs are awaited."""
+    """A request's inputs, and the future of its outputs."""
 
     arrays: list[Array]
     rows: int
-    alike: tuple[Any, ...]
-    """Requests that have the same here may be joined."""
+    row_shapes: tuple[Any, ...]
+    """Shape of one row of each input; only jobs with equal ones can share a batch."""
     future: asyncio.Future[list[Array]]
 
 
-class End:
-    """What ends a worker that finds it in the queue."""
+class Stop:
+    """Queued to end the worker that takes it."""
 
 
 class Batcher:
-    """Worker threads, and the queue they take from.
+    """Worker threads, and the queue of requests that they take batches from.
 
-    Nothing waits for company unless ``delay_seconds`` says so: while a call runs, others queue up,
-    and the next call takes as many of them as fit.
+    By default no request waits for others: while a call runs, requests queue up, and the next call
+    takes as many of them as fit. ``delay_seconds`` makes requests wait for more.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Batcher:
         joins_rows: bool = True,
         delay_seconds: float = 0.0,
     ) -> None:
-        """Start the threads; call this where the event loop runs.
+        """Start the threads; call this inside a running event loop.
 
         Args:
             call: the model; it may be called from several threads.
             workers: number of threads.
-            max_rows: rows of one call.
-            joins_rows: whether requests may be joined at all.
+            max_rows: most rows of one call.
+            joins_rows: whether several requests may share a call.
             delay_seconds: how long a request waits for others.
         """
         self.depth = 0
@@ -68,64 +68,64 @@ class Batcher:
         self._max_rows = max_rows
         self._joins_rows = joins_rows
         self._delay_seconds = delay_seconds
-        self._began: dict[int, float] = {}
-        """When each thread's call began, of those that are in one."""
+        self._call_start: dict[int, float] = {}
+        """Start time of the call that each busy thread is in, by thread id."""
         self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[Job | End] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Job | Stop] = queue.SimpleQueue()
         # Daemons: a call that never ends must not keep the process from ending.
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
         for thread in self._threads:
             thread.start()
 
     def submit(self, arrays: list[Array]) -> asyncio.Future[list[Array]]:
-        """Queue a request; what is cancelled before its turn is not run."""
-        alike: tuple[Any, ...] = tuple(array.shape[1:] for array in arrays)
+        """Queue a request; if its future is cancelled before its turn, it is not run."""
+        row_shapes: tuple[Any, ...] = tuple(array.shape[1:] for array in arrays)
         rows = len(arrays[0]) if arrays[0].ndim else 1
         future = self._loop.create_future()
         self.depth += 1
-        self._queue.put(Job(arrays, rows, alike, future))
+        self._queue.put(Job(arrays, rows, row_shapes, future))
         return future
 
     def hangs(self, seconds: float) -> bool:
-        """Return whether every thread has been in one call of the model for longer than that."""
-        began = [*self._began.values()]
-        return len(began) == len(self._threads) and time.monotonic() - max(began) > seconds
+        """Return whether every thread has been in the same model call for longer than that."""
+        starts = [*self._call_start.values()]
+        return len(starts) == len(self._threads) and time.monotonic() - max(starts) > seconds
 
     def close(self) -> None:
-        """End the threads; what still waits is dropped."""
+        """End the threads; drop the requests that still wait."""
         with suppress(queue.Empty):
             while True:
                 self._queue.get_nowait()
         for _ in self._threads:
-            self._queue.put(End())
-        due = time.monotonic() + JOIN_SECONDS
+            self._queue.put(Stop())
+        deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
-            thread.join(max(0.0, due - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
         job = self._queue.get()
         while isinstance(job, Job):
-            batch, held = self._gather(job)
-            self._began[threading.get_ident()] = time.monotonic()
+            batch, next_job = self._gather(job)
+            self._call_start[threading.get_ident()] = time.monotonic()
             done = answer(self._call, batch)
-            del self._began[threading.get_ident()]
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            del self._call_start[threading.get_ident()]
+            with suppress(RuntimeError):  # the event loop is closed: nobody awaits the outputs
                 self._loop.call_soon_threadsafe(self._deliver, batch, done)
-            job = held or self._queue.get()
+            job = next_job or self._queue.get()
 
-    def _gather(self, first: Job) -> tuple[list[Job], Job | End | None]:
-        """Return what is answered together, and what was taken from the queue and is not."""
+    def _gather(self, first: Job) -> tuple[list[Job], Job | Stop | None]:
+        """Collect a batch; return it, and what was taken from the queue but does not fit in it."""
         batch, rows = [first], first.rows
-        due = time.monotonic() + self._delay_seconds
+        deadline = time.monotonic() + self._delay_seconds
         while self._joins_rows and rows < self._max_rows:
             try:
-                wait = due - time.monotonic() if self._delay_seconds else 0
+                wait = deadline - time.monotonic() if self._delay_seconds else 0
                 job = self._queue.get(timeout=wait) if wait > 0 else self._queue.get_nowait()
             except queue.Empty:
                 break
-            if isinstance(job, End):
+            if isinstance(job, Stop):
                 return batch, job
-            if job.alike != first.alike or rows + job.rows > self._max_rows:
+            if job.row_shapes != first.row_shapes or rows + job.rows > self._max_rows:
                 return batch, job
             batch.append(job)
             rows += job.rows
@@ -143,8 +143,9 @@ class Batcher:
 
 
 def answer(call: Call, batch: Sequence[Job]) -> list[list[Array] | Exception | None]:
-    """Return each request's outputs, or what went wrong with it; None for those given up."""
+    """Return each request's outputs, or its error, or None if its future was cancelled."""
     live = [job for job in batch if not job.future.done()]
-    answers = together(lambda arrays: call(*arrays), [job.arrays for job in live]) if live else []
-    done = dict(zip(map(id, live), answers, strict=True))
+    requests = [job.arrays for job in live]
+    results = run_batched(lambda arrays: call(*arrays), requests) if live else []
+    done = dict(zip(map(id, live), results, strict=True))
     return [done.get(id(job)) for job in batch]

@@ -11,53 +11,53 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class ReadingFlow(FlowControl):
-    """uvicorn pauses reading while a body's bytes wait for the application; and we, on top."""
+class HoldableFlowControl(FlowControl):
+    """Reads only while neither uvicorn (application behind on a body) nor the connection pauses."""
 
-    _waits_for_application = False
+    _paused_by_uvicorn = False
     _held = False
 
     def pause_reading(self) -> None:
         """Pause on behalf of uvicorn."""
-        self._waits_for_application = True
+        self._paused_by_uvicorn = True
         super().pause_reading()
 
     def resume_reading(self) -> None:
         """Resume on behalf of uvicorn."""
-        self._waits_for_application = False
+        self._paused_by_uvicorn = False
         if not self._held:
             super().resume_reading()
 
-    def hold(self) -> None:
+    def hold_reading(self) -> None:
         """Pause on behalf of the connection."""
         self._held = True
         super().pause_reading()
 
-    def release(self) -> None:
+    def release_reading(self) -> None:
         """Resume on behalf of the connection."""
         self._held = False
-        if not self._waits_for_application:
+        if not self._paused_by_uvicorn:
             super().resume_reading()
 
 
 class LingeringTransport:
-    """A transport that is closed as RFC 9112, section 9.6 says: half, then read on for a while.
+    """A transport closed as RFC 9112, section 9.6 advises: its sending half first, then all of it.
 
-    Where the client sent bytes that are unread when a socket is closed, the kernel resets the
-    connection, and the client may lose an answer that it has not read yet.
+    If a socket is closed while bytes from the client are unread, the kernel resets the connection,
+    and the client may lose a response that it has not read yet.
     """
 
-    def __init__(self, transport: asyncio.Transport, linger: Callable[[], None]) -> None:
+    def __init__(self, transport: asyncio.Transport, on_half_closed: Callable[[], None]) -> None:
         """Wrap a transport.
 
         Args:
             transport: the transport.
-            linger: called once the sending half is closed.
+            on_half_closed: called once the sending half is closed; it has to close the rest.
         """
         self.write = transport.write
         self.get_extra_info = transport.get_extra_info
         self._transport = transport
-        self._linger = linger
+        self._on_half_closed = on_half_closed
         self._half_closed = False
 
     def is_closing(self) -> bool:
@@ -65,8 +65,8 @@ class LingeringTransport:
         return self._half_closed or self._transport.is_closing()
 
     def close(self) -> None:
-        """Send what was written, and that it was the last."""
+        """Send what was written, then close the sending half."""
         if not self.is_closing():
             self._half_closed = True
             self._transport.write_eof()
-            self._linger()
+            self._on_half_closed()

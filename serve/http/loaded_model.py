@@ -1,4 +1,4 @@
-"""A sealed artifact, proven and warm: what the built-in server answers with."""
+"""Load a sealed artifact for the built-in server: verify its digests, warm it up."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ import numpy as np
 
 from compress.common.errors import ArtifactInvalid, StageFailed, first_line
 from compress.profiling.batch_dependence import numpy_call
-from serve.packaging.joinable import why_not_joined_here
-from serve.packaging.model_interface import Interface, example, interface_of, refuse_bfloat16
+from serve.packaging.joinable import why_not_joined_without_data
+from serve.packaging.model_interface import (
+    Interface,
+    example_inputs,
+    infer_interface,
+    refuse_bfloat16,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,12 +28,12 @@ if TYPE_CHECKING:
 
 SERVED_KINDS = ("onnx", "aot", "graph", "torchscript")
 WARM_CALLS = 3
-"""TorchScript profiles its first calls, and compiles after them."""
+"""TorchScript profiles its first calls and compiles after them."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that answers."""
+    """A loaded model and its interface."""
 
     name: str
     kind: str
@@ -36,20 +41,20 @@ class ServedModel:
     interface: Interface
     call: Call
     not_joined: str
-    """Why requests must not be answered together; empty where they may."""
+    """Why requests must not be batched; empty if they may."""
 
 
 @contextmanager
-def loaded(
+def open_model(
     artifact: Artifact, name: str, threads: int, report: Path | None = None
 ) -> Iterator[ServedModel]:
-    """Give an artifact's model, after its digests were checked and it has answered.
+    """Load an artifact's model, after its digests were checked, and warm it up.
 
     Args:
-        artifact: what is served.
-        name: under which.
+        artifact: the artifact to serve.
+        name: name of the served model.
         threads: CPU threads of one call.
-        report: the report.json of the run that made it; that of its run's folder by default.
+        report: report.json of the run that made it; by default the one in its run's folder.
 
     Raises:
         ArtifactInvalid: a file is not the one that was sealed or cannot be loaded, or the kind is
@@ -65,8 +70,8 @@ def loaded(
     refuse_bfloat16(artifact.signature)
     with _call_of(artifact, threads) as call:
         try:
-            interface = interface_of(call, artifact.signature)
-            warm(call, artifact.signature)
+            interface = infer_interface(call, artifact.signature)
+            warm_up(call, artifact.signature)
         except StageFailed:
             raise
         except Exception as error:
@@ -74,18 +79,18 @@ def loaded(
                 f"{artifact.path}: the model does not answer its own signature: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        not_joined = why_not_joined_here(artifact, call, interface.rows_stay_first, report)
+        not_joined = why_not_joined_without_data(artifact, call, interface.rows_stay_first, report)
         yield ServedModel(name, artifact.kind, artifact.signature, interface, call, not_joined)
 
 
-def warm(call: Call, signature: Signature) -> None:
-    """Call a model until its runtime has made what it makes at first.
+def warm_up(call: Call, signature: Signature) -> None:
+    """Call a model until its runtime has done its one-time work (profiling, compilation).
 
     Raises:
         StageFailed: it answers NaN to normal inputs.
     """
     for _ in range(WARM_CALLS):
-        outputs = call(*example(signature, rows=1))
+        outputs = call(*example_inputs(signature, rows=1))
     for spec, output in zip(signature.outputs, outputs, strict=True):
         if output.dtype.kind == "f" and np.isnan(output).any():
             raise StageFailed(f"the model answers NaN in {spec.name} to normal inputs")
@@ -93,7 +98,7 @@ def warm(call: Call, signature: Signature) -> None:
 
 @contextmanager
 def _call_of(artifact: Artifact, threads: int) -> Iterator[Call]:
-    """Give a model as a function of arrays; ONNX does not need torch for it."""
+    """Open a model as a function of numpy arrays; for ONNX without importing torch."""
     if artifact.kind != "onnx":
         with artifact.open("cpu", threads) as predict:
             yield numpy_call(predict, artifact.signature)

@@ -1,4 +1,4 @@
-"""Several processes behind one socket: Python runs one thread at a time in each."""
+"""Several server processes behind one socket: Python runs one thread at a time in each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, StageFailed, cause_lines
 
@@ -21,60 +21,66 @@ if TYPE_CHECKING:
     Ready = Callable[[], None]
 
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-"""Where processes keep their counters, so that each can tell the sums; read at import."""
+"""Folder of each process's counters, from which all can be summed; prometheus_client reads the
+variable at import."""
 POLL_SECONDS = 0.05
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
 def run(count: int, child: Callable[[Ready], None], ready: Ready, stop_seconds: float) -> None:
-    """Run a function in so many processes, until one of them or this one is told to stop.
+    """Run a function in `count` processes, until one of them ends or this one is interrupted.
 
     Args:
         count: number of processes.
-        child: what each runs; it calls what it is given once it answers.
+        child: what each runs; it calls its argument once it answers requests.
         ready: called here once all answer.
-        stop_seconds: how long they may take to end after SIGTERM.
+        stop_seconds: time to end after SIGTERM, before SIGKILL.
 
     Raises:
         StageFailed: one of them ended by itself; the others are stopped.
     """
-    reading, writing = os.pipe()
+    read_end, write_end = os.pipe()
     pids: set[int] = set()
     with tempfile.TemporaryDirectory(prefix="serve-metrics-") as folder:
         os.environ[METRICS_VARIABLE] = folder
         try:
             for _ in range(count):
-                pids.add(_fork(child, writing))
-            os.close(writing)
-            told = 0
+                pids.add(_fork(child, write_end))
+            os.close(write_end)
+            ready_count = 0
             while not _reap(pids):
-                if told < count and select.select([reading], [], [], POLL_SECONDS)[0]:
-                    told += len(os.read(reading, count))
-                    if told == count:
+                if ready_count < count and select.select([read_end], [], [], POLL_SECONDS)[0]:
+                    ready_count += len(os.read(read_end, count))
+                    if ready_count == count:
                         ready()
-                elif told == count:
+                elif ready_count == count:
                     time.sleep(POLL_SECONDS)
             raise StageFailed("a process of the server ended by itself")
         finally:
-            os.close(reading)
-            _end(pids, stop_seconds)
+            os.close(read_end)
+            _stop(pids, stop_seconds)
 
 
-def _fork(child: Callable[[Ready], None], writing: int) -> int:
+def _fork(child: Callable[[Ready], None], write_end: int) -> int:
+    """Fork, run `child` in the new process, and return its PID in this one.
+
+    The child writes one byte to the pipe once it is ready.
+    """
     parent = os.getpid()
-    pid = os.fork()
-    if not pid:
-        _become(child, writing, parent)
-    return pid
+    if pid := os.fork():
+        return pid
 
+    def report_ready() -> None:
+        with suppress(OSError):
+            os.write(write_end, b"r")
 
-def _become(child: Callable[[Ready], None], writing: int, parent: int) -> NoReturn:
     code = 1
     try:
-        # A parent that is killed must not leave us behind.
+        # The kernel ends this process with its parent, even if that is killed. The parent may have
+        # ended before the call, so it is compared afterwards.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
         if os.getppid() == parent:
-            child(lambda: _signal_ready(writing))
+            child(report_ready)
         code = 0
     except KeyboardInterrupt:
         code = 0
@@ -87,25 +93,20 @@ def _become(child: Callable[[Ready], None], writing: int, parent: int) -> NoRetu
         os._exit(code)
 
 
-def _signal_ready(writing: int) -> None:
-    with suppress(OSError):
-        os.write(writing, b"r")
-
-
 def _reap(pids: set[int]) -> bool:
-    """Whether a process has ended; such are forgotten."""
+    """Remove processes that have ended from the set; return whether there were any."""
     ended = {pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0]}
     pids -= ended
     return bool(ended)
 
 
-def _end(pids: set[int], stop_seconds: float) -> None:
-    """End processes, politely first."""
+def _stop(pids: set[int], stop_seconds: float) -> None:
+    """End processes: SIGTERM, then SIGKILL."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    due = time.monotonic() + stop_seconds
-    while pids and time.monotonic() < due:
+    deadline = time.monotonic() + stop_seconds
+    while pids and time.monotonic() < deadline:
         _reap(pids)
         time.sleep(POLL_SECONDS)
     for pid in pids:

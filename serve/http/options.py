@@ -1,4 +1,4 @@
-"""How the built-in server serves, and what it takes."""
+"""Options and limits of the built-in server."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ class Limits:
 
     body_bytes: int = 8 * 1024**2
     rows: int = 128
-    """Rows of one request, and of one call of the model."""
+    """Most rows of one request, and of one call of the model."""
     queue: int = 128
-    """Requests that may wait or be answered at once."""
+    """Most requests that wait or are being answered."""
     seconds: float = 30.0
-    """From a request's head to its answer."""
+    """Time limit from a request's head to its answer."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a model is served."""
+    """Options of `compress serve`."""
 
     host: str = "127.0.0.1"
     port: int = 8080
-    """0 lets the system choose."""
+    """0 lets the operating system choose."""
     name: str = "model"
     token: str = field(default="", repr=False)
     workers: int | None = None
-    """Threads that call the model; as many as the cores allow, where left out."""
+    """Threads that call the model; by default as many as fit the cores."""
     processes: int = 1
-    """Processes that answer, each with its own model, threads and queue."""
+    """Server processes, each with its own model, threads and queue."""
     threads: int | None = None
-    """CPU threads of one call; 1, or what an archive says, where left out."""
+    """CPU threads of one call; by default 1, or what an archive records."""
     delay_seconds: float = 0.0
-    """How long a request waits to be joined by others."""
+    """How long a request waits for others to form a batch."""
     limits: Limits = field(default_factory=Limits)
     sha256: str | None = None
-    """What the deployed file must hash to, where it was told."""
+    """Expected SHA-256 of the deployed file, if the caller knows it."""
     report: Path | None = None
-    """report.json of the run that made the artifact, which decides whether requests are joined."""
+    """report.json of the run that made the artifact; it decides whether requests are batched."""
     stop_seconds: float = 30.0
-    """How long requests that run may take once the server is told to stop."""
+    """Time limit of the requests in progress when the server is stopped."""
 
     @property
     def width(self) -> int:
         """Number of threads of each process that call the model."""
-        taken = (self.threads or 1) * self.processes
-        return self.workers or max(1, usable_cores() // taken)
+        threads_per_worker = (self.threads or 1) * self.processes
+        return self.workers or max(1, usable_cores() // threads_per_worker)

@@ -1,4 +1,4 @@
-"""What the built-in server counts, for Prometheus."""
+"""Prometheus metrics of the built-in server."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from serve.http.multiprocess import METRICS_VARIABLE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+"""Upper limits of the latency histogram, seconds; 30 is the default time limit of a request."""
 
 
 class Metrics:
-    """Counters of one server."""
+    """Counters of one process, or of all processes of a server."""
 
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, model: str, depth: Callable[[], float]) -> None:
-        """Register every counter.
+        """Register every metric.
 
         Args:
-            model: name of the model, a label of each.
-            depth: tells how many requests wait or are being answered.
+            model: name of the model, a label of each metric.
+            depth: returns how many requests wait or are being answered.
         """
         self._registry = CollectorRegistry()
         self._model = model
         self._by_status: dict[int, Counter] = {}
-        self._everywhere = (
-            METRICS_VARIABLE in os.environ
-        )  # one process tells what all of them counted
-        if self._everywhere:
-            MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]  # the library
+        # With several processes, a scrape reaches one of them, which answers with all their sums.
+        self._all_processes = METRICS_VARIABLE in os.environ
+        if self._all_processes:
+            MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]
         else:
             ProcessCollector(registry=self._registry)
-        registry = None if self._everywhere else self._registry
+        registry = None if self._all_processes else self._registry
         self._requests = Counter(
             "inference_requests",
             "Inference requests, by HTTP status",
@@ -57,7 +57,7 @@ class Metrics:
             "inference_request_seconds",
             "Seconds from a request's head to its answer",
             ["model"],
-            buckets=SECONDS,
+            buckets=BUCKETS,
             registry=registry,
         )
         rows = Counter("inference_rows", "Rows answered", ["model"], registry=registry)
@@ -70,20 +70,20 @@ class Metrics:
         )
         self._latency, self._rows = latency.labels(model), rows.labels(model)
         self._queue, self._depth = queue.labels(model), depth
-        if not self._everywhere:
+        if not self._all_processes:
             self._queue.set_function(depth)
 
     def count(self, status: int, rows: int, seconds: float) -> None:
         """Count an inference request."""
-        if status not in self._by_status:  # looking a label up takes longer than counting
+        if status not in self._by_status:  # looking up a label takes longer than counting
             self._by_status[status] = self._requests.labels(self._model, str(status))
         self._by_status[status].inc()
         self._latency.observe(seconds)
         if status == 200:
             self._rows.inc(rows)
-        if self._everywhere:
+        if self._all_processes:
             self._queue.set(self._depth())
 
     def text(self) -> bytes:
-        """Return everything in the text format that Prometheus reads."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

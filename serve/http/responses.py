@@ -1,4 +1,4 @@
-"""Answers of the built-in server, and how they are sent."""
+"""HTTP responses of the built-in server, and how they are sent over ASGI."""
 
 from __future__ import annotations
 
@@ -20,64 +20,65 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ANSWER_PART_BYTES = 256 * 1024
-"""Answers are sent in parts of this size, each once the client has read most of the one before."""
+PART_BYTES = 256 * 1024
+"""Bodies are sent in parts of this size, each once the client has read most of the one before."""
 
 
 @dataclass
-class Answer:
-    """A response."""
+class Response:
+    """An HTTP response."""
 
     status: int = 200
     body: bytes = b""
     headers: Headers = field(default_factory=dict)
     rows: int = 0
+    """Rows of the model's answer, for the metrics."""
 
 
-class Refused(Exception):
-    """A request that is answered with an error."""
+class HttpError(Exception):
+    """An error response, raised."""
 
     def __init__(self, status: int, message: str, **headers: str) -> None:
-        """Say why, and add headers to the answer."""
+        """Build the response; `_` in a header's name stands for `-`."""
         super().__init__(message)
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         body = json.dumps({"error": message}).encode()
-        self.answer = Answer(status, body, {"content-type": JSON, **names})
+        self.response = Response(status, body, {"content-type": JSON, **names})
+
+    @classmethod
+    def from_exception(cls, error: Exception) -> HttpError:
+        """Convert an exception of the request's codec to the response that describes it."""
+        return cls(*describe_error(error))
 
 
-async def attempted(answering: Coroutine[Any, Any, Answer]) -> Answer:
-    """Return what is answered, also where a request is refused or the server failed."""
+async def response_of(handler: Coroutine[Any, Any, Response]) -> Response:
+    """Await a handler's response; turn what it raises into an error response."""
     try:
-        return await answering
-    except Refused as refused:
-        return refused.answer
+        return await handler
+    except HttpError as error:
+        return error.response
     except Exception:
         logger.exception("a request failed")
-        return Refused(500, "the server failed; its log says why").answer
+        return HttpError(500, "the server failed; its log says why").response
 
 
-def refused(error: Exception) -> Refused:
-    """Return the answer to what a codec refused, or could not read in any way."""
-    status, message = describe_error(error)
-    return Refused(status, message)
-
-
-async def send_answer(scope: Message, send: Send, answer: Answer) -> None:
-    """Send an answer, no faster than the client reads it."""
-    headers = {**answer.headers, "content-length": str(len(answer.body))}
+async def send_response(scope: Message, send: Send, response: Response) -> None:
+    """Send a response, no faster than the client reads it."""
+    headers = {**response.headers, "content-length": str(len(response.body))}
     pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": answer.status, "headers": pairs})
-    body = b"" if scope["method"] == "HEAD" else answer.body
-    for start in range(0, max(len(body), 1), ANSWER_PART_BYTES):
-        end = start + ANSWER_PART_BYTES
-        part = body[start:end]  # not a memoryview: ASGI has bytes
+    await send({"type": "http.response.start", "status": response.status, "headers": pairs})
+    body = b"" if scope["method"] == "HEAD" else response.body
+    for start in range(0, max(len(body), 1), PART_BYTES):
+        end = start + PART_BYTES
+        part = body[start:end]  # not a memoryview: ASGI requires bytes
         await send({"type": "http.response.body", "body": part, "more_body": end < len(body)})
 
 
-def unread(headers: Headers) -> Headers:
-    """Return what is to be said where a request is refused before its body is read.
+def close_if_continue_expected(headers: Headers) -> Headers:
+    """Return the headers to add to a response that is sent before the request's body is read.
 
-    A client that waits for leave to send may send the body or not; what follows would be unclear.
+    A client that sent `Expect: 100-continue` may send its body after an error or not, so that the
+    start of its next request could not be found.
     """
     waits = headers.get("expect", "").lower() == "100-continue"
     return {"connection": "close"} if waits else {}

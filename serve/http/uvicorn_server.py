@@ -1,4 +1,4 @@
-"""The built-in server: an event loop that reads and writes bodies, threads that call the model."""
+"""Start and stop the built-in server: uvicorn on uvloop, with threads that call the model."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ REQUIREMENTS = tuple(
 )
 TOKEN_VARIABLE = "COMPRESS_SERVE_TOKEN"
 TOKEN_CHARACTERS = 16
+"""Shortest token."""
 SILENT_SECONDS = 10
+"""How long the kernel keeps new connections on which nothing was sent."""
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 4096
-"""New connections that the kernel keeps until they are accepted."""
+"""Most connections that wait in the kernel to be accepted."""
 
 
 def refuse_missing() -> None:
-    """Refuse to serve without the extra.
+    """Refuse to serve if a library of the `server` extra is missing.
 
     Raises:
         Unavailable: a library is not installed.
@@ -48,7 +50,7 @@ def refuse_missing() -> None:
 
 
 def token_from(file: Path | None) -> tuple[str, bool]:
-    """Return the token, and whether it was made here: from a file, the environment, or new.
+    """Return the token (of a file, else of the environment, else new), and whether it is new.
 
     Raises:
         PipelineInvalid: the file cannot be read, or the token is too short or holds spaces.
@@ -56,15 +58,15 @@ def token_from(file: Path | None) -> tuple[str, bool]:
     if file is None and TOKEN_VARIABLE not in os.environ:
         return secrets.token_urlsafe(24), True
     try:
-        where, token = TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE, "")
+        source, token = TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE, "")
         if file is not None:
-            where, token = str(file), file.read_text(encoding="utf-8")
+            source, token = str(file), file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PipelineInvalid(f"{file}: the token cannot be read ({error})") from error
     token = token.strip()
     if len(token) < TOKEN_CHARACTERS or not token.isascii() or any(c.isspace() for c in token):
         raise PipelineInvalid(
-            f"{where}: found a token of {len(token)} characters, expected {TOKEN_CHARACTERS} or "
+            f"{source}: found a token of {len(token)} characters, expected {TOKEN_CHARACTERS} or "
             "more of ASCII without spaces"
         )
     return token, False
@@ -72,7 +74,7 @@ def token_from(file: Path | None) -> tuple[str, bool]:
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Give a socket on which the server may listen.
+    """Open the socket on which the server listens.
 
     Raises:
         PipelineInvalid: the address is not this machine's, or the port is taken.
@@ -82,7 +84,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         raise PipelineInvalid(f"{host}:{port}: cannot listen there ({error})") from error
-    # Connections that send nothing stay in the kernel for so long, where they cost next to nothing.
+    # A connection that sends nothing costs next to nothing while the kernel holds it back.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_SECONDS)
     with listener:
         yield listener
@@ -97,12 +99,12 @@ def url_of(listener: socket.socket) -> str:
 def serve(
     model: ServedModel, listener: socket.socket, options: Options, ready: Callable[[], None]
 ) -> None:
-    """Answer until a signal asks to stop; what runs then is finished, and the signal raised again.
+    """Serve until SIGINT or SIGTERM; finish the requests in progress, then raise the signal again.
 
     Args:
-        model: the model, proven and warm.
-        listener: where to listen.
-        options: how.
+        model: the model, verified and warmed up.
+        listener: the socket to accept connections from.
+        options: bounds, threads and batching.
         ready: called once requests are answered.
     """
     import uvloop
@@ -117,7 +119,7 @@ async def _serve(
     import uvicorn
 
     from serve.http.asgi_app import Application
-    from serve.http.bounded_protocol import Reader
+    from serve.http.bounded_protocol import BufferedHttpProtocol
     from serve.http.connection_table import WaitingConnections
     from serve.http.dynamic_batcher import Batcher
 
@@ -129,10 +131,10 @@ async def _serve(
         delay_seconds=options.delay_seconds,
     )
     application: Any = Application(model, batcher, options.limits, options.token)
-    connection: Any = partial(Reader, waiting=WaitingConnections())
+    protocol: Any = partial(BufferedHttpProtocol, waiting=WaitingConnections())
     config = uvicorn.Config(
         application,
-        http=connection,
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -145,16 +147,16 @@ async def _serve(
         timeout_graceful_shutdown=max(1, round(options.stop_seconds)),
     )
     server = uvicorn.Server(config)
-    telling = asyncio.get_running_loop().create_task(_notify_when_ready(server, ready))
+
+    async def notify_when_ready() -> None:
+        while not server.started:
+            await asyncio.sleep(0.01)
+        ready()
+
+    notifying = asyncio.get_running_loop().create_task(notify_when_ready())
     try:
         await server.serve(sockets=[listener])
     finally:
-        telling.cancel()
+        notifying.cancel()
         application.close()
         batcher.close()
-
-
-async def _notify_when_ready(server: Any, ready: Callable[[], None]) -> None:
-    while not server.started:
-        await asyncio.sleep(0.01)
-    ready()

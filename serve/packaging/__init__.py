@@ -1,1 +1,1 @@
-"""What every package carries: model card, provenance, interface, recorded answers."""
+"""What every package contains: model card, provenance, interface, recorded outputs."""

@@ -1,8 +1,8 @@
-"""Whether a server may answer requests together: only where rows of `val` have shown it.
+"""Decide whether a server may batch requests: only if measurements on `val` show no influence.
 
-One decision for the built-in server, TorchServe, Triton and KServe. Packaging stages measure what
-they pack, on rows of `val`. ``compress serve``, which has no data, takes what a run's report says
-of the same artifact, and asks the model seeded rows on this machine besides.
+One decision for the built-in server, TorchServe, Triton and KServe. Packaging stages measure on
+rows of `val` whether the rows of a batch influence each other's outputs. ``compress serve``, which
+has no data, uses the measurement in a run's report, and checks it on seeded random rows.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ if TYPE_CHECKING:
     from compress.profiling.batch_dependence import Call
 
 REPORT, LOCK = "report.json", "lock.json"
-OTHER_AXES = "axis 0 of the inputs and outputs does not count the rows of a batch"
+NOT_ON_AXIS_0 = "axis 0 of the inputs and outputs does not count the rows of a batch"
 NO_REPORT = (
-    "no run's report shows that rows leave each other's answers alone; serve the artifact in its "
-    f"run's folder, or give that run's {REPORT} with --report"
+    "no run's report shows that the rows of a batch do not influence each other; serve the "
+    f"artifact in its run's folder, or give that run's {REPORT} with --report"
 )
 
 
 def why_not_joined(rows_stay_first: bool, dependence: BatchDependence) -> str:
-    """Return why a server must not answer requests together; empty where it may.
+    """Return why a server must not batch requests; empty if it may.
 
     Args:
         rows_stay_first: whether axis 0 of every tensor counts the same rows.
-        dependence: what rows of `val` have shown.
+        dependence: measured influence of the rows of a batch on each other.
     """
-    return dependence.why_not_joined if rows_stay_first else OTHER_AXES
+    return dependence.why_not_joined if rows_stay_first else NOT_ON_AXIS_0
 
 
-def why_not_joined_here(
+def why_not_joined_without_data(
     artifact: Artifact, call: Call, rows_stay_first: bool, report: Path | None
 ) -> str:
-    """Return the same for an artifact that is served without data.
+    """Return why requests to an artifact must not be batched, without data to measure on.
 
     Args:
-        artifact: what is served.
+        artifact: the served artifact.
         call: its model as a function of arrays.
         rows_stay_first: whether axis 0 of every tensor counts the same rows.
-        report: a run's report.json; by default that of the folder in which the artifact lies.
+        report: a run's report.json; by default the one in the artifact's run folder.
 
     Raises:
-        ArtifactInvalid: the report that was given is none, or says nothing of this artifact.
+        ArtifactInvalid: `report` is no run's report, or does not measure this artifact.
     """
-    recorded = recorded_dependence(artifact, report)
+    recorded = read_recorded_dependence(artifact, report)
     if not rows_stay_first:
-        return OTHER_AXES
+        return NOT_ON_AXIS_0
     if recorded is None or recorded.why_not_joined:
         return NO_REPORT if recorded is None else recorded.why_not_joined
     rows = seeded_rows(artifact.signature, 2 * ROWS)
@@ -67,22 +67,22 @@ def why_not_joined_here(
     return here.why_not_joined if here.depends else ""
 
 
-def recorded_dependence(artifact: Artifact, report: Path | None) -> BatchDependence | None:
-    """Return what a run's report says of an artifact; None where none lies around it.
+def read_recorded_dependence(artifact: Artifact, report: Path | None) -> BatchDependence | None:
+    """Return the measurement of an artifact in its run's report; None if there is none.
 
     Raises:
-        ArtifactInvalid: the report that was given is none, or says nothing of this artifact.
+        ArtifactInvalid: `report` is no run's report, or does not measure this artifact.
     """
     file = report or artifact.path.resolve().parent.parent / REPORT
     try:
         content = _json_in(file)
-        if (lock := file.parent / LOCK).is_file():  # a copy of the report may lie alone
+        if (lock := file.parent / LOCK).is_file():  # a copied report has no lock file beside it
             refuse_changed_run(content, _json_in(lock))
         for stage in content["stages"]:
             if stage["artifact"]["digest"] == artifact.digest:
-                found = stage["measurements"].get("batch_dependence")
-                if found is not None:
-                    return BatchDependence.model_validate(found)
+                measured = stage["measurements"].get("batch_dependence")
+                if measured is not None:
+                    return BatchDependence.model_validate(measured)
         why = f"says nothing of {artifact.path} (digest {artifact.digest[:12]})"
     except ArtifactInvalid as error:
         why = str(error).removeprefix(f"{file}: ")

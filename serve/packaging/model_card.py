@@ -1,4 +1,4 @@
-"""MODEL_CARD.md: what was measured of a model, and what was not."""
+"""Write MODEL_CARD.md: what was recorded and measured of a model, and what was not."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ attack. What the model is meant for, where its data come from, and under which l
 used, is not known to the tool that wrote this card."""
 
 
-def card(model_name: str, record: Provenance, bytes_served: int) -> str:
-    """Return the card: facts that were recorded or measured, and nothing else.
+def model_card(model_name: str, record: Provenance, bytes_served: int) -> str:
+    """Return the model card's Markdown, of recorded and measured facts only.
 
     Args:
-        model_name: under which it is served.
-        record: where it comes from; its members do not matter.
+        model_name: name of the served model.
+        record: its provenance; `members` is not used.
         bytes_served: size of the model's files.
     """
     artifact, signature = record.artifact, record.signature
@@ -39,21 +39,21 @@ def card(model_name: str, record: Provenance, bytes_served: int) -> str:
         "Written by the tool that packed the model, from what it recorded and measured.",
         "## The model",
         _table(("what", "value"), about),
-        "## How it came about",
-        *(_road(record.history) if record.history else _steps(record.lineage)),
+        "## How it was made",
+        *(_history_section(record.history) if record.history else _lineage_section(record.lineage)),
         "## What was not measured",
         NOT_MEASURED,
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _road(history: History) -> list[str]:
-    came = [(f"{name} as it came in", f"`{v}`") for name, v in history.source.items() if v]
+def _history_section(history: History) -> list[str]:
+    source = [(f"{name} of the input model", f"`{v}`") for name, v in history.source.items() if v]
     data = f"`{history.data}`" if history.data else "none"
-    facts = [("pipeline", history.pipeline), ("seed", history.seed), ("data", data), *came]
+    facts = [("pipeline", history.pipeline), ("seed", history.seed), ("data", data), *source]
     columns = ("stage", "kind", "metric", "bytes", "weights", "multiply-accumulates", "artifact")
-    demanded = [
-        (stage.name, verdict.rule, _found(verdict), verdict.against or "–")
+    verdicts = [
+        (stage.name, verdict.rule, _measured(verdict), verdict.against or "–")
         for stage in history.stages
         for verdict in stage.verdicts
     ]
@@ -61,12 +61,12 @@ def _road(history: History) -> list[str]:
         _table(("what", "value"), [*facts, *history.versions.items()]),
         _table(columns, map(_row, history.stages)),
         *(f"Settings of `{stage.name}`: `{_json(stage.settings)}`" for stage in history.stages),
-        "## What was demanded of it",
-        _table(("stage", "rule", "found", "compared with"), demanded),
+        "## Requirements (gates)",
+        _table(("stage", "rule", "measured", "compared with"), verdicts),
     ]
 
 
-def _steps(lineage: Sequence[Step]) -> list[str]:
+def _lineage_section(lineage: Sequence[Step]) -> list[str]:
     rows = [(s.stage, f"`{s.inputs.get('input')}`", f"`{_json(s.settings)}`") for s in lineage]
     return [
         "It was packed outside a run, so what was measured of each stage is not known here.",
@@ -81,7 +81,7 @@ def _row(stage: PastStage) -> tuple[Any, ...]:
     return (stage.name, stage.kind, shown, stage.bytes, *counts, f"`{stage.digest}`")
 
 
-def _found(verdict: Verdict) -> str:
+def _measured(verdict: Verdict) -> str:
     return "kept" if verdict.value is None else f"{verdict.value:.6g}"
 
 

@@ -1,7 +1,8 @@
-"""What goes into a model and what comes out, found by asking it: also what no signature tells."""
+"""Find a model's input and output tensors by calling it, including what its signature lacks."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,31 +11,31 @@ import numpy as np
 from compress.common.errors import StageFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
     from compress.common.forward import Predictor
-    from compress.common.signature import Signature, TensorSpec
+    from compress.common.signature import Signature
     from compress.profiling.batch_dependence import Call
     from serve.worker.tensors import Array
 
 ANY = -1
 """Size of an axis that varies."""
-SIZES = (2, 3)
-"""Rows with which a model is asked; its other named axes are SOME_LENGTH longer."""
-SOME_LENGTH = 6
+PROBE_SIZES = (2, 3)
+"""Rows of the two calls; other named axes are EXTRA_LENGTH longer, to differ from the rows."""
+EXTRA_LENGTH = 6
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output as a server announces it."""
+    """An input or output in a server's metadata."""
 
     name: str
     dtype: str
-    """As numpy calls it."""
+    """numpy's name."""
     shape: tuple[int, ...]
-    """Sizes; ANY where an axis varies."""
+    """Sizes; ANY for an axis that varies."""
 
 
 @dataclass(frozen=True)
@@ -47,30 +48,40 @@ class Interface:
     """Whether axis 0 of every tensor counts the same rows."""
 
 
-def interface_of(call: Call, signature: Signature) -> Interface:
-    """Return what a model takes and gives; it is asked at two sizes of every named axis.
+def infer_interface(call: Call, signature: Signature) -> Interface:
+    """Call a model with two sizes of every named axis; return its inputs and outputs.
 
-    An output's axis counts as fixed if it kept its size while every named axis changed; where the
-    model refuses the second size, none does.
+    An output's axis is fixed if its size is the same in both calls; if the second call fails, every
+    axis counts as varying.
 
     Args:
         call: the model as a function of arrays.
-        signature: its interface, as far as it was known.
+        signature: its declared interface.
 
     Raises:
         StageFailed: the model does not answer its own signature, or a tensor is bfloat16.
     """
     refuse_bfloat16(signature)
-    first: Any = example(signature, SIZES[0])
-    answers: Any = _ask(call, first, signature)
-    others = _other_answers(call, signature)
+    first: Any = example_inputs(signature, PROBE_SIZES[0])
+    answers: Any = _call_model(call, first, signature)
+    second: list[Array | None] = [None] * len(signature.outputs)
+    with suppress(Exception):  # a model may refuse other sizes in any way
+        second = [*_call_model(call, example_inputs(signature, PROBE_SIZES[1]), signature)]
     outputs = tuple(
         Tensor(spec.name, str(a.dtype), _varying(a.shape, b))
-        for spec, a, b in zip(signature.outputs, answers, others, strict=True)
+        for spec, a, b in zip(signature.outputs, answers, second, strict=True)
     )
-    shown: Any = (first, answers)  # arrays have what is asked of tensors
-    stays = rows_stay_first(_as_predictor(call), signature, *shown)
-    return Interface(tuple(map(_announced, signature.inputs)), outputs, stays)
+
+    def predict(*arrays: Any) -> Any:
+        return tuple(call(*arrays))
+
+    # numpy's arrays have all that rows_stay_first uses of tensors.
+    stays = rows_stay_first(predict, signature, first, answers)
+    inputs = tuple(
+        Tensor(spec.name, spec.dtype, tuple(d if isinstance(d, int) else ANY for d in spec.shape))
+        for spec in signature.inputs
+    )
+    return Interface(inputs, outputs, stays)
 
 
 def rows_stay_first(
@@ -81,28 +92,28 @@ def rows_stay_first(
 ) -> bool:
     """Return whether axis 0 of every output counts the same rows as axis 0 of every input.
 
-    The model is asked for another number of rows: an axis of one size could be any other axis, like
-    the layers of a recurrent state.
+    The model is called with another number of rows, because an axis of the same size may be another
+    one, like the layers of a recurrent state.
     """
-    heads = {next(iter(spec.shape), None) for spec in signature.inputs}
-    if heads != {signature.batch_axis} or heads == {None}:
+    first_axes = {next(iter(spec.shape), None) for spec in signature.inputs}
+    if first_axes != {signature.batch_axis} or first_axes == {None}:
         return False
     rows = len(inputs[0])
     other = rows - 1 or 2
-    places = [i % rows for i in range(other)]
+    indices = [i % rows for i in range(other)]
     try:
-        others = predict(*(tensor[places] for tensor in inputs))
+        others = predict(*(tensor[indices] for tensor in inputs))
     except Exception:  # noqa: BLE001 - a model may refuse other sizes in any way
         return False
-    found = {(tuple(a.shape[:1]), tuple(b.shape[:1])) for a, b in zip(outputs, others, strict=True)}
-    return found == {((rows,), (other,))}
+    sizes = {(tuple(a.shape[:1]), tuple(b.shape[:1])) for a, b in zip(outputs, others, strict=True)}
+    return sizes == {((rows,), (other,))}
 
 
-def example(signature: Signature, rows: int, seed: int = 0) -> list[Array]:
-    """Return inputs without torch: normal floats, ones for integers, which masks let through."""
+def example_inputs(signature: Signature, rows: int, seed: int = 0) -> list[Array]:
+    """Create inputs: normal floats, and ones for integers, which are valid as ids and masks."""
     generator = np.random.default_rng(seed)
-    longer = rows + SOME_LENGTH
-    axes = {axis: signature.bounds(axis).nearest(longer) for axis in signature.dynamic_axes}
+    length = rows + EXTRA_LENGTH
+    axes = {axis: signature.bounds(axis).nearest(length) for axis in signature.dynamic_axes}
     axes |= {signature.batch_axis or "": rows}
     signature.refuse_too_large(axes)
     arrays: list[Array] = []
@@ -116,7 +127,7 @@ def example(signature: Signature, rows: int, seed: int = 0) -> list[Array]:
 
 
 def refuse_bfloat16(signature: Signature) -> None:
-    """Refuse what no client could send.
+    """Refuse a model with an input that no client could send.
 
     Raises:
         StageFailed: an input is bfloat16.
@@ -129,7 +140,7 @@ def refuse_bfloat16(signature: Signature) -> None:
             )
 
 
-def _ask(call: Call, arrays: list[Array], signature: Signature) -> list[Array]:
+def _call_model(call: Call, arrays: list[Array], signature: Signature) -> list[Array]:
     answers = list(call(*arrays))
     if len(answers) != len(signature.outputs):
         names = [output.name for output in signature.outputs]
@@ -137,23 +148,7 @@ def _ask(call: Call, arrays: list[Array], signature: Signature) -> list[Array]:
     return answers
 
 
-def _other_answers(call: Call, signature: Signature) -> list[Array | None]:
-    try:
-        return [*_ask(call, example(signature, SIZES[1]), signature)]
-    except Exception:  # noqa: BLE001 - a model may refuse other sizes in any way
-        return [None] * len(signature.outputs)
-
-
 def _varying(shape: tuple[int, ...], other: Array | None) -> tuple[int, ...]:
     if other is None or len(other.shape) != len(shape):
         return (ANY,) * len(shape)
     return tuple(a if a == b else ANY for a, b in zip(shape, other.shape, strict=True))
-
-
-def _announced(spec: TensorSpec) -> Tensor:
-    shape = tuple(d if isinstance(d, int) else ANY for d in spec.shape)
-    return Tensor(spec.name, spec.dtype, shape)
-
-
-def _as_predictor(call: Call) -> Callable[..., Any]:
-    return lambda *arrays: tuple(call(*arrays))

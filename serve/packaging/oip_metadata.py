@@ -1,4 +1,4 @@
-"""What the built-in server tells of itself and its model by the Open Inference Protocol."""
+"""The Open Inference Protocol's metadata of a model."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ EXTENSIONS = ("binary_tensor_data",)
 
 
 def model_metadata(name: str, kind: str, interface: Interface) -> dict[str, Any]:
-    """Return what ``GET /v2/models/{name}`` answers."""
+    """Return the response to ``GET /v2/models/{name}``."""
+
+    def describe(tensor: Tensor) -> dict[str, Any]:
+        datatype = DATATYPES[tensor.dtype]
+        return {"name": tensor.name, "datatype": datatype, "shape": [*tensor.shape]}
+
     return {
         "name": name,
         "versions": ["1"],
         "platform": kind,
-        "inputs": [_described(tensor) for tensor in interface.inputs],
-        "outputs": [_described(tensor) for tensor in interface.outputs],
+        "inputs": [describe(tensor) for tensor in interface.inputs],
+        "outputs": [describe(tensor) for tensor in interface.outputs],
     }
-
-
-def _described(tensor: Tensor) -> dict[str, Any]:
-    datatype = DATATYPES[tensor.dtype]
-    return {"name": tensor.name, "datatype": datatype, "shape": [*tensor.shape]}

@@ -1,4 +1,4 @@
-"""How images and texts become a packaged model's inputs: settings, held against its signature."""
+"""Settings of image and text inputs, checked against the packaged model's signature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from compress.common.signature import Signature
 
 MODES = {1: "L", 3: "RGB"}
-"""Pillow's name for pixels, by the number of channels."""
+"""Pillow's mode by the number of channels."""
 PAD_TOKENS = ("[PAD]", "<pad>")
 TOKENIZER = "tokenizer.json"
 Field = Literal["ids", "attention_mask", "type_ids"]
@@ -43,8 +43,8 @@ class ImageInput(Settings):
         Requirement(what="PIL", install="pip install 'compress-pipeline[serve]'"),
     )
 
-    def packed(self, signature: Signature) -> dict[str, Any]:
-        """Return what the handler needs to know.
+    def handler_settings(self, signature: Signature) -> dict[str, Any]:
+        """Return the handler's settings, after a check against the signature.
 
         Raises:
             StageFailed: the model does not take one image a row.
@@ -60,9 +60,9 @@ class ImageInput(Settings):
                 f"{', '.join(self.layout)}, of 1 or 3 channels (c) and any number of rows, or one"
             )
         size = self.size or (axes["h"], axes["w"])
-        for axis, found in zip("hw", size, strict=True):
-            wanted = axes[axis]
-            if isinstance(found, str) or (isinstance(wanted, int) and wanted != found):
+        for axis, side in zip("hw", size, strict=True):
+            expected = axes[axis]
+            if isinstance(side, str) or (isinstance(expected, int) and expected != side):
                 raise StageFailed(f"image: size is {list(size)}, expected the sizes of {axes}")
         if self.shorter_side is not None and self.shorter_side < max(map(int, size)):
             raise StageFailed(f"image: shorter_side {self.shorter_side} is less than {list(size)}")
@@ -91,7 +91,7 @@ class TextInput(Settings):
     )
 
     def resolve_paths(self, folder: Path) -> Self:
-        """Return the same with its path relative to a folder.
+        """Resolve the tokenizer's path relative to a folder.
 
         Raises:
             ArtifactInvalid: there is no such file.
@@ -102,13 +102,13 @@ class TextInput(Settings):
         return self.model_copy(update={"tokenizer": str(file)})
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides how texts are read."""
+        """Return the cache key's part: the settings, and the hash of the tokenizer's file."""
         from compress.common.atomic_files import sha256_of
 
         return {**self.model_dump(mode="json"), "tokenizer": sha256_of(Path(self.tokenizer))}
 
-    def packed(self, signature: Signature) -> dict[str, Any]:
-        """Return what the handler needs to know.
+    def handler_settings(self, signature: Signature) -> dict[str, Any]:
+        """Return the handler's settings, after a check against the signature.
 
         Raises:
             StageFailed: the file is no tokenizer, or does not give the model's inputs.
@@ -130,8 +130,8 @@ class TextInput(Settings):
         length = axis if isinstance(axis, int) else None
         limits = (self.max_length, length, (tokenizer.truncation or {}).get("max_length"))
         padding = tokenizer.padding or {}
-        known = (self.pad_token, padding.get("pad_token"), *PAD_TOKENS)
-        pad = next((t for t in known if t and tokenizer.token_to_id(t) is not None), None)
+        candidates = (self.pad_token, padding.get("pad_token"), *PAD_TOKENS)
+        pad = next((t for t in candidates if t and tokenizer.token_to_id(t) is not None), None)
         if pad is None or (self.pad_token and pad != self.pad_token):
             raise StageFailed(
                 f"text: {self.tokenizer} has no {self.pad_token or 'padding'} token; "

@@ -1,4 +1,4 @@
-"""Where an archive's model comes from: what the archive says of itself, and holds to."""
+"""The provenance record of a TorchServe archive: its artifact, lineage and members' hashes."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ PROVENANCE = "provenance.json"
 
 
 class Packaged(Settings):
-    """The artifact inside an archive."""
+    """The artifact packed in an archive."""
 
     kind: str
     digest: str
     """SHA-256 of its manifest."""
     payload: str
-    """Name of its deployed file, and of the member that holds it."""
+    """Name of its deployed file, and of the archive's member with it."""
     sha256: str
     """SHA-256 of that file."""
     traced_from: str = ""
-    """Digest of the eager artifact whose graph it is; its code does not travel."""
+    """Digest of the eager artifact that it was traced from, whose code is not packed."""
 
     @property
     def origin(self) -> str:
-        """Digest of the artifact that was handed in."""
+        """Digest of the packaging stage's input artifact."""
         return self.traced_from or self.digest
 
 
 class Provenance(Settings):
-    """Where an archive's model comes from, carried inside the archive."""
+    """The archive member `provenance.json`."""
 
     version: Literal[2] = 2
     signature: Signature
@@ -50,24 +50,24 @@ class Provenance(Settings):
     lineage: tuple[Step, ...]
     """The packaged artifact's lineage."""
     history: History | None
-    """What the run knew of the stages; None where it was packed without one."""
+    """The run's record of its stages; None if the model was packed outside a run."""
     members: dict[str, FileDigest]
     """Every other member of the archive."""
     seal: str = ""
-    """SHA-256 of this record without its seal: it tells damage, not forgery."""
+    """SHA-256 of this record without this field: it detects damage, not forgery."""
 
     def sealed(self) -> bytes:
-        """Return the record as the member's bytes."""
+        """Serialize the record with its seal."""
         content = self.model_dump(mode="json", exclude={"seal"})
         seal = hashlib.sha256(canonical_json(content).encode()).hexdigest()
         return (canonical_json({**content, "seal": seal}) + "\n").encode()
 
     @classmethod
     def read(cls, data: bytes, where: str) -> Provenance:
-        """Return the record in a member's bytes.
+        """Parse a record and check its seal.
 
         Raises:
-            ArtifactInvalid: it is no such record, or not as it was sealed.
+            ArtifactInvalid: it is no provenance record, or was changed after sealing.
         """
         try:
             record = cls.model_validate_json(data)
@@ -79,33 +79,33 @@ class Provenance(Settings):
 
 
 def refuse_broken_chain(record: Provenance, where: str) -> None:
-    """Raise unless each recorded stage read what the one before it made.
+    """Check that the input of each recorded stage is the output of the stage before it.
 
     Raises:
-        ArtifactInvalid: two digests that should be one differ; the message names the stage.
+        ArtifactInvalid: two digests that should be equal differ; the message names the stage.
     """
     if record.history is None:
         return
-    made = {"source": record.history.source_digest}
-    made |= {stage.name: stage.digest for stage in record.history.stages}
+    outputs = {"source": record.history.source_digest}
+    outputs |= {stage.name: stage.digest for stage in record.history.stages}
     stages = record.history.stages
     for stage, step in zip(stages, record.lineage[-len(stages) :], strict=False):
-        if (stage.stage, made.get(stage.input)) != (step.stage, step.inputs.get("input")):
+        if (stage.stage, outputs.get(stage.input)) != (step.stage, step.inputs.get("input")):
             raise ArtifactInvalid(
                 f"{where}: {PROVENANCE}: stage {stage.name} is recorded as {stage.stage} of "
-                f"{made.get(stage.input)}, and its lineage says {step.stage} of "
+                f"{outputs.get(stage.input)}, and its lineage says {step.stage} of "
                 f"{step.inputs.get('input')}"
             )
     last = record.history.stages[-1].name if record.history.stages else "source"
-    if made[last] != record.artifact.origin:
+    if outputs[last] != record.artifact.origin:
         raise ArtifactInvalid(
-            f"{where}: {PROVENANCE}: the last stage, {last}, made {made[last]}, and the packaged "
-            f"artifact is {record.artifact.origin}"
+            f"{where}: {PROVENANCE}: the last stage, {last}, made {outputs[last]}, and the "
+            f"packaged artifact is {record.artifact.origin}"
         )
 
 
 def digest_of(content: bytes | Path) -> FileDigest:
-    """Return the size and hash of bytes, or of a file's."""
+    """Return the size and hash of bytes or of a file."""
     if isinstance(content, Path):
         return FileDigest(sha256=sha256_of(content), bytes=content.stat().st_size)
     return FileDigest(sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))

@@ -1,4 +1,4 @@
-"""What a model answered while it was packed, and what its answers tell."""
+"""Record a probe while a model is packed: a few inputs and its outputs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PROBE_ROWS = 4
 
 @dataclass(frozen=True)
 class Probe:
-    """A few inputs, a model's own answers to them, and whether it may answer requests together."""
+    """A few inputs, a model's outputs for them, and whether its requests may be batched."""
 
     arrays: Mapping[str, Array]
     """Inputs and outputs by name."""
     rows_stay_first: bool
-    """Whether axis 0 of every tensor counts the same rows, of which there may be any number."""
+    """Whether axis 0 of every tensor counts the same rows, whose number is variable."""
     not_joined: str
-    """Why requests must not be answered together; empty where they may."""
+    """Why requests must not be batched; empty if they may."""
 
     @property
     def npz(self) -> bytes:
@@ -39,14 +39,14 @@ class Probe:
         return to_npz(self.arrays)
 
     def holds_infinity(self, name: str) -> bool:
-        """Return whether a tensor is meant to hold infinities, as float masks do."""
+        """Return whether a tensor holds infinities, as float attention masks do."""
         import numpy as np
 
         array = self.arrays[name]
         return array.dtype.kind == "f" and bool(np.isinf(array).any())
 
     def are_probabilities(self, name: str) -> bool:
-        """Return whether an output's rows are probabilities already, and no logits."""
+        """Return whether an output's rows are probabilities rather than logits."""
         import numpy as np
 
         rows = self.arrays[name].astype(np.float64)
@@ -54,16 +54,16 @@ class Probe:
 
 
 def record_probe(model: Artifact, context: Context, max_rows: int) -> Probe:
-    """Return a few inputs and the model's own answers.
+    """Run a model on a few rows of `val`, or on random inputs without data.
 
     Raises:
         StageFailed: a tensor has an element type that numpy does not know.
     """
     signature = model.signature
     rows = min(PROBE_ROWS, max_rows)
-    fixed = signature.inputs[0].shape[:1]
-    if fixed and isinstance(fixed[0], int):
-        rows = fixed[0]
+    first_axis = signature.inputs[0].shape[:1]
+    if first_axis and isinstance(first_axis[0], int):
+        rows = first_axis[0]
     if context.data is not None and "val" in context.data.datasets:
         inputs = next(iter(context.data.batches("val", batch_size=rows, limit=rows))).inputs
     else:
@@ -78,7 +78,7 @@ def record_probe(model: Artifact, context: Context, max_rows: int) -> Probe:
 
 
 def as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return tensors as numpy's arrays.
+    """Convert tensors to numpy arrays.
 
     Raises:
         StageFailed: one has an element type that numpy does not know.

@@ -14,7 +14,7 @@ from compress.common.config import Count
 from compress.common.errors import ArtifactInvalid
 from compress.core.gates import AnyGate, LabelAgreement, Parity
 from compress.core.stage import Stage
-from serve.repository.triton import TritonRepository, predicting_file
+from serve.repository.triton import TritonRepository, open_predictor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 REPOSITORY = "model_repository"
 FORMATS = {".onnx": "onnx", ".pt": "pytorch"}
-"""KServe's names of what its Triton runtime loads, by the model's file."""
+"""KServe's model formats of its Triton runtime, by the model file's suffix."""
 NOT_RUN = (
     "neither KServe nor Triton was run: the gates judged the packaged file with the runtime of "
     "this process"
@@ -34,9 +34,9 @@ NOT_RUN = (
 
 
 class KServeService(Artifact):
-    """``inference_service.yaml``, and the model repository to be put where it says.
+    """``inference_service.yaml``, and the model repository to upload to its `storageUri`.
 
-    ``open`` answers with the file in the repository, in this process.
+    ``open`` runs the repository's model file in this process.
     """
 
     kind: ClassVar[str] = "kserve"
@@ -49,12 +49,12 @@ class KServeService(Artifact):
 
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Give the packaged file as a predictor; nothing is deployed."""
+        """Yield a predictor of the packaged file; nothing is deployed."""
         name = self.fact("model_file")
         if name not in self.manifest.files:
             raise ArtifactInvalid(f"{self.path}: {name} is no file of this artifact")
         self.verify_cached()
-        with predicting_file(self.path / name, device, threads) as predict:
+        with open_predictor(self.path / name, device, threads) as predict:
             yield predict
 
 
@@ -95,7 +95,7 @@ class PackageKServe(Stage[TritonRepository, KServeService]):
         return self
 
     def run(self, model: TritonRepository, context: Context) -> KServeService:
-        """Copy the repository and write the manifest; the same input gives the same bytes."""
+        """Copy the repository and write the manifest, reproducibly."""
         import yaml
 
         model.verify()
@@ -110,21 +110,21 @@ class PackageKServe(Stage[TritonRepository, KServeService]):
             context.root, model.signature, lineage=self.lineage(model), facts=facts
         ) as partial:
             for name in model.manifest.files:
-                to = partial / REPOSITORY / name
-                to.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(model.path / name, to)
+                target = partial / REPOSITORY / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(model.path / name, target)
             text = yaml.safe_dump(self.manifest_of(model), sort_keys=False)
             (partial / KServeService.payload).write_text(text, encoding="utf-8")
         logger.info("%s: %s", self.title, NOT_RUN)
         return KServeService.from_directory(context.root)
 
     def manifest_of(self, model: TritonRepository) -> dict[str, Any]:
-        """Return the InferenceService."""
+        """Return the InferenceService resource."""
         metadata = {"name": self.service_name}
         if self.namespace:
             metadata["namespace"] = self.namespace
         resources = {"cpu": self.cpu, "memory": self.memory}
-        served = {
+        model_spec = {
             "modelFormat": {"name": self.model_format or FORMATS[model.payload_path.suffix]},
             "protocolVersion": "v2",
             "runtime": self.runtime,
@@ -136,5 +136,5 @@ class PackageKServe(Stage[TritonRepository, KServeService]):
             "apiVersion": "serving.kserve.io/v1beta1",
             "kind": "InferenceService",
             "metadata": metadata,
-            "spec": {"predictor": {**predictor, "model": served}},
+            "spec": {"predictor": {**predictor, "model": model_spec}},
         }

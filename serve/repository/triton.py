@@ -1,4 +1,4 @@
-"""Triton: a model repository, and the stage that lays a validated model out as one."""
+"""The `triton` artifact, a Triton model repository, and the stage `package_triton`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ NOT_RUN = (
 class TritonRepository(Artifact):
     """A model repository: ``<name>/config.pbtxt`` and ``<name>/1/`` with the model.
 
-    ``open`` answers with the file inside it, in this process. The manifest beside the model's
-    folder is no folder, so that Triton passes it over.
+    ``open`` runs the model file in this process. Triton ignores the artifact's manifest beside the
+    model's folder, because it is no folder.
     """
 
     kind: ClassVar[str] = "triton"
@@ -60,9 +60,9 @@ class TritonRepository(Artifact):
 
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Give the packaged file as a predictor; Triton is not started."""
+        """Yield a predictor of the packaged file; Triton is not started."""
         self.verify_cached()
-        with predicting_file(self.payload_path, device, threads) as predict:
+        with open_predictor(self.payload_path, device, threads) as predict:
             yield predict
 
 
@@ -91,22 +91,22 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
 
     @property
     def uses_data(self) -> bool:
-        """Rows of `val` decide whether requests may be joined."""
+        """Whether requests may be batched is measured on rows of `val`."""
         return True
 
     def run(self, model: OnnxModel | TorchScriptModel, context: Context) -> TritonRepository:
-        """Copy the model and write its configuration; the same input gives the same bytes."""
+        """Copy the model and write its configuration, reproducibly."""
         from compress.profiling.batch_dependence import numpy_call
         from serve.packaging.joinable import why_not_joined
-        from serve.packaging.model_interface import interface_of
+        from serve.packaging.model_interface import infer_interface
         from serve.repository.triton_config import FILES, DynamicBatching, model_config
 
         model.verify()
         with model.open("cpu", context.threads) as predict:
-            interface = interface_of(numpy_call(predict, model.signature), model.signature)
-        refuse_nested(model, self.title)
+            interface = infer_interface(numpy_call(predict, model.signature), model.signature)
+        refuse_nested_output(model, self.title)
         not_joined = why_not_joined(interface.rows_stay_first, context.batch_dependence(model))
-        warned = [f"requests are not joined: {not_joined}"] if not_joined else []
+        joining_warning = [f"requests are not joined: {not_joined}"] if not_joined else []
         payload = f"{self.model_name}/{VERSION}/{FILES[model.kind]}"
         facts: dict[str, Any] = {
             "model_name": self.model_name,
@@ -114,7 +114,7 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
             "batched": interface.rows_stay_first,
             "parameters": model.parameters(),
             "macs": model.macs(),
-            "warnings": [NOT_RUN, *(warned if self.dynamic_batching else ())],
+            "warnings": [NOT_RUN, *(joining_warning if self.dynamic_batching else ())],
         }
         with TritonRepository.atomic_write(
             context.root, model.signature, lineage=self.lineage(model), facts=facts
@@ -139,8 +139,8 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
 
 
 @contextmanager
-def predicting_file(file: Path, device: str, threads: int) -> Iterator[Predictor]:
-    """Give a repository's model file as a predictor, by the runtime of this process."""
+def open_predictor(file: Path, device: str, threads: int) -> Iterator[Predictor]:
+    """Yield a predictor of a repository's model file, run in this process."""
     if file.suffix == ".onnx":
         from export.onnx.session import session_predictor
 
@@ -153,11 +153,11 @@ def predicting_file(file: Path, device: str, threads: int) -> Iterator[Predictor
         yield predict
 
 
-def refuse_nested(model: Artifact, title: str) -> None:
-    """Refuse a TorchScript model whose answer Triton's backend cannot read.
+def refuse_nested_output(model: Artifact, title: str) -> None:
+    """Refuse a TorchScript model whose output Triton's backend cannot read.
 
     Raises:
-        StageFailed: it answers with anything but a tensor, or a flat list or tuple of them.
+        StageFailed: its output is neither a tensor nor a flat list or tuple of tensors.
     """
     import torch
 
@@ -177,11 +177,8 @@ def refuse_nested(model: Artifact, title: str) -> None:
 
 
 def _copy(model: Artifact, payload: Path) -> None:
-    """Copy the payload under Triton's name for it, and the weights that a large model has beside.
-
-    Those keep their names, by which the model finds them.
-    """
+    """Copy the model file under Triton's name for it; external weights keep their names."""
     for name in model.manifest.files:
-        to = payload if name == model.payload else payload.parent / name
-        to.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(model.path / name, to)
+        target = payload if name == model.payload else payload.parent / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(model.path / name, target)

@@ -1,4 +1,4 @@
-"""Triton's ``config.pbtxt``: a model's tensors, batching and instances, in protobuf's text form."""
+"""Write Triton's ``config.pbtxt``: tensors, batching and instances in protobuf text format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PLATFORMS = {"onnx": "onnxruntime_onnx", "torchscript": "pytorch_libtorch"}
 FILES = {"onnx": "model.onnx", "torchscript": "model.pt"}
-"""The names under which the two backends look for a version's file."""
+"""Default file names of the two backends."""
 THREAD_PARAMETERS = {
     "onnx": ("intra_op_thread_count", "inter_op_thread_count"),
     "torchscript": ("INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT"),
@@ -28,13 +28,13 @@ DATA_TYPES = {
 }
 
 
-class Word(str):
-    """A name of an enumeration, which protobuf's text has without quotes."""
+class EnumName(str):
+    """An enumeration's value, which protobuf text format writes without quotes."""
 
 
 @dataclass(frozen=True)
 class DynamicBatching:
-    """How Triton joins requests."""
+    """Settings of Triton's dynamic batcher."""
 
     max_delay_ms: float
     """How long a request may wait for others, milliseconds."""
@@ -67,7 +67,7 @@ def model_config(
         threads: CPU threads of each copy.
 
     Raises:
-        StageFailed: a tensor is one that Triton cannot carry.
+        StageFailed: Triton does not support a tensor's data type.
     """
     batched = interface.rows_stay_first
     intra, inter = THREAD_PARAMETERS[kind]
@@ -77,8 +77,11 @@ def model_config(
         "max_batch_size": max_batch_size if batched else 0,
         "input": _tensors(interface.inputs, kind, batched),
         "output": _tensors(interface.outputs, kind, batched),
-        "instance_group": [{"kind": Word("KIND_CPU"), "count": instances}],
-        "parameters": [_parameter(intra, threads), _parameter(inter, 1)],
+        "instance_group": [{"kind": EnumName("KIND_CPU"), "count": instances}],
+        "parameters": [
+            {"key": key, "value": {"string_value": str(count)}}
+            for key, count in ((intra, threads), (inter, 1))
+        ],
     }
     if batched and batching:
         config["dynamic_batching"] = {
@@ -88,41 +91,36 @@ def model_config(
     return "\n".join(_lines(config)) + "\n"
 
 
-def name_of(kind: str, name: str, place: int) -> str:
-    """Return a tensor's name: TorchScript has none, and its backend wants ``name__place``."""
-    return f"{name}__{place}" if kind == "torchscript" else name
+def name_of(kind: str, name: str, index: int) -> str:
+    """Return a tensor's name: TorchScript has no names, and its backend expects ``name__index``."""
+    return f"{name}__{index}" if kind == "torchscript" else name
 
 
 def _tensors(tensors: tuple[Tensor, ...], kind: str, batched: bool) -> list[dict[str, Any]]:
-    return [_tensor(t, name_of(kind, t.name, i), batched) for i, t in enumerate(tensors)]
-
-
-def _tensor(tensor: Tensor, name: str, batched: bool) -> dict[str, Any]:
-    if tensor.dtype not in DATA_TYPES:
-        raise StageFailed(f"{tensor.name} is {tensor.dtype}, which Triton's requests do not carry")
-    dims = [*(tensor.shape[1:] if batched else tensor.shape)]
-    written: dict[str, Any] = {"name": name, "data_type": Word(DATA_TYPES[tensor.dtype])}
-    if dims:
-        return written | {"dims": dims}
-    # Triton wants a dimension: it sends one element, and reshapes to none.
-    return written | {"dims": [1], "reshape": {"shape": []}}
-
-
-def _parameter(key: str, value: int) -> dict[str, Any]:
-    return {"key": key, "value": {"string_value": str(value)}}
+    entries = []
+    for i, tensor in enumerate(tensors):
+        dtype, name = tensor.dtype, name_of(kind, tensor.name, i)
+        if dtype not in DATA_TYPES:
+            raise StageFailed(f"{tensor.name} is {dtype}, which Triton's requests do not carry")
+        dims = [*(tensor.shape[1:] if batched else tensor.shape)]
+        entry: dict[str, Any] = {"name": name, "data_type": EnumName(DATA_TYPES[dtype])}
+        # Triton requires a dimension: for a scalar it passes one element, reshaped to none.
+        entry |= {"dims": dims} if dims else {"dims": [1], "reshape": {"shape": []}}
+        entries.append(entry)
+    return entries
 
 
 def _lines(message: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield protobuf's text: ``key: value``, a block for a message, a list for plain values."""
+    """Yield protobuf text: ``key: value``, a block for a message, a list for integers."""
     for key, value in message.items():
         if isinstance(value, list) and all(isinstance(v, int) for v in value):
             yield f"{indent}{key}: [{', '.join(map(str, value))}]"
             continue
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, dict):
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, dict):
                 yield f"{indent}{key} {{"
-                yield from _lines(one, f"{indent}  ")
+                yield from _lines(item, f"{indent}  ")
                 yield f"{indent}}}"
             else:
-                shown = one if isinstance(one, Word) else json.dumps(one)
-                yield f"{indent}{key}: {shown}"
+                text = item if isinstance(item, EnumName) else json.dumps(item)
+                yield f"{indent}{key}: {text}"

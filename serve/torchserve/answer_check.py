@@ -1,4 +1,4 @@
-"""What is proven of an archive: that its origin is here as sealed, and that it still answers."""
+"""Verify an archive: its chain of artifacts back to the source, and its served outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Replay(Settings):
-    """Answers held against those that were recorded, or that the packaged artifact gives."""
+    """A comparison of served outputs with recorded ones, or with the packaged artifact's."""
 
     what: str
     samples: int
@@ -34,65 +34,66 @@ class Replay(Settings):
 
 
 class Proof(Settings):
-    """What was proven of an artifact."""
+    """The result of verifying an artifact."""
 
     version: Literal[1] = 1
     kind: str
     sha256: str
-    """Of the file to deploy."""
+    """SHA-256 of the deployed file."""
     digest: str | None = None
-    """Of the artifact's manifest; None of a bare archive."""
+    """SHA-256 of the artifact's manifest; None for a bare archive."""
     anchors: tuple[str, ...] = ()
-    """What outside the artifact names its digest or its file's hash."""
+    """Sources outside the artifact that confirm its digest or its file's hash."""
     served_by: str | None = None
-    """What answered; None where nothing was started."""
+    """The server that was started; None if none was."""
     replays: tuple[Replay, ...] = ()
     proven: tuple[str, ...]
-    """Everything that was proven, in plain lines."""
+    """Each verified property, as a line of text."""
     unproven: tuple[str, ...] = ()
-    """What could not be, and why."""
+    """Each property that could not be verified, and why."""
 
     def with_lines(self, *lines: str, **changed: Any) -> Proof:
-        """Return the proof with more lines."""
+        """Return a copy with more verified properties."""
         return self.model_copy(update={"proven": (*self.proven, *lines), **changed})
 
     def lacking(self, line: str) -> Proof:
-        """Return the proof with something that it does not show."""
+        """Return a copy with a property that could not be verified."""
         return self.model_copy(update={"unproven": (*self.unproven, line)})
 
     def summary_lines(self) -> Iterator[str]:
-        """Yield what was proven and what not, for people."""
+        """Yield all lines for the terminal."""
         yield from (f"proven: {line}" for line in self.proven)
         yield from (f"not proven: {line}" for line in self.unproven)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What lies around an archive where it was made."""
+    """What the run that made an archive offers to verify it with."""
 
     artifacts: Mapping[str, Artifact]
     """The run's artifacts by digest."""
     source: Mapping[str, Any]
-    """What decides the imported model now: the hash of its checkpoint, and of its code."""
+    """Current hashes of the imported model's checkpoint and code."""
     data: Splits | None
-    """The data that the run had."""
+    """The run's data."""
     missing: str = ""
-    """Why there are no data."""
+    """Why there is no data."""
 
 
 def prove_chain(proof: Proof, origin: Provenance, evidence: Evidence | None, where: str) -> Proof:
-    """Return the proof with what is known of each artifact back to the source.
+    """Verify each artifact from the source to the archive; return the extended proof.
 
     Raises:
-        ArtifactInvalid: an ancestor is not as it was sealed, or the checkpoint is another one.
+        ArtifactInvalid: an ancestor was changed after sealing, or the source's checkpoint or code
+            has changed.
     """
     history = origin.history
     if history is None:
         return proof.lacking("the stages' artifacts: the archive was packed outside a run")
     names = {stage.digest: stage.name for stage in history.stages}
     chain = {history.source_digest: "source"} | names
-    road = " → ".join(f"{name} {digest[:12]}" for digest, name in chain.items())
-    proof = proof.with_lines(f"each stage read what the one before it made: {road}")
+    path = " → ".join(f"{name} {digest[:12]}" for digest, name in chain.items())
+    proof = proof.with_lines(f"each stage read what the one before it made: {path}")
     if evidence is None:
         return proof
     absent = [name for digest, name in chain.items() if digest not in evidence.artifacts]
@@ -106,7 +107,7 @@ def prove_chain(proof: Proof, origin: Provenance, evidence: Evidence | None, whe
     for part, recorded in history.source.items():
         if part in evidence.source and evidence.source[part] != recorded:
             raise ArtifactInvalid(
-                f"{where}: the {part} of the model as it came in was {recorded}, and is now "
+                f"{where}: the {part} of the input model was {recorded}, and is now "
                 f"{evidence.source[part]}"
             )
     known = [part for part in ("checkpoint", "code") if evidence.source.get(part)]
@@ -122,24 +123,24 @@ def prove_answers(
     origin: Provenance,
     evidence: Evidence | None,
 ) -> Proof:
-    """Return the proof with what the served archive answered.
+    """Serve the archive, compare its outputs, and return the extended proof.
 
     Raises:
-        ArtifactInvalid: an answer differs from the recorded one.
+        ArtifactInvalid: an output differs by more than the archive's `probe_atol`.
     """
     import yaml
 
     settings = yaml.safe_load(members[CONFIG])["handler"]
     names = [output.name for output in origin.signature.outputs]
-    with answering(mar, members, origin, int(settings["max_rows"])) as (answer, served_by):
+    with start_serving(mar, members, origin, int(settings["max_rows"])) as (answer, served_by):
         probe = from_npz(members[PROBE])
-        given = [probe[spec.name] for spec in origin.signature.inputs]
-        pairs: Pairs = [(given, [probe[name] for name in names])]
-        replays = [replayed("the recorded probe", pairs, answer)]
+        inputs = [probe[spec.name] for spec in origin.signature.inputs]
+        pairs: Pairs = [(inputs, [probe[name] for name in names])]
+        replays = [compare_outputs("the recorded probe", pairs, answer)]
         packaged = evidence.artifacts.get(origin.artifact.origin) if evidence else None
         if packaged is not None and evidence is not None and evidence.data is not None:
-            found = validation(packaged, evidence.data, int(settings["max_rows"]))
-            replays.append(replayed("the validation split", found, answer))
+            pairs = validation_pairs(packaged, evidence.data, int(settings["max_rows"]))
+            replays.append(compare_outputs("the validation split", pairs, answer))
     for replay in replays:
         if not replay.largest_difference <= float(settings["probe_atol"]):
             raise ArtifactInvalid(
@@ -154,24 +155,24 @@ def prove_answers(
     proof = proof.with_lines(*lines, served_by=served_by, replays=tuple(replays))
     if len(replays) > 1:
         return proof
-    why = evidence.missing if evidence else "no run's results lie around it"
+    why = evidence.missing if evidence else "it is not in a run's folder"
     return proof.lacking(f"the validation split: {why or 'the packaged artifact is not here'}")
 
 
 @contextmanager
-def answering(
+def start_serving(
     mar: Path, members: Mapping[str, bytes], origin: Provenance, max_rows: int
 ) -> Iterator[tuple[Answer, str]]:
-    """Give what answers, and its name: TorchServe, or the handler in a process of its own."""
+    """Serve an archive by TorchServe, else by its handler alone; yield predictor and name."""
     from serve.client.client import Client
-    from serve.torchserve.handler_runner import Harness
+    from serve.torchserve.handler_runner import HandlerProcess
     from serve.torchserve.process import TorchServe, find_java, find_torchserve
 
     try:
         find_java()
         find_torchserve()
     except Unavailable as missing:
-        with Harness(members, origin.signature) as harness:
+        with HandlerProcess(members, origin.signature) as harness:
             yield harness.predict, f"the archive's handler, without TorchServe ({missing}),"
         return
     with (
@@ -187,8 +188,8 @@ def answering(
         yield client.predict, "TorchServe"
 
 
-def validation(packaged: Artifact, data: Splits, max_rows: int) -> Pairs:
-    """Yield the validation split's inputs, with what the packaged artifact answers to them."""
+def validation_pairs(packaged: Artifact, data: Splits, max_rows: int) -> Pairs:
+    """Yield the validation split's inputs and the packaged artifact's outputs for them."""
     fixed = packaged.signature.batch_axis is None
     rows = packaged.signature.inputs[0].shape[:1][0] if fixed else min(max_rows, data.batch_size)
     with packaged.open() as predict:
@@ -199,20 +200,20 @@ def validation(packaged: Artifact, data: Splits, max_rows: int) -> Pairs:
             yield [t.numpy() for t in batch.inputs], [t.numpy() for t in outputs]
 
 
-def replayed(what: str, pairs: Pairs, answer: Answer) -> Replay:
-    """Return how far answers are from those expected; infinitely far for NaN or other shapes."""
+def compare_outputs(what: str, pairs: Pairs, answer: Answer) -> Replay:
+    """Return the largest difference from the expected outputs; infinite for NaN or other shapes."""
     import numpy as np
 
     worst, samples = 0.0, 0
     for inputs, expected in pairs:
         samples += len(inputs[0])
-        for got, wanted in zip(answer(inputs), expected, strict=True):
-            if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        for output, target in zip(answer(inputs), expected, strict=True):
+            if output.shape != target.shape or output.dtype != target.dtype:
                 worst = float("inf")
                 continue
             with np.errstate(invalid="ignore"):
-                difference = np.abs(got.astype(np.float64) - wanted.astype(np.float64))
-            same = np.equal(got, wanted)  # infinities too
-            apart = np.where(np.isnan(difference), np.inf, difference)
-            worst = max(worst, float(np.where(same, 0, apart).max(initial=0.0)))
+                difference = np.abs(output.astype(np.float64) - target.astype(np.float64))
+            same = np.equal(output, target)  # infinities too
+            difference = np.where(np.isnan(difference), np.inf, difference)
+            worst = max(worst, float(np.where(same, 0, difference).max(initial=0.0)))
     return Replay(what=what, samples=samples, largest_difference=worst)

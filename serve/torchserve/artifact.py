@@ -1,4 +1,4 @@
-"""TorchServeArchive: a validated model, packed so that TorchServe answers with it."""
+"""The `torchserve` artifact: a model packed as a ``.mar`` for TorchServe."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ if TYPE_CHECKING:
 PROBE = "probe.npz"
 
 
-def refuse_bare(path: Path, command: str) -> None:
-    """Refuse a file that is no ``.mar``: alone it says neither its hash nor what the model takes.
+def refuse_unknown_file(path: Path, command: str) -> None:
+    """Refuse a file without a manifest, unless it is a ``.mar``, which has its own.
 
     Raises:
-        ArtifactInvalid: what the command takes, and what to run instead.
+        ArtifactInvalid: the file is no ``.mar``; the message says what to run instead.
     """
     if path.suffix == ".mar":
         return
-    known = (path.parent / MANIFEST).is_file()
-    instead = f"run compress {command} {path.parent}" if known else f"no {MANIFEST} lies beside it"
+    has_manifest = (path.parent / MANIFEST).is_file()
+    hint = f"run compress {command} {path.parent}" if has_manifest else f"no {MANIFEST} beside it"
     raise ArtifactInvalid(
-        f"{path}: compress {command} takes an artifact's directory, or a .mar: {instead}"
+        f"{path}: compress {command} takes an artifact's directory, or a .mar: {hint}"
     )
 
 
-def refuse_other(file: Path, sha256: str | None) -> None:
-    """Refuse a file that is not the one which somebody was told of.
+def refuse_wrong_hash(file: Path, sha256: str | None) -> None:
+    """Refuse a file whose SHA-256 is not the expected one, if any.
 
     Raises:
-        ArtifactInvalid: it hashes to something else.
+        ArtifactInvalid: the hashes differ.
     """
     if sha256 is not None and sha256_of(file) != sha256.lower():
         raise ArtifactInvalid(f"{file}: sha256 is {sha256_of(file)}, expected {sha256}")
 
 
-def refuse_other_artifact(artifact: Artifact, sha256: str | None) -> None:
-    """Refuse an artifact whose digest and whose deployed file are both not what was told.
+def refuse_wrong_artifact_hash(artifact: Artifact, sha256: str | None) -> None:
+    """Refuse an artifact if neither its digest nor its deployed file has the expected SHA-256.
 
-    The file's hash is the manifest's here: hash the files before or after.
+    The file's hash is read from the manifest: verify the files separately.
 
     Raises:
-        ArtifactInvalid: neither is.
+        ArtifactInvalid: neither is the expected one.
     """
     found = artifact.manifest.files[artifact.payload_name].sha256
     if sha256 is not None and sha256.lower() not in (found, artifact.digest):
@@ -70,54 +70,54 @@ def refuse_other_artifact(artifact: Artifact, sha256: str | None) -> None:
 
 
 class TorchServeArchive(Artifact):
-    """A ``.mar`` with the model, our handler, and a probe that a worker replays before it answers.
+    """A ``.mar`` with the model, our handler, and a probe that a worker replays before it is ready.
 
-    ``open`` starts a real TorchServe on loopback and predicts over HTTP. While it is open or held,
-    further ``open`` calls on the same object share that server.
-    The model is served on the CPU, whichever device is asked for.
+    ``open`` starts TorchServe on loopback and predicts over HTTP. Until it is closed, or within
+    ``keep_loaded``, further ``open`` calls on the same object share that server. The model runs on
+    the CPU, whatever `device` is.
     """
 
     kind: ClassVar[str] = "torchserve"
     payload: ClassVar[str] = "model.mar"
     memory_elsewhere: ClassVar[str] = (
-        "TorchServe answers, in processes of its own; ask it of the model that is packaged"
+        "TorchServe runs the model in processes of its own; measure the packaged artifact instead"
     )
 
     def __init__(self, path: Path, manifest: Manifest, digest: str) -> None:
-        """Use :meth:`at` instead."""
+        """Use :meth:`from_directory` instead."""
         super().__init__(path, manifest, digest)
-        self._serving: dict[int, Predictor] = {}
-        self._holding: ExitStack | None = None
+        self._predictors: dict[int, Predictor] = {}
+        self._kept_servers: ExitStack | None = None
 
     @contextmanager
     def open(self, device: str = "cpu", threads: int = 1) -> Iterator[Predictor]:
-        """Serve the model, and give the server as a predictor.
+        """Start TorchServe; yield a predictor that calls it.
 
         Raises:
-            ArtifactInvalid: the archive is not as it was sealed, or its code is not this version's
-                own, so it is not started.
+            ArtifactInvalid: the archive was changed after sealing, or its code is not this
+                version's own, so it is not started.
             Unavailable: Java or TorchServe is missing.
             StageFailed: no worker became ready.
         """
-        if threads in self._serving:
-            yield self._serving[threads]
-        elif self._holding is not None:
-            yield self._holding.enter_context(self._served(threads))
+        if threads in self._predictors:
+            yield self._predictors[threads]
+        elif self._kept_servers is not None:
+            yield self._kept_servers.enter_context(self._served(threads))
         else:
             with self._served(threads) as predict:
                 yield predict
 
     @contextmanager
     def keep_loaded(self, device: str = "cpu", threads: int = 1) -> Iterator[None]:
-        """Keep the server that the first :meth:`open` starts, if any, up until the end."""
-        if self._holding is not None:
+        """Keep a server that :meth:`open` starts until the end of the block."""
+        if self._kept_servers is not None:
             yield
             return
         try:
-            with ExitStack() as self._holding:
+            with ExitStack() as self._kept_servers:
                 yield
         finally:
-            self._holding = None
+            self._kept_servers = None
 
     @contextmanager
     def _served(self, threads: int) -> Iterator[Predictor]:
@@ -135,22 +135,22 @@ class TorchServeArchive(Artifact):
                 max_rows=self.max_rows,
             ) as client,
         ):
-            self._serving[threads] = as_predictor(client)
+            self._predictors[threads] = as_predictor(client)
             try:
-                yield self._serving[threads]
+                yield self._predictors[threads]
             finally:
-                del self._serving[threads]
+                del self._predictors[threads]
 
     @property
     def max_rows(self) -> int:
-        """Rows that one request may hold."""
+        """Most rows of one request."""
         return int(str(self.fact("max_rows")))
 
     def check(self) -> tuple[dict[str, bytes], Provenance]:
-        """Return the members of the ``.mar`` and where its model comes from, all of it checked.
+        """Verify the ``.mar`` and return its members and provenance.
 
-        A ``.mar`` is code, so this comes before it is started or asked anything. That its hash is
-        the manifest's says little: whoever plants a handler can write the manifest anew.
+        A ``.mar`` contains code, so it is checked before it is started. That its hash is the
+        manifest's is not enough: whoever plants a handler can rewrite the manifest too.
 
         Raises:
             ArtifactInvalid: a file or member was altered or added, or the code in the archive is
@@ -175,8 +175,8 @@ class TorchServeArchive(Artifact):
         return members, origin
 
 
-def check_bare(mar: Path) -> tuple[dict[str, bytes], Provenance]:
-    """Return the members of a bare ``.mar`` and what it says of itself, both checked.
+def check_bare_mar(mar: Path) -> tuple[dict[str, bytes], Provenance]:
+    """Verify a ``.mar`` without its artifact's directory; return its members and provenance.
 
     Raises:
         ArtifactInvalid: a member was altered or added, or the code is not this version's own.
@@ -188,7 +188,7 @@ def check_bare(mar: Path) -> tuple[dict[str, bytes], Provenance]:
 
 
 def check_members(members: Mapping[str, bytes], where: str) -> Provenance:
-    """Return the provenance that an archive carries, every other member held against it.
+    """Check every member against the archive's provenance record, and return the record.
 
     Raises:
         ArtifactInvalid: a member is missing, altered or added; the message names it.
@@ -217,10 +217,10 @@ def check_members(members: Mapping[str, bytes], where: str) -> Provenance:
 
 
 def check_code(members: Mapping[str, bytes], origin: Provenance, mar: Path) -> None:
-    """Raise unless the code in an archive is this version's own, and is what will be run.
+    """Refuse an archive whose code is not this version's own.
 
-    Hashes do not tell: whoever writes a handler can record its hash too. Nor may native code pass
-    for another kind, by which it would be started unasked.
+    Hashes do not show that: whoever writes a handler can record its hash too. Nor may native code
+    be declared as another kind, to be started without the user's consent.
 
     Raises:
         ArtifactInvalid: the handler, or the manifest that names it, is another one, or the payload
@@ -236,7 +236,7 @@ def check_code(members: Mapping[str, bytes], origin: Provenance, mar: Path) -> N
                 f"{mar}: member {name} is not the one that this version writes, so nothing in it "
                 "is run; verify it with the version that packed it, or package the model again"
             )
-    kind = _kind_loaded(members[CONFIG])
+    kind = _configured_kind(members[CONFIG])
     if kind != origin.artifact.kind:
         raise ArtifactInvalid(
             f"{mar}: member {CONFIG} says that {kind!r} is loaded, and {PROVENANCE} that the "
@@ -244,8 +244,8 @@ def check_code(members: Mapping[str, bytes], origin: Provenance, mar: Path) -> N
         )
 
 
-def _kind_loaded(config: bytes) -> object:
-    """Return as what the handler would load the payload; None where that cannot be read."""
+def _configured_kind(config: bytes) -> object:
+    """Return the kind as which the handler would load the payload; None if it cannot be read."""
     import yaml
 
     try:

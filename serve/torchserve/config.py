@@ -1,4 +1,4 @@
-"""What TorchServe is told: loopback alone, keys required, one archive, short logs."""
+"""TorchServe's configuration: loopback only, keys required, one archive, short logs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_BYTES = 256 * 1024**2
-"""Largest request and response; a response above it would kill the worker."""
+"""Largest request and response; a larger response would kill the worker."""
 LOGGING = """\
 <Configuration>
   <Appenders>
@@ -27,7 +27,7 @@ LOGGING = """\
 
 
 def configuration(mar: Path, ports: list[int]) -> str:
-    """Return ``config.properties``: loopback only, keys required, only the archive loaded."""
+    """Return ``config.properties`` for one archive and five ports."""
     settings: dict[str, Any] = {
         "inference_address": f"http://127.0.0.1:{ports[0]}",
         "management_address": f"http://127.0.0.1:{ports[1]}",

@@ -1,6 +1,6 @@
-"""The one ``handler.py`` of an archive: the modules that travel, joined into one text.
+"""Bundle the modules of the archive's handler into one ``handler.py``.
 
-TorchServe wants one file with one class, and none of our packages is installed where it runs.
+TorchServe expects one file with one class, and this package is not installed where it runs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MODULES = (
     "serve.worker.batching",
     "serve.worker.handler",
 )
-"""In the order in which they are joined: each uses what stands before it."""
+"""In dependency order: each uses only modules before it."""
 
 
 def handler_text() -> bytes:
-    """Return the source of the handler: the same bytes from the same modules."""
+    """Return the source of the handler, reproducibly."""
     sources = [_source(name) for name in MODULES]
     trees = [ast.parse(source) for source in sources]
     docs = "\n\n".join(str(ast.get_docstring(tree)) for tree in trees)
@@ -39,21 +39,21 @@ def _source(module: str) -> str:
 
 
 def _imports(tree: ast.Module) -> list[str]:
-    """Return a module's imports at its top, our own left out."""
-    found = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    """Return a module's top-level imports, except those of bundled modules."""
+    imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
     return [
         ast.unparse(node)
-        for node in found
-        if not (isinstance(node, ast.ImportFrom) and _is_ours(str(node.module)))
+        for node in imports
+        if not (isinstance(node, ast.ImportFrom) and _is_bundled(str(node.module)))
     ]
 
 
-def _is_ours(module: str) -> bool:
+def _is_bundled(module: str) -> bool:
     return module == "__future__" or module in MODULES
 
 
 def _body(source: str, tree: ast.Module) -> str:
-    """Return a module without its docstring, imports and types, which nothing reads at run time."""
+    """Return a module's source without its docstring, imports and `if TYPE_CHECKING` block."""
     dropped = set[int]()
     for i, node in enumerate(tree.body):
         if i == 0 or isinstance(node, ast.Import | ast.ImportFrom | ast.If):

@@ -1,4 +1,4 @@
-"""An archive's handler in a process and a folder of its own, where TorchServe cannot be started."""
+"""Run an archive's handler in a process of its own, where TorchServe cannot be started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Self
 
 from compress.common.errors import StageFailed
 from serve.torchserve import handler_runner_main
-from serve.torchserve.process import last_lines
+from serve.torchserve.process import log_tail
 from serve.worker.wire import from_npz, to_npz
 
 if TYPE_CHECKING:
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from serve.worker.tensors import Array
 
 SECONDS = 120.0
-"""How long loading, or one answer, may take."""
+"""Time limit of loading, and of one response."""
 
 
-class Harness:
-    """Answers as TorchServe's worker does; entered, the model is loaded and its probe was right."""
+class HandlerProcess:
+    """Runs the handler as TorchServe's worker does; in the `with` block, its probe has passed."""
 
     def __init__(self, members: Mapping[str, bytes], signature: Signature) -> None:
-        """Remember the members; nothing is written yet."""
+        """Set the archive's members; `__enter__` unpacks them."""
         self._members = members
         self._signature = signature
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        """Unpack, start and load.
+        """Unpack the archive, start the process and load the model.
 
         Raises:
             StageFailed: the model does not load, or does not answer its probe.
         """
         with self._stack:
-            self._folder = Path(tempfile.mkdtemp(prefix="harness-"))
+            self._folder = Path(tempfile.mkdtemp(prefix="handler-"))
             self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
             for name, content in self._members.items():
                 file = self._folder / "model" / name
@@ -61,7 +61,7 @@ class Harness:
         """Return the outputs in the signature's order.
 
         Raises:
-            StageFailed: the handler refused, or its process ended.
+            StageFailed: the handler answered an error, or its process ended.
         """
         names = (spec.name for spec in self._signature.inputs)
         body = to_npz(dict(zip(names, inputs, strict=True)))
@@ -69,7 +69,7 @@ class Harness:
             self._requests.write(len(body).to_bytes(8, "big") + body)
             self._requests.flush()
         except BrokenPipeError:
-            pass  # its last words are told below
+            pass  # _receive raises with the end of the process's log
         answer = from_npz(self._receive())
         return tuple(answer[output.name] for output in self._signature.outputs)
 
@@ -93,7 +93,7 @@ class Harness:
         assert process.stdin is not None
         assert process.stdout is not None
         self._requests = process.stdin
-        self._stack.callback(_close, process.stdin)
+        self._stack.callback(_close_pipe, process.stdin)
         self._answers = self._stack.enter_context(process.stdout)
 
     def _receive(self) -> bytes:
@@ -102,7 +102,7 @@ class Harness:
         if len(sizes) < 16:
             log = (self._folder / "log").read_text(errors="replace")
             what = "ended" if ready else f"did not answer within {SECONDS:g} s"
-            shown = last_lines(log.replace(f"{self._folder}/", ""))
+            shown = log_tail(log.replace(f"{self._folder}/", ""))
             raise StageFailed(f"the handler's process {what}; its log ends: {shown}")
         length, status = (int.from_bytes(sizes[i : i + 8], "big") for i in (0, 8))
         body = self._answers.read(length)
@@ -111,7 +111,7 @@ class Harness:
         return body
 
 
-def _close(requests: IO[bytes]) -> None:
-    """Close, also where nobody is there any more to read the rest."""
+def _close_pipe(requests: IO[bytes]) -> None:
+    """Close a pipe; ignore buffered bytes that an ended process cannot read."""
     with suppress(BrokenPipeError):
         requests.close()

@@ -1,7 +1,7 @@
-"""Runs an unpacked archive's handler without TorchServe; a script, which imports nothing of ours.
+"""Script that runs an unpacked archive's handler without TorchServe; it imports nothing of ours.
 
-Standard input holds npz bodies, standard output the answers; each begins with its length in eight
-bytes, and an answer with its status in eight more.
+It reads npz requests from standard input and writes responses to standard output. Each starts with
+its length, 8 bytes big-endian; in a response, 8 bytes of HTTP status follow.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, BinaryIO
 
 
 class Context:
-    """What of TorchServe's context a handler uses."""
+    """The part of TorchServe's context that the handler uses."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what TorchServe reads of an archive."""
+        """Read the archive's manifest and configuration."""
         import yaml
 
         self.manifest = json.loads((folder / "MAR-INF" / "MANIFEST.json").read_text())
@@ -31,18 +31,18 @@ class Context:
         return {"Content-Type": "application/x-npz", "Accept": "application/x-npz"}
 
     def set_response_status(self, status: int, phrase: str, i: int) -> None:
-        """Keep the status of an answer."""
+        """Store the status of a response."""
         self.status = status
 
     def set_response_header(self, i: int, key: str, value: str) -> None:
-        """Leave an answer's headers."""
+        """Ignore a response's headers."""
 
     def set_response_content_type(self, i: int, value: str) -> None:
-        """Leave an answer's type."""
+        """Ignore a response's type."""
 
 
 def run(folder: Path, requests: BinaryIO, answers: BinaryIO) -> None:
-    """Load the handler, say so with an empty answer, and answer until the input ends."""
+    """Load the handler, signal that with an empty response, and answer until the input ends."""
     sys.path.insert(0, str(folder))
     context = Context(folder)
     model: Any = importlib.import_module("handler").PackagedModel()
@@ -62,5 +62,5 @@ def run(folder: Path, requests: BinaryIO, answers: BinaryIO) -> None:
 
 if __name__ == "__main__":
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not stand between the answers
+    os.dup2(2, 1)  # what a library prints must not get between the responses
     run(Path(sys.argv[1]), sys.stdin.buffer, out)

@@ -1,7 +1,8 @@
-"""The ``.mar`` format: a zip that TorchServe unpacks onto Python's path, the same bytes every time.
+"""Read and write ``.mar`` files: zip archives that TorchServe unpacks onto Python's path.
 
-``torch-model-archiver`` writes timestamps and the file system's order, so its archives differ from
-run to run; the layout (``MAR-INF/MANIFEST.json`` and files beside it) is the same.
+Equal members give equal bytes. ``torch-model-archiver`` writes timestamps and the file system's
+order, so that its archives differ from run to run; the layout (``MAR-INF/MANIFEST.json`` and files
+beside it) is the same.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _REGULAR_FILE = 0o100644 << 16
 
 
 def mar_manifest(model_name: str, payload: str) -> bytes:
-    """Return the text that tells TorchServe what is in the archive."""
+    """Return the archive's manifest for TorchServe."""
     model = {
         "modelName": model_name,
         "serializedFile": payload,
@@ -51,7 +52,7 @@ def mar_manifest(model_name: str, payload: str) -> bytes:
 
 
 def write_mar(path: Path, members: Mapping[str, bytes | Path]) -> None:
-    """Write members (bytes, or files to copy), sorted and uncompressed.
+    """Write an archive of members (bytes, or files to copy), sorted and uncompressed.
 
     Raises:
         ArtifactInvalid: a member's name is not safe.
@@ -62,7 +63,7 @@ def write_mar(path: Path, members: Mapping[str, bytes | Path]) -> None:
         for name in sorted(members):
             content = members[name]
             entry = zipfile.ZipInfo(name, _OLDEST_ZIP_DATE)
-            entry.create_system = 3  # Unix, whatever wrote it
+            entry.create_system = 3  # Unix, on every platform
             entry.external_attr = _REGULAR_FILE
             source = io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
             entry.file_size = len(content) if isinstance(content, bytes) else content.stat().st_size
@@ -75,7 +76,7 @@ def read_mar(path: Path) -> dict[str, bytes]:
 
     Raises:
         ArtifactInvalid: not a readable archive, a member fails its checksum or has an unsafe
-            name, or would unfold to more than the archive.
+            name, or would decompress to more than the archive.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -104,7 +105,7 @@ def model_name_of(path: Path) -> str:
 
 
 def check_member_name(name: str, archive: str = "the .mar") -> None:
-    """Raise unless a member stays inside its folder and cannot be imported by mistake.
+    """Refuse a member that would leave its folder or shadow a Python module.
 
     TorchServe puts the archive's folder first on Python's path: an ``onnxruntime.py`` in it would
     be imported instead of the library.

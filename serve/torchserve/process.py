@@ -1,4 +1,4 @@
-"""A real TorchServe on loopback for the duration of a ``with`` block, and nothing of it afterwards.
+"""Run TorchServe on loopback for the duration of a ``with`` block.
 
 Java is started directly: the ``torchserve`` launcher leaves the JVM behind on SIGTERM, returns 0
 when its port is taken, and keeps one pid file for the whole machine.
@@ -32,17 +32,19 @@ logger = logging.getLogger(__name__)
 
 JAVA_MISSING = "needs Java 17 (e.g. apt-get install openjdk-17-jre-headless)"
 TORCHSERVE_MISSING = "needs TorchServe: pip install 'compress-pipeline[serve]'"
-SECONDS_TO_BE_GONE = 1.0
+KILL_SECONDS = 1.0
+"""How long killed processes may take to disappear."""
 POLL_SECONDS = 0.1
 SHOWN_CHARACTERS = 300
-GIVEN_UP = ("Retry worker:", "Load model failed", "Failed to load model", "BindException")
-"""What the server's log says when a worker did not become ready."""
-DIED = "Backend worker process died."
-EMPTY_WORDS = (DIED, "RuntimeError: 500 - Unknown exception")
-"""What a worker adds to a failure that it has told of."""
-SECONDS_OF_LAST_WORDS = 15
+STARTUP_FAILURES = ("Retry worker:", "Load model failed", "Failed to load model", "BindException")
+"""Lines of the server's log when a worker did not become ready."""
+WORKER_DIED = "Backend worker process died."
+UNINFORMATIVE_LINES = (WORKER_DIED, "RuntimeError: 500 - Unknown exception")
+"""Lines that a worker logs after the actual error."""
+WORKER_LOG_SECONDS = 15
+"""How long to wait for a dead worker's error in the log."""
 # The JVM must not outlive this process, however it ends (prctl 1 is PR_SET_PDEATHSIG, which exec
-# keeps). It follows the thread that started it: keep that thread alive while the server is used.
+# keeps). It is bound to the thread that started the server: keep that thread alive meanwhile.
 DIE_WITH_PARENT = (
     "import ctypes, os, sys; "
     f"ctypes.CDLL(None).prctl(1, {int(signal.SIGTERM)}); "
@@ -52,7 +54,7 @@ DIE_WITH_PARENT = (
 
 
 class TorchServe:
-    """Serves one ``.mar``; entered, every worker is ready.
+    """Serves one ``.mar``; in the `with` block, every worker is ready.
 
     Example:
         with TorchServe(Path("model.mar")) as server:
@@ -67,13 +69,13 @@ class TorchServe:
         startup_seconds: float = 120.0,
         port: int = 0,
     ) -> None:
-        """Remember what to serve; nothing is started yet.
+        """Configure the server; `__enter__` starts it.
 
         Args:
             mar: the archive. It is code: verify it before it is served.
             threads: CPU threads of each worker's model; the archive's own setting by default.
-            startup_seconds: how long every worker may take to become ready.
-            port: where predictions are asked for; 0 lets the system choose.
+            startup_seconds: time limit for all workers to become ready.
+            port: port of the inference API; 0 lets the operating system choose.
         """
         self.mar = mar.resolve()
         self.model_name = model_name_of(mar)
@@ -95,7 +97,7 @@ class TorchServe:
         java, packages = find_java(), find_torchserve()
         started = time.monotonic()
         with self._stack:
-            self.folder = Path(tempfile.mkdtemp(prefix="serve-", dir=short_folder()))
+            self.folder = Path(tempfile.mkdtemp(prefix="serve-", dir=short_temp_folder()))
             self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             self._start(java, packages)
             self._wait_until_ready()
@@ -110,7 +112,7 @@ class TorchServe:
 
     @property
     def pid(self) -> int:
-        """Number of the server's process."""
+        """PID of the server."""
         return self._process.pid
 
     def has_ended(self) -> bool:
@@ -125,7 +127,7 @@ class TorchServe:
         (folder / "config.properties").write_text(configuration(self.mar, ports))
         self.url, self._management_url = (f"http://127.0.0.1:{port}" for port in ports[:2])
         command = [java, "-Xmx512m", f"-Dmodel_server_home={packages}"]
-        # Its performance counters lie outside of that folder, where a killed JVM leaves them.
+        # UsePerfData writes outside of that folder, and a killed JVM would leave its files behind.
         command += [f"-Djava.io.tmpdir={folder / 'tmp'}", "-XX:-UsePerfData"]
         command += [f"-Dlog4j.configurationFile=file://{folder / 'log4j2.xml'}"]
         command += ["-cp", f"{packages / 'ts' / 'frontend'}/*", "org.pytorch.serve.ModelServer"]
@@ -144,7 +146,7 @@ class TorchServe:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a process group of its own; Ctrl-C ends it through us
             )
-        self._stack.callback(stop, self._process)
+        self._stack.callback(kill_group, self._process)
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self.startup_seconds
@@ -152,7 +154,7 @@ class TorchServe:
             if has_ended(self._process.pid):
                 raise StageFailed(self._failure("TorchServe ended while starting"))
             log = self._read("server.log")
-            if any(words in log for words in GIVEN_UP):
+            if any(words in log for words in STARTUP_FAILURES):
                 raise StageFailed(self._failure("the model was not loaded"))
             if time.monotonic() > deadline:
                 seconds = f"{self.startup_seconds:g} s"
@@ -160,7 +162,7 @@ class TorchServe:
             time.sleep(POLL_SECONDS)
 
     def _is_ready(self) -> bool:
-        """Ask for every worker's state: ``/ping`` says Healthy of a server without a model."""
+        """Query every worker's state: ``/ping`` is Healthy even if no model is loaded."""
         try:
             keys = json.loads((self.folder / "key_file.json").read_text())
             self.token = keys["inference"]["key"]
@@ -176,18 +178,22 @@ class TorchServe:
         return len(states) >= max(1, model["minWorkers"]) and set(states) == {"READY"}
 
     def _failure(self, what: str) -> str:
-        log = self._last("model.log") or self._read("server.log") or self._read("output.log")
-        shown = last_lines(log.replace(f"{self.folder}/", ""))  # that folder is about to go
+        log = (
+            self._wait_for_worker_error("model.log")
+            or self._read("server.log")
+            or self._read("output.log")
+        )
+        shown = log_tail(log.replace(f"{self.folder}/", ""))  # that folder is about to be deleted
         return f"{self.mar}: {what}; its log ends: {shown}"
 
-    def _last(self, name: str) -> str:
-        """Return a log in which a worker has told why it died.
+    def _wait_for_worker_error(self, name: str) -> str:
+        """Return a log once it holds the error of a dead worker.
 
-        The server may stop reading a worker before its last words; the worker that it starts
-        instead says them again.
+        The server may stop reading a worker's output before the error; the worker that it starts
+        instead repeats it.
         """
-        deadline = time.monotonic() + SECONDS_OF_LAST_WORDS
-        while DIED not in (log := self._read(name)) and time.monotonic() < deadline:
+        deadline = time.monotonic() + WORKER_LOG_SECONDS
+        while WORKER_DIED not in (log := self._read(name)) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return log
 
@@ -215,16 +221,16 @@ def find_torchserve() -> Path:
         Unavailable: it is not installed.
     """
     spec = importlib.util.find_spec("ts")
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        if (Path(place) / "frontend").is_dir():
-            return Path(place).parent
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(folder) / "frontend").is_dir():
+            return Path(folder).parent
     raise Unavailable(f"serving {TORCHSERVE_MISSING}")
 
 
-def short_folder() -> str:
-    """Return a folder for temporary files whose path leaves room for a worker's socket.
+def short_temp_folder() -> str:
+    """Return a folder for temporary files that is short enough for a worker's socket in it.
 
-    The path of a Unix socket ends after 107 bytes.
+    Linux limits the path of a Unix socket to 107 bytes.
     """
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) < 70 else "/tmp"
@@ -239,14 +245,18 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def last_lines(log: str) -> str:
-    """Return the end of a log in one line: the last line, and those before it that have room.
+def log_tail(log: str) -> str:
+    """Return as many of a log's last lines as fit SHOWN_CHARACTERS, joined by ` | `.
 
-    A traceback's frames are left out: they would hide what was raised before.
+    Without tracebacks' frames, so that chained exceptions fit.
     """
     shown = ""
     for line in reversed(log.splitlines()):
-        if not line.strip() or line[0].isspace() or line.startswith(("Traceback ", *EMPTY_WORDS)):
+        if (
+            not line.strip()
+            or line[0].isspace()
+            or line.startswith(("Traceback ", *UNINFORMATIVE_LINES))
+        ):
             continue
         joined = f"{line} | {shown}" if shown else line[:SHOWN_CHARACTERS]
         if len(joined) > SHOWN_CHARACTERS:
@@ -256,31 +266,27 @@ def last_lines(log: str) -> str:
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a child has ended, without reaping it: its number stays its own."""
+    """Return whether a child has ended, without reaping it, so that its PID is not reused."""
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return os.waitid(os.P_PID, pid, options) is not None
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and every process of its group.
 
-    At once: on SIGTERM TorchServe 0.12 resets its connections, too, and then waits for seconds.
+    SIGKILL, because on SIGTERM TorchServe 0.12 resets its connections too, and then takes seconds.
     """
-    # Before the process is reaped: the number, and the group's, must not become another's.
+    # Before the process is reaped, as its PID and group id could be reused afterwards.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    _await_group_end(process.pid)
-
-
-def _await_group_end(group: int) -> None:
-    """Wait until the processes of a killed group are gone, or dead and not reaped by anyone yet."""
-    deadline = time.monotonic() + SECONDS_TO_BE_GONE
-    while _lives(group) and time.monotonic() < deadline:
+    deadline = time.monotonic() + KILL_SECONDS
+    while group_is_alive(process.pid) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS / 10)
 
 
-def _lives(group: int) -> bool:
+def group_is_alive(group: int) -> bool:
+    """Return whether a process group has processes that are neither dead nor zombies."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, _, its_group, *_ = status.read_text(errors="replace").rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Stage: pack a validated model for TorchServe."""
+"""The stage `package_torchserve`: pack a validated model for TorchServe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compress.core.stage import Stage
 from export.aotinductor.stage import AotModel
 from export.onnx.stage import OnnxModel
 from export.torchscript.stage import TorchScriptModel
-from serve.packaging.model_card import MODEL_CARD, card
+from serve.packaging.model_card import MODEL_CARD, model_card
 from serve.packaging.preprocessing import TOKENIZER, ImageInput, TextInput
 from serve.packaging.provenance import PROVENANCE, Packaged, Provenance, digest_of, digests_of
 from serve.torchserve.artifact import PROBE, TorchServeArchive
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from serve.packaging.recorded_probe import Probe
 
 STARTUP_SECONDS = 120
+"""Time limit of a worker's start."""
 
 Servable = OnnxModel | TorchScriptModel | AotModel | GraphModel | EagerModel
 
@@ -103,7 +104,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
         return {"handler": hashlib.sha256(handler_text()).hexdigest()}
 
     def resolve_paths(self, folder: Path, code: Path) -> Self:
-        """Return the same stage with the tokenizer's file found."""
+        """Resolve the tokenizer's path."""
         return (
             self.model_copy(update={"text": self.text.resolve_paths(folder)}) if self.text else self
         )
@@ -113,15 +114,15 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
         return super().own_settings() | ({"text": self.text.identity()} if self.text else {})
 
     def check_inputs(self, signature: Signature) -> None:
-        """Refuse what :meth:`run` would refuse once the model is made.
+        """Check `image` and `text` against the signature before the model is trained or exported.
 
         Raises:
             StageFailed: `image` or `text` does not fit what the model takes.
         """
         if self.image:
-            self.image.packed(signature)
+            self.image.handler_settings(signature)
         if self.text:
-            self.text.packed(signature)
+            self.text.handler_settings(signature)
 
     def run(self, model: Servable, context: Context) -> TorchServeArchive:
         """Pack the model; the same model, settings and data give the same bytes."""
@@ -139,7 +140,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
             "macs": model.macs(),
         }
         with (
-            servable(model) as served,
+            open_packaged(model) as served,
             TorchServeArchive.atomic_write(
                 context.root, model.signature, lineage=self.lineage(model), facts=facts
             ) as partial,
@@ -147,15 +148,15 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
             probe = record_probe(served, context, self.max_rows)
             if probe.not_joined and self.batch_size > 1:
                 facts["warnings"] = [f"batch_size is 1, not {self.batch_size}: {probe.not_joined}"]
-            members = members_of(model, served, self, probe, context.history)
+            members = archive_members(model, served, self, probe, context.history)
             facts["provenance"] = digest_of(members[PROVENANCE]).sha256
             write_mar(partial / TorchServeArchive.payload, members)
         return TorchServeArchive.from_directory(context.root)
 
 
 @contextmanager
-def servable(model: Servable) -> Iterator[Artifact]:
-    """Give what is packed: a model as it is, or the graph of an eager one, traced for as long.
+def open_packaged(model: Servable) -> Iterator[Artifact]:
+    """Yield the artifact to pack: the model, or the traced graph of an eager one.
 
     Raises:
         StageFailed: an eager model cannot be traced, or code was compiled for a GPU.
@@ -173,21 +174,21 @@ def servable(model: Servable) -> Iterator[Artifact]:
         yield GraphModel.from_eager(model, Path(folder) / "graph")
 
 
-def members_of(
+def archive_members(
     model: Artifact,
     served: Artifact,
     stage: PackageTorchServe,
     probe: Probe,
     history: History | None,
 ) -> dict[str, bytes | Path]:
-    """Return the members of an archive by name: bytes, or the file that holds them.
+    """Return the contents of an archive by member name: bytes, or a file to copy.
 
     Args:
-        model: the artifact that was handed in.
-        served: the same, or an eager model's graph.
+        model: the stage's input.
+        served: the artifact to pack: the same, or an eager model's graph.
         stage: the settings.
-        probe: what the served artifact answered.
-        history: the road to the model, where it is known.
+        probe: recorded inputs and outputs of the served artifact.
+        history: the run's record of the stages that made the model, if any.
     """
     import yaml
 
@@ -216,13 +217,13 @@ def members_of(
         history=history,
         members={},
     )
-    members[MODEL_CARD] = card(stage.model_name, record, served.payload_bytes).encode()
+    members[MODEL_CARD] = model_card(stage.model_name, record, served.payload_bytes).encode()
     record = record.model_copy(update={"members": digests_of(members)})
     return members | {PROVENANCE: record.sealed()}
 
 
 def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> dict[str, Any]:
-    """Return what TorchServe and our handler read at load.
+    """Return the content of ``model-config.yaml``, for TorchServe and for our handler.
 
     Raises:
         StageFailed: a setting does not fit the model.
@@ -241,15 +242,15 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
         "probe_atol": stage.probe_atol,
         "inputs": inputs,
         "outputs": [output.name for output in signature.outputs],
-        "classes": classes(served, stage, probe),
+        "classes": class_settings(served, stage, probe),
     }
     for fact in ("built_for", "optimize_for_inference"):
         if served.manifest.facts.get(fact):
             handler[fact] = served.manifest.facts[fact]
     if stage.image:
-        handler["image"] = stage.image.packed(signature)
+        handler["image"] = stage.image.handler_settings(signature)
     if stage.text:
-        handler["text"] = stage.text.packed(signature)
+        handler["text"] = stage.text.handler_settings(signature)
     return {
         "minWorkers": stage.workers,
         "maxWorkers": stage.workers,
@@ -263,13 +264,15 @@ def handler_config(served: Artifact, stage: PackageTorchServe, probe: Probe) -> 
     }
 
 
-def classes(served: Artifact, stage: PackageTorchServe, probe: Probe) -> dict[str, Any] | None:
-    """Return how the first output's classes are named, or None where they are not.
+def class_settings(
+    served: Artifact, stage: PackageTorchServe, probe: Probe
+) -> dict[str, Any] | None:
+    """Return the handler's settings of class names, or None without names.
 
     Raises:
-        StageFailed: there are names, and other than one for each column of the first output.
+        StageFailed: the names do not match the columns of the first output.
     """
-    names = stage.class_names or names_within(served)
+    names = stage.class_names or onnx_class_names(served)
     if not names:
         return None
     first = served.signature.outputs[0].name
@@ -283,8 +286,8 @@ def classes(served: Artifact, stage: PackageTorchServe, probe: Probe) -> dict[st
     return {"names": list(names), "top": top, "softmax": softmax}
 
 
-def names_within(served: Artifact) -> tuple[str, ...]:
-    """Return the class names that an ONNX file holds."""
+def onnx_class_names(served: Artifact) -> tuple[str, ...]:
+    """Return the class names in an ONNX file's metadata."""
     if served.kind != "onnx":
         return ()
     import json
@@ -292,5 +295,5 @@ def names_within(served: Artifact) -> tuple[str, ...]:
     import onnx
 
     proto = onnx.load_model(served.payload_path, load_external_data=False)
-    held = {entry.key: entry.value for entry in proto.metadata_props}
-    return tuple(json.loads(held.get("class_names", "[]")))
+    metadata = {entry.key: entry.value for entry in proto.metadata_props}
+    return tuple(json.loads(metadata.get("class_names", "[]")))

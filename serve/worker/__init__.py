@@ -1,1 +1,1 @@
-"""The code that travels in an archive: reads requests, asks the model, writes responses."""
+"""The serving code inside a TorchServe archive: parse requests, run the model, write responses."""

@@ -1,4 +1,4 @@
-"""Requests that run together: their rows are joined for one call, and its answers cut apart."""
+"""Batching: join the rows of several requests for one model call, and split its outputs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from serve.worker.tensors import Array
 
 
-def together(
+def run_batched(
     run: Callable[[Sequence[Array]], Sequence[Array]], requests: Sequence[list[Array]]
 ) -> list[list[Array] | Exception]:
-    """Return each request's outputs, or what went wrong with it.
+    """Run several requests as one batch; return the outputs or the error of each.
 
     Args:
         run: the model as a function of arrays.
-        requests: each one's inputs; several are alike but for axis 0, which counts their rows.
+        requests: the inputs of each request; several differ in size only on axis 0, their rows.
     """
     try:
         if len(requests) == 1:
             return [list(run(requests[0]))]
-        joined = run([np.concatenate(column) for column in zip(*requests, strict=True)])
+        batch_outputs = run([np.concatenate(column) for column in zip(*requests, strict=True)])
         ends = [0, *accumulate(len(arrays[0]) for arrays in requests)]
-        if any(len(output) != ends[-1] for output in joined):
+        if any(len(output) != ends[-1] for output in batch_outputs):
             raise ValueError("the rows of an answer are not those of the requests")
-        return [[output[start:end] for output in joined] for start, end in pairwise(ends)]
+        return [[output[start:end] for output in batch_outputs] for start, end in pairwise(ends)]
     except Exception as error:
         if len(requests) == 1:
             logging.getLogger(__name__).warning("inference failed", exc_info=True)
             return [error]
-    # One request's values (an index out of range …) must not fail those it was joined with.
-    return [together(run, [arrays])[0] for arrays in requests]
+    # One request's values (an index out of range …) must not fail the rest of its batch.
+    return [run_batched(run, [arrays])[0] for arrays in requests]

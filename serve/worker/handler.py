@@ -1,10 +1,10 @@
-"""Answers requests inside TorchServe.
+"""TorchServe's handler class.
 
-TorchServe wants exactly one class here, and an exception that leaves ``handle`` fails every request
-of its batch with 503: ``handle`` answers each error alone.
+TorchServe expects exactly one class here. An exception that leaves ``handle`` fails every request
+of its batch with 503, so ``handle`` answers each error separately.
 
-X-Batch-Axis: 0 in an answer says that every output has its rows there, so that more of them may be
-sent in several requests.
+The header ``X-Batch-Axis: 0`` of a response says that axis 0 of every output counts the request's
+rows, so that a client may split many rows into several requests.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serve.worker.batching import together
-from serve.worker.http_errors import BROKEN, UNREADABLE, blame, what_failed
+from serve.worker.batching import run_batched
+from serve.worker.http_errors import BROKEN, UNREADABLE, inference_error, output_fault
 from serve.worker.loaders import LOADERS, THREADS_VARIABLE, replay
-from serve.worker.oip import LABELS, wanted_of
-from serve.worker.preprocess import readers_of
+from serve.worker.oip import LABELS, requested_outputs
+from serve.worker.preprocess import create_readers
 from serve.worker.tensors import check
-from serve.worker.wire import JSON, NPZ, decode, encode, from_npz, refusal
+from serve.worker.wire import JSON, NPZ, decode, encode, error_body, from_npz
 
 if TYPE_CHECKING:
     from ts.context import Context
@@ -32,41 +32,41 @@ if TYPE_CHECKING:
 
     Requests = dict[int, list[Array]]
 
-WARMING_RUNS = 3
-"""TorchScript profiles its first runs: READY means warm."""
+WARMUP_RUNS = 3
+"""TorchScript profiles its first runs and compiles after them."""
 
 
 class PackagedModel:
-    """The packaged model and what it accepts."""
+    """The packaged model, and the requests that it accepts."""
 
     def initialize(self, context: Context) -> None:
-        """Load the model and replay the probe; a model that answers otherwise is never READY."""
+        """Load the model and replay the probe; the worker is READY only if the outputs match."""
         folder = Path(context.system_properties["model_dir"])
-        refuse_damage(folder)
+        check_members(folder)
         settings = context.model_yaml_config["handler"]
         self.name: str = context.manifest["model"]["modelName"]
         self.inputs: Specs = settings["inputs"]
         self.outputs: list[str] = settings["outputs"]
         self.classes: Named | None = settings["classes"]
-        self.answered = [*self.outputs, *(LABELS if self.classes else ())]
+        self.output_names = [*self.outputs, *(LABELS if self.classes else ())]
         self.max_rows = int(settings["max_rows"])
         self.rows_stay_first = bool(settings["rows_stay_first"])
         self.joins_rows = bool(settings["joins_rows"])
-        self.readers = readers_of(settings, self.inputs, folder)
+        self.readers = create_readers(settings, self.inputs, folder)
         payload = folder / context.manifest["model"]["serializedFile"]
         threads = int(os.environ.get(THREADS_VARIABLE) or settings["threads"])
         self.run = LOADERS[settings["kind"]](payload, settings, threads)
         probe = from_npz((folder / "probe.npz").read_bytes())
-        self.given = [probe[spec["name"]] for spec in self.inputs]
-        self.expected = [probe[name] for name in self.outputs]
+        self.probe_inputs = [probe[spec["name"]] for spec in self.inputs]
+        self.probe_outputs = [probe[name] for name in self.outputs]
         self.atol = float(settings["probe_atol"])  # PyYAML reads 1e-05 as a string
-        for _ in range(WARMING_RUNS):
-            replay(self.run, self.given, self.expected, self.atol)
+        for _ in range(WARMUP_RUNS):
+            replay(self.run, self.probe_inputs, self.probe_outputs, self.atol)
 
     def handle(self, data: list[dict[str, Any]], context: Context) -> list[str | bytes]:
-        """Answer a batch of requests, each with its own status; what can be joined runs at once."""
-        sent = [context.get_all_request_header(i) for i in range(len(data))]
-        headers = [{key.lower(): value for key, value in each.items()} for each in sent]
+        """Answer requests, each with its own status; run those of equal row shapes as one batch."""
+        all_headers = [context.get_all_request_header(i) for i in range(len(data))]
+        headers = [{key.lower(): value for key, value in each.items()} for each in all_headers]
         answers: dict[int, str | bytes] = {}
         wanted: dict[int, Named] = {}
         groups: dict[Any, Requests] = {}
@@ -74,20 +74,20 @@ class PackagedModel:
             try:
                 arrays, asked = read_request(row, headers[i], self.inputs, self.readers)
                 check(arrays, self.inputs, self.max_rows)
-                wanted[i] = wanted_of(asked, self.answered) if asked else {}
-            except Exception as error:  # noqa: BLE001 - RecursionError too; its neighbours live on
-                answers[i] = refuse(context, i, error)
+                wanted[i] = requested_outputs(asked, self.output_names) if asked else {}
+            except Exception as error:  # noqa: BLE001 - RecursionError too; the rest is answered
+                answers[i] = respond_error(context, i, error)
             else:
-                alike = tuple(array.shape[1:] for array in arrays) if self.joins_rows else i
-                groups.setdefault(alike, {})[i] = arrays
+                key = tuple(array.shape[1:] for array in arrays) if self.joins_rows else i
+                groups.setdefault(key, {})[i] = arrays
         for group in groups.values():
-            answered = together(self.run, [*group.values()])
-            for i, outputs in zip(group, answered, strict=True):
+            results = run_batched(self.run, [*group.values()])
+            for i, outputs in zip(group, results, strict=True):
                 accept = str(headers[i].get("accept", "")).lower()
-                answers[i] = self.write_answer(context, i, accept, wanted[i], outputs)
+                answers[i] = self.write_response(context, i, accept, wanted[i], outputs)
         return [answers[i] for i in range(len(data))]
 
-    def write_answer(
+    def write_response(
         self,
         context: Context,
         i: int,
@@ -97,29 +97,29 @@ class PackagedModel:
     ) -> str | bytes:
         """Return one response body and set its status and headers."""
         try:
-            if what := what_failed(outputs, self.outputs):
-                raise blame(what, works=self.works())
+            if fault := output_fault(outputs, self.outputs):
+                raise inference_error(fault, works=self.answers_probe())
             named = dict(zip(self.outputs, outputs, strict=True))
             body, headers = encode(named, accept, wanted, self.name, self.classes)
         except Exception as error:  # noqa: BLE001
-            return refuse(context, i, error, status=BROKEN)
+            return respond_error(context, i, error, status=BROKEN)
         if self.rows_stay_first:
             headers["X-Batch-Axis"] = "0"
         for key, value in headers.items():
             context.set_response_header(i, key, value)
         return body
 
-    def works(self) -> bool:
+    def answers_probe(self) -> bool:
         """Return whether the model still answers the probe."""
         try:
-            replay(self.run, self.given, self.expected, self.atol)
+            replay(self.run, self.probe_inputs, self.probe_outputs, self.atol)
         except Exception:  # noqa: BLE001
             return False
         return True
 
 
-def refuse_damage(folder: Path) -> None:
-    """Raise RuntimeError where a member is not the file that was packed."""
+def check_members(folder: Path) -> None:
+    """Raise RuntimeError if a member's hash is not the one recorded in provenance.json."""
     members = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["members"]
     for name, expected in members.items():
         with (folder / name).open("rb") as stream:
@@ -131,7 +131,7 @@ def refuse_damage(folder: Path) -> None:
 def read_request(
     row: Named, headers: Named, specs: Specs, readers: Readers
 ) -> tuple[list[Array], Named]:
-    """Return a request's inputs in the signature's order, and what :func:`decode` says of it."""
+    """Return a request's inputs in the signature's order, and :func:`decode`'s second result."""
     field = "body" if "body" in row else "data"
     if field not in row:
         raise ValueError(UNREADABLE, f"the request has no body; send one as {JSON} or {NPZ}")
@@ -142,9 +142,9 @@ def read_request(
     )
 
 
-def refuse(context: Context, i: int, error: Exception, status: int = UNREADABLE) -> str:
-    """Set the status of a refused request and return its body."""
-    status, body = refusal(error, status)
+def respond_error(context: Context, i: int, error: Exception, status: int = UNREADABLE) -> str:
+    """Set the status of an error response and return its body."""
+    status, body = error_body(error, status)
     context.set_response_status(status, HTTPStatus(status).phrase, i)
     context.set_response_content_type(i, JSON)
     return body

@@ -1,6 +1,7 @@
-"""Which status tells a client of which mistake: one table, for both servers.
+"""HTTP status codes of request errors, for TorchServe and the built-in server.
 
-A refusal is ``ValueError(status, message)``, as TorchServe wants exactly one class in a handler.
+A request error is raised as ``ValueError(status, message)``: TorchServe expects exactly one class
+in a handler module, so none can be defined for errors.
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
 
 UNREADABLE = 400
-"""The body, or a tensor in it, is not what the signature says."""
+"""The body, or a tensor in it, does not match the signature."""
 NOT_ACCEPTABLE = 406
-"""The form that is asked for cannot carry the answer."""
+"""The response format that the client accepts cannot represent the outputs."""
 TOO_LARGE = 413
 UNKNOWN_FORM = 415
-"""Content-Type or Content-Encoding."""
+"""Unsupported Content-Type or Content-Encoding."""
 UNANSWERABLE = 422
-"""The model cannot compute with these values, or answers them with NaN."""
+"""The model fails for these values, or outputs NaN."""
 BROKEN = 500
-"""The model answers nothing any more."""
+"""The model fails for every input."""
 
-SHOWN = 160
-"""Characters of a client's value that a message shows at most."""
+SHOWN_CHARACTERS = 160
+"""Most characters of a client's value in a message."""
 BRIEF = reprlib.Repr()
 BRIEF.maxlist = BRIEF.maxtuple = BRIEF.maxdict = 8
 BRIEF.maxstring = BRIEF.maxother = BRIEF.maxlong = 60
 
 
-def shown(value: Any) -> str:
-    """Return a value as a message shows it: short, however large it is."""
+def abbreviated(value: Any) -> str:
+    """Return the repr of a client's value for a message, shortened."""
     text = BRIEF.repr(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
 
 
 def describe_error(error: Exception, status: int = UNREADABLE) -> tuple[int, str]:
-    """Return the status and message that tell a client of an error."""
+    """Return the HTTP status and the message for an error."""
     if type(error) is ValueError and len(error.args) == 2:
         status, message = error.args
         return status, message
@@ -51,19 +52,19 @@ def describe_error(error: Exception, status: int = UNREADABLE) -> tuple[int, str
     return status, f"the body cannot be read: {message}" if status == UNREADABLE else message
 
 
-def what_failed(outputs: Sequence[Array] | Exception, names: Sequence[str]) -> str:
-    """Return what is wrong with a model's outputs, or nothing."""
+def output_fault(outputs: Sequence[Array] | Exception, names: Sequence[str]) -> str:
+    """Describe what is wrong with a model's outputs; empty if nothing is."""
     if isinstance(outputs, Exception):
-        first = str(outputs).strip().partition("\n")[0]
-        return f"{type(outputs).__name__}: {first[:160]}"
+        first_line = str(outputs).strip().partition("\n")[0]
+        return f"{type(outputs).__name__}: {first_line[:160]}"
     for name, array in zip(names, outputs, strict=True):
         if array.dtype.kind == "f" and np.isnan(array).any():
             return f"it answers NaN in {name}"
     return ""
 
 
-def blame(what: str, *, works: bool) -> ValueError:
-    """Return whose fault a failure is: the request's, where the model still answers another."""
+def inference_error(fault: str, *, works: bool) -> ValueError:
+    """Return error 422, about the request, if the model works for other inputs; else error 500."""
     if works:
-        return ValueError(UNANSWERABLE, f"the model cannot answer these values: {what}")
-    return ValueError(BROKEN, f"the model does not work any more: {what}")
+        return ValueError(UNANSWERABLE, f"the model cannot answer these values: {fault}")
+    return ValueError(BROKEN, f"the model does not work any more: {fault}")

@@ -1,4 +1,4 @@
-"""How each kind of packaged model becomes a function of arrays."""
+"""Load each kind of packaged model as a function of numpy arrays."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     Run = Callable[[Sequence[Array]], list[Array]]
 
 THREADS_VARIABLE = "HANDLER_THREADS"
-"""Environment variable that overrides the packaged number of threads."""
+"""Environment variable that overrides the archive's number of threads."""
 
 
 def load_onnx(payload: Path, settings: Named, threads: int) -> Run:
-    """Return an ONNX Runtime session as a function of arrays."""
+    """Load an ONNX file in ONNX Runtime."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    # Spinning threads take the cores from the other workers.
+    # Threads that spin while idle take the cores from the other workers.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session = onnxruntime.InferenceSession(str(payload), options, ["CPUExecutionProvider"])
     inputs = [spec["name"] for spec in settings["inputs"]]
@@ -40,21 +40,23 @@ def load_onnx(payload: Path, settings: Named, threads: int) -> Run:
 
 
 def load_torchscript(payload: Path, settings: Named, threads: int) -> Run:
-    """Return a TorchScript module as a function of arrays."""
+    """Load a TorchScript file."""
     import torch
 
     load: Any = torch.jit.load  # it has no annotations
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r".*torch\.jit.* is deprecated")
         module = load(str(payload), map_location="cpu").eval()
-        if settings.get("optimize_for_inference"):  # torch cannot save what this does
+        if settings.get("optimize_for_inference"):  # its result cannot be saved
             module = torch.jit.optimize_for_inference(module)
-    return in_torch(module, threads)
+    return as_array_function(module, threads)
 
 
 def load_graph(payload: Path, settings: Named, threads: int) -> Run:
-    """Return a ``torch.export`` program as a function of arrays; what could run code is refused."""
-    import_module("torch.ao.quantization.fx._decomposed")  # registers quantize_per_tensor and kin
+    """Load a ``torch.export`` program; refuse files that could run code while they are read."""
+    import_module(
+        "torch.ao.quantization.fx._decomposed"
+    )  # registers quantize_per_tensor and others
     from torch.export.pt2_archive import PT2ArchiveReader
     from torch.export.pt2_archive._package import load_pt2
 
@@ -62,15 +64,15 @@ def load_graph(payload: Path, settings: Named, threads: int) -> Run:
     for danger in find_code(PT2ArchiveReader(io.BytesIO(content))):
         raise RuntimeError(f"{payload.name} {danger}; it was not read")
     module = load_pt2(io.BytesIO(content)).exported_programs["model"].module()
-    find_ranges_of_nothing_(module)
-    return in_torch(module, threads)
+    guard_empty_tensors_(module)
+    return as_array_function(module, threads)
 
 
-def find_ranges_of_nothing_(module: Any) -> None:
-    """Let ranges that are found at run time be those of a zero where a request has no rows.
+def guard_empty_tensors_(module: Any) -> None:
+    """Let dynamic quantization accept tensors without elements, as of requests without rows.
 
-    torch's own operator (2.13) raises there. As in ``compress.artifacts.graph_model``, which is not
-    here.
+    ``choose_qparams`` of torch 2.13 raises for them; here it gets a zero instead. The same as in
+    ``compress.artifacts.graph_model``, which is not in an archive.
     """
     import torch
 
@@ -85,19 +87,21 @@ def find_ranges_of_nothing_(module: Any) -> None:
 
 
 def load_aot(payload: Path, settings: Named, threads: int) -> Run:
-    """Return an AOTInductor package as a function of arrays; refused where it was not built for."""
+    """Load an AOTInductor package; refuse one that was compiled for another kind of machine."""
     import torch
 
-    lacking = lacking_here(settings["built_for"])
-    if lacking:
-        raise RuntimeError(f"{payload.name} was compiled for {lacking}; compile it on this machine")
-    # Not torch._inductor.aoti_load_package, which compiles test programs where no cache is.
+    missing = missing_here(settings["built_for"])
+    if missing:
+        raise RuntimeError(f"{payload.name} was compiled for {missing}; compile it on this machine")
+    # Not torch._inductor.aoti_load_package, which compiles test programs if its cache is empty.
     package = torch._C._aoti.AOTIModelPackageLoader(str(payload), "model", True, 1, -1)
-    return in_torch(lambda *inputs: package.boxed_run([x.contiguous() for x in inputs]), threads)
+    return as_array_function(
+        lambda *inputs: package.boxed_run([x.contiguous() for x in inputs]), threads
+    )
 
 
-def lacking_here(built_for: Named) -> str:
-    """Return what compiled code needs and this machine has not, or nothing."""
+def missing_here(built_for: Named) -> str:
+    """Describe what compiled code needs and this machine lacks; empty if nothing."""
     import torch
 
     found = torch.cpu.get_capabilities()
@@ -110,15 +114,15 @@ def lacking_here(built_for: Named) -> str:
     return f"a processor with {', '.join(absent)}, which this one has not" if absent else ""
 
 
-def in_torch(module: Callable[..., Any], threads: int) -> Run:
-    """Return a function of tensors as one of arrays."""
+def as_array_function(module: Callable[..., Any], threads: int) -> Run:
+    """Wrap a function of tensors as a function of arrays."""
     import torch
 
     torch.set_num_threads(threads)
 
     def run(arrays: Sequence[Array]) -> list[Array]:
         with torch.inference_mode():
-            return [out.numpy() for out in flatten(module(*map(torch.from_numpy, arrays)))]
+            return [out.numpy() for out in flatten_outputs(module(*map(torch.from_numpy, arrays)))]
 
     return run
 
@@ -131,18 +135,18 @@ LOADERS = {
 }
 
 
-def replay(run: Run, given: list[Array], expected: list[Array], atol: float) -> None:
-    """Raise RuntimeError unless the recorded inputs give the recorded outputs."""
-    got = run(given)
-    kinds = [[(array.shape, array.dtype) for array in arrays] for arrays in (got, expected)]
-    pairs = zip(got, expected, strict=False)
-    if kinds[0] != kinds[1] or not all(np.allclose(a, b, 0, atol) for a, b in pairs):
+def replay(run: Run, inputs: list[Array], expected: list[Array], atol: float) -> None:
+    """Raise RuntimeError unless the recorded inputs give the recorded outputs within `atol`."""
+    outputs = run(inputs)
+    types, expected_types = ([(a.shape, a.dtype) for a in arrays] for arrays in (outputs, expected))
+    pairs = zip(outputs, expected, strict=False)
+    if types != expected_types or not all(np.allclose(a, b, 0, atol) for a, b in pairs):
         raise RuntimeError(f"the model does not answer the probe as packaged (within {atol:g})")
 
 
-def flatten(answer: Any) -> list[Any]:
-    """Return the tensors in a model's answer, in order."""
+def flatten_outputs(answer: Any) -> list[Any]:
+    """Return the tensors of a nested model output, in order."""
     answer = list(answer.values()) if isinstance(answer, dict) else answer
     if isinstance(answer, list | tuple):
-        return [tensor for part in answer if part is not None for tensor in flatten(part)]
+        return [tensor for part in answer if part is not None for tensor in flatten_outputs(part)]
     return [answer]

@@ -1,6 +1,6 @@
-"""The Open Inference Protocol (version 2): requests to arrays, arrays to answers.
+"""The Open Inference Protocol v2: requests to arrays, arrays to responses.
 
-Tensors are JSON, or by the binary extension their bytes behind it.
+Tensors are JSON; with the binary tensor data extension, raw bytes after the JSON.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.worker.http_errors import NOT_ACCEPTABLE, UNREADABLE, shown
-from serve.worker.tensors import exact, in_order
+from serve.worker.http_errors import NOT_ACCEPTABLE, UNREADABLE, abbreviated
+from serve.worker.tensors import in_signature_order, to_exact_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from serve.worker.tensors import Array, Named, Specs
 
 HEADER_LENGTH = "inference-header-content-length"
-"""The header that says where the JSON ends, and bytes begin."""
+"""The HTTP header with the length of the JSON, after which raw tensors begin."""
 DATATYPES = {
     "bool": "BOOL",
     **{
@@ -30,22 +30,22 @@ DATATYPES = {
     },
     **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
 }
-WORDS = "BYTES"
-"""The datatype of texts."""
-PIECE = 1 << 16
-"""Numbers that are written at once: for some 20 ms."""
+TEXT_DATATYPE = "BYTES"
+"""The protocol's datatype of strings."""
+JSON_CHUNK = 1 << 16
+"""Numbers per call of `json.dumps`: about 20 ms, during which no other thread runs."""
 LABELS = ("labels", "probabilities")
-"""Further outputs, where classes have names: the likeliest of each row."""
+"""Additional outputs if classes have names: the most probable ones of each row."""
 
 
 def is_protocol(value: Any) -> bool:
-    """Return whether a parsed body lists its tensors as the protocol does."""
+    """Return whether a parsed JSON body has the protocol's list of input tensors."""
     inputs = value.get("inputs") if isinstance(value, dict) else None
     return isinstance(inputs, list) and bool(inputs) and all(isinstance(i, dict) for i in inputs)
 
 
-def split(body: bytes, header_length: str) -> tuple[bytes, memoryview]:
-    """Return the JSON at a body's beginning, and the raw tensors behind it."""
+def split_body(body: bytes, header_length: str) -> tuple[bytes, memoryview]:
+    """Split a body into its JSON and the raw tensors after it."""
     found = f"{HEADER_LENGTH} is {header_length[:40]!r}"
     if not header_length.isascii() or not header_length.isdigit():
         raise ValueError(UNREADABLE, f"{found}, expected a number")
@@ -66,22 +66,24 @@ def from_protocol(
     Args:
         value: the parsed JSON.
         specs: name, shape and dtype of each input.
-        raw: the bytes behind the JSON, of the tensors that say so, in order.
-        read_texts: how texts become the inputs, where the model takes texts.
+        raw: the bytes after the JSON: the tensors with a `binary_data_size`, in order.
+        read_texts: converts texts to the inputs, if the model takes texts.
     """
     if not is_protocol(value):
         form = '{"inputs": [{"name", "shape", "datatype", ...}, ...]}'
         raise ValueError(UNREADABLE, f"the body is not {form}")
     tensors: dict[str, tuple[Named, memoryview | bytes]] = {}
     for tensor in value["inputs"]:
-        size = parameters(tensor).get("binary_data_size")
+        size = parameters_of(tensor).get("binary_data_size")
         for key in ("name", "shape", "datatype", *(["data"] if size is None else [])):
             if key not in tensor:
-                message = f"inputs: a tensor has {shown([*tensor])}, expected a {key!r}"
+                message = f"inputs: a tensor has {abbreviated([*tensor])}, expected a {key!r}"
                 raise ValueError(UNREADABLE, message)
-        name = shown(tensor["name"])
+        name = abbreviated(tensor["name"])
         if size is not None and (type(size) is not int or not 0 <= size <= len(raw)):
-            message = f"{name}: binary_data_size is {shown(size)}, and {len(raw)} bytes are left"
+            message = (
+                f"{name}: binary_data_size is {abbreviated(size)}, and {len(raw)} bytes are left"
+            )
             raise ValueError(UNREADABLE, message)
         if not isinstance(tensor["name"], str) or tensor["name"] in tensors:
             raise ValueError(UNREADABLE, f"inputs: {name} is given twice, or no name")
@@ -90,9 +92,9 @@ def from_protocol(
     if len(raw):
         raise ValueError(UNREADABLE, f"{len(raw)} bytes follow the last tensor, expected none")
     first = value["inputs"][0]
-    if read_texts and len(tensors) == 1 and first["datatype"] == WORDS and "data" in first:
+    if read_texts and len(tensors) == 1 and first["datatype"] == TEXT_DATATYPE and "data" in first:
         return read_texts(_texts(first))
-    pairs = zip(in_order(tensors, specs), specs, strict=True)
+    pairs = zip(in_signature_order(tensors, specs), specs, strict=True)
     return [_array(tensor, data, spec) for (tensor, data), spec in pairs]
 
 
@@ -101,7 +103,7 @@ def _texts(tensor: Named) -> list[str]:
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(UNREADABLE, f"{tensor['name']}: data is not a list of texts")
     if shape not in ([len(texts)], [len(texts), 1]) or not texts:
-        message = f"{tensor['name']} has shape {shown(shape)}, expected [{len(texts) or 1}]"
+        message = f"{tensor['name']} has shape {abbreviated(shape)}, expected [{len(texts) or 1}]"
         raise ValueError(UNREADABLE, message)
     return texts
 
@@ -109,14 +111,16 @@ def _texts(tensor: Named) -> list[str]:
 def _array(tensor: Named, raw: memoryview | bytes, spec: Named) -> Array:
     name, shape, expected = tensor["name"], tensor["shape"], DATATYPES[spec["dtype"]]
     if tensor["datatype"] != expected:
-        found = shown(tensor["datatype"])
+        found = abbreviated(tensor["datatype"])
         raise ValueError(UNREADABLE, f"{name}: datatype is {found}, expected {expected!r}")
     if not isinstance(shape, list) or not all(type(d) is int and 0 <= d < 2**31 for d in shape):
-        raise ValueError(UNREADABLE, f"{name}: shape is {shown(shape)}, expected a list of sizes")
-    if "binary_data_size" in parameters(tensor):
+        raise ValueError(
+            UNREADABLE, f"{name}: shape is {abbreviated(shape)}, expected a list of sizes"
+        )
+    if "binary_data_size" in parameters_of(tensor):
         return _from_bytes(raw, shape, spec)
-    array = exact(tensor["data"], spec)
-    nested = array.ndim > 1  # the data of a tensor may be flat, or nested as its shape is
+    array = to_exact_array(tensor["data"], spec)
+    nested = array.ndim > 1  # the data of a tensor may be flat, or nested like its shape
     if array.size != math.prod(shape) or (nested and list(array.shape) != shape):
         size = list(array.shape) if nested else array.size
         message = f"{name}: data has {size} elements, expected those of shape {shape}"
@@ -130,40 +134,44 @@ def _from_bytes(raw: memoryview | bytes, shape: list[int], spec: Named) -> Array
     if len(raw) != needed:
         found = f"{spec['name']}: binary_data_size is {len(raw)}"
         raise ValueError(UNREADABLE, f"{found}, expected {needed} for shape {shape}")
-    # A copy: the bytes begin anywhere, and native code may count on its types' alignment.
+    # A copy: the bytes start at any offset, and native code may rely on aligned data.
     return np.frombuffer(raw, dtype).reshape(shape).astype(spec["dtype"])
 
 
-def wanted_of(value: Named, outputs: Sequence[str]) -> dict[str, Any]:
-    """Return how the answer to a request is wanted: its ``id``, ``outputs``, those in ``binary``.
+def requested_outputs(value: Named, outputs: Sequence[str]) -> dict[str, Any]:
+    """Return the response's ``id``, the names of its ``outputs``, and of those sent as ``binary``.
 
     Args:
-        value: the parsed JSON.
-        outputs: the names that may be asked for; all are, where the request names none.
+        value: the parsed JSON of the request.
+        outputs: the model's outputs; all are returned if the request names none.
     """
-    everything = parameters(value).get("binary_data_output", False)
-    asked = value.get("outputs") or [{"name": name} for name in outputs]
-    if not isinstance(asked, list) or not all(isinstance(each, dict) for each in asked):
-        raise ValueError(UNREADABLE, f"outputs is {shown(asked)}, expected objects with a 'name'")
-    names = [each.get("name") for each in asked]
+    binary_by_default = parameters_of(value).get("binary_data_output", False)
+    requested = value.get("outputs") or [{"name": name} for name in outputs]
+    if not isinstance(requested, list) or not all(isinstance(each, dict) for each in requested):
+        raise ValueError(
+            UNREADABLE, f"outputs is {abbreviated(requested)}, expected objects with a 'name'"
+        )
+    names = [each.get("name") for each in requested]
     for i, name in enumerate(names):
         if name not in outputs or name in names[:i]:
-            found = f"outputs[{i}].name is {shown(name)}"
+            found = f"outputs[{i}].name is {abbreviated(name)}"
             raise ValueError(UNREADABLE, f"{found}, expected each once of {[*outputs]}")
-    binary = [e["name"] for e in asked if parameters(e).get("binary_data", everything)]
+    binary = [
+        e["name"] for e in requested if parameters_of(e).get("binary_data", binary_by_default)
+    ]
     return {"id": value.get("id"), "outputs": names, "binary": binary}
 
 
 def to_protocol(
     named: Named, wanted: Named, model_name: str, labels: list[list[dict[str, Any]]]
 ) -> tuple[bytes, dict[str, str]]:
-    """Return an answer's body and headers.
+    """Return a response's body and headers.
 
     Args:
         named: the outputs by name; none of them holds NaN.
-        wanted: what :func:`wanted_of` gave.
-        model_name: under which the model is served.
-        labels: the likeliest classes of each row, where they have names.
+        wanted: the result of :func:`requested_outputs`.
+        model_name: name of the served model.
+        labels: the most probable classes of each row, if they have names.
     """
     outputs = dict(named)
     for name, key in zip(LABELS, ("label", "probability"), strict=True) if labels else ():
@@ -171,9 +179,9 @@ def to_protocol(
     tensors, raw = [], []
     for name in wanted["outputs"]:
         array = outputs[name]
-        datatype = DATATYPES.get(str(array.dtype), WORDS)
+        datatype = DATATYPES.get(str(array.dtype), TEXT_DATATYPE)
         tensor: dict[str, Any] = {"name": name, "shape": list(array.shape), "datatype": datatype}
-        in_bytes = name in wanted["binary"] and datatype != WORDS
+        in_bytes = name in wanted["binary"] and datatype != TEXT_DATATYPE
         if in_bytes:
             raw.append(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
             tensor["parameters"] = {"binary_data_size": len(raw[-1])}
@@ -193,18 +201,15 @@ def to_protocol(
 
 
 def flat_json(array: Array) -> str:
-    """Return an array's elements as a JSON list.
-
-    It is written in pieces: no other thread runs while ``json`` writes one.
-    """
+    """Return an array's elements as a JSON list, written in chunks to let other threads run."""
     flat = array.ravel()
-    pieces = (flat[at : at + PIECE].tolist() for at in range(0, flat.size, PIECE))
-    return f"[{', '.join(json.dumps(piece, allow_nan=False)[1:-1] for piece in pieces)}]"
+    chunks = (flat[i : i + JSON_CHUNK].tolist() for i in range(0, flat.size, JSON_CHUNK))
+    return f"[{', '.join(json.dumps(chunk, allow_nan=False)[1:-1] for chunk in chunks)}]"
 
 
-def parameters(owner: Named) -> Named:
-    """Return the protocol's ``parameters`` of a request, a tensor or an output."""
+def parameters_of(owner: Named) -> Named:
+    """Return the ``parameters`` object of a request, a tensor or an output."""
     found = owner.get("parameters") or {}
     if not isinstance(found, dict):
-        raise ValueError(UNREADABLE, f"parameters is {shown(found)}, expected an object")
+        raise ValueError(UNREADABLE, f"parameters is {abbreviated(found)}, expected an object")
     return found

@@ -1,4 +1,4 @@
-"""How an image's bytes, and texts, become a model's inputs, by what the archive was packed with."""
+"""Preprocess images and texts to model inputs, with the settings recorded in the archive."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from serve.worker.wire import Readers
 
 MAX_PIXELS = 64_000_000
-"""A small file can unfold to any size."""
-DEEP = ("I", "F")
-"""First letters of Pillow's modes with more than 8 bits a pixel."""
+"""Largest decoded image: a small file can decompress to any size."""
+DEEP_MODES = ("I", "F")
+"""First letters of Pillow's modes with more than 8 bits per channel."""
 
 
-def readers_of(settings: Named, specs: Specs, folder: Path) -> Readers:
-    """Return by content type how a body is read: of images, and of texts, where they are taken."""
+def create_readers(settings: Named, specs: Specs, folder: Path) -> Readers:
+    """Return the preprocessing function of each content type that the archive accepts."""
     readers: dict[str, Callable[[Any], list[Array]]] = {}
     if settings.get("image"):
         readers |= dict.fromkeys(IMAGES, image_reader(settings["image"], specs[0]))
@@ -34,7 +34,7 @@ def readers_of(settings: Named, specs: Specs, folder: Path) -> Readers:
 
 
 def image_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]:
-    """Return a function that gives a PNG's or JPEG's bytes as one row.
+    """Return a function that decodes a PNG or JPEG to one row of the model's input.
 
     Args:
         settings: ``size`` (height, width), ``shorter_side``, ``mode`` of Pillow, ``layout``,
@@ -46,11 +46,11 @@ def image_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]
     def read(body: bytes) -> list[Array]:
         try:
             with Image.open(io.BytesIO(body), formats=("PNG", "JPEG")) as image:
-                found = image.width * image.height
-                if found > MAX_PIXELS:
-                    message = f"the image has {found} pixels, at most {MAX_PIXELS}"
+                pixels = image.width * image.height
+                if pixels > MAX_PIXELS:
+                    message = f"the image has {pixels} pixels, at most {MAX_PIXELS}"
                     raise ValueError(TOO_LARGE, message)
-                if image.mode.startswith(DEEP):
+                if image.mode.startswith(DEEP_MODES):
                     message = f"the image's mode is {image.mode}, expected 8 bits"
                     raise ValueError(UNREADABLE, message)
                 fitted = fit(image.convert(settings["mode"]), settings)
@@ -62,7 +62,7 @@ def image_reader(settings: Named, spec: Named) -> Callable[[bytes], list[Array]]
 
 
 def fit(image: Any, settings: Named) -> Any:
-    """Return a Pillow image of the model's size: squashed, or scaled and its centre cut out."""
+    """Resize a Pillow image: to the exact size, or its shorter side followed by a center crop."""
     from PIL import Image
 
     height, width = settings["size"]
@@ -80,9 +80,9 @@ def fit(image: Any, settings: Named) -> Any:
 
 
 def normalized(pixels: Array, settings: Named, dtype: str) -> Array:
-    """Return one row of the model's input, (1, C, H, W) or (1, H, W, C).
+    """Normalize pixels to one row of the model's input, (1, C, H, W) or (1, H, W, C).
 
-    Bytes stay bytes where the model takes them; else they go from 0 to 1, less mean, by deviation.
+    uint8 inputs stay as they are; others are scaled to 0..1, minus mean, divided by std.
     """
     row = pixels.reshape(1, *pixels.shape[:2], -1)
     if dtype != "uint8":
@@ -93,13 +93,13 @@ def normalized(pixels: Array, settings: Named, dtype: str) -> Array:
 
 
 def text_reader(settings: Named, specs: Specs, folder: Path) -> Callable[[list[str]], list[Array]]:
-    """Return a function that gives texts as a model's inputs, a row each.
+    """Return a function that tokenizes texts to the model's inputs, one row per text.
 
     Args:
         settings: ``tokenizer``, its file; ``max_length``; ``length`` of a fixed axis; ``fields``,
-            what of an encoding each input is; ``pad_id`` and ``pad_token``.
+            the encoding's attribute for each input; ``pad_id`` and ``pad_token``.
         specs: name, shape and dtype of each input.
-        folder: where the file is.
+        folder: folder of the tokenizer's file.
     """
     from tokenizers import Tokenizer
 

@@ -1,4 +1,4 @@
-"""Arrays as the signature wants them: values, order, sizes; and the likeliest classes of a row."""
+"""Check arrays against the model's signature: order, dtype, shape, values; classify rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from serve.worker.http_errors import TOO_LARGE, UNREADABLE, shown
+from serve.worker.http_errors import TOO_LARGE, UNREADABLE, abbreviated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,40 +15,42 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Array = npt.NDArray[Any]
-    Named = Mapping[str, Any]
-    Specs = Sequence[Named]
+    Named = Mapping[str, Any]  # a JSON object, or values by name
+    Specs = Sequence[Named]  # "name", "dtype", "shape" … of each input
 
-NUMBERS = {bool, int, float}
+NUMBER_TYPES = {bool, int, float}
 
 
-def in_order(named: Named, specs: Specs) -> list[Any]:
-    """Return what is given by name in the signature's order."""
+def in_signature_order(named: Named, specs: Specs) -> list[Any]:
+    """Return the values in the signature's order; refuse missing and unknown names."""
     names = [spec["name"] for spec in specs]
     if sorted(named) != sorted(names):
-        raise ValueError(UNREADABLE, f"the inputs are {shown(sorted(named))}, expected {names}")
+        raise ValueError(
+            UNREADABLE, f"the inputs are {abbreviated(sorted(named))}, expected {names}"
+        )
     return [named[name] for name in names]
 
 
-def exact(values: Any, spec: Named) -> Array:
-    """Return nested lists of numbers as an array of the input's type, none of them changed."""
-    if not leaf_types(values) <= NUMBERS:
+def to_exact_array(values: Any, spec: Named) -> Array:
+    """Convert nested lists of numbers to the input's dtype; refuse values that it would change."""
+    if not leaf_types(values) <= NUMBER_TYPES:
         raise ValueError(UNREADABLE, f"{spec['name']} holds values that are not {spec['dtype']}")
     try:
-        found = np.asarray(values)
+        parsed = np.asarray(values)
     except (ValueError, OverflowError) as error:
         raise ValueError(UNREADABLE, f"{spec['name']} is no tensor: {str(error)[:120]}") from None
-    if found.dtype.kind in "biuf":
+    if parsed.dtype.kind in "biuf":
         with np.errstate(all="ignore"):
-            array = found.astype(spec["dtype"])
-        if array.dtype.kind == "f" or (array == found).all():
+            array = parsed.astype(spec["dtype"])
+        if array.dtype.kind == "f" or (array == parsed).all():
             return array
     raise ValueError(UNREADABLE, f"{spec['name']} holds values that are not {spec['dtype']}")
 
 
 def leaf_types(values: Any) -> set[type]:
-    """Return the types of what nested lists hold; ``list`` too where some are nested deeper.
+    """Return the types of the leaves of nested lists; ``list`` among them if the depths differ.
 
-    numpy is not asked: of a long text among numbers it makes an array of texts as long as that.
+    Not by numpy, which pads every element to the longest text if there is one among numbers.
     """
     level, types = [values], {type(values)}
     while types == {list}:
@@ -58,9 +60,9 @@ def leaf_types(values: Any) -> set[type]:
 
 
 def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
-    """Raise ValueError for inputs that the signature does not allow.
+    """Raise ValueError for inputs that do not match the signature.
 
-    A spec may say ``infinities``: that the model is meant to be given them, as masks have; and
+    A spec may have ``infinities``, which allows them (float attention masks hold them), and
     ``bounds``: the smallest and largest size of a named axis.
     """
     sizes: dict[str, int] = {}
@@ -88,11 +90,11 @@ def check(arrays: list[Array], specs: Specs, max_rows: int) -> None:
         raise ValueError(TOO_LARGE, f"{rows} rows, at most {max_rows} in one request")
 
 
-def likeliest(scores: Array, classes: Named) -> list[list[dict[str, Any]]]:
-    """Return the likeliest classes of each row, the likeliest first.
+def top_classes(scores: Array, classes: Named) -> list[list[dict[str, Any]]]:
+    """Return the most probable classes of each row, in descending order.
 
     Args:
-        scores: (rows, classes): logits, or probabilities where ``classes`` does not say softmax.
+        scores: (rows, classes): logits; probabilities if ``classes["softmax"]`` is false.
         classes: ``names``, ``top`` and ``softmax``.
     """
     rows = scores.astype(np.float64)

@@ -1,22 +1,22 @@
-"""Bodies of requests and answers as arrays: pure functions of bytes, headers and the inputs' specs.
+"""Decode request bodies to arrays, encode arrays to response bodies.
 
-Requests (Content-Type decides, nothing is guessed from the bytes):
+Requests (by Content-Type; nothing is guessed from the bytes):
 
     application/x-npz         every input by name, as numpy.savez writes them; lossless
     application/x-npy         the input of a single-input model
     application/octet-stream  its bytes, little-endian, C order; X-Shape where axes vary, and
-                              X-Dtype, where given, must be the model's
+                              X-Dtype, if sent, must be the model's
     application/json          [...] for a single input, {"inputs": {"name": [...], ...}}, or the
                               Open Inference Protocol's {"inputs": [{"name", "shape", ...}]},
-                              with tensors' bytes behind it where Inference-Header-Content-Length
-                              says where it ends
-    image/png, image/jpeg     one image, where the archive was packed with ``image``
-    text/plain                one text, where it was packed with ``text``; several as JSON [...]
+                              followed by raw tensors if Inference-Header-Content-Length is
+                              sent: the length of the JSON
+    image/png, image/jpeg     one image, if the archive was packed with ``image``
+    text/plain                one text, if it was packed with ``text``; several as JSON [...]
 
-Answers (Accept decides): ``application/x-npz``, lossless; ``application/octet-stream`` for a single
-output, with X-Shape and X-Dtype; else JSON, ``{"outputs": {"name": [...], ...}}``, and ``"labels"``
-where classes have names: the likeliest of each row. What came by the Open Inference Protocol is
-answered by it.
+Responses (by Accept): ``application/x-npz``, lossless; ``application/octet-stream`` for a single
+output, with X-Shape and X-Dtype; else JSON, ``{"outputs": {"name": [...], ...}}``, with
+``"labels"``, the most probable classes of each row, if they have names. Requests of the Open
+Inference Protocol get responses of that protocol.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from serve.worker.oip import (
     HEADER_LENGTH,
     from_protocol,
     is_protocol,
-    split,
+    split_body,
     to_protocol,
 )
-from serve.worker.tensors import exact, in_order, likeliest
+from serve.worker.tensors import in_signature_order, to_exact_array, top_classes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 JSON, NPY, NPZ = "application/json", "application/x-npy", "application/x-npz"
 MEMBER_BYTES = 512
-"""Of a zip's directory for each array: 46 and its name, with what else zip programs may add."""
+"""Allowed per array in a zip's central directory: 46 bytes, its name, and extra fields."""
 END_OF_ZIP = struct.Struct("<4s4H2LH")
 RAW, TEXT, IMAGES = "application/octet-stream", "text/plain", ("image/png", "image/jpeg")
 
@@ -58,43 +58,44 @@ RAW, TEXT, IMAGES = "application/octet-stream", "text/plain", ("image/png", "ima
 def decode(
     body: Any, content_type: str, headers: Named, specs: Specs, readers: Readers
 ) -> tuple[list[Array], Named]:
-    """Return a body's arrays in the signature's order, and how the answer is wanted.
+    """Decode a request body.
 
     Args:
-        body: bytes, or JSON that was parsed already.
-        content_type: what it is, without parameters, in lower case; where it is not said, bytes.
-        headers: the request's others, their names in lower case.
+        body: bytes, or JSON that is parsed already.
+        content_type: without parameters, in lower case; raw bytes if empty.
+        headers: the request's other headers, their names in lower case.
         specs: name, shape and dtype of each input.
-        readers: by content type, how the body of an image, and how a list of texts, is read.
+        readers: preprocessing functions by content type, of an image's bytes or a list of texts.
 
     Returns:
-        The arrays, and the request where it came by the Open Inference Protocol; else nothing.
+        The arrays in the signature's order, and the parsed request if it is one of the Open
+        Inference Protocol, else an empty dictionary.
     """
     encoding = headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise ValueError(UNKNOWN_FORM, f"Content-Encoding is {encoding[:40]}, expected none")
     if HEADER_LENGTH in headers:
-        text, raw = split(bytes(body), headers[HEADER_LENGTH])
-        value = parse(text)
+        text, raw = split_body(bytes(body), headers[HEADER_LENGTH])
+        value = parse_json(text)
         return from_protocol(value, specs, raw, readers.get(TEXT)), value
-    own = (JSON, NPZ) if len(specs) > 1 else (JSON, NPZ, NPY, RAW)
+    tensor_types = (JSON, NPZ) if len(specs) > 1 else (JSON, NPZ, NPY, RAW)
     content_type = content_type or RAW
-    if content_type not in (*own, *readers):
-        taken = ", ".join((*own, *readers))
+    if content_type not in (*tensor_types, *readers):
+        accepted = ", ".join((*tensor_types, *readers))
         raise ValueError(
-            UNKNOWN_FORM, f"Content-Type is {content_type[:80]}, expected one of {taken}"
+            UNKNOWN_FORM, f"Content-Type is {content_type[:80]}, expected one of {accepted}"
         )
     if isinstance(body, bytes | bytearray) and not body:
         names = [spec["name"] for spec in specs]
         raise ValueError(UNREADABLE, f"the body is empty, expected {names} as {JSON} or {NPZ}")
     if content_type == JSON:
-        # TorchServe has parsed it already where decode_input_request is on, its default.
-        value = parse(body) if isinstance(body, bytes | bytearray) else body
+        # TorchServe parses JSON itself if decode_input_request is on, its default.
+        value = parse_json(body) if isinstance(body, bytes | bytearray) else body
         if is_protocol(value):
             return from_protocol(value, specs, read_texts=readers.get(TEXT)), value
         return from_json(value, specs, readers), {}
     if content_type == NPZ:
-        return in_order(from_npz(bytes(body), most=len(specs)), specs), {}
+        return in_signature_order(from_npz(bytes(body), most=len(specs)), specs), {}
     if content_type == NPY:
         return [np.lib.format.read_array(io.BytesIO(bytes(body)), allow_pickle=False)], {}
     if content_type == RAW:
@@ -105,7 +106,7 @@ def decode(
 
 
 def from_raw(body: bytes, headers: Named, spec: Named) -> Array:
-    """Return the array in bare bytes; its shape from X-Shape, else from the signature."""
+    """Return the array in raw bytes; its shape from X-Shape, else from the signature."""
     sent = headers.get("x-dtype", spec["dtype"])
     if sent != spec["dtype"]:
         raise ValueError(UNREADABLE, f"{spec['name']} is {sent[:40]}, expected {spec['dtype']}")
@@ -132,8 +133,8 @@ def _sizes(text: str) -> list[int]:
     return [int(size) for size in sizes]
 
 
-def parse(body: bytes | bytearray) -> Any:
-    """Return what a JSON text holds; NaN and Infinity are not JSON."""
+def parse_json(body: bytes | bytearray) -> Any:
+    """Parse JSON; refuse NaN and Infinity, which Python's json accepts."""
     try:
         return json.loads(body, parse_constant=_refuse_constant)
     except RecursionError:
@@ -147,34 +148,36 @@ def _refuse_constant(word: str) -> None:
 
 
 def from_json(value: Any, specs: Specs, readers: Readers) -> list[Array]:
-    """Return the arrays in a parsed JSON body: whole numbers for integers, 0 and 1 for booleans."""
+    """Return the arrays of a parsed JSON body; numbers must fit the inputs' dtypes exactly."""
     inputs = value.get("inputs") if isinstance(value, dict) else value
-    words = isinstance(inputs, list) and bool(inputs) and all(isinstance(i, str) for i in inputs)
-    if words and TEXT in readers:
+    are_texts = (
+        isinstance(inputs, list) and bool(inputs) and all(isinstance(i, str) for i in inputs)
+    )
+    if are_texts and TEXT in readers:
         return readers[TEXT](inputs)
     if isinstance(inputs, list) and len(specs) == 1:
         inputs = {specs[0]["name"]: inputs}
     if not isinstance(inputs, dict):
         raise ValueError(UNREADABLE, 'the body is not {"inputs": {"name": [...], ...}}')
-    ordered = zip(in_order(inputs, specs), specs, strict=True)
-    return [exact(values, spec) for values, spec in ordered]
+    ordered = zip(in_signature_order(inputs, specs), specs, strict=True)
+    return [to_exact_array(values, spec) for values, spec in ordered]
 
 
 def encode(
     named: dict[str, Array], accept: str, wanted: Named, model_name: str, classes: Named | None
 ) -> tuple[bytes, dict[str, str]]:
-    """Return a body and its headers in the form that the client accepts.
+    """Encode outputs; return the response's body and headers.
 
     Args:
         named: the outputs by name; none of them holds NaN.
         accept: the Accept header, in lower case.
-        wanted: how, where the request came by the Open Inference Protocol; else nothing.
-        model_name: under which the model is served.
-        classes: ``names``, ``top`` and ``softmax`` for the first output; None where it has none.
+        wanted: ``requested_outputs`` of an Open Inference Protocol request; else empty.
+        model_name: name of the served model.
+        classes: ``names``, ``top`` and ``softmax`` of the first output, if its classes have names.
     """
     if NPZ in accept:
         return to_npz(named), {"content-type": NPZ}
-    labels = likeliest(next(iter(named.values())), classes) if classes else []
+    labels = top_classes(next(iter(named.values())), classes) if classes else []
     if wanted:
         return to_protocol(named, wanted, model_name, labels)
     if RAW in accept:
@@ -196,12 +199,12 @@ def encode(
 
 @cache
 def dtype_name(dtype: Any) -> str:
-    """Return a dtype's name, which numpy takes longer to write than a small answer."""
+    """Return a dtype's name; cached, as numpy takes longer for it than a small response does."""
     return str(dtype)
 
 
 def to_npz(arrays: Named) -> bytes:
-    """Return arrays as ``numpy.savez`` writes them, under any name, the same bytes every time."""
+    """Return arrays as ``numpy.savez`` writes them, but with any names and reproducible bytes."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
@@ -211,11 +214,11 @@ def to_npz(arrays: Named) -> bytes:
 
 
 def from_npz(data: bytes, most: int | None = None) -> dict[str, Array]:
-    """Return arrays by name; nothing is unpickled.
+    """Read an npz; nothing is unpickled.
 
     Args:
         data: an npz as ``numpy.savez`` writes it.
-        most: number of arrays that are taken; any, where left out.
+        most: largest number of arrays; unlimited by default.
     """
     if most is not None and directory_bytes(data) > most * MEMBER_BYTES:
         raise ValueError(UNREADABLE, f"the npz holds more than the {most} arrays expected")
@@ -223,13 +226,13 @@ def from_npz(data: bytes, most: int | None = None) -> dict[str, Array]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
         if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-            # few bytes could unfold to any size
+            # a few bytes could decompress to any size
             raise ValueError(UNREADABLE, "the npz is compressed: write it with numpy.savez")
         if sum(member.file_size for member in members) > len(data):
             raise ValueError(UNREADABLE, "the npz holds arrays that share their bytes")
         for member in members:
             name = member.filename.removesuffix(".npy")
-            if name in arrays:  # entries that share their bytes could be read any number of times
+            if name in arrays:  # entries that share bytes could be read any number of times
                 raise ValueError(UNREADABLE, f"the npz holds {name[:80]} twice")
             with archive.open(member) as stream:
                 arrays[name] = np.lib.format.read_array(stream, allow_pickle=False)
@@ -237,17 +240,17 @@ def from_npz(data: bytes, most: int | None = None) -> dict[str, Array]:
 
 
 def directory_bytes(data: bytes) -> int:
-    """Return the size of a zip's directory, which Python reads entry by entry."""
+    """Return the size of a zip's central directory, of which Python makes an object per entry."""
     end = data[-END_OF_ZIP.size :]
     if len(end) < END_OF_ZIP.size or end[:4] != b"PK\5\6":
         raise ValueError(UNREADABLE, "the body is no zip, as numpy.savez writes it")
-    if data[-END_OF_ZIP.size - 20 :][:4] == b"PK\6\7":  # another directory, of zip64, counts
+    if data[-END_OF_ZIP.size - 20 :][:4] == b"PK\6\7":  # a zip64 end record overrides this one
         raise ValueError(UNREADABLE, "the npz is a zip64: it holds more than 2 GiB, or many arrays")
     size: int = END_OF_ZIP.unpack(end)[5]
     return size
 
 
-def refusal(error: Exception, status: int = UNREADABLE) -> tuple[int, str]:
-    """Return the status and the JSON body with which TorchServe tells a client of an error."""
+def error_body(error: Exception, status: int = UNREADABLE) -> tuple[int, str]:
+    """Return the status and the JSON body of a TorchServe error response."""
     status, message = describe_error(error, status)
     return status, json.dumps({"code": status, "message": message})

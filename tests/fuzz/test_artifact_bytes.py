@@ -31,7 +31,7 @@ from compress.common.signature import Signature, TensorSpec
 from pipelines.commands.inspect import described
 from serve.attestation import read_attestation, signed, statement_of, subjects_of
 from serve.packaging.provenance import digest_of
-from serve.torchserve.artifact import check_bare
+from serve.torchserve.artifact import check_bare_mar
 from serve.torchserve.mar_file import read_mar
 from serve.verify import verify
 from tests.fuzz.mutations import changed_bytes, changed_value
@@ -76,10 +76,10 @@ def mar(graph: GraphModel, place: Path) -> bytes:
     from serve.packaging.recorded_probe import record_probe
     from serve.torchserve.artifact import PROBE
     from serve.torchserve.mar_file import write_mar
-    from serve.torchserve.stage import PackageTorchServe, members_of
+    from serve.torchserve.stage import PackageTorchServe, archive_members
 
     context, stage = Context(root=place / "packing"), PackageTorchServe()
-    members = members_of(graph, graph, stage, record_probe(graph, context, 4), None)
+    members = archive_members(graph, graph, stage, record_probe(graph, context, 4), None)
     assert PROBE in members
     write_mar(place / "model.mar", members)
     return (place / "model.mar").read_bytes()
@@ -156,7 +156,7 @@ def test_a_changed_archive_is_refused_or_holds_what_it_held(
     (place / "original.mar").write_bytes(mar)
     (place / "changed.mar").write_bytes(data.draw(changed_bytes(mar)))
     try:
-        members, _ = check_bare(place / "changed.mar")
+        members, _ = check_bare_mar(place / "changed.mar")
         assert members == read_mar(place / "original.mar")
     except CompressError as error:
         one_line(error)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from compress.common.printable import CONTROL_CHARACTERS
 from compress.common.signature import Signature, TensorSpec
 from serve.worker.http_errors import describe_error
-from serve.worker.oip import HEADER_LENGTH, wanted_of
+from serve.worker.oip import HEADER_LENGTH, requested_outputs
 from serve.worker.tensors import check
 from serve.worker.wire import JSON, NPY, NPZ, RAW, TEXT, decode, encode, to_npz
 from tests.fuzz.mutations import changed_bytes, changed_value
@@ -76,7 +76,7 @@ def hold(body: Any, content_type: str, headers: Mapping[str, str], specs: Any) -
     try:
         arrays, asked = decode(body, content_type, headers, specs, {})
         check(arrays, specs, 128)
-        wanted = wanted_of(asked, OUTPUTS) if asked else {}
+        wanted = requested_outputs(asked, OUTPUTS) if asked else {}
     except Exception as error:  # noqa: BLE001 - the servers catch all alike
         status, message = describe_error(error)
         assert 400 <= status < 500, error

@@ -200,11 +200,11 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     attacker = Attacker(ATTACKS[sys.argv[1]](), int(sys.argv[2]))
-    began, told = time.monotonic(), False
+    start, announced = time.monotonic(), False
     while not select.select([sys.stdin], [], [], 0)[0]:
         attacker.step()
-        if not told and (not attacker.missing or time.monotonic() > began + 2):
-            told = True
+        if not announced and (not attacker.missing or time.monotonic() > start + 2):
+            announced = True
             print("under way", flush=True)
 
 

@@ -112,7 +112,7 @@ class Served:
         method: str = "POST",
         timeout: float = 30,
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """Return an answer's status, headers and body; JSON and the token unless told otherwise."""
+        """Send a request, by default JSON with the token; return status, headers and body."""
         sent = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
         sent |= headers or {}
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=timeout)

@@ -87,7 +87,7 @@ def answers(connection: socket.socket, count: int = 1) -> list[tuple[int, bytes,
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_request_gets_one_error(
+def test_malformed_http_gets_one_error_response(
     server: Served, data: bytes, status: int, words: str
 ) -> None:
     """Also where another request is hidden behind it: that is never answered."""
@@ -135,7 +135,7 @@ def test_a_request_that_comes_byte_by_byte_is_answered(server: Served) -> None:
         assert [status for status, _, _ in answers(connection, 2)] == [200, 200]
 
 
-def test_what_clients_asked_for_that_left_is_not_computed(artifact: Path) -> None:
+def test_requests_of_disconnected_clients_are_not_computed(artifact: Path) -> None:
     with serving(artifact, "--workers", "1", "--max-rows", "1") as server:
         slow = as_json([3000.0, 0.0, 0.0, 0.0])
         began = time.monotonic()
@@ -233,7 +233,7 @@ def test_connections_are_bounded_by_the_files_that_may_be_open(artifact: Path) -
 
 
 @pytest.mark.slow
-def test_an_answer_that_is_not_read_is_given_up(artifact: Path) -> None:
+def test_a_client_that_reads_no_response_is_disconnected(artifact: Path) -> None:
     limits = ("--max-rows", "400000", "--max-mib", "64")
     with serving(artifact, *limits) as server, connected(server) as unread:
         rows = bytes(16 * 300_000)
@@ -246,7 +246,7 @@ def test_an_answer_that_is_not_read_is_given_up(artifact: Path) -> None:
         assert server.rows(GOOD)[0] == 200
 
 
-def test_the_token_is_not_asked_for_twice_by_curl(server: Served, tmp_path: Path) -> None:
+def test_curl_with_expect_continue_gets_one_401(server: Served, tmp_path: Path) -> None:
     """curl's -d says that a body is a form; and it keeps its connection."""
     file = tmp_path / "request.json"
     file.write_bytes(REQUEST)

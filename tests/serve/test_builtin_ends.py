@@ -37,14 +37,14 @@ def place_of(server: Served) -> tuple[str, int]:
     return host, int(port)
 
 
-def test_a_model_past_the_deadline_is_answered_for(impatient: Served) -> None:
+def test_a_model_past_the_deadline_gives_504(impatient: Served) -> None:
     status, answer = impatient.rows([1500.0, 0.0, 0.0, 0.0])
     assert (status, answer["error"]) == (504, "the model did not answer within 0.15 s")
     # What was given up still runs to its end; then the server is as before.
     until(lambda: impatient.rows(GOOD)[0] == 200)
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(impatient: Served) -> None:
+def test_a_body_that_does_not_arrive_gives_408(impatient: Served) -> None:
     head = f"POST /v2/models/model/infer HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
     with socket.create_connection(place_of(impatient), timeout=30) as slow:
         slow.sendall(
@@ -52,11 +52,11 @@ def test_a_body_that_does_not_come_is_not_waited_for(impatient: Served) -> None:
         )
         answer = b"".join(iter(lambda: slow.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 408")
-    assert b"the body was not here after 0.15 s" in answer
+    assert b"the body was not received within 0.15 s" in answer
 
 
 @pytest.mark.slow
-def test_a_head_that_does_not_come_closes_the_connection(impatient: Served) -> None:
+def test_a_head_that_does_not_arrive_closes_the_connection(impatient: Served) -> None:
     with (
         socket.create_connection(place_of(impatient), timeout=60) as silent,
         socket.create_connection(place_of(impatient), timeout=60) as half,
@@ -75,7 +75,7 @@ def test_a_head_that_does_not_come_closes_the_connection(impatient: Served) -> N
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_what_runs_is_answered_before_the_server_stops(
+def test_requests_in_progress_are_answered_before_the_server_stops(
     artifact: Path, number: signal.Signals, code: int
 ) -> None:
     with serving(artifact, "--workers", "2", "--max-rows", "1") as server:
@@ -92,7 +92,7 @@ def test_what_runs_is_answered_before_the_server_stops(
         socket.create_connection(place_of(server))
 
 
-def test_a_client_goes_on_with_a_server_that_was_killed_and_started_again(artifact: Path) -> None:
+def test_a_client_reconnects_to_a_restarted_server(artifact: Path) -> None:
     with serving(artifact) as server:
         form = OpenInference()
         with Client(server.url, "model", SIGNATURE, token=TOKEN, form=form) as client:
@@ -110,7 +110,7 @@ def test_a_client_goes_on_with_a_server_that_was_killed_and_started_again(artifa
                 assert all(map(np.array_equal, client.predict(rows), expected))
 
 
-def test_a_taken_port_is_named(artifact: Path, impatient: Served) -> None:
+def test_a_port_in_use_is_named_in_the_error(artifact: Path, impatient: Served) -> None:
     from tests.serve.http.test_uvicorn_server import refused
 
     port = str(place_of(impatient)[1])
@@ -138,7 +138,7 @@ def test_several_processes_answer_at_one_address_and_end_together(artifact: Path
         children = psutil.Process(server.process.pid).children()
         assert len(children) == 2
         parent = psutil.Process(server.process.pid)
-        until(lambda: not parent.net_connections())  # it is told of before it is closed
+        until(lambda: not parent.net_connections())  # closed just after the address is printed
         with ThreadPoolExecutor(8) as pool:
             answers = [*pool.map(server.rows, [[0.0, float(i % 8), 0, 0] for i in range(40)])]
         assert [answer["outputs"][2]["data"] for _, answer in answers] == [
@@ -152,9 +152,7 @@ def test_several_processes_answer_at_one_address_and_end_together(artifact: Path
     assert left == []
 
 
-def test_what_processes_cannot_serve_is_said_without_a_traceback(
-    artifact: Path, tmp_path: Path
-) -> None:
+def test_errors_of_server_processes_have_no_traceback(artifact: Path, tmp_path: Path) -> None:
     from tests.serve.http.test_uvicorn_server import refused
 
     copy = shutil.copytree(artifact, tmp_path / "copy")

@@ -58,7 +58,7 @@ def test_all_outputs_where_none_is_named(client: InferenceServerClient) -> None:
     ]
 
 
-def test_what_is_refused_is_said(client: InferenceServerClient) -> None:
+def test_errors_carry_the_servers_message(client: InferenceServerClient) -> None:
     with pytest.raises(InferenceServerException, match="no valid token"):
         client.infer("model", [given(ROWS, binary=False)])
     with pytest.raises(InferenceServerException, match="out of data bounds"):

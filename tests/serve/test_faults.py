@@ -83,7 +83,7 @@ def server(running: TorchServe) -> Iterator[TorchServe]:
 def ask(
     server: TorchServe, body: bytes, headers: dict[str, str] | None = None, **more: str
 ) -> tuple[int, dict[str, Any] | bytes]:
-    """Return an answer's status and content; an npz is sent and wanted unless told otherwise."""
+    """Send a request, by default npz both ways; return the response's status and content."""
     place = server.url.removeprefix("http://")
     connection = http.client.HTTPConnection(place, timeout=PATIENCE)
     sent = {"Authorization": f"Bearer {server.token}"} | more
@@ -112,7 +112,7 @@ def right(server: TorchServe, value: float = 4.0) -> bool:
 GOOD_BODY = npz(*GOOD)
 
 
-def test_clients_mistakes_are_told_apart_in_one_batch_and_good_rows_answered(
+def test_each_request_of_a_batch_gets_its_own_status(
     server: TorchServe,
 ) -> None:
     with ThreadPoolExecutor(4) as pool:
@@ -132,7 +132,7 @@ def test_infinity_out_is_answered_losslessly(server: TorchServe) -> None:
     assert np.isinf(from_npz(content)["double"][0, 2])
 
 
-def test_the_protocols_bytes_are_taken_and_given(server: TorchServe) -> None:
+def test_the_protocols_binary_tensors_work_both_ways(server: TorchServe) -> None:
     """By its binary extension, as Triton's clients send them."""
     form = OpenInference()
     body, headers = form.request({"x": np.array([GOOD], np.float32)})
@@ -157,7 +157,7 @@ def test_without_the_key_nothing_is_answered(server: TorchServe) -> None:
 
 
 def test_a_full_queue_refuses_at_once_and_answers_the_rest(server: TorchServe) -> None:
-    """One call takes about a second; four are joined, four wait, and the others are told so."""
+    """One call takes about a second; four are joined, four wait, and the others get 503."""
     with ThreadPoolExecutor(16) as pool:
         asked = [pool.submit(ask, server, npz(1500, 3, 1, 1)) for _ in range(16)]
         statuses = [each.result()[0] for each in asked]
@@ -250,7 +250,7 @@ def test_a_worker_killed_under_load_answers_nothing_wrongly(server: TorchServe) 
 
 
 @pytest.mark.slow
-def test_a_killed_server_is_said_to_be_gone_and_another_answers_the_same(
+def test_a_killed_server_is_reported_and_another_answers_the_same(
     archive: TorchServeArchive,
 ) -> None:
     x = np.array([GOOD], np.float32)

@@ -175,7 +175,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_request_is_answered_with_the_same_bits(reciprocal: Any, form: str) -> None:
+def test_every_request_format_gets_the_same_bits(reciprocal: Any, form: str) -> None:
     content_type, body = FORMS[form]
     if form == "npy":
         stream = io.BytesIO()
@@ -196,7 +196,7 @@ def test_every_form_of_a_request_is_answered_with_the_same_bits(reciprocal: Any,
     assert np.array_equal(np.array(answer, np.float32), expected)
 
 
-def test_bare_bytes_need_a_shape_where_several_axes_vary() -> None:
+def test_raw_bytes_need_x_shape_if_several_axes_vary() -> None:
     spec = {"name": "x", "shape": ["batch", "time"], "dtype": "float32"}
     body = np.arange(6, dtype=np.float32).tobytes()
     assert from_raw(body, {"x-shape": "2,3"}, spec).shape == (2, 3)
@@ -206,7 +206,7 @@ def test_bare_bytes_need_a_shape_where_several_axes_vary() -> None:
         from_raw(body, {"x-shape": "two,3"}, spec)
 
 
-def test_a_compressed_npz_is_called_so_where_it_is_smaller_than_its_arrays() -> None:
+def test_a_compressed_npz_is_refused_as_compressed() -> None:
     stream = io.BytesIO()
     np.savez_compressed(stream, x=np.ones((1, 100), np.float32))
     with pytest.raises(ValueError, match=r"compressed: write it with numpy\.savez"):
@@ -252,7 +252,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_refused_request_leaves_its_neighbours_alone(reciprocal: Any, case: str) -> None:
+def test_a_refused_request_does_not_affect_its_batch(reciprocal: Any, case: str) -> None:
     content_type, body, status, words = REFUSED[case]
     before, bad, after = ask(reciprocal, npz(x=X), (content_type, body, {}), npz(x=X * 2))
     assert bad.status == status and bad.phrase.isascii()
@@ -270,7 +270,9 @@ def test_infinity_is_answered_losslessly_and_refused_in_json(reciprocal: Any) ->
     assert text.status == 406 and "JSON" in json.loads(text.body)["message"]
 
 
-def test_infinity_is_taken_where_the_recorded_samples_hold_it(tmp_path: Path, load: Any) -> None:
+def test_infinite_inputs_are_accepted_if_the_recorded_ones_have_them(
+    tmp_path: Path, load: Any
+) -> None:
     write_onnx(tmp_path)
     x = np.array([[1, 2, np.inf]], np.float32)
     inputs = [{**ONE_INPUT[0], "infinities": True}]
@@ -280,7 +282,7 @@ def test_infinity_is_taken_where_the_recorded_samples_hold_it(tmp_path: Path, lo
     assert refused.status == 400 and "holds NaN" in refused.body
 
 
-def test_a_damaged_member_is_never_ready(tmp_path: Path, load: Any) -> None:
+def test_a_worker_with_a_damaged_member_is_never_ready(tmp_path: Path, load: Any) -> None:
     write_onnx(tmp_path)
     x = np.ones((1, 3), np.float32)
     unpack(tmp_path, "onnx", "model.onnx", ONE_INPUT, {"x": x, "y": x})
@@ -334,7 +336,7 @@ def test_several_inputs_and_outputs_keep_their_names_and_types(lookup: Any) -> N
     assert uneven.status == 400 and "mask has shape [1, 1]" in uneven.body
 
 
-def test_requests_of_equal_shape_run_together_and_one_models_error_hurts_one(lookup: Any) -> None:
+def test_equal_shapes_are_batched_and_an_error_fails_one_request(lookup: Any) -> None:
     model = lookup._entry_point.__self__
     calls: list[tuple[int, ...]] = []
     run = model.run
@@ -363,7 +365,7 @@ def test_joined_requests_of_different_row_counts_get_their_own_rows(lookup: Any)
         assert answer.headers["X-Batch-Axis"] == "0"
 
 
-def test_what_cannot_be_joined_is_asked_one_by_one(tmp_path: Path, load: Any) -> None:
+def test_requests_that_must_not_be_joined_run_one_by_one(tmp_path: Path, load: Any) -> None:
     write_onnx(tmp_path)
     x = np.ones((2, 3), np.float32)
     fixed = [{"name": "x", "shape": [2, 3], "dtype": "float32"}]
@@ -380,7 +382,7 @@ def test_what_cannot_be_joined_is_asked_one_by_one(tmp_path: Path, load: Any) ->
 
 
 @pytest.mark.parametrize("wrong", ["values", "type"])
-def test_a_model_that_answers_otherwise_does_not_load(
+def test_a_model_whose_outputs_differ_from_the_probe_does_not_load(
     tmp_path: Path, load: Any, wrong: str
 ) -> None:
     write_onnx(tmp_path)
@@ -429,7 +431,7 @@ def test_an_npz_with_an_array_twice_is_refused() -> None:
         from_npz(stream.getvalue())
 
 
-def test_npz_is_what_numpy_reads_under_any_name() -> None:
+def test_numpy_reads_our_npz_under_any_name() -> None:
     arrays = {"file": X, "a/b": np.arange(3), "flag": np.array(True), "t": X.T}
     data = to_npz(arrays)
     with np.load(io.BytesIO(data)) as read:

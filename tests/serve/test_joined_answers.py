@@ -26,9 +26,9 @@ from compress.quantization.stages.dynamic import QuantizeDynamic
 from export.onnx.stage import ExportOnnx, OnnxModel
 from serve import serve_command
 from serve.http.dynamic_batcher import Batcher
-from serve.http.loaded_model import ServedModel, loaded
+from serve.http.loaded_model import ServedModel, open_model
 from serve.http.options import Options
-from serve.packaging.joinable import NO_REPORT, recorded_dependence
+from serve.packaging.joinable import NO_REPORT, read_recorded_dependence
 from serve.repository.kserve import PackageKServe
 from serve.repository.triton import PackageTriton
 from serve.torchserve.mar_file import read_mar
@@ -112,7 +112,7 @@ def test_no_answer_of_the_built_in_server_changes_beside_hostile_requests(
     name: str, models: dict[str, OnnxModel], context: Context, tmp_path: Path
 ) -> None:
     report = report_on(tmp_path, models[name], context)
-    with loaded(models[name], "text", 1, report) as served:
+    with open_model(models[name], "text", 1, report) as served:
         assert ("depend on what else is in the batch" in served.not_joined) == (name == "tensor")
         moved, calls = changed(served, 400, joined=not served.not_joined)
         assert moved == 0
@@ -124,18 +124,18 @@ def test_no_answer_of_the_built_in_server_changes_beside_hostile_requests(
 def test_nothing_is_joined_that_no_report_speaks_for(
     models: dict[str, OnnxModel], context: Context, tmp_path: Path
 ) -> None:
-    with loaded(models["row"], "text", 1) as served:
+    with open_model(models["row"], "text", 1) as served:
         assert served.not_joined == NO_REPORT
     report = report_on(tmp_path, models["tensor"], context)
     with (
         pytest.raises(ArtifactInvalid, match="says nothing of"),
-        loaded(models["row"], "text", 1, report),
+        open_model(models["row"], "text", 1, report),
     ):
         pass
     report.write_text("{")
     with (
         pytest.raises(ArtifactInvalid, match="is no report of a run"),
-        loaded(models["row"], "text", 1, report),
+        open_model(models["row"], "text", 1, report),
     ):
         pass
 
@@ -147,14 +147,14 @@ def test_a_report_that_was_edited_or_is_no_file_lets_nothing_join(
     content = json.loads(report.read_text())
     (tmp_path / "lock.json").write_text("{}")
     report.write_text(json.dumps({**content, "seal": seal_of_run(content, {})}))
-    assert recorded_dependence(models["row"], report)
+    assert read_recorded_dependence(models["row"], report)
     report.write_text(json.dumps({**content, "edited": 1, "seal": seal_of_run(content, {})}))
     with pytest.raises(ArtifactInvalid, match=r"lock\.json is not as the run wrote it"):
-        recorded_dependence(models["row"], report)
+        read_recorded_dependence(models["row"], report)
     report.unlink()
     os.mkfifo(report)  # opening it waits for a writer
     with pytest.raises(ArtifactInvalid, match="pipe"):
-        recorded_dependence(models["row"], report)
+        read_recorded_dependence(models["row"], report)
 
 
 def test_a_report_is_not_believed_where_this_machine_shows_otherwise(
@@ -163,7 +163,7 @@ def test_a_report_is_not_believed_where_this_machine_shows_otherwise(
     """Seeded texts of the tokens 0 and 1 show it as well, where a mask hides one of them."""
     forged = report_on(tmp_path, models["row"], context)
     forged.write_text(forged.read_text().replace(models["row"].digest, models["tensor"].digest))
-    with loaded(models["tensor"], "text", 1, forged) as served:
+    with open_model(models["tensor"], "text", 1, forged) as served:
         assert served.not_joined.startswith("answers depend")
 
 
@@ -172,16 +172,16 @@ def test_the_report_of_the_runs_folder_is_found(
 ) -> None:
     place = shutil.copytree(models["row"].path, tmp_path / "artifacts" / "onnx")
     report_on(tmp_path, models["row"], context)
-    with loaded(OnnxModel.from_directory(place), "text", 1) as served:
+    with open_model(OnnxModel.from_directory(place), "text", 1) as served:
         assert served.not_joined == ""
 
 
-def test_why_requests_are_not_joined_is_told_in_one_line(
+def test_why_requests_are_not_joined_is_logged_in_one_line(
     models: dict[str, OnnxModel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(serve_command.uvicorn_server, "serve", lambda *_: None)
     with caplog.at_level(logging.ERROR), socket.socket() as listener:
-        serve_command._answer(models["float"], listener, Options(), lambda: None)
+        serve_command._serve_model(models["float"], listener, Options(), lambda: None)
     assert caplog.messages == [f"note: requests are not joined: {NO_REPORT}"]
 
 

@@ -28,11 +28,11 @@ from export.torchscript.stage import ExportTorchScript
 from serve.packaging.preprocessing import TextInput
 from serve.packaging.provenance import Provenance, digests_of
 from serve.packaging.recorded_probe import Probe
-from serve.torchserve.handler_runner import Harness
+from serve.torchserve.handler_runner import HandlerProcess
 from serve.torchserve.mar_file import read_mar
 from serve.torchserve.stage import PackageTorchServe
-from serve.worker.loaders import lacking_here, load_graph
-from serve.worker.preprocess import readers_of
+from serve.worker.loaders import load_graph, missing_here
+from serve.worker.preprocess import create_readers
 from serve.worker.wire import decode
 
 pytestmark = pytest.mark.torchserve
@@ -66,7 +66,7 @@ def answers_as_packed(model: Artifact, root: Path, **settings: Any) -> Provenanc
     archive = stage.run(model, Context(root=root))  # type: ignore[arg-type]  # any kind
     members = read_mar(archive.payload_path)
     origin = Provenance.read(members["provenance.json"], "it")
-    with Harness(members, model.signature) as harness, model.open() as predict:
+    with HandlerProcess(members, model.signature) as harness, model.open() as predict:
         (expected,) = predict(torch.from_numpy(X))
         np.testing.assert_allclose(harness.predict([X])[0], expected.numpy(), 0, 1e-6)
         with pytest.raises(StageFailed, match="400: x is float64, expected float32"):
@@ -123,7 +123,7 @@ def test_an_aotinductor_package_is_served_and_refused_on_another_processor(
     members["provenance.json"] = record.model_copy(update={"members": digests}).sealed()
     with (
         pytest.raises(StageFailed, match="compiled for a processor with avx9, which this one has"),
-        Harness(members, model.signature),
+        HandlerProcess(members, model.signature),
     ):
         pass
 
@@ -131,10 +131,10 @@ def test_an_aotinductor_package_is_served_and_refused_on_another_processor(
 def test_compiled_code_is_refused_where_it_was_not_built_for() -> None:
     here = {"device": "cpu", "system": platform.system(), "machine": platform.machine()}
     here["torch"] = torch.__version__.partition("+")[0]
-    assert lacking_here({**here, "instructions": []}) == ""
-    missing = lacking_here({**here, "instructions": ["avx9"]})
+    assert missing_here({**here, "instructions": []}) == ""
+    missing = missing_here({**here, "instructions": ["avx9"]})
     assert missing == "a processor with avx9, which this one has not"
-    assert lacking_here({**here, "torch": "1.0"}).startswith("torch 1.0, and here it is ")
+    assert missing_here({**here, "torch": "1.0"}).startswith("torch 1.0, and here it is ")
 
 
 def test_code_compiled_for_a_gpu_is_not_packed(source: EagerModel, tmp_path: Path) -> None:
@@ -201,10 +201,10 @@ def test_a_tokenizer_travels_with_a_model_that_takes_texts(tmp_path: Path) -> No
     members = read_mar(archive.payload_path)
     settings = yaml.safe_load(members["model-config.yaml"])["handler"]
     (tmp_path / "tokenizer.json").write_bytes(members["tokenizer.json"])
-    readers = readers_of(settings, settings["inputs"], tmp_path)
+    readers = create_readers(settings, settings["inputs"], tmp_path)
     (array,), _ = decode(b"bad", "text/plain", {}, settings["inputs"], readers)
     assert array.dtype == np.int64 and array.tolist() == [[2]]
-    with Harness(members, signature) as harness, model.open() as predict:
+    with HandlerProcess(members, signature) as harness, model.open() as predict:
         (expected,) = predict(torch.from_numpy(array))
         assert np.array_equal(harness.predict([array])[0], expected.numpy())
 

@@ -279,7 +279,7 @@ def test_a_compressed_member_is_not_unfolded(tmp_path: Path) -> None:
         read_mar(tmp_path / "x.mar")
 
 
-def test_ordinary_member_names_are_taken() -> None:
+def test_ordinary_member_names_are_accepted() -> None:
     for name in ("handler.py", "model.onnx", "MAR-INF/MANIFEST.json", "model.python"):
         check_member_name(name)
 
@@ -357,7 +357,7 @@ def test_foreign_code_is_not_run_however_consistent_its_hashes(
 
 
 @pytest.mark.slow
-def test_a_bare_mar_is_verified(archive: TorchServeArchive) -> None:
+def test_a_mar_without_its_directory_is_verified(archive: TorchServeArchive) -> None:
     lines = verify(archive.payload_path).proven
     assert archive.manifest.files["model.mar"].sha256 in lines[0]
     assert "largest difference" in lines[-1]
@@ -379,5 +379,5 @@ def test_verifying_replays_the_probe_in_a_fresh_process(
 def test_the_memory_of_the_server_is_not_taken_for_that_of_a_call(
     archive: TorchServeArchive,
 ) -> None:
-    with pytest.raises(StageFailed, match="TorchServe answers, in processes of its own"):
+    with pytest.raises(StageFailed, match="TorchServe runs the model in processes of its own"):
         Context(root=archive.path).peak_memory(archive, batch=1)

@@ -21,7 +21,7 @@ from compress.data.splits import Splits
 from compress.profiling.batch_dependence import numpy_call
 from export.onnx.stage import ExportOnnx, OnnxModel
 from export.torchscript.stage import ExportTorchScript
-from serve.packaging.model_interface import Interface, Tensor, interface_of
+from serve.packaging.model_interface import Interface, Tensor, infer_interface
 from serve.repository.triton import NOT_RUN, PackageTriton, TritonRepository
 from serve.repository.triton_config import DynamicBatching, model_config
 from serve.verify import verify
@@ -143,7 +143,7 @@ def test_requests_are_joined_only_where_that_changes_no_answer(
     joins: bool, pooled: OnnxModel, published: ModuleType
 ) -> None:
     with pooled.open() as predict:
-        interface = interface_of(numpy_call(predict, pooled.signature), pooled.signature)
+        interface = infer_interface(numpy_call(predict, pooled.signature), pooled.signature)
     text = written(interface, DynamicBatching(0.0, 128) if joins else None)
     config = text_format.Parse(text, published.ModelConfig())
     assert config.max_batch_size == 128
@@ -183,8 +183,8 @@ def test_the_layout_is_a_model_repository_and_the_packaged_file_answers(
     assert files == ["manifest.json", "text/1/model.onnx", "text/config.pbtxt"]
     assert repository.payload_path.read_bytes() == pooled.payload_path.read_bytes()
     assert repository.payload_bytes > pooled.payload_bytes
-    told, why = repository.manifest.facts["warnings"]
-    assert told == NOT_RUN and "requests are not joined: only seeded inputs were asked" in why
+    not_run, why = repository.manifest.facts["warnings"]
+    assert not_run == NOT_RUN and "requests are not joined: only seeded inputs were asked" in why
     assert "dynamic_batching" not in (repository.path / "text" / "config.pbtxt").read_text()
     twin = PackageTriton(model_name="text")(pooled, Context(root=tmp_path / "twin"))
     assert twin.digest == repository.digest

@@ -34,7 +34,7 @@ from serve.packaging.preprocessing import ImageInput
 from serve.packaging.provenance import digest_of
 from serve.torchserve.artifact import TorchServeArchive
 from serve.torchserve.mar_file import read_mar, write_mar
-from serve.torchserve.process import TorchServe, has_ended, last_lines, stop
+from serve.torchserve.process import TorchServe, has_ended, kill_group, log_tail
 from serve.torchserve.stage import PackageTorchServe
 from serve.worker.wire import NPZ, from_npz, to_npz
 from tests.pipelines.conftest import measured_briefly
@@ -194,7 +194,7 @@ def test_everything_listens_on_loopback_alone(server: TorchServe) -> None:
     assert listening and {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
 
 
-def test_a_client_says_that_nobody_answers() -> None:
+def test_a_client_reports_a_refused_connection() -> None:
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 2)),))
     with (
         Client("http://127.0.0.1:9", "model", signature, timeout_seconds=5) as lonely,
@@ -232,7 +232,7 @@ def test_torchscript_passes_its_gates_through_one_server(
     assert not processes_in(started[0]) and not started[0].exists()
 
 
-def test_a_server_that_ends_by_itself_says_its_last_words(
+def test_a_server_that_ends_while_starting_shows_its_log(
     archive: TorchServeArchive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     java = tmp_path / "java"
@@ -246,18 +246,18 @@ def test_a_server_that_ends_by_itself_says_its_last_words(
     assert not server.folder.exists()
 
 
-def test_the_end_of_a_log_is_one_short_line() -> None:
-    assert last_lines("") == "nothing"
-    assert last_lines("a\n\nTraceback (most recent call last):\n  File\nE: b  c\n") == "a | E: b  c"
-    assert last_lines("first\n" + "x" * 1000) == "x" * 300
-    assert last_lines("\n".join("abcdefghi" for _ in range(99))).count("abcdefghi") == 25
+def test_the_tail_of_a_log_is_one_short_line() -> None:
+    assert log_tail("") == "nothing"
+    assert log_tail("a\n\nTraceback (most recent call last):\n  File\nE: b  c\n") == "a | E: b  c"
+    assert log_tail("first\n" + "x" * 1000) == "x" * 300
+    assert log_tail("\n".join("abcdefghi" for _ in range(99))).count("abcdefghi") == 25
 
 
-def test_a_process_that_is_gone_is_stopped_again_in_silence() -> None:
+def test_killing_an_ended_process_is_no_error() -> None:
     with subprocess.Popen([sys.executable, "-c", ""], start_new_session=True) as process:
         while not has_ended(process.pid):
             time.sleep(0.01)
-        stop(process)
+        kill_group(process)
         assert process.returncode == 0
 
 

@@ -21,10 +21,10 @@ from pipelines.commands.verify import evidence_of, prove
 from pipelines.commands.verify_anchors import Given
 from pipelines.runner.run import preview_run
 from serve.http.options import Options
-from serve.packaging.model_card import card
+from serve.packaging.model_card import model_card
 from serve.packaging.provenance import Provenance, digest_of, refuse_broken_chain
 from serve.serve_command import serve_artifact
-from serve.torchserve.answer_check import replayed
+from serve.torchserve.answer_check import compare_outputs
 from serve.torchserve.artifact import TorchServeArchive
 from serve.torchserve.mar_file import read_mar, write_mar
 from serve.torchserve.stage import PackageTorchServe
@@ -56,7 +56,10 @@ def archive(exported: OnnxModel, blobs: Splits, tmp_path: Path) -> TorchServeArc
 
 @pytest.fixture
 def never_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    for what in ("serve.torchserve.process.TorchServe", "serve.torchserve.handler_runner.Harness"):
+    for what in (
+        "serve.torchserve.process.TorchServe",
+        "serve.torchserve.handler_runner.HandlerProcess",
+    ):
         monkeypatch.setattr(f"{what}.__enter__", lambda _: pytest.fail("it was started"))
 
 
@@ -115,7 +118,7 @@ def test_a_changed_byte_in_the_file_itself_is_refused_with_the_members_name(
 
 
 @pytest.mark.usefixtures("never_started")
-def test_another_sha256_than_was_told_is_refused(archive: TorchServeArchive) -> None:
+def test_another_sha256_than_expected_is_refused(archive: TorchServeArchive) -> None:
     for path in (archive.path, archive.payload_path):
         with pytest.raises(ArtifactInvalid, match=r"sha256 is \w+, expected 00ff"):
             verify(path, sha256="00ff")
@@ -135,8 +138,10 @@ def test_native_code_of_unknown_origin_is_not_run(
     write_mar(tmp_path / "x.mar", members | changed)
     proof = verify(tmp_path / "x.mar")
     assert proof.served_by is None and not proof.replays
-    assert "native code, which runs unseen, so it was not started" in proof.unproven[-1]
-    with pytest.raises(ArtifactInvalid, match="native code, which runs unseen: give the archive's"):
+    assert "native code, which cannot be inspected, so it was not started" in proof.unproven[-1]
+    with pytest.raises(
+        ArtifactInvalid, match="native code, which cannot be inspected: give the archive's"
+    ):
         serve_artifact(tmp_path / "x.mar", Options(), None, print)
     folder = tmp_path / "forged"
     folder.mkdir()
@@ -149,17 +154,18 @@ def test_native_code_of_unknown_origin_is_not_run(
 
 
 @pytest.mark.usefixtures("never_started")
-def test_a_file_is_taken_for_what_it_is_and_where_to_go_is_said(
+def test_files_that_cannot_be_served_or_verified_name_the_right_command(
     archive: TorchServeArchive, tmp_path: Path
 ) -> None:
     alone, named = tmp_path / "model.pt2", archive.path / "manifest.json"
     alone.write_bytes(b"PK")
     takes = "takes an artifact's directory, or a .mar"
-    with pytest.raises(ArtifactInvalid, match=f"compress verify {takes}: no manifest.json lies"):
+    no_manifest = f"{takes}: no manifest.json beside it"
+    with pytest.raises(ArtifactInvalid, match=f"compress verify {no_manifest}"):
         verify(alone)
     with pytest.raises(ArtifactInvalid, match=f"{takes}: run compress verify {archive.path}"):
         verify(named)
-    with pytest.raises(ArtifactInvalid, match=f"compress serve {takes}: no manifest.json lies"):
+    with pytest.raises(ArtifactInvalid, match=f"compress serve {no_manifest}"):
         serve_artifact(alone, Options(), None, print)
     with pytest.raises(ArtifactInvalid, match=r"expected the directory, or its model\.mar"):
         serve_artifact(named, Options(), None, print)
@@ -213,30 +219,30 @@ def test_a_foreign_handler_under_a_forged_manifest_is_started_by_no_command(
 def test_without_java_the_handler_answers_alone_and_the_proof_says_so(
     archive: TorchServeArchive, tmp_path: Path
 ) -> None:
-    told = archive.manifest.files["model.mar"].sha256
-    proof = prove(archive.payload_path, Given(told.upper()), report=tmp_path / "proof.json")
+    sha256 = archive.manifest.files["model.mar"].sha256
+    proof = prove(archive.payload_path, Given(sha256.upper()), report=tmp_path / "proof.json")
     assert proof.served_by is not None and "without TorchServe" in proof.served_by
     assert [(r.what, r.samples) for r in proof.replays] == [("the recorded probe", 4)]
     assert proof.replays[0].largest_difference <= 1e-6
     assert [line.split(": ")[0] for line in proof.summary_lines()][-2:] == ["not proven"] * 2
     written = json.loads((tmp_path / "proof.json").read_text())
-    assert written["sha256"] == told and written["proven"] == list(proof.proven)
+    assert written["sha256"] == sha256 and written["proven"] == list(proof.proven)
 
 
 @pytest.mark.usefixtures("without_java")
 def test_answers_that_differ_from_the_recorded_ones_are_refused(
     archive: TorchServeArchive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from serve.torchserve.handler_runner import Harness
+    from serve.torchserve.handler_runner import HandlerProcess
 
-    predict = Harness.predict
-    monkeypatch.setattr(Harness, "predict", lambda *given: (predict(*given)[0] + 1,))
+    predict = HandlerProcess.predict
+    monkeypatch.setattr(HandlerProcess, "predict", lambda *given: (predict(*given)[0] + 1,))
     with pytest.raises(ArtifactInvalid, match=r"probe\.npz: the served answers differ by 1"):
         verify(archive.payload_path)
 
 
-def test_a_handler_whose_process_ends_is_told_of_every_time() -> None:
-    from serve.torchserve.handler_runner import Harness
+def test_an_ended_handler_process_is_reported_at_every_call() -> None:
+    from serve.torchserve.handler_runner import HandlerProcess
 
     handler = (
         "import os\n"
@@ -246,17 +252,24 @@ def test_a_handler_whose_process_ends_is_told_of_every_time() -> None:
     )
     members = {"MAR-INF/MANIFEST.json": b"{}", "model-config.yaml": b"{}"}
     signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", 4)),))
-    with Harness(members | {"handler.py": handler.encode()}, signature) as harness:
+    with HandlerProcess(members | {"handler.py": handler.encode()}, signature) as harness:
         for _ in range(2):
             with pytest.raises(StageFailed, match="the handler's process ended"):
                 harness.predict([np.ones((1, 4))])
 
 
-def test_answers_of_another_shape_or_of_nan_are_infinitely_far() -> None:
+def test_outputs_of_another_shape_or_nan_differ_infinitely() -> None:
     one, infinite = np.ones((2, 3), np.float32), np.array([np.inf, 1])
-    assert replayed("it", [([one], [one])], lambda _: (one[:1],)).largest_difference == np.inf
-    assert replayed("it", [([one], [one])], lambda _: (one * np.nan,)).largest_difference == np.inf
-    assert replayed("it", [([one], [infinite])], lambda _: (infinite,)).largest_difference == 0
+    assert (
+        compare_outputs("it", [([one], [one])], lambda _: (one[:1],)).largest_difference == np.inf
+    )
+    assert (
+        compare_outputs("it", [([one], [one])], lambda _: (one * np.nan,)).largest_difference
+        == np.inf
+    )
+    assert (
+        compare_outputs("it", [([one], [infinite])], lambda _: (infinite,)).largest_difference == 0
+    )
 
 
 def record_of(archive: TorchServeArchive, exported: OnnxModel, **changed: Any) -> Provenance:
@@ -288,7 +301,7 @@ def record_of(archive: TorchServeArchive, exported: OnnxModel, **changed: Any) -
     return record.model_copy(update={"history": history})
 
 
-def test_a_chain_is_held_together_by_digests(
+def test_a_chain_with_other_digests_is_refused(
     archive: TorchServeArchive, exported: OnnxModel
 ) -> None:
     refuse_broken_chain(record_of(archive, exported), "it")
@@ -300,10 +313,10 @@ def test_a_chain_is_held_together_by_digests(
         refuse_broken_chain(record_of(archive, exported, input="nobody"), "it")
 
 
-def test_the_card_holds_what_was_measured_and_nothing_else(
+def test_the_model_card_holds_measured_facts_only(
     archive: TorchServeArchive, exported: OnnxModel
 ) -> None:
-    text = card("digits", record_of(archive, exported), 1234)
+    text = model_card("digits", record_of(archive, exported), 1234)
     for fact in ("1234 bytes", "accuracy 0.9877 on val", "| seed | 3 |", "c0ffee", "torch | 9.9"):
         assert fact in text
     assert "| onnx | onnx | accuracy 0.9877 on val | 7 | 15 | – |" in text
@@ -367,7 +380,7 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
     shutil.rmtree(onnx.parent)
     code = tmp_path / "one" / "pipeline" / "models.py"
     code.write_text(code.read_text() + "\n# changed\n")
-    with pytest.raises(ArtifactInvalid, match="the code of the model as it came in was"):
+    with pytest.raises(ArtifactInvalid, match="the code of the input model was"):
         prove(mars[0].parent, replay=True)
     shutil.rmtree(code.parent)
     proof = prove(mars[0].parent, replay=True)
@@ -375,7 +388,7 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
     assert found == "onnx: not here" and "validation split: PipelineInvalid" in split
 
 
-def test_nothing_lies_around_an_artifact_outside_a_run(archive: TorchServeArchive) -> None:
+def test_an_artifact_outside_a_run_has_no_evidence(archive: TorchServeArchive) -> None:
     for path in (archive.path, archive.payload_path):
         assert evidence_of(path, replay=True) is None
 

@@ -4,7 +4,7 @@ from pydantic import ValidationError
 
 from compress.common.errors import ArtifactInvalid
 from compress.common.signature import Signature, TensorSpec
-from serve.packaging.model_interface import example as arrays_of
+from serve.packaging.model_interface import example_inputs as arrays_of
 
 
 def test_examples_have_the_asked_batch_and_dtypes() -> None:

@@ -17,7 +17,7 @@ from export.onnx import proto_io
 from export.onnx.metadata import check_class_count
 from export.onnx.stage import ExportOnnx, OnnxModel
 from serve.packaging.recorded_probe import record_probe
-from serve.torchserve.stage import PackageTorchServe, members_of
+from serve.torchserve.stage import PackageTorchServe, archive_members
 from tests.export.builders import HERE, IMAGE, ROWS, network
 
 
@@ -108,5 +108,5 @@ def test_weights_that_protobuf_cannot_hold_lie_beside_the_file(
     moved = OnnxModel.from_directory(tmp_path / "elsewhere")
     assert Parity(atol=0).measure(whole, moved, Context(root=tmp_path)) < 1e-5
     probe = record_probe(moved, Context(root=tmp_path), max_rows=4)
-    packed = members_of(moved, moved, PackageTorchServe(), probe, None)
+    packed = archive_members(moved, moved, PackageTorchServe(), probe, None)
     assert packed["model.onnx.data"] == moved.path / "model.onnx.data"

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from compress.common.errors import ArtifactInvalid, StageFailed
 from compress.common.signature import Signature
 from serve.packaging.preprocessing import ImageInput, TextInput
-from serve.worker.oip import HEADER_LENGTH, LABELS, wanted_of
-from serve.worker.preprocess import readers_of
-from serve.worker.tensors import likeliest
-from serve.worker.wire import JSON, NPZ, RAW, TEXT, decode, encode, from_npz, parse
+from serve.worker.oip import HEADER_LENGTH, LABELS, requested_outputs
+from serve.worker.preprocess import create_readers
+from serve.worker.tensors import top_classes
+from serve.worker.wire import JSON, NPZ, RAW, TEXT, decode, encode, from_npz, parse_json
 
 IDS = {"name": "ids", "shape": ["batch", 2], "dtype": "int64"}
 SCALE = {"name": "scale", "shape": ["batch"], "dtype": "float32"}
@@ -55,14 +55,14 @@ def test_bytes_behind_a_header_of_any_length_lie_as_native_code_wants_them() -> 
         assert ids.tolist() == [[1, 2]] and ids.flags.aligned and ids.flags.writeable
 
 
-def test_it_is_answered_in_kind_with_the_outputs_asked_for() -> None:
+def test_a_protocol_request_gets_the_requested_outputs() -> None:
     named = {"y": np.array([[1, 2]], np.float32), "n": np.array([3], np.int64)}
-    wanted = wanted_of({"id": "7", "outputs": [{"name": "n"}]}, [*named])
+    wanted = requested_outputs({"id": "7", "outputs": [{"name": "n"}]}, [*named])
     body, headers = encode(named, "", wanted, "digits", None)
     assert headers == {"content-type": JSON}
     n = {"name": "n", "shape": [1], "datatype": "INT64", "data": [3]}
     assert json.loads(body) == {"model_name": "digits", "id": "7", "outputs": [n]}
-    body, _ = encode(named, RAW, wanted_of({"inputs": []}, [*named]), "digits", None)
+    body, _ = encode(named, RAW, requested_outputs({"inputs": []}, [*named]), "digits", None)
     assert json.loads(body)["outputs"][0] == tensor("y", [1, 2], "FP32", [1, 2])
     lossless, headers = encode(named, NPZ, wanted, "digits", None)
     assert headers == {"content-type": NPZ} and "y" in from_npz(lossless)
@@ -89,30 +89,30 @@ def test_a_tensor_that_is_not_the_models_is_named(body: bytes, words: str) -> No
     assert caught.value.args[0] == 400
 
 
-def test_what_json_cannot_hold_is_not_taken_for_a_number() -> None:
+def test_nan_and_infinity_in_json_are_refused() -> None:
     for body in (b"[NaN]", b"[-Infinity]", b"\xff", b"1" * 5000):
         with pytest.raises(ValueError, match="the body is not JSON"):
-            parse(body)
+            parse_json(body)
 
 
-def test_bare_bytes_may_say_their_type_and_it_must_be_the_models() -> None:
+def test_raw_bytes_with_another_x_dtype_are_refused() -> None:
     (array,), _ = decode(b"\0" * 16, RAW, {"x-dtype": "int64"}, [IDS], {})
     assert array.shape == (1, 2)
     with pytest.raises(ValueError, match="ids is float32, expected int64"):
         decode(b"\0" * 16, RAW, {"x-dtype": "float32"}, [IDS], {})
 
 
-def test_the_likeliest_classes_come_first_with_their_probabilities() -> None:
+def test_the_most_probable_classes_come_first() -> None:
     logits = np.array([[0, np.log(3), 0], [1000, 0, 1000]], np.float32)
     classes = {"names": ["a", "b", "c"], "top": 2, "softmax": True}
-    rows = likeliest(logits, classes)
+    rows = top_classes(logits, classes)
     assert [[each["label"] for each in row] for row in rows] == [["b", "a"], ["a", "c"]]
     np.testing.assert_allclose([e["probability"] for e in rows[0]], [0.6, 0.2], rtol=1e-6)
-    known = likeliest(np.array([[0.1, 0.9]]), {"names": ["a", "b"], "top": 9, "softmax": False})
+    known = top_classes(np.array([[0.1, 0.9]]), {"names": ["a", "b"], "top": 9, "softmax": False})
     assert known == [[{"label": "b", "probability": 0.9}, {"label": "a", "probability": 0.1}]]
     body, _ = encode({"y": logits}, "", {}, "m", classes)
     assert json.loads(body)["labels"][1][1] == {"label": "c", "probability": 0.5}
-    wanted = wanted_of({"parameters": {"binary_data_output": True}}, ["y", *LABELS])
+    wanted = requested_outputs({"parameters": {"binary_data_output": True}}, ["y", *LABELS])
     body, headers = encode({"y": logits}, "", wanted, "m", classes)
     length = int(headers[HEADER_LENGTH])
     labels, shares = json.loads(body[:length])["outputs"][1:]  # texts are not among the bytes
@@ -134,9 +134,9 @@ def takes_image(shape: tuple[Any, ...], dtype: str = "float32", **settings: Any)
     signature = Signature.model_validate(
         {"inputs": [{"name": "image", "shape": shape, "dtype": dtype}]}
     )
-    packed = {"image": ImageInput(**settings).packed(signature)}
+    packed = {"image": ImageInput(**settings).handler_settings(signature)}
     specs = [spec.model_dump(mode="json") for spec in signature.inputs]
-    readers = readers_of(json.loads(json.dumps(packed)), specs, Path())
+    readers = create_readers(json.loads(json.dumps(packed)), specs, Path())
     return lambda body, kind="image/png": decode(body, kind, {}, specs, readers)[0][0]
 
 
@@ -151,7 +151,7 @@ def test_an_image_becomes_normalized_channels() -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_an_image_is_squashed_or_its_centre_cut_out_and_bytes_stay_bytes() -> None:
+def test_an_image_is_resized_or_center_cropped_and_uint8_stays() -> None:
     body = picture(40, 20, "L", "JPEG")
     squashed = takes_image(("batch", 8, 8, 1), "uint8", layout="hwc")(body, "image/jpeg")
     cut = takes_image(("batch", 8, 8, 1), "uint8", layout="hwc", shorter_side=10)
@@ -162,7 +162,7 @@ def test_an_image_is_squashed_or_its_centre_cut_out_and_bytes_stay_bytes() -> No
     assert np.array_equal(cut(body, "image/jpeg")[0, :, :, 0], whole[1:9, 6:14])
 
 
-def test_what_is_no_image_or_would_unfold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_and_oversized_images_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     read = takes_image((1, 3, 8, 8))
     body = picture(20, 20)
     for bad in (b"hello", body[:-60], body[:40], picture(4, 4, kind="GIF", mode="L")):
@@ -215,9 +215,9 @@ def tokenizer(tmp_path: Path) -> Path:
 def takes_texts(file: Path, length: Any, *names: str, **settings: Any) -> Any:
     inputs = [{"name": n, "shape": ["batch", length], "dtype": "int64"} for n in names]
     signature = Signature.model_validate({"inputs": inputs})
-    packed = {"text": TextInput(tokenizer=str(file), **settings).packed(signature)}
+    packed = {"text": TextInput(tokenizer=str(file), **settings).handler_settings(signature)}
     specs = [spec.model_dump(mode="json") for spec in signature.inputs]
-    readers = readers_of(json.loads(json.dumps(packed)), specs, file.parent)
+    readers = create_readers(json.loads(json.dumps(packed)), specs, file.parent)
     return lambda body, kind=JSON: [a.tolist() for a in decode(body, kind, {}, specs, readers)[0]]
 
 

@@ -76,11 +76,11 @@ def test_health_needs_no_token_and_the_rest_does(server: Served) -> None:
             assert "expected the header Authorization: Bearer" in json.loads(body)["error"]
 
 
-def test_the_metadata_tells_names_types_and_shapes(server: Served) -> None:
+def test_the_metadata_has_names_types_and_shapes(server: Served) -> None:
     _, _, body = server.ask(path="/v2/models/model", method="GET")
-    told = json.loads(body)
-    assert told["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
-    assert [(t["name"], t["shape"]) for t in told["outputs"]] == [
+    metadata = json.loads(body)
+    assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
+    assert [(t["name"], t["shape"]) for t in metadata["outputs"]] == [
         ("double", [-1, 4]),
         ("zero", [-1]),
         ("looked", [-1]),
@@ -94,7 +94,7 @@ def test_the_metadata_tells_names_types_and_shapes(server: Served) -> None:
     [Npz("/v2/models/", "/infer"), OpenInference(), OpenInference(binary=False)],
     ids=["npz", "binary", "json"],
 )
-def test_every_form_answers_as_onnxruntime_in_the_process(
+def test_every_wire_format_answers_like_onnxruntime_in_process(
     server: Served, artifact: Path, form: Form
 ) -> None:
     rows = np.random.default_rng(1).uniform(-1, 1, (40, 4)).astype(np.float32)
@@ -229,7 +229,7 @@ def test_good_and_bad_rows_are_joined_and_each_gets_its_own_answer(server: Serve
     assert after[rows_name] - before[rows_name] == 5
 
 
-def test_a_full_queue_says_when_to_come_again(server: Served) -> None:
+def test_a_full_queue_gives_503_with_retry_after(server: Served) -> None:
     with ThreadPoolExecutor(24) as pool:
         # Rows beyond a call's limit together, so that the model is called again and again.
         slow = [[80.0, 0.0, 0.0, 0.0], *[[0.0] * 4] * 15]
@@ -252,7 +252,7 @@ def test_a_full_queue_says_when_to_come_again(server: Served) -> None:
         b"POST /v2/health/live HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: ",
     ],
 )
-def test_a_head_without_an_end_is_dropped_and_not_kept(server: Served, start: bytes) -> None:
+def test_an_endless_head_is_refused(server: Served, start: bytes) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as endless:
         endless.sendall(start)
@@ -262,7 +262,7 @@ def test_a_head_without_an_end_is_dropped_and_not_kept(server: Served, start: by
     assert server.rows(GOOD)[0] == 200
 
 
-def test_a_client_that_trickles_does_not_hold_the_others(server: Served) -> None:
+def test_a_slow_client_does_not_delay_others(server: Served) -> None:
     place = server.url.removeprefix("http://").rsplit(":", 1)
     with socket.create_connection((place[0], int(place[1]))) as slow:
         slow.sendall(b"POST /v2/models/model/infer HTTP/1.1\r\nHost: here\r\n")
@@ -272,12 +272,12 @@ def test_a_client_that_trickles_does_not_hold_the_others(server: Served) -> None
 
 
 @pytest.mark.parametrize("url", ["https://here:1", "here:1", "127.0.0.1:8080", "http://"])
-def test_a_client_says_that_it_does_not_speak_tls(url: str) -> None:
+def test_a_client_refuses_https(url: str) -> None:
     with pytest.raises(StageFailed, match="expected http://HOST:PORT"):
         Client(url, "model", SIGNATURE, token=TOKEN)
 
 
-def test_an_answer_that_trickles_ends_with_the_deadline() -> None:
+def test_a_trickling_response_ends_with_the_timeout() -> None:
     ended, heads = threading.Event(), []
 
     def trickle(listener: socket.socket) -> None:
@@ -303,7 +303,7 @@ def test_an_answer_that_trickles_ends_with_the_deadline() -> None:
     assert heads == [b"POST /behind/predictions/model"]
 
 
-def test_what_was_altered_is_not_served(artifact: Path, tmp_path: Path) -> None:
+def test_an_altered_artifact_is_not_served(artifact: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(artifact, tmp_path / "copy")
     payload = copy / "model.onnx"
     payload.chmod(0o644)
@@ -313,7 +313,7 @@ def test_what_was_altered_is_not_served(artifact: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_where_it_is_served_is_told_on_one_line_of_json(artifact: Path) -> None:
+def test_the_address_is_printed_as_one_line_of_json(artifact: Path) -> None:
     from tests.serve.served_here import COMPRESS, ROOT
 
     command = [*COMPRESS, "serve", str(artifact), "--port", "0", "--json"]
@@ -336,7 +336,7 @@ def refused(artifact: Path, *options: str, before: str = "") -> subprocess.Compl
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def test_without_the_extra_it_says_what_to_install(artifact: Path) -> None:
+def test_without_the_extra_the_error_says_what_to_install(artifact: Path) -> None:
     done = refused(artifact, before="import sys; sys.modules['uvicorn'] = None; ")
     assert done.returncode == 4
     assert "compress-pipeline[server]" in done.stderr

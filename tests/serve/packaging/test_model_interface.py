@@ -18,10 +18,10 @@ from export.exported_program import ExportProgram
 from export.torchscript.stage import ExportTorchScript
 from serve.http.asgi_app import Application
 from serve.http.dynamic_batcher import Batcher, Job, answer
-from serve.http.loaded_model import ServedModel, loaded, warm
+from serve.http.loaded_model import ServedModel, open_model, warm_up
 from serve.http.options import Limits
-from serve.packaging.model_interface import Interface, Tensor, interface_of
-from serve.worker.batching import together
+from serve.packaging.model_interface import Interface, Tensor, infer_interface
+from serve.worker.batching import run_batched
 
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", shape=("batch", "steps", 3)),), outputs=(OutputSpec(name="y"),)
@@ -29,32 +29,32 @@ SIGNATURE = Signature(
 
 
 def test_an_axis_that_follows_another_varies() -> None:
-    found = interface_of(lambda x: [x.sum(-1)], SIGNATURE)
+    found = infer_interface(lambda x: [x.sum(-1)], SIGNATURE)
     assert found.outputs[0].shape == (-1, -1)
     assert found.rows_stay_first
-    found = interface_of(lambda x: [x.sum(1).astype(np.float16)], SIGNATURE)
+    found = infer_interface(lambda x: [x.sum(1).astype(np.float16)], SIGNATURE)
     assert (found.outputs[0].shape, found.outputs[0].dtype) == ((-1, 3), "float16")
 
 
-def test_a_model_of_one_size_leaves_every_axis_open() -> None:
+def test_a_model_that_takes_one_size_has_only_varying_axes() -> None:
     def one_size(x: np.ndarray) -> list[np.ndarray]:
         if len(x) != 2:
             raise ValueError("batch")
         return [x]
 
-    found = interface_of(one_size, SIGNATURE)
+    found = infer_interface(one_size, SIGNATURE)
     assert found.outputs[0].shape == (-1, -1, -1)
     assert not found.rows_stay_first
 
 
 def test_answers_that_the_signature_does_not_name_are_refused() -> None:
     with pytest.raises(StageFailed, match="gives 2 outputs, its signature names"):
-        interface_of(lambda x: [x, x], SIGNATURE)
+        infer_interface(lambda x: [x, x], SIGNATURE)
 
 
-def test_an_answer_of_other_rows_than_were_asked_is_not_cut_apart() -> None:
+def test_outputs_with_another_number_of_rows_are_not_split() -> None:
     requests = [[np.array([1, 2])], [np.array([3])]]
-    answers = together(lambda arrays: [arrays[0][:2]], requests)
+    answers = run_batched(lambda arrays: [arrays[0][:2]], requests)
     assert [[output.tolist() for output in answer] for answer in answers] == [[[1, 2]], [[3]]]
 
 
@@ -82,9 +82,7 @@ def test_joined_requests_get_their_own_rows() -> None:
 
 
 @pytest.mark.parametrize(("breaks", "status"), [(False, 422), (True, 500)])
-def test_a_failure_is_the_requests_where_the_model_still_answers_another(
-    breaks: bool, status: int
-) -> None:
+def test_a_failure_is_422_if_the_model_answers_its_example(breaks: bool, status: int) -> None:
     broken = []
 
     def call(x: np.ndarray) -> list[np.ndarray]:
@@ -94,7 +92,9 @@ def test_a_failure_is_the_requests_where_the_model_still_answers_another(
         return [x * 2]
 
     async def ask() -> tuple[int, str]:
-        model = ServedModel("m", "torchscript", SIGNATURE, interface_of(call, SIGNATURE), call, "")
+        model = ServedModel(
+            "m", "torchscript", SIGNATURE, infer_interface(call, SIGNATURE), call, ""
+        )
         batcher = Batcher(call)
         sent = []
 
@@ -165,7 +165,9 @@ def test_a_server_whose_calls_all_hang_is_not_ready_until_one_ends() -> None:
     assert asyncio.run(states()) == [200, 200, 503, 200, 200]
 
 
-def test_what_torch_runs_is_loaded_and_answers_as_opened(mlp: EagerModel, tmp_path: Path) -> None:
+def test_torch_models_load_and_answer_like_the_opened_artifact(
+    mlp: EagerModel, tmp_path: Path
+) -> None:
     context = Context(root=tmp_path)
     kinds = [
         ExportTorchScript().run(mlp, context.with_root(tmp_path / "torchscript")),
@@ -173,16 +175,16 @@ def test_what_torch_runs_is_loaded_and_answers_as_opened(mlp: EagerModel, tmp_pa
     ]
     inputs = mlp.signature.example(batch=5)
     for artifact in kinds:
-        with loaded(artifact, "model", 1) as served, artifact.open() as predict:
+        with open_model(artifact, "model", 1) as served, artifact.open() as predict:
             assert (served.kind, served.interface.rows_stay_first) == (artifact.kind, True)
             assert served.interface.outputs == (Tensor("logits", "float32", (-1, 3)),)
             (got,) = served.call(*(tensor.numpy() for tensor in inputs))
             assert np.array_equal(got, predict(*inputs)[0].numpy())
     refused = pytest.raises(ArtifactInvalid, match="is 'eager', expected one of onnx, aot")
-    with refused, loaded(mlp, "model", 1):
+    with refused, open_model(mlp, "model", 1):
         pass
 
 
 def test_a_model_that_answers_nan_is_never_ready() -> None:
     with pytest.raises(StageFailed, match="answers NaN in y to normal inputs"):
-        warm(lambda x: [x * np.nan], SIGNATURE)
+        warm_up(lambda x: [x * np.nan], SIGNATURE)
