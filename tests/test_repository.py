@@ -21,7 +21,7 @@ from compress import Train, Training
 from compress.core.stage import Stage
 from compress.distillation.loss_terms import AnyTerm
 from compress.quantization.config.backend_targets import Target as Runtime
-from compress.quantization.config.dtype_scheme import Observer
+from compress.quantization.config.dtype_scheme import BuiltInObserver
 from pipelines import Pipeline
 from pipelines.config.model_spec import MODEL_CLASSES, ModelSpec
 from pipelines.config.registry import stages
@@ -154,7 +154,7 @@ def test_the_pruning_page_names_every_loss() -> None:
 def test_the_quantization_page_names_every_observer_target_and_stage() -> None:
     page = (ROOT / "docs" / "quantization.md").read_text()
     quantizing = [name for name in stages() if name.startswith(("quantize", "convert"))]
-    for name in (*get_args(Observer), *get_args(Runtime), *quantizing):
+    for name in (*get_args(BuiltInObserver), *get_args(Runtime), *quantizing):
         assert f"`{name}`" in page, name
 
 
