@@ -166,7 +166,7 @@ def test_an_added_observer_chooses_ranges(added: Path) -> None:
         stage = QuantizeStatic.model_validate({"observer": observer, "calibration_samples": 64})
         assert stage.own_settings()["observer"] == observer
         context = Context(added / observer, data=data)
-        graph = stage(model, context).load().graph
+        graph = stage(model, context).program().graph
         quantize = next(n for n in graph.nodes if "quantize_per_tensor" in str(n.target))
         scales[observer] = quantize.args[1]
     assert 0 < scales["fences"] != scales["minmax"]
