@@ -15,16 +15,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from compress import Context, EagerModel, Parity, PruneChannels, QuantizeStatic, Splits, StageFailed
 from compress.artifacts.artifact import Artifact
 from compress.artifacts.importing import import_checkpoint
 from compress.artifacts.recipe import Recipe
+from compress.common.errors import Unavailable
 from compress.common.signature import Signature, TensorSpec
 from compress.pruning.dependency.graph import trace
 from compress.pruning.dependency.rules.registry import RULES
 from compress.quantization.config.dtype_scheme import added_observers
+from compress.quantization.pt2e.observers import observer_class
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").glob("add-a*.md"))
@@ -158,6 +161,7 @@ def added(on_path: Path) -> Iterator[Path]:
 
 def test_an_added_observer_chooses_ranges(added: Path) -> None:
     x = torch.randn(64, 3, 8, 8)
+    x[0] *= 50  # outliers, which the added observer clips
     samples = torch.utils.data.TensorDataset(x, torch.zeros(64, dtype=torch.int64))
     data = Splits({"train": samples, "val": samples}, batch_size=32)
     model = source(added, "my_model:convolution", (3, 8, 8))
@@ -169,13 +173,20 @@ def test_an_added_observer_chooses_ranges(added: Path) -> None:
         graph = stage(model, context).program().graph
         quantize = next(n for n in graph.nodes if "quantize_per_tensor" in str(n.target))
         scales[observer] = quantize.args[1]
-    assert 0 < scales["fences"] != scales["minmax"]
+    assert 0 < scales["fences"] < scales["minmax"] / 4
     assert QuantizeStatic.model_validate({"observer": "fences"}).machine_parts == {
         "observer": "fences 1.0"
     }
     assert QuantizeStatic().machine_parts == {}
 
 
-def test_an_unknown_observer_is_refused(added: Path) -> None:
-    with pytest.raises(ValueError, match="'minmax', 'moving_average'"):
-        QuantizeStatic.model_validate({"observer": "fence"})
+@pytest.mark.parametrize("observer", ["fence", ["fences"]])
+def test_an_unknown_observer_is_refused(added: Path, observer: object) -> None:
+    with pytest.raises(ValidationError, match="'minmax', 'moving_average'"):
+        QuantizeStatic.model_validate({"observer": observer})
+
+
+def test_an_observer_that_cannot_be_imported_is_named(added: Path) -> None:
+    (added / "fences.py").write_text("raise OSError('no such device')")
+    with pytest.raises(Unavailable, match="observer 'fences' of fences:FencesObserver: OSError"):
+        observer_class("fences")

@@ -45,7 +45,8 @@ def added_observers() -> dict[str, EntryPoint]:
 
 
 def _accept_added(value: object, built_in: ValidatorFunctionWrapHandler) -> object:
-    return value if value in added_observers() else built_in(value)
+    is_added = isinstance(value, str) and value in added_observers()
+    return value if is_added else built_in(value)
 
 
 Observer = Annotated[
