@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from compress import Context, QuantizeStatic, Splits
-from compress.quantization.config.dtype_scheme import Observer
+from compress.quantization.config.dtype_scheme import BuiltInObserver
 from quantizer.sources import HERE, at, image_model
 
 COUNTS = (64, 512, 2048)
@@ -31,7 +31,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(_calibrate(options.one[0], int(options.one[1]))))
         return
-    observers = Observer.__args__[:1] if options.small else Observer.__args__
+    observers = BuiltInObserver.__args__[:1] if options.small else BuiltInObserver.__args__
     print(f"{'observer':18}{'samples':>8}{'peak MB':>9}{'ratio':>7}{'seconds':>9}{'ms more':>9}")
     for observer in observers:
         fewest: list[float] = []

@@ -161,7 +161,7 @@ def test_a_package_whose_gate_cannot_be_used_is_named(
 def test_the_gate_of_the_page_refuses(
     installed: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "gates.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "add-a-gate.md").read_text()
     (code,) = re.findall(r'```python title="min_sparsity.py"\n(.*?)```', page, re.DOTALL)
     (entry,) = re.findall(r'"compress.gates"\]\n(.*?)\n', page)
     assert entry == 'min_sparsity = "min_sparsity:MinSparsity"'

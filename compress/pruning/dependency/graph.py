@@ -19,9 +19,10 @@ from torch.utils import _pytree as pytree
 
 from compress.common.errors import StageFailed, first_line
 from compress.pruning.dependency.channel_groups import AxisGraph, build_axis_graph
-from compress.pruning.dependency.rules import conv_norm, elementwise, layout, matmul, rnn
+from compress.pruning.dependency.rules import elementwise
 from compress.pruning.dependency.rules.channel_labels import WILD, LabelBook, Labels, Weight
-from compress.pruning.dependency.rules.op_call import Call, Result, Rule, pin_all
+from compress.pruning.dependency.rules.op_call import Call, Result, pin_all
+from compress.pruning.dependency.rules.registry import RULES, rule_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,13 +31,6 @@ if TYPE_CHECKING:
 
 TENSORS = (torch.Tensor, Weight)
 """What stands for a tensor while the graph runs on labels."""
-RULES: dict[str, Rule] = {
-    **conv_norm.RULES,
-    **matmul.RULES,
-    **rnn.RULES,
-    **elementwise.RULES,
-    **layout.RULES,
-}
 
 
 def trace(module: nn.Module, inputs: Sequence[torch.Tensor]) -> AxisGraph:
@@ -176,7 +170,7 @@ def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Call:
     name = str(node.target)
     if isinstance(node.target, torch._ops.OpOverload):
         schema = node.target._schema
-        name = schema.name.partition("::")[2]
+        name = schema.name
         arguments = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
         arguments |= dict(zip((a.name for a in schema.arguments), given[0], strict=False))
         arguments |= given[1]
@@ -185,7 +179,7 @@ def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Call:
     stack = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
     has_tensors = any(isinstance(result, torch.Tensor) for result in results)
     return Call(
-        operator=name.rstrip("_"),
+        operator=rule_key(name),
         target=node.target,
         arguments=arguments,
         tensors=[x for x in pytree.tree_leaves(list(arguments.values())) if isinstance(x, TENSORS)],

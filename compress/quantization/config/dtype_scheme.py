@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from compress.common.config import Settings
 from compress.quantization.config.backend_targets import (
@@ -24,7 +32,29 @@ Smoothing = Annotated[
         lambda value: "off" if value is False else value
     ),  # YAML 1.1 reads off as False
 ]
-Observer = Literal["minmax", "moving_average", "histogram", "percentile", "entropy", "mse"]
+BuiltInObserver = Literal["minmax", "moving_average", "histogram", "percentile", "entropy", "mse"]
+
+OBSERVER_ENTRY_POINTS = "compress.observers"
+"""Entry-point group in which installed packages announce observers of their own."""
+
+
+@cache
+def added_observers() -> dict[str, EntryPoint]:
+    """Return the observers of installed packages by name, not imported yet."""
+    return {entry.name: entry for entry in entry_points(group=OBSERVER_ENTRY_POINTS)}
+
+
+def _accept_added(value: object, built_in: ValidatorFunctionWrapHandler) -> object:
+    is_added = isinstance(value, str) and value in added_observers()
+    return value if is_added else built_in(value)
+
+
+Observer = Annotated[
+    BuiltInObserver,
+    WrapValidator(_accept_added),
+    PlainSerializer(str),  # pydantic's own warns of a name that the literal lacks
+]
+"""Name of a built-in observer, or of one that an installed package adds."""
 
 
 class IntegerFormat(Settings):

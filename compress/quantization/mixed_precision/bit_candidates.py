@@ -21,7 +21,7 @@ from compress.quantization.pt2e.graph_capture import capture, copy_graph
 from compress.quantization.pt2e.module_names import module_of
 from compress.quantization.pt2e.observed_layers import skip_observers
 from compress.quantization.pt2e.observer_ranges import fit_ranges_
-from compress.quantization.pt2e.observers import OBSERVERS
+from compress.quantization.pt2e.observers import observer_class
 from compress.quantization.pt2e.qspec import qspec
 from compress.quantization.pt2e.quantizer import CLAMPS, LINEAR, WEIGHTED, OnnxRuntimeQuantizer
 from compress.quantization.pt2e.torchao_api import Q_ANNOTATION_KEY
@@ -67,7 +67,7 @@ class MixedQuantizer(OnnxRuntimeQuantizer):
         super().__init__(scheme, observer, exclude, embeddings=embeddings)
         self.float_layers, self.uint16_layers = frozenset(float_layers), frozenset(uint16_layers)
         self.default = self.activation
-        self.uint16 = qspec(unsigned_format(16), OBSERVERS[observer])
+        self.uint16 = qspec(unsigned_format(16), observer_class(observer))
         self.layers: list[str] = []
         """The layers that are quantized, in graph order, filled while annotating."""
 

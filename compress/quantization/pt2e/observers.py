@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from compress.common.errors import Unavailable, exits_refused
+from compress.quantization.config.dtype_scheme import added_observers
 from compress.quantization.pt2e.histogram_observer import HALF, Histogram
 from compress.quantization.pt2e.torchao_api import (
     HistogramObserver,
@@ -162,6 +164,24 @@ OBSERVERS = {
     "entropy": EntropyObserver,
     "mse": SquaredErrorObserver,
 }
+
+
+def observer_class(name: str) -> Any:
+    """Return the class of a built-in observer, or import that of an installed package.
+
+    Raises:
+        Unavailable: it cannot be imported.
+    """
+    if name in OBSERVERS:
+        return OBSERVERS[name]
+    entry = added_observers()[name]
+    try:
+        with exits_refused():
+            return entry.load()
+    except Exception as error:
+        raise Unavailable(
+            f"observer {name!r} of {entry.value}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _candidate_ends(best: torch.Tensor, reach: torch.Tensor, window: float) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compress.quantization.pt2e.module_names import is_excluded, is_wrapped
-from compress.quantization.pt2e.observers import OBSERVERS
+from compress.quantization.pt2e.observers import observer_class
 from compress.quantization.pt2e.qspec import bias_qspec, qspec
 from compress.quantization.pt2e.torchao_api import (
     Q_ANNOTATION_KEY,
@@ -93,7 +93,7 @@ class OnnxRuntimeQuantizer(Quantizer):  # type: ignore[misc]  # torchao has no t
         self.scheme = scheme
         self.embeddings = embeddings
         options = {"percentile": percentile} if observer == "percentile" else {}
-        self.activation = qspec(scheme.activations, OBSERVERS[observer], **options)
+        self.activation = qspec(scheme.activations, observer_class(observer), **options)
         self.weight = qspec(scheme.weights, PerChannelMinMaxObserver)
         self.table = qspec(scheme.embeddings, PerChannelMinMaxObserver)
         self.patterns = scheme.patterns

@@ -16,7 +16,7 @@ from compress.common.errors import PipelineInvalid
 from compress.core.stage import Stage
 from compress.quantization.config.backend_targets import Target
 from compress.quantization.config.calibration_data import CalibrationData
-from compress.quantization.config.dtype_scheme import activation_dtypes
+from compress.quantization.config.dtype_scheme import activation_dtypes, added_observers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -141,6 +141,14 @@ class IntegerStage(QuantizationStage):
                 "the key out (the backend is torchao's pt2e)"
             )
         return settings
+
+    @property
+    def machine_parts(self) -> dict[str, Any]:
+        """Package and version of an observer that another package adds."""
+        entry = added_observers().get(getattr(self, "observer", ""))
+        if entry is None or entry.dist is None:
+            return {}
+        return {"observer": f"{entry.dist.name} {entry.dist.version}"}
 
     @property
     def activation_formats(self) -> frozenset[str]:

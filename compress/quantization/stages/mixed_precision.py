@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from compress.common.config import Positive
 from compress.quantization.config.dtype_scheme import (
+    BuiltInObserver,
     Observer,
     require_16_bit_kernels,
     scheme_for,
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from compress.artifacts.graph_model import GraphModel
     from compress.core.context import Context
 
-Fallback = Observer | Literal["uint16", "float"]
+Fallback = BuiltInObserver | Literal["uint16", "float"]
 
 
 class QuantizeMixed(IntegerStage):

@@ -12,8 +12,8 @@ from compress.common.atomic_files import write_atomically
 from compress.common.dependency_recorder import Recording, add_to_recordings
 from compress.common.errors import StageFailed
 from compress.training.launch.local_ranks import run_ranks
+from compress.training.launch.rank_environment import LocalRanks
 from compress.training.launch.rank_group import joined_group, need_group
-from compress.training.launch.spawn import LocalRanks
 from compress.training.launch.worker import JOB_FILE
 from compress.training.launch.worker_errors import RankKilled
 

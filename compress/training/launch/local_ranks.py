@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.multiprocessing.spawn import ProcessContext
 
-    from compress.training.launch.spawn import LocalRanks
+    from compress.training.launch.rank_environment import LocalRanks
 
 SECONDS_BETWEEN_POLLS = 1.0
 """Between looks at the store, where ranks of other machines record that they failed."""

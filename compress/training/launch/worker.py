@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from compress.training.launch.spawn import LocalRanks
+    from compress.training.launch.rank_environment import LocalRanks
     from compress.training.loop.job import Job
     from compress.training.loop.step_metrics import EpochMetrics
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, StageFailed, describe_exit_code
 from compress.data.dataloader import original_error
-from compress.training.launch.spawn import LOGS
+from compress.training.launch.rank_environment import LOGS
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

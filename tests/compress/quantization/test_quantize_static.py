@@ -15,7 +15,7 @@ from compress.common.signature import OutputSpec, Signature, TensorSpec
 from compress.core.context import Context
 from compress.core.gates import LabelAgreement, Parity
 from compress.data.splits import Splits
-from compress.quantization.config.dtype_scheme import Observer
+from compress.quantization.config.dtype_scheme import BuiltInObserver
 from compress.quantization.stages.static import QuantizeStatic
 from tests.compress.quantization.builders import IMAGE, NETWORKS, build_model
 from tests.compress.quantization.conftest import FreshProcessCheck
@@ -101,7 +101,7 @@ def test_observers_choose_different_ranges(tmp_path: Path) -> None:
     model = build_model(tmp_path / "source", "networks:mlp")
     context = Context(root=tmp_path / "int8", data=splits((1, 8, 8)))
     # With so few values, the least divergence is that of the whole range.
-    observers = set(get_args(Observer)) - {"entropy"}
+    observers = set(get_args(BuiltInObserver)) - {"entropy"}
     found = set()
     for observer in observers:
         graph = QuantizeStatic(observer=observer, calibration_samples=64)(

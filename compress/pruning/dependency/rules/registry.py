@@ -1,0 +1,37 @@
+"""The rule of each operator, by name; a package or a user's module registers rules of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from compress.pruning.dependency.rules import conv_norm, elementwise, layout, matmul, rnn
+
+if TYPE_CHECKING:
+    from compress.pruning.dependency.rules.op_call import Rule
+
+RULES: dict[str, Rule] = {
+    **conv_norm.RULES,
+    **matmul.RULES,
+    **rnn.RULES,
+    **elementwise.RULES,
+    **layout.RULES,
+}
+"""ATen operators by their bare name (`conv2d`), others with their namespace (`mylib::scale`)."""
+
+
+def register_rule(operator: str, rule: Rule) -> None:
+    """Set the rule of an operator.
+
+    Args:
+        operator: name with namespace, such as `mylib::scale`.
+        rule: returns the labels of the operator's results.
+    """
+    RULES[rule_key(operator)] = rule
+
+
+def rule_key(operator: str) -> str:
+    """Return the key of an operator in :data:`RULES`, without the underscore of its in-place form.
+
+    The namespace of other operators stays: `mylib::softmax` may couple other channels than ATen's.
+    """
+    return operator.removeprefix("aten::").rstrip("_")

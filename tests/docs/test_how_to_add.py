@@ -1,0 +1,192 @@
+"""Each guide "how to add …": its code is installed as it stands there, and what it adds works.
+
+The gate's is in tests/pipelines/test_added_gate.py.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from compress import Context, EagerModel, Parity, PruneChannels, QuantizeStatic, Splits, StageFailed
+from compress.artifacts.artifact import Artifact
+from compress.artifacts.importing import import_checkpoint
+from compress.artifacts.recipe import Recipe
+from compress.common.errors import Unavailable
+from compress.common.signature import Signature, TensorSpec
+from compress.pruning.dependency.graph import trace
+from compress.pruning.dependency.rules.registry import RULES
+from compress.quantization.config.dtype_scheme import added_observers
+from compress.quantization.pt2e.observers import observer_class
+
+ROOT = Path(__file__).parents[2]
+GUIDES = sorted((ROOT / "docs").glob("add-a*.md"))
+LINEAR = """
+from torch import nn
+
+def classifier():
+    return nn.Linear(64, 10)
+
+def convolution():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+"""
+
+
+def install(page: str, folder: Path) -> None:
+    """Write a page's files to a folder, and its package's metadata as pip would."""
+    text = (ROOT / "docs" / page).read_text()
+    files = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', text, re.DOTALL | re.MULTILINE))
+    for name, content in {**files, "my_model.py": LINEAR}.items():
+        (folder / name).write_text(content)
+    if "pyproject.toml" not in files:
+        return
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    (installed := folder / f"{project['name']}-{project['version']}.dist-info").mkdir()
+    (installed / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    ((group, entries),) = project["entry-points"].items()
+    lines = "".join(f"{name} = {where}\n" for name, where in entries.items())
+    (installed / "entry_points.txt").write_text(f"[{group}]\n{lines}")
+    (installed / "RECORD").write_text("".join(f"{name},,\n" for name in files))
+
+
+@pytest.fixture
+def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for a page's files, from which they can be imported."""
+    loaded = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in set(sys.modules) - loaded:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def source(folder: Path, factory: str, shape: tuple[int, ...]) -> EagerModel:
+    """Create the artifact of a model of a folder's module."""
+    signature = Signature(inputs=(TensorSpec(name="x", shape=("batch", *shape)),))
+    recipe = Recipe(factory=factory)
+    return import_checkpoint(folder / "source", recipe, signature, checkpoint=None, folder=folder)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_a_guide_is_short(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= 60
+
+
+@pytest.fixture(scope="module")
+def stage_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stage")
+    install("add-a-stage.md", folder)
+    return folder
+
+
+def _compress(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "import cli; cli.main()", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_an_added_stage_runs_in_a_pipeline(stage_folder: Path) -> None:
+    done = _compress(stage_folder, "run", "pipeline.yaml", "--json")
+    assert done.returncode == 0, done.stderr
+    (stage,) = json.loads(done.stdout)["stages"]
+    assert (stage["name"], stage["cached"]) == ("round_mantissas", False)
+    assert [verdict["passed"] for verdict in stage["verdicts"]] == [True]
+    assert stage["verdicts"][0]["value"] > 0
+
+
+def test_settings_of_an_added_stage_are_checked(stage_folder: Path) -> None:
+    text = (stage_folder / "pipeline.yaml").read_text()
+    (stage_folder / "bad.yaml").write_text(text.replace("bits: 12", "bits: 30"))
+    done = _compress(stage_folder, "check", "bad.yaml")
+    assert done.returncode == 2
+    assert "bad.yaml:4" in done.stderr
+    assert "23" in done.stderr
+
+
+def test_an_added_exporter_writes_an_artifact_that_gates_measure(
+    on_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Artifact, "_kinds", dict(Artifact._kinds))
+    install("add-an-exporter.md", on_path)
+    page = import_module("linear_npz")
+    stage = page.ExportNpz(gates=(Parity(atol=1e-5),))
+    context = Context(on_path / "npz")
+    exported = stage(source(on_path, "my_model:classifier", (64,)), context)
+    assert type(Artifact.from_directory(exported.path)) is page.NpzModel
+    assert exported.manifest.lineage[-1].stage == "export_npz"
+    with pytest.raises(StageFailed, match="expected one linear layer"):
+        stage(source(on_path, "my_model:convolution", (3, 8, 8)), context)
+
+
+def test_an_added_rule_lets_channels_be_pruned(
+    on_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("add-a-pruning-rule.md", on_path)
+    model = source(on_path, "nets:net", (3, 8, 8))
+    with monkeypatch.context() as patch:
+        patch.delitem(RULES, "mylib::scale_channels")
+        unknown = trace(model.load(), model.signature.example())
+    assert "'mylib::scale_channels' is not known" in unknown.pinned["0"]
+    pruned = PruneChannels(ratio=0.5, round_to=1)(model, Context(on_path / "pruned"))
+    convolution, scale, *_ = pruned.load()
+    assert isinstance(convolution, nn.Conv2d)
+    assert convolution.out_channels == len(scale.scale) == 8
+
+
+@pytest.fixture
+def added(on_path: Path) -> Iterator[Path]:
+    """A folder in which the observer's package is installed."""
+    install("add-an-observer.md", on_path)
+    added_observers.cache_clear()
+    yield on_path
+    added_observers.cache_clear()
+
+
+def test_an_added_observer_chooses_ranges(added: Path) -> None:
+    x = torch.randn(64, 3, 8, 8)
+    x[0] *= 50  # outliers, which the added observer clips
+    samples = torch.utils.data.TensorDataset(x, torch.zeros(64, dtype=torch.int64))
+    data = Splits({"train": samples, "val": samples}, batch_size=32)
+    model = source(added, "my_model:convolution", (3, 8, 8))
+    scales = {}
+    for observer in ("minmax", "fences"):
+        stage = QuantizeStatic.model_validate({"observer": observer, "calibration_samples": 64})
+        assert stage.own_settings()["observer"] == observer
+        context = Context(added / observer, data=data)
+        graph = stage(model, context).program().graph
+        quantize = next(n for n in graph.nodes if "quantize_per_tensor" in str(n.target))
+        scales[observer] = quantize.args[1]
+    assert 0 < scales["fences"] < scales["minmax"] / 4
+    assert QuantizeStatic.model_validate({"observer": "fences"}).machine_parts == {
+        "observer": "fences 1.0"
+    }
+    assert QuantizeStatic().machine_parts == {}
+
+
+@pytest.mark.parametrize("observer", ["fence", ["fences"]])
+def test_an_unknown_observer_is_refused(added: Path, observer: object) -> None:
+    with pytest.raises(ValidationError, match="'minmax', 'moving_average'"):
+        QuantizeStatic.model_validate({"observer": observer})
+
+
+def test_an_observer_that_cannot_be_imported_is_named(added: Path) -> None:
+    (added / "fences.py").write_text("raise OSError('no such device')")
+    with pytest.raises(Unavailable, match="observer 'fences' of fences:FencesObserver: OSError"):
+        observer_class("fences")
