@@ -31,7 +31,7 @@ from serve.worker.loaders import THREADS_VARIABLE
 logger = logging.getLogger(__name__)
 
 JAVA_MISSING = "needs Java 17 (e.g. apt-get install openjdk-17-jre-headless)"
-TORCHSERVE_MISSING = "needs TorchServe: pip install 'compress-pipeline[serve]'"
+TORCHSERVE_MISSING = "needs TorchServe: pip install -e '.[serve]'"
 SECONDS_TO_BE_GONE = 1.0
 POLL_SECONDS = 0.1
 SHOWN_CHARACTERS = 300

@@ -199,7 +199,7 @@ def test_keys_that_are_none_are_one_clear_line(walked, tmp_path: Path, keys, mon
         prove(train, Given(key=public))
     monkeypatch.setattr(attestation, "REQUIREMENT", attestation.REQUIREMENT.model_copy(
         update={"what": "no_such_library"}))  # fmt: skip
-    with pytest.raises(Unavailable, match=r"pip install 'compress-pipeline\[sign\]'"):
+    with pytest.raises(Unavailable, match=r"pip install -e '\.\[sign\]'"):
         prove(train, attest=file, sign_key=key)
 
 
