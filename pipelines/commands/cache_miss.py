@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipelines.config.pipeline import PipelineConfig
 
 
-class Part(Settings):
+class KeyPart(Settings):
     """One thing that decides a stage's artifact."""
 
     what: str
@@ -31,13 +31,13 @@ class Part(Settings):
     """What it was when the stage was last run here; as ``value`` where that is not known."""
 
 
-class Reason(Settings):
+class CacheReason(Settings):
     """What a run would do at a stage, and why."""
 
     stage: str
     does: str
     """`cached`, or `runs (…)`."""
-    parts: tuple[Part, ...]
+    parts: tuple[KeyPart, ...]
     """Empty where a stage before it must run first."""
 
     def lines(self) -> Iterator[str]:
@@ -49,7 +49,7 @@ class Reason(Settings):
             yield f"  {part.what:{width}}  {_text(part.value)}{was}"
 
 
-def why(pipeline: PipelineConfig, out: Path, stage: str, store: str | None = None) -> Reason:
+def why(pipeline: PipelineConfig, out: Path, stage: str, store: str | None = None) -> CacheReason:
     """Return why a run would take a stage's artifact from the store, or make it.
 
     Args:
@@ -73,16 +73,16 @@ def why(pipeline: PipelineConfig, out: Path, stage: str, store: str | None = Non
     elif all(name in state.artifacts for name in planned.reads):
         parts = stage_key_parts(state, planned)
     before = state.store.last_parts(stage) or parts
-    return Reason(stage=stage, does=actions[stage], parts=tuple(_parts(parts, before)))
+    return CacheReason(stage=stage, does=actions[stage], parts=tuple(_parts(parts, before)))
 
 
-def _parts(now: Any, before: Any, path: str = "") -> Iterator[Part]:
+def _parts(now: Any, before: Any, path: str = "") -> Iterator[KeyPart]:
     if isinstance(now, dict) and now:
         past = before if isinstance(before, dict) else {}
         for key, value in now.items():
             yield from _parts(value, past.get(key), f"{path}.{key}" if path else key)
     elif path:
-        yield Part(what=path, value=now, before=before)
+        yield KeyPart(what=path, value=now, before=before)
 
 
 def _text(value: JsonValue) -> str:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """A valid pipeline, described."""
 
     content: dict[str, Any]
@@ -24,7 +24,7 @@ class Checked:
     warnings: tuple[str, ...]
 
 
-def checked(file: Path, models: bool) -> Checked:
+def check_pipeline(file: Path, models: bool) -> CheckResult:
     """Return a description of a pipeline file that is valid.
 
     Args:
@@ -48,4 +48,4 @@ def checked(file: Path, models: bool) -> Checked:
     content = {"valid": True, **plan.described(), "warnings": warnings, "signature": signature}
     how = "" if models else "; the model and the data were left out"
     line = f"{file}: valid ({plan.route}){how}"
-    return Checked(content, [*told.splitlines(), line], warnings)
+    return CheckResult(content, [*told.splitlines(), line], warnings)

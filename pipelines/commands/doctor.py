@@ -78,11 +78,11 @@ def examine() -> Findings:
         },
         programs={name: _version_of_program(name, ask) for name, ask in PROGRAMS.items()},
         cuda=tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
-        stages={name: _lacking(stage) for name, stage in stages().items()},
+        stages={name: _missing_requirements(stage) for name, stage in stages().items()},
     )
 
 
-def _lacking(stage: type[Stage[Any, Any]]) -> tuple[str, ...]:
+def _missing_requirements(stage: type[Stage[Any, Any]]) -> tuple[str, ...]:
     required = [name for name, field in stage.model_fields.items() if field.is_required()]
     unset: dict[str, Any] = dict.fromkeys(required)
     usual = stage.model_construct(**unset)

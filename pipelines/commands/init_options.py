@@ -40,29 +40,33 @@ class InitOptions:
     goal: Goal = "both"
 
 
-def prompt_for_missing(wish: InitOptions, ask: Ask) -> InitOptions:
-    """Return a wish whose missing parts were asked for.
+def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
+    """Return a options whose missing parts were asked for.
 
     Args:
-        wish: what is known; where that names a model, only its inputs may be asked for.
+        options: what is known; where that names a model, only its inputs may be asked for.
         ask: given a question, the usual answer, and what raises an error for a wrong one.
     """
-    if wish.model is None:
-        wish = _prompt_all(wish, ask)
-    if wish.data is None and not wish.inputs:
-        answer = ask("Inputs, each as name=batch,3,224,224", "", lambda told: inputs(told.split()))
-        wish = replace(wish, inputs=answer.split())
-    return wish
+    if options.model is None:
+        options = _prompt_all(options, ask)
+    if options.data is None and not options.inputs:
+        answer = ask(
+            "Inputs, each as name=batch,3,224,224", "", lambda told: parse_inputs(told.split())
+        )
+        options = replace(options, inputs=answer.split())
+    return options
 
 
-def _prompt_all(wish: InitOptions, ask: Ask) -> InitOptions:
-    model = ask("Model, as module:callable", "", reference)
-    checkpoint = wish.checkpoint or ask("Checkpoint", NONE, str)
-    data = wish.data or ask("Data, as module:callable", NONE, lambda d: d == NONE or reference(d))
-    target: Any = ask("Format: onnx, torchscript or aot", wish.target, _one_of(Target))
-    goal: Any = ask("Goal: smaller, faster or both", wish.goal, _one_of(Goal))
+def _prompt_all(options: InitOptions, ask: Ask) -> InitOptions:
+    model = ask("Model, as module:callable", "", parse_reference)
+    checkpoint = options.checkpoint or ask("Checkpoint", NONE, str)
+    data = options.data or ask(
+        "Data, as module:callable", NONE, lambda d: d == NONE or parse_reference(d)
+    )
+    target: Any = ask("Format: onnx, torchscript or aot", options.target, _one_of(Target))
+    goal: Any = ask("Goal: smaller, faster or both", options.goal, _one_of(Goal))
     return replace(
-        wish,
+        options,
         model=model,
         checkpoint=None if checkpoint == NONE else checkpoint,
         data=None if data == NONE else data,
@@ -71,7 +75,7 @@ def _prompt_all(wish: InitOptions, ask: Ask) -> InitOptions:
     )
 
 
-def reference(told: str, option: str = "") -> str:
+def parse_reference(told: str, option: str = "") -> str:
     """Return what is told, if it has the form of `module:callable`.
 
     Raises:
@@ -86,7 +90,7 @@ def reference(told: str, option: str = "") -> str:
         ) from None
 
 
-def arguments(told: Sequence[str]) -> dict[str, Any]:
+def parse_arguments(told: Sequence[str]) -> dict[str, Any]:
     """Return a factory's arguments of `name=value`, values read as in the file.
 
     Raises:
@@ -104,16 +108,16 @@ def arguments(told: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def inputs(told: Sequence[str]) -> list[dict[str, Any]]:
+def parse_inputs(told: Sequence[str]) -> list[dict[str, Any]]:
     """Return tensors of `name=batch,3,224,224`, or `name=batch,length:int64`.
 
     Raises:
         PipelineInvalid: one has another form, or an unknown element type.
     """
-    return [_input(each) for each in told]
+    return [_parse_input(each) for each in told]
 
 
-def _input(told: str) -> dict[str, Any]:
+def _parse_input(told: str) -> dict[str, Any]:
     name, _, rest = told.partition("=")
     sizes, _, dtype = rest.partition(":")
     shape = [int(s) if s.isdecimal() else s for s in sizes.replace(" ", "").split(",")]
@@ -126,10 +130,10 @@ def _input(told: str) -> dict[str, Any]:
         raise PipelineInvalid(
             f"--input {told!r}: {problem}; expected name=batch,3,224,224 or name=batch,length:int64"
         ) from None
-    return shown(spec)
+    return dump_input(spec)
 
 
-def shown(spec: TensorSpec) -> dict[str, Any]:
+def dump_input(spec: TensorSpec) -> dict[str, Any]:
     """Return an input as one would write it: without the usual element type."""
     return spec.model_dump(mode="json", exclude_defaults=True)
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
 
 
-def described(found: Artifact) -> Iterator[str]:
+def describe_artifact(found: Artifact) -> Iterator[str]:
     """Yield a line for each thing that an artifact's manifest holds.
 
     A line break in a name is shown as such: what follows would pass for a line of its own.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def rewrite(out: Path, announce: Callable[[str], None]) -> Report:
+def rerender_report(out: Path, announce: Callable[[str], None]) -> Report:
     """Return a run's report, and write its page anew where that can be done.
 
     Raises:

@@ -16,7 +16,7 @@ from pipelines.config.model_spec import SOURCE
 from pipelines.config.run_options import RunOptions
 from pipelines.planning.loss_and_metric import infer_loss_and_metric
 from pipelines.planning.planner import build_plan
-from pipelines.reporting.html_page import rendered
+from pipelines.reporting.html_page import render_page
 from pipelines.runner.inputs import import_source, resolve_inputs
 from pipelines.runner.run import preview_state
 from pipelines.system.temp_files import temporary_files
@@ -37,7 +37,7 @@ WIDTH, HEIGHT, MARGIN = 880, 420, 56
 """Of the plot, in its own units."""
 
 
-def measure(
+def measure_and_write(
     pipeline: PipelineConfig,
     out: Path,
     ratios: Sequence[float] = (0.25, 0.5, 0.75),
@@ -126,7 +126,9 @@ def write_page(out: Path, name: str, found: Sensitivity) -> None:
     words = _harm_in_words(found)
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "sensitivity.json", found.model_dump_json(indent=1) + "\n")
-    page = rendered("sensitivity.html.jinja", name=name, found=found, harm=words, plot=plot(found))
+    page = render_page(
+        "sensitivity.html.jinja", name=name, found=found, harm=words, plot=plot(found)
+    )
     write_atomically(out / PAGE, page)
 
 

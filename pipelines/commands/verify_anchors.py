@@ -50,7 +50,7 @@ class Anchors:
 
 
 @dataclass(frozen=True)
-class Given:
+class VerifierInputs:
     """What somebody who verifies was told of the artifact."""
 
     sha256: str | None = None
@@ -62,7 +62,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Run:
+class EnclosingRun:
     """The results of a run that an artifact lies in."""
 
     folder: Path
@@ -78,10 +78,10 @@ class Run:
     @property
     def artifacts(self) -> dict[str, Artifact]:
         """The artifacts in the folder by stage, as their manifests describe them."""
-        return dict(_described(self.folder / ARTIFACTS))
+        return dict(_sibling_artifacts(self.folder / ARTIFACTS))
 
 
-def run_around(path: Path) -> Run | None:
+def find_enclosing_run(path: Path) -> EnclosingRun | None:
     """Return the run in whose results an artifact lies; None where it lies elsewhere.
 
     Raises:
@@ -91,7 +91,7 @@ def run_around(path: Path) -> Run | None:
     out = folder.parent
     if path.is_file() or folder.name != ARTIFACTS:
         return None
-    report, lock = (_record(out / name) for name in RECORDS)
+    report, lock = (_read_record(out / name) for name in RECORDS)
     if report and lock:
         try:
             refuse_changed_run(report, lock)
@@ -105,10 +105,10 @@ def run_around(path: Path) -> Run | None:
         inputs = {row["name"]: row["input"] for row in rows}
     with suppress(KeyError, TypeError, ValueError):
         digests[RECORDS[1]] = dict(lock["artifacts"])
-    return Run(out, path.resolve().name, digests, inputs, lock) if digests else None
+    return EnclosingRun(out, path.resolve().name, digests, inputs, lock) if digests else None
 
 
-def anchors_of(artifact: Artifact, given: Given, run: Run | None) -> Anchors:
+def check_anchors(artifact: Artifact, given: VerifierInputs, run: EnclosingRun | None) -> Anchors:
     """Return what names an artifact's digest: the run around it, and what was given.
 
     Raises:
@@ -117,11 +117,11 @@ def anchors_of(artifact: Artifact, given: Given, run: Run | None) -> Anchors:
     """
     anchors = Anchors()
     if run is not None:
-        _anchor_in_run(anchors, artifact, run)
+        _check_run_records(anchors, artifact, run)
     payload = artifact.payload_name
     named = {artifact.digest: "", artifact.manifest.files[payload].sha256: payload}
     whole = bool(anchors.names)
-    for name, digests in _told(anchors, given):
+    for name, digests in _claimed_hashes(anchors, given):
         found = {named[digest] for digest in digests if digest in named}
         if not found:
             raise ArtifactInvalid(
@@ -141,14 +141,14 @@ def anchors_of(artifact: Artifact, given: Given, run: Run | None) -> Anchors:
     return anchors
 
 
-def anchors_of_file(file: Path, sha256: str, given: Given) -> Anchors:
+def check_file_anchors(file: Path, sha256: str, given: VerifierInputs) -> Anchors:
     """Return what was given that names a bare archive.
 
     Raises:
         ArtifactInvalid: one of them names another file.
     """
     anchors = Anchors()
-    for name, digests in _told(anchors, given):
+    for name, digests in _claimed_hashes(anchors, given):
         if sha256 not in digests:
             raise ArtifactInvalid(f"{file}: sha256 is {sha256}, which {name} does not name")
         anchors.names.append(name)
@@ -159,7 +159,9 @@ def anchors_of_file(file: Path, sha256: str, given: Given) -> Anchors:
     return anchors
 
 
-def _told(anchors: Anchors, given: Given) -> Iterator[tuple[str, frozenset[str]]]:
+def _claimed_hashes(
+    anchors: Anchors, given: VerifierInputs
+) -> Iterator[tuple[str, frozenset[str]]]:
     """Yield the name of each thing that was given, and the hashes that it names."""
     if given.sha256 is not None:
         yield "--sha256", frozenset({given.sha256.lower()})
@@ -173,22 +175,22 @@ def _told(anchors: Anchors, given: Given) -> Iterator[tuple[str, frozenset[str]]
         yield f"{given.attestation} ({found.predicate_type}, {signed})", found.subjects
 
 
-def _anchor_in_run(anchors: Anchors, artifact: Artifact, run: Run) -> None:
+def _check_run_records(anchors: Anchors, artifact: Artifact, run: EnclosingRun) -> None:
     naming = [record for record, digests in run.digests.items() if run.name in digests]
     for record in naming:
-        _refuse_another(artifact, run.digests[record][run.name], run.folder / record)
+        _require_digest(artifact, run.digests[record][run.name], run.folder / record)
     for name, other in run.artifacts.items():
         lineage = other.manifest.lineage
         if run.inputs.get(name) == run.name and lineage:
-            _refuse_another(artifact, lineage[-1].inputs.get("input"), other.path / MANIFEST)
+            _require_digest(artifact, lineage[-1].inputs.get("input"), other.path / MANIFEST)
     if naming:
         anchors.names += naming
         anchors.proven.append(f"anchor: {' and '.join(naming)} of {run.folder} name this digest")
     if not isinstance(artifact, TorchServeArchive):  # of which `prove_chain` tells more
-        _anchor_chain(anchors, artifact, run)
+        _check_ancestors(anchors, artifact, run)
 
 
-def _refuse_another(artifact: Artifact, digest: object, where: Path) -> None:
+def _require_digest(artifact: Artifact, digest: object, where: Path) -> None:
     if digest != artifact.digest:
         raise ArtifactInvalid(
             f"{artifact.path}: has digest {artifact.digest}, and {where} names {digest}: it is not "
@@ -196,7 +198,7 @@ def _refuse_another(artifact: Artifact, digest: object, where: Path) -> None:
         )
 
 
-def _anchor_chain(anchors: Anchors, artifact: Artifact, run: Run) -> None:
+def _check_ancestors(anchors: Anchors, artifact: Artifact, run: EnclosingRun) -> None:
     """Hold the artifacts that one was made of against its lineage, as far as they are here."""
     around = run.artifacts
     by_digest = {other.digest: (name, other) for name, other in around.items()}
@@ -212,7 +214,7 @@ def _anchor_chain(anchors: Anchors, artifact: Artifact, run: Run) -> None:
         name, ancestor = by_digest.get(digest, (names.get(digest, digest[:12]), None))
         if ancestor is None:
             if name in around:
-                _refuse_another(around[name], digest, artifact.path / MANIFEST)
+                _require_digest(around[name], digest, artifact.path / MANIFEST)
             absent.append(name)
             continue
         ancestor.verify()
@@ -228,7 +230,7 @@ def _anchor_chain(anchors: Anchors, artifact: Artifact, run: Run) -> None:
         anchors.unproven.append(f"{', '.join(absent)}: not here")
 
 
-def _described(folder: Path) -> Iterator[tuple[str, Artifact]]:
+def _sibling_artifacts(folder: Path) -> Iterator[tuple[str, Artifact]]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         try:
             yield path.name, Artifact.read_manifest(path)
@@ -236,7 +238,7 @@ def _described(folder: Path) -> Iterator[tuple[str, Artifact]]:
             continue  # no artifact; what was to be one counts as missing
 
 
-def _record(file: Path) -> dict[str, Any]:
+def _read_record(file: Path) -> dict[str, Any]:
     """Return a record of a run; an empty one where it is missing or cannot be read."""
     try:
         with open_regular(file) as stream:

@@ -59,13 +59,13 @@ def compare(before: Path, after: Path) -> Differences:
     return Differences(
         before=str(before),
         after=str(after),
-        asked=tuple(_between(_asked(one), _asked(two))),
-        surroundings=tuple(_between(_surroundings(one), _surroundings(two))),
+        asked=tuple(_differences(_settings_and_data(one), _settings_and_data(two))),
+        surroundings=tuple(_differences(_versions_and_machine(one), _versions_and_machine(two))),
         # A stage may be named as what is told of the whole run is.
         found=tuple(
             difference
-            for part in (_ending, _stages, _tested)
-            for difference in _between(part(one), part(two))
+            for part in (_outcome, _stages, _test_metrics)
+            for difference in _differences(part(one), part(two))
         ),
     )
 
@@ -75,17 +75,17 @@ def row_of(difference: Difference) -> tuple[str, str, str]:
     return difference.what, _readable(difference, "before"), _readable(difference, "after")
 
 
-def _asked(report: Report) -> dict[str, Any]:
+def _settings_and_data(report: Report) -> dict[str, Any]:
     settings: Any = report.lock["settings"]
     stages = {stage["name"] or stage["stage"]: stage for stage in settings["stages"]}
     return {"settings": {**settings, "stages": stages}, "data": report.lock["data"]}
 
 
-def _surroundings(report: Report) -> dict[str, Any]:
+def _versions_and_machine(report: Report) -> dict[str, Any]:
     return {name: report.lock.get(name) for name in ("versions", "machine")}
 
 
-def _ending(report: Report) -> dict[str, Any]:
+def _outcome(report: Report) -> dict[str, Any]:
     return {
         "status": report.status,
         "failed": {failure.name: failure.error for failure in report.failures},
@@ -105,7 +105,7 @@ def _stages(report: Report) -> dict[str, Any]:
     }
 
 
-def _tested(report: Report) -> dict[str, Any]:
+def _test_metrics(report: Report) -> dict[str, Any]:
     return {"test": dict(report.test.values) if report.test else {}}
 
 
@@ -127,13 +127,13 @@ def _figures(measured: Measurements) -> dict[str, Any]:
     }
 
 
-def _between(before: Any, after: Any, path: str = "") -> Iterator[Difference]:
+def _differences(before: Any, after: Any, path: str = "") -> Iterator[Difference]:
     """Yield what differs, by path; the order is that of the first run."""
     sides = [{} if side is None else side for side in (before, after)]
     if any(sides) and all(isinstance(side, dict) for side in sides):
         for key in dict.fromkeys((*sides[0], *sides[1])):
             inner = f"{path}.{key}" if path else str(key)
-            yield from _between(sides[0].get(key), sides[1].get(key), inner)
+            yield from _differences(sides[0].get(key), sides[1].get(key), inner)
     elif before != after:
         yield Difference(what=path, before=before, after=after)
 

@@ -26,7 +26,7 @@ def measurement_warnings(
     yield from batch_warnings(baseline_name, baseline, stages)
     measured = {stage.name: stage.measurements for stage in stages}
     for name, found in ({baseline_name: baseline} | measured).items():
-        yield from (f"{name}: {doubt}" for doubt in (found.doubts if found else ()))
+        yield from (f"{name}: {doubt}" for doubt in (found.unmeasurable_reasons if found else ()))
     yield from slower_than_float(stages, baseline_name)
     for stage in stages:
         warnings: Any = stage.artifact.facts.get("warnings", ())
@@ -77,11 +77,11 @@ def slower_than_float(stages: Sequence[StageReport], baseline: str) -> Iterator[
     speedups = {baseline: 1.0, **{name: s for name, s in found.items() if s is not None}}
     read = {stage.input for stage in stages}
     for stage in stages:
-        quantized = _quantized_at(stage, rows)
+        quantized = _quantizing_stage(stage, rows)
         where = IN_PYTORCH.get(stage.artifact.kind)
         if quantized is None or (where and stage.name in read):
             continue
-        parent = _twin(stage, quantized.input, rows) or quantized.input
+        parent = _exported_parent(stage, quantized.input, rows) or quantized.input
         served = stage.artifact.kind == "torchserve" and parent == quantized.input
         if not {stage.name, parent} <= speedups.keys() or served:  # HTTP is in a server's latency
             continue
@@ -90,7 +90,7 @@ def slower_than_float(stages: Sequence[StageReport], baseline: str) -> Iterator[
             yield f"{stage.name}: slower than {parent} ({ratio:.2g}×){where or ''}"
 
 
-def _road(stage: StageReport, rows: Mapping[str, StageReport]) -> Iterator[StageReport]:
+def _lineage(stage: StageReport, rows: Mapping[str, StageReport]) -> Iterator[StageReport]:
     """Yield a stage and those before it, up to the model as it came in."""
     at: StageReport | None = stage
     while at is not None:
@@ -98,15 +98,15 @@ def _road(stage: StageReport, rows: Mapping[str, StageReport]) -> Iterator[Stage
         at = rows.get(at.input)
 
 
-def _quantized_at(stage: StageReport, rows: Mapping[str, StageReport]) -> StageReport | None:
+def _quantizing_stage(stage: StageReport, rows: Mapping[str, StageReport]) -> StageReport | None:
     """Return the first stage on the road that quantized; None where all of it is float."""
-    found = [s for s in _road(stage, rows) if FIDELITY in s.artifact.facts]
+    found = [s for s in _lineage(stage, rows) if FIDELITY in s.artifact.facts]
     return found[-1] if found else None
 
 
-def _leads_to(other: StageReport, parent: str, rows: Mapping[str, StageReport]) -> bool:
+def _only_exports(other: StageReport, parent: str, rows: Mapping[str, StageReport]) -> bool:
     """Whether a stage brings another one's model into a format, and changes it no further."""
-    for stage in _road(other, rows):
+    for stage in _lineage(other, rows):
         if stage.artifact.kind == "eager":
             return False
         if stage.input == parent:
@@ -114,11 +114,13 @@ def _leads_to(other: StageReport, parent: str, rows: Mapping[str, StageReport]) 
     return False
 
 
-def _twin(stage: StageReport, parent: str, rows: Mapping[str, StageReport]) -> str | None:
+def _exported_parent(
+    stage: StageReport, parent: str, rows: Mapping[str, StageReport]
+) -> str | None:
     """Return the stage that brought the float parent into the same format."""
     for other in rows.values():
         same_kind = other.artifact.kind == stage.artifact.kind
-        on_road = _leads_to(other, parent, rows)
-        if same_kind and on_road and _quantized_at(other, rows) is None:
+        on_road = _only_exports(other, parent, rows)
+        if same_kind and on_road and _quantizing_stage(other, rows) is None:
             return other.name
     return None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from compress.core.context import Context
 
 
-SAME = 1.2
+SELF_SPEEDUP_TOLERANCE = 1.2
 """A model against itself may seem so many times faster: what is asked second finds warm caches."""
 
 Bounds = tuple[float, float]
@@ -63,7 +63,7 @@ class LatencyReport(Settings):
         content = {**content, "ventiles": content.get("ventiles", ())}
         if not all(map(_possible, content["ventiles"])):
             content["ventiles"] = ()
-        return _without_doubtful(content, {"p50": "p50 in ms", "p95": "p95 in ms"}, "reason")
+        return _drop_unreliable(content, {"p50": "p50 in ms", "p95": "p95 in ms"}, "reason")
 
 
 class Measurements(Settings):
@@ -100,10 +100,10 @@ class Measurements(Settings):
             return content
         blocks = tuple(filter(_possible, content.get("speedup_blocks", ())))
         content = {**content, "speedup_blocks": blocks}
-        return _without_doubtful(content, {"speedup": "the speedup"}, "speedup_reason")
+        return _drop_unreliable(content, {"speedup": "the speedup"}, "speedup_reason")
 
     @property
-    def doubts(self) -> tuple[str, ...]:
+    def unmeasurable_reasons(self) -> tuple[str, ...]:
         """Why figures could not be measured on this machine, in words."""
         return tuple(filter(None, (self.speedup_reason, self.latency_ms.reason)))
 
@@ -118,7 +118,10 @@ class Measurements(Settings):
             metric = MetricReport(name=context.metric.name, split="val", value=value)
         compared = context.compare_latency(baseline, artifact, artifact.signature.smallest_batch)
         reason = ""
-        if artifact.digest == baseline.digest and not 1 / SAME <= compared.speedup <= SAME:
+        if (
+            artifact.digest == baseline.digest
+            and not 1 / SELF_SPEEDUP_TOLERANCE <= compared.speedup <= SELF_SPEEDUP_TOLERANCE
+        ):
             doubt = f"the same model seems {compared.speedup:.2f} times as fast as itself"
             reason = unmeasurable("the speedup", doubt)
         return cls(
@@ -142,7 +145,7 @@ class Measurements(Settings):
             return self.model_copy(update={"peak_reason": str(error)})
 
 
-def _without_doubtful(
+def _drop_unreliable(
     content: dict[str, Any], figures: dict[str, str], reason: str
 ) -> dict[str, Any]:
     """Leave out figures that say nothing, as those that older versions extrapolated.
@@ -154,14 +157,14 @@ def _without_doubtful(
     """
     content = dict(content)
     for name, words in figures.items():
-        doubt = _doubt_of(content.get(name), content.get(f"{name}_interval"))
+        doubt = _unreliable_reason(content.get(name), content.get(f"{name}_interval"))
         if doubt:
             content |= {name: None, f"{name}_interval": None}
             content[reason] = content.get(reason) or unmeasurable(words, doubt)
     return content
 
 
-def _doubt_of(value: float | None, interval: Any) -> str:
+def _unreliable_reason(value: float | None, interval: Any) -> str:
     if value is None:
         return "no number was found"
     if not _possible(value):

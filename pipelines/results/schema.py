@@ -89,13 +89,13 @@ class Report(Settings):
         raise ArtifactInvalid(f"{out}: holds no readable report ({why})")
 
 
-def withdraw_report(out: Path) -> None:
+def remove_report(out: Path) -> None:
     """Remove the report of an earlier run: one that is killed must not seem to have passed."""
     for name in (REPORT, PAGE):
         (out / name).unlink(missing_ok=True)
 
 
-def how_to_run(file: str, out: Path) -> str:
+def rerun_command(file: str, out: Path) -> str:
     """Return the command that makes a report again, wherever it is given."""
     path = Path(file)
     if not path.is_file():

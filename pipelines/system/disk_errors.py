@@ -31,10 +31,10 @@ def readable_disk_errors(out: Path) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise explained(error, out) from error
+        raise explain_disk_error(error, out) from error
 
 
-def explained(error: OSError, out: Path) -> CompressError:
+def explain_disk_error(error: OSError, out: Path) -> CompressError:
     """Return the error that says what the operating system refused, and how to mend it."""
     path = error.filename or out
     if error.errno in FULL:

@@ -23,14 +23,14 @@ class Stopped(KeyboardInterrupt):
     """A signal asked the command to stop; `with` blocks clean up on its way out."""
 
 
-def listen() -> None:
+def install_handlers() -> None:
     """Raise :class:`Stopped` on Ctrl-C, SIGTERM and SIGHUP, unless the parent had them ignored."""
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop)
 
 
-def ignore() -> None:
+def ignore_signals() -> None:
     """Ignore the signals from here on: the work is done, and Python is about to end."""
     gc.freeze()  # or it would look through all that torch is once more, for half a second
     for number in SIGNALS:
@@ -63,20 +63,20 @@ def only_signals_interrupt() -> Iterator[None]:
         raise StageFailed(f"user code {describe_exit(error)}") from error
 
 
-def note(error: BaseException, stages: Sequence[str]) -> str:
+def add_interruption_note(error: BaseException, stages: Sequence[str]) -> str:
     """Note on what an interruption raised which stages it came at; return that in words."""
     words = f"{INTERRUPTED} at {', '.join(stages)}" if stages else INTERRUPTED
     error.add_note(words)
     return words
 
 
-def words_of(error: BaseException) -> str:
+def describe_interruption(error: BaseException) -> str:
     """Return an interruption in words: where it came, as far as that was noted."""
     notes = (n for n in getattr(error, "__notes__", ()) if n.startswith(INTERRUPTED))
     return next(notes, INTERRUPTED)
 
 
-def insist() -> None:
+def raise_if_stopped() -> None:
     """Raise :class:`Stopped` again where a library swallowed it."""
     if _received:
         raise Stopped

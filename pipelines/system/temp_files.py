@@ -23,7 +23,7 @@ COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 def temporary_files() -> Iterator[None]:
     """Have all temporary files of this process, and of those that it starts, in one folder."""
     place = Path(tempfile.gettempdir())
-    _remove_those_of_the_dead(place)
+    _remove_leftovers_of_killed_runs(place)
     folder, lock = _own_folder(place)
     # What torch has compiled is worth keeping.
     os.environ.setdefault(COMPILED, str(place / f"torchinductor_{os.getuid()}"))
@@ -71,7 +71,7 @@ def _own_folder(place: Path) -> tuple[Path, int]:
             os.close(lock)
 
 
-def _remove_those_of_the_dead(place: Path) -> None:
+def _remove_leftovers_of_killed_runs(place: Path) -> None:
     """Remove what killed runs left: the kernel gave their locks back."""
     for folder in place.glob(f"{PREFIX}*"):
         with suppress(OSError):  # it is another user's, or of a run that lives

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-def text_of(template: str, filters: Mapping[str, Callable[..., str]], **names: Any) -> str:
+def render_template(template: str, filters: Mapping[str, Callable[..., str]], **names: Any) -> str:
     """Return a text made of the template of that name."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

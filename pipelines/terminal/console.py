@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from compress.common.errors import CompressError, StageFailed, cause_lines, exits_refused
 from compress.common.printable import printable
 from pipelines.system import signals
-from pipelines.system.signals import words_of
+from pipelines.system.signals import describe_interruption
 from pipelines.terminal import output_mode
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 COLOURS = {"red": 31, "yellow": 33}
 
 
-def started(app: Callable[[], Any]) -> NoReturn:
+def run_app(app: Callable[[], Any]) -> NoReturn:
     """Run the command line until it ends: by an exit code, or by a signal's."""
-    signals.listen()
+    signals.install_handlers()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a lesser encoding must not end a run
@@ -41,22 +41,22 @@ def started(app: Callable[[], Any]) -> NoReturn:
         app()
         raise SystemExit
     except SystemExit as end:
-        _refuse_line_as_json(end)
+        _print_usage_error_as_json(end)
         raise SystemExit(signals.exit_code() or end.code) from None
     finally:
-        signals.ignore()
+        signals.ignore_signals()
 
 
-def _refuse_line_as_json(end: SystemExit) -> None:
+def _print_usage_error_as_json(end: SystemExit) -> None:
     """Say in JSON what is wrong with a command line, for which no command was reached."""
     error = end.__context__  # typer has told people of it, and ended
     told = getattr(error, "format_message", None)
     if told and "--json" in sys.argv:
         found = {"kind": type(error).__name__, "exit_code": end.code, "lines": [told()]}
-        output_mode.give({"error": found})
+        output_mode.print_json({"error": found})
 
 
-def framed(function: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
+def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
     """Turn the toolkit's errors into one line on standard error and an exit code.
 
     Args:
@@ -69,15 +69,15 @@ def framed(function: Callable[..., None], options: Mapping[str, Any]) -> Callabl
     def wrapped(*args: Any, as_json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
         _log_to_terminal(logging.DEBUG if debug else logging.ERROR)
         try:
-            with output_mode.answering(output_mode.Manner(as_json=as_json, quiet=quiet)):
+            with output_mode.use_mode(output_mode.OutputMode(as_json=as_json, quiet=quiet)):
                 try:
                     with exits_refused():
                         function(*args, **kwargs)
                 except BaseException as error:
-                    _refuse_as_json(error)
+                    _print_error_as_json(error)
                     raise
         except BaseException as error:  # noqa: BLE001 - a newcomer gets one line, not a traceback
-            end(error, debug, resumes=function.__name__ != "serve")
+            exit_with_error(error, debug, resumes=function.__name__ != "serve")
 
     signature = inspect.signature(function, eval_str=True)
     added = [
@@ -98,24 +98,28 @@ def _log_to_terminal(level: int) -> None:
     logging.basicConfig(level=level, handlers=[handler])
 
 
-def _refuse_as_json(error: BaseException) -> None:
+def _print_error_as_json(error: BaseException) -> None:
     """Say in JSON what went wrong, where JSON is promised and nothing else was said."""
-    asked = output_mode.manner()
-    if asked.given or not asked.as_json or isinstance(error, BrokenPipeError):
+    asked = output_mode.current_mode()
+    if asked.json_printed or not asked.as_json or isinstance(error, BrokenPipeError):
         return
-    kind, code, lines = "Interrupted", _interrupted(error), [words_of(error)]
+    kind, code, lines = "Interrupted", _interrupted(error), [describe_interruption(error)]
     if not code and isinstance(error, Exception):
         kind, code, lines = type(error).__name__, _exit_code(error), cause_lines(error)
     found = {"kind": kind, "exit_code": code, "lines": lines}
-    output_mode.give({"error": found})
+    output_mode.print_json({"error": found})
 
 
-def end(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
+def exit_with_error(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
     """Say what went wrong, and end with its exit code."""
     if debug:
-        say("".join(traceback.format_exception(error)).rstrip())
+        print_to_stderr("".join(traceback.format_exception(error)).rstrip())
     if code := _interrupted(error):
-        say(f"{words_of(error)}; run the same command again to resume" if resumes else "stopped")
+        print_to_stderr(
+            f"{describe_interruption(error)}; run the same command again to resume"
+            if resumes
+            else "stopped"
+        )
         raise SystemExit(code) from None
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -123,7 +127,7 @@ def end(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
     if not isinstance(error, Exception):
         raise error
     for line in cause_lines(error):
-        warn(f"error: {line}", "red")
+        print_coloured(f"error: {line}", "red")
     raise SystemExit(_exit_code(error)) from None
 
 
@@ -138,13 +142,13 @@ def _exit_code(error: Exception) -> int:
     return code or StageFailed.exit_code
 
 
-def say(line: str) -> None:
+def print_to_stderr(line: str) -> None:
     """Write a line on standard error."""
     sys.stderr.write(f"{printable(line)}\n")
     sys.stderr.flush()
 
 
-def warn(line: str, colour: str) -> None:
+def print_coloured(line: str, colour: str) -> None:
     """Write a line on standard error, coloured on a terminal that is not told otherwise."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     coloured = sys.stderr.isatty() and not plain
@@ -153,18 +157,18 @@ def warn(line: str, colour: str) -> None:
     sys.stderr.flush()
 
 
-def inform(line: str) -> None:
+def notify(line: str) -> None:
     """Write a line on standard error, unless errors alone or JSON are asked for."""
-    if not output_mode.manner().silent:
-        say(line)
+    if not output_mode.current_mode().silent:
+        print_to_stderr(line)
 
 
-def asker() -> Callable[[str, str, Callable[[str], object]], str] | None:
+def get_prompter() -> Callable[[str, str, Callable[[str], object]], str] | None:
     """Return what asks a question; None where nobody is there to answer."""
-    return _ask if sys.stdin.isatty() and not output_mode.manner().silent else None
+    return _prompt if sys.stdin.isatty() and not output_mode.current_mode().silent else None
 
 
-def _ask(question: str, usual: str, check: Callable[[str], object]) -> str:
+def _prompt(question: str, usual: str, check: Callable[[str], object]) -> str:
     """Ask on standard error, and again after a wrong answer."""
     while True:
         sys.stderr.write(printable(f"{question}{f' [{usual}]' if usual else ''}: "))
@@ -175,12 +179,12 @@ def _ask(question: str, usual: str, check: Callable[[str], object]) -> str:
         try:
             check(answer := line.strip() or usual)
         except CompressError as error:
-            say(str(error))
+            print_to_stderr(str(error))
         else:
             return answer
 
 
-def tell(
+def print_result(
     content: Settings | Mapping[str, Any],
     lines: Iterable[Any],
     table: Callable[[Console], Table] | None = None,
@@ -196,28 +200,28 @@ def tell(
         indent: of the JSON; None puts it on one line.
         warnings: what goes to standard error, for people alone.
     """
-    for line in () if output_mode.manner().silent else warnings:
-        warn(f"warning: {line}", "yellow")
-    if output_mode.manner().as_json:
+    for line in () if output_mode.current_mode().silent else warnings:
+        print_coloured(f"warning: {line}", "yellow")
+    if output_mode.current_mode().as_json:
         mapping = content if isinstance(content, Mapping) else content.model_dump(mode="json")
-        output_mode.give(mapping, indent)
-    elif output_mode.manner().quiet:
+        output_mode.print_json(mapping, indent)
+    elif output_mode.current_mode().quiet:
         return
     elif table is not None:
-        from pipelines.reporting.terminal_table import printed
+        from pipelines.reporting.terminal_table import print_table
 
-        printed(table, lines)
+        print_table(table, lines)
     else:
         for line in lines:
             sys.stdout.write(f"{printable(str(line))}\n")
         sys.stdout.flush()
 
 
-def show(report: Report, out: Path) -> None:
+def print_report(report: Report, out: Path) -> None:
     """Print a run's report; nothing where all is to be quiet and no JSON is asked for."""
     from pipelines.reporting.terminal_table import show_report
 
-    if output_mode.manner().as_json:
-        output_mode.give(report.model_dump(mode="json"))
-    elif not output_mode.manner().quiet:
+    if output_mode.current_mode().as_json:
+        output_mode.print_json(report.model_dump(mode="json"))
+    elif not output_mode.current_mode().quiet:
         show_report(report, out)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def quickly() -> Iterator[None]:
+def enabled() -> Iterator[None]:
     """Import settings without their descriptions in a block, and collect no garbage.
 
     The collector is kept from what is imported, now and later: it all stays. Descriptions are for

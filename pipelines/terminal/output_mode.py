@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Manner:
+class OutputMode:
     """What a command was asked to print."""
 
     as_json: bool = False
     quiet: bool = False
     """Errors alone; an answer in JSON is printed all the same."""
-    given: bool = False
+    json_printed: bool = False
     """Whether JSON was printed."""
 
     @property
@@ -30,29 +30,29 @@ class Manner:
         return self.as_json or self.quiet
 
 
-_manner: ContextVar[Manner] = ContextVar("_manner")
+_manner: ContextVar[OutputMode] = ContextVar("_manner")
 _answers: ContextVar[TextIO] = ContextVar("_answers")
 """Standard output, while everything else is kept away from it."""
 
 
-def manner() -> Manner:
+def current_mode() -> OutputMode:
     """Return how the command at hand answers; without one, in lines for people."""
-    return _manner.get(Manner())
+    return _manner.get(OutputMode())
 
 
 @contextmanager
-def answering(asked: Manner) -> Iterator[None]:
+def use_mode(asked: OutputMode) -> Iterator[None]:
     """Let a command answer in some manner for a block."""
     token = _manner.set(asked)
     try:
-        with _only_json() if asked.as_json else nullcontext():
+        with _reserve_stdout_for_json() if asked.as_json else nullcontext():
             yield
     finally:
         _manner.reset(token)
 
 
 @contextmanager
-def _only_json() -> Iterator[None]:
+def _reserve_stdout_for_json() -> Iterator[None]:
     """Keep standard output for the answer: what user code writes there goes to standard error."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
@@ -66,9 +66,9 @@ def _only_json() -> Iterator[None]:
             _answers.reset(token)
 
 
-def give(content: object, indent: int | None = 1) -> None:
+def print_json(content: object, indent: int | None = 1) -> None:
     """Write JSON where it was promised."""
     stream = _answers.get(sys.stdout)
     stream.write(json.dumps(content, indent=indent) + "\n")
     stream.flush()
-    manner().given = True
+    current_mode().json_printed = True

@@ -16,7 +16,7 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.pruning.sensitivity_analysis import measure_sensitivity
 from pipelines import Pipeline
-from pipelines.commands.sensitivity import lines_below, measure, plot, table
+from pipelines.commands.sensitivity import lines_below, measure_and_write, plot, table
 
 NETS = """
 import torch
@@ -84,9 +84,9 @@ def test_harm_is_that_of_the_cut(model, tmp_path: Path) -> None:
 def test_a_pipelines_model_is_measured_once_it_is_made(project) -> None:
     pipeline = Pipeline.from_yaml(project.file)
     with pytest.raises(StageFailed, match=r"reads 'train', which is not made yet \(runs .*--until"):
-        measure(pipeline, project.folder / "elsewhere", ratios=(0.5,))
+        measure_and_write(pipeline, project.folder / "elsewhere", ratios=(0.5,))
     before = {p.name for p in (project.out / "artifacts").iterdir()}
-    found = measure(pipeline, project.out, ratios=(0.5,), samples=40)
+    found = measure_and_write(pipeline, project.out, ratios=(0.5,), samples=40)
     assert {p.name for p in (project.out / "artifacts").iterdir()} == before
     (family,) = found.families
     (point,) = family.points
@@ -108,7 +108,7 @@ def test_a_pipelines_model_is_measured_once_it_is_made(project) -> None:
 
 def test_a_wrong_ratio_is_refused(project) -> None:
     with pytest.raises(PipelineInvalid, match=r"--ratio 1.5: expected a fraction between 0 and 1"):
-        measure(Pipeline.from_yaml(project.file), project.out, ratios=(0.5, 1.5))
+        measure_and_write(Pipeline.from_yaml(project.file), project.out, ratios=(0.5, 1.5))
 
 
 def test_the_command_tells_people_and_machines(project, monkeypatch, capfd) -> None:
