@@ -1,4 +1,4 @@
-"""Why a stage is taken from the store, or must run: the parts of its key."""
+"""`compress why`: the parts of a stage's cache key, and which of them changed."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class KeyPart(Settings):
-    """One thing that decides a stage's artifact."""
+    """One part of a stage's cache key."""
 
     what: str
     """Dotted path: `settings.ratio`, `input`, `versions.torch`."""
     value: JsonValue
     before: JsonValue
-    """What it was when the stage was last run here; as ``value`` where that is not known."""
+    """Its value when the stage was last run here; equal to ``value`` if unknown."""
 
 
 class CacheReason(Settings):
-    """What a run would do at a stage, and why."""
+    """Whether a run would take a stage from the cache, and the parts of its key."""
 
     stage: str
     does: str
@@ -41,7 +41,7 @@ class CacheReason(Settings):
     """Empty where a stage before it must run first."""
 
     def lines(self) -> Iterator[str]:
-        """Yield the reason and each part, for people."""
+        """Yield a line for the decision and one for each part of the key."""
         yield f"{self.stage}: {self.does}"
         width = max((len(part.what) for part in self.parts), default=0)
         for part in self.parts:
@@ -50,7 +50,7 @@ class CacheReason(Settings):
 
 
 def why(pipeline: PipelineConfig, out: Path, stage: str, store: str | None = None) -> CacheReason:
-    """Return why a run would take a stage's artifact from the store, or make it.
+    """Explain why a run would reuse a stage's artifact, or run the stage.
 
     Args:
         pipeline: the pipeline.

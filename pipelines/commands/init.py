@@ -1,4 +1,4 @@
-"""A first pipeline file for a model: the model is looked at, and the file proved valid."""
+"""`compress init`: write a first pipeline file for a model, and validate it."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ OPTIONS = {
     "data.factory": "--data",
     "model": "--model",
 }
-"""Which option each setting of the file comes from."""
+"""The command-line option behind each setting, for error messages."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A pipeline file that is valid, and what it was written from."""
+    """A validated pipeline file that is not written yet, and the model's family."""
 
     file: Path
     text: str
@@ -56,7 +56,7 @@ class Draft:
     warnings: tuple[str, ...]
 
     def content(self) -> dict[str, Any]:
-        """Return what was written, for machines."""
+        """Return the content of `--json`."""
         return {
             "file": str(self.file),
             "family": self.family,
@@ -65,7 +65,7 @@ class Draft:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield what was written, for people."""
+        """Yield the lines of the output without `--json`."""
         yield f"{self.file}: for a model of {LAYERS[self.family]}: {' → '.join(self.stages)}"
         yield f"next: compress run {self.file}"
 
@@ -77,12 +77,12 @@ def write_draft(
 
     Args:
         file: what to write.
-        options: what is told of the model.
-        force: whether a file that is there is written over.
-        ask: asks for what is missing; None where nobody is there to answer.
+        options: the command line's options.
+        force: whether an existing file is overwritten.
+        ask: prompts for missing options; None without a terminal.
 
     Raises:
-        PipelineInvalid: there is such a file, or what is told of the model or the data is wrong.
+        PipelineInvalid: the file exists, or an option is wrong.
         CompressError: the model or its checkpoint cannot be read, or a library is missing.
     """
     if file.exists() and not force:
@@ -102,16 +102,16 @@ def draft(file: Path, options: InitOptions) -> Draft:
     """Return the pipeline file for a model, without writing it.
 
     Raises:
-        CompressError: what is told of the model or the data is wrong.
+        CompressError: an option is wrong.
     """
     content = initial_content(file, options)
-    begun, data, inferred = resolve_inputs(_pipeline(file, content))
+    first, data, inferred = resolve_inputs(_pipeline(file, content))
     content["model"]["inputs"] = [
-        init_options.dump_input(spec) for spec in begun.model.inputs or ()
+        init_options.dump_input(spec) for spec in first.model.inputs or ()
     ]
-    settled = _pipeline(file, content)
+    with_inputs = _pipeline(file, content)
     with temporary_files(), tempfile.TemporaryDirectory() as folder:
-        source: Any = import_source(settled, Path(folder) / SOURCE)
+        source: Any = import_source(with_inputs, Path(folder) / SOURCE)
         found = inspect_model(source.load(), data, trained=options.checkpoint is not None)
     text, plan = render_and_plan(file, content, options, found, bool(inferred))
     names = tuple(planned.name for planned in plan.stages)
@@ -143,10 +143,10 @@ def render_and_plan(
 
 
 def initial_content(file: Path, options: InitOptions) -> dict[str, Any]:
-    """Return the file's content as far as it is told; its one stage stands for those to come.
+    """Return the file's content from the options, with one placeholder stage.
 
     Raises:
-        PipelineInvalid: too little is told, or something that has another form.
+        PipelineInvalid: an option is missing or malformed.
     """
     if options.model is None:
         raise PipelineInvalid(
@@ -172,12 +172,12 @@ def initial_content(file: Path, options: InitOptions) -> dict[str, Any]:
 
 
 def _relative_path(folder: Path, path: Path) -> str:
-    """Return a path of the working directory's as one relative to a folder."""
+    """Turn a path relative to the working directory into one relative to a folder."""
     return str(path) if path.is_absolute() else os.path.relpath(path, folder)
 
 
 def _code_folder(folder: Path, model: str) -> str:
-    """Return the working directory, relative to the file's, where the model's module lies there."""
+    """Return the `code:` folder: the working directory if it has the model's module, else empty."""
     module = model.partition(":")[0].partition(".")[0]
     here = [p for p in (folder, Path()) if (p / f"{module}.py").exists() or (p / module).is_dir()]
     return _relative_path(folder, Path()) if here and here[0] != folder else ""
@@ -193,13 +193,13 @@ def _pipeline(file: Path, content: dict[str, Any]) -> PipelineConfig:
 
 
 def _flow(value: Any) -> str:
-    """Return a value in one line of YAML."""
+    """Format a value as one line of YAML."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _name_option(message: str, file: Path) -> str:
-    """Return an error with the option in place of the setting that it became."""
+    """Replace the setting at the start of an error message by the option that it came from."""
     for setting, option in OPTIONS.items():
         if message.startswith(f"{file}: {setting}: "):
             return f"{option}: {message.removeprefix(f'{file}: {setting}: ')}"

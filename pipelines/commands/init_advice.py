@@ -1,4 +1,4 @@
-"""Which stages a model begins with: those that suit what it is made of, and what is wanted."""
+"""Choose the stages and gates that `compress init` proposes, from the model, data and goal."""
 
 from __future__ import annotations
 
@@ -17,55 +17,59 @@ Target = Literal["onnx", "torchscript", "aot"]
 Goal = Literal["smaller", "faster", "both"]
 Family = Literal["convolutional", "linear", "other"]
 
-FEWEST_CALIBRATED, USUALLY_CALIBRATED = 16, 512
+MIN_CALIBRATION_SAMPLES, DEFAULT_CALIBRATION_SAMPLES = 16, 512
 MOST_TARGETS_READ = 64
-"""Samples whose targets are looked at, at most."""
+"""Most samples whose targets are read to find out whether they are labels or numbers."""
 SMALL_BYTES = 2**18
-"""Weights of fewer bytes weigh little beside what a format says of the graph."""
+"""Below this, the graph description dominates a file's size, so that a size gate makes no sense."""
 EXPORTS: dict[Target, str] = {
     "onnx": "export_onnx",
     "torchscript": "export_torchscript",
     "aot": "export_aot",
 }
 INTEGERS: dict[Target, dict[str, str]] = {"aot": {"target": "inductor-cpu"}}
-"""Whose integer kernels an export needs, where they are not the usual ones."""
+"""Quantization settings for export targets that do not use the default integer kernels."""
 
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """What a model and its data are like, as far as stages depend on it."""
+    """Properties of a model and its data that decide which stages are proposed."""
 
     family: Family
     weight_bytes: int
     trained: bool
     """Whether there is a checkpoint."""
     samples: dict[str, int]
-    """Samples of each split; none without data."""
+    """Number of samples by split; empty without data."""
     targets: TargetKind | None
-    """What the model is to predict; None where samples do not tell, or hold many labels each."""
+    """Kind of targets; None where samples have none, or several labels each."""
 
     @property
     def trainable(self) -> bool:
-        """Whether there is something to train on."""
+        """Whether there is training data with usable targets."""
         return "train" in self.samples and self.targets is not None
 
     @property
     def calibrated(self) -> int:
-        """Samples to calibrate with; 0 where they are too few."""
-        there = self.samples.get("calibration", self.samples.get("train", 0))
-        return min(there, USUALLY_CALIBRATED) if there >= FEWEST_CALIBRATED else 0
+        """Number of calibration samples; 0 where there are too few."""
+        available = self.samples.get("calibration", self.samples.get("train", 0))
+        return (
+            min(available, DEFAULT_CALIBRATION_SAMPLES)
+            if available >= MIN_CALIBRATION_SAMPLES
+            else 0
+        )
 
 
 @dataclass(frozen=True)
 class ProposedStage:
-    """A stage, and why it is there."""
+    """Settings of a stage, and a comment for the file on why it is proposed."""
 
     why: str
     settings: dict[str, Any]
 
 
 def inspect_model(module: nn.Module, data: Splits | None, trained: bool) -> ModelTraits:
-    """Return what a model and its data are like."""
+    """Inspect the layers, weights and data."""
     samples: dict[str, Any] = dict(data.datasets) if data else {}
     return ModelTraits(
         family=family_of(module),
@@ -77,16 +81,16 @@ def inspect_model(module: nn.Module, data: Splits | None, trained: bool) -> Mode
 
 
 def family_of(module: nn.Module) -> Family:
-    """Return what does most of a model's work, by the number of its layers."""
+    """Classify a model by its most frequent kind of layer."""
     from torch import nn
 
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     products = (nn.Linear, nn.RNNBase, nn.MultiheadAttention)
-    convolving = sum(isinstance(layer, convolutions) for layer in module.modules())
-    multiplying = sum(isinstance(layer, products) for layer in module.modules())
-    if convolving and convolving >= multiplying:
+    convolution_count = sum(isinstance(layer, convolutions) for layer in module.modules())
+    linear_count = sum(isinstance(layer, products) for layer in module.modules())
+    if convolution_count and convolution_count >= linear_count:
         return "convolutional"
-    return "linear" if multiplying else "other"
+    return "linear" if linear_count else "other"
 
 
 def _targets(split: Any) -> TargetKind | None:
@@ -105,7 +109,7 @@ def _targets(split: Any) -> TargetKind | None:
 
 
 def propose_stages(found: ModelTraits, target: Target, goal: Goal) -> list[ProposedStage]:
-    """Return the stages for a model, each with its reason; gates hold what the goal promises."""
+    """Propose stages with reasons, and gates that check the goal."""
     stages = [
         *_training_stage(found),
         *_pruning_stage(found, goal),
@@ -154,7 +158,7 @@ def _quantization_stage(found: ModelTraits, target: Target, goal: Goal) -> Itera
 
 
 def _output_gate(found: ModelTraits, quantized: bool, base: str) -> dict[str, Any]:
-    """Return the gate on an export's answers; integers may round a near-tie the other way."""
+    """Return the gate that compares an export's outputs; int8 rounding may flip near-ties."""
     if not quantized:
         return {"gate": "parity", "atol": 0.001}
     if found.targets == "numbers" and "val" in found.samples:

@@ -1,4 +1,4 @@
-"""What lies around an archive in the results of a run, for `compress verify`."""
+"""`compress verify`: check an artifact against its manifest, its run and recorded answers."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def verify_command(
     sign_key: Path | None = None,
     replay: bool = False,
 ) -> Proof:
-    """Return what was proven of an artifact, and write it where that is asked for.
+    """Verify an artifact or archive; write the proof and an attestation if files are given.
 
     Args:
         path: the artifact's directory, or a bare archive.
-        given: what the user was told of it.
+        given: hash, attestation and key from the user.
         report: file to write: a page where it ends in `.html`, text where in `.md`, else JSON.
         attest: file to write an in-toto attestation of the proof to.
         sign_key: private key that signs the attestation.
@@ -61,11 +61,11 @@ def verify_command(
         raise PipelineInvalid("--key: checks a signature; give --attestation FILE too")
     if sign_key is not None and attest is None:
         raise PipelineInvalid("--sign-key: signs an attestation; give --attest FILE too")
-    read = {file.resolve() for file in (path, given.attestation, given.key, sign_key) if file}
+    taken = {file.resolve() for file in (path, given.attestation, given.key, sign_key) if file}
     for option, file in (("--report", report), ("--attest", attest)):
         if file is not None:
-            _check_output_path(option, file, read)
-            read.add(file.resolve())
+            _check_output_path(option, file, taken)
+            taken.add(file.resolve())
     run = find_enclosing_run(path)
     if path.is_file():
         artifact, sha256 = None, sha256_of(path)
@@ -92,7 +92,7 @@ def verify_command(
 
 
 def _check_output_path(option: str, file: Path, taken: set[Path]) -> None:
-    """Refuse a file that cannot be written, or that would replace or alter what is read here."""
+    """Refuse an output file that cannot be written, or would overwrite an input or artifact."""
     place = file.resolve()
     if file.is_dir():
         found = "a directory is there"
@@ -108,7 +108,7 @@ def _check_output_path(option: str, file: Path, taken: set[Path]) -> None:
 
 
 def load_evidence(path: Path, replay: bool) -> Evidence | None:
-    """Return what a run left around an archive; None where none did.
+    """Load the run's artifacts, sources and data that an archive can be checked against, if any.
 
     Args:
         path: the archive's directory.

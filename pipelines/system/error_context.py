@@ -1,4 +1,4 @@
-"""Whatever a stage's work raises, in one line that names the stage."""
+"""Errors of a stage as one line that starts with the stage's name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @contextmanager
 def name_stage_in_errors(stage: str, out: Path) -> Iterator[None]:
-    """Let errors within a block name a stage.
+    """Prefix errors within a block with a stage's name.
 
     Args:
         stage: its name.
         out: directory of the results.
 
     Raises:
-        CompressError: so it was, or whatever else was raised, as one.
+        CompressError: for any error; one of another type becomes StageFailed.
     """
     try:
         with only_signals_interrupt():

@@ -1,4 +1,4 @@
-"""Files that are no pages, made of a template: what is quoted, the caller quotes."""
+"""Rendering of text files (YAML, shell scripts) with Jinja; templates quote through filters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def render_template(template: str, filters: Mapping[str, Callable[..., str]], **names: Any) -> str:
-    """Return a text made of the template of that name."""
+    """Render a template of `pipelines/templates` without HTML escaping."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

@@ -1,4 +1,4 @@
-"""How far a run is: bars on a terminal, plain lines elsewhere."""
+"""Progress of a run: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECONDS_BETWEEN_LINES = 3.0
 
 @contextmanager
 def show_progress(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
-    """Give a progress function and an announcer of one line per stage."""
+    """Provide a progress function, and a function that prints one line per stage."""
     from pipelines.system.rich_output import PlainConsole
 
     console = PlainConsole(stderr=True)
@@ -44,7 +44,7 @@ def show_progress(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]
 
 
 class _Announcer(logging.Handler):
-    """Announces what is logged."""
+    """Log handler that prints warnings above the progress bars."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -56,7 +56,7 @@ class _Announcer(logging.Handler):
 
 @contextmanager
 def _warnings(announce: Callable[[str], None]) -> Iterator[None]:
-    """Announce the toolkit's own warnings during a block, unless the log is shown in any case."""
+    """Print the toolkit's logged warnings during a block, unless `--debug` shows the log anyway."""
     if logging.getLogger().isEnabledFor(logging.WARNING):
         yield
         return
@@ -117,7 +117,7 @@ def _lines() -> Progress:
 
 
 def _say(line: str) -> None:
-    """Write a line on standard error; a reader that has gone, such as `head`, stops nothing."""
+    """Write a line on standard error; a closed pipe (`| head`) does not stop the run."""
     raise_if_stopped()
     try:
         sys.stderr.write(f"{printable(line)}\n")

@@ -9,7 +9,7 @@ from compress.common.errors import StageFailed
 from compress.core.gates import MaxDrop, MinMetric, rule_in_words, value_in_words
 from pipelines.reporting.html import render
 from pipelines.reporting.html_page import breakable
-from pipelines.reporting.terminal_table import COLUMNS, DISPENSABLE, gate_lines, stage_table
+from pipelines.reporting.terminal_table import COLUMNS, OPTIONAL_COLUMNS, gate_lines, stage_table
 from pipelines.results.schema import (
     Report,
     readable_bytes,
@@ -90,7 +90,7 @@ def test_the_table_is_never_truncated(walked, width: int) -> None:
     header = "\n".join(text.splitlines()[1:4])
     expected = {"size", "smaller", "faster", "gates"}
     if width == 120:
-        expected = {*COLUMNS} - {"metric", *DISPENSABLE[:1]}
+        expected = {*COLUMNS} - {"metric", *OPTIONAL_COLUMNS[:1]}
     assert all(column in header for column in expected), text
     for stage in report.stages:
         assert re.search(rf"\b{stage.name}\b", text)
