@@ -119,8 +119,8 @@ def test_log_lines_take_no_escapes(tmp_path: Path) -> None:
     try:
         raise ValueError(HOSTILE)
     except ValueError as error:
-        told = (type(error), error, error.__traceback__)
-    record = logging.LogRecord("a", logging.ERROR, "b", 1, "%s", (HOSTILE,), told)
+        exc_info = (type(error), error, error.__traceback__)
+    record = logging.LogRecord("a", logging.ERROR, "b", 1, "%s", (HOSTILE,), exc_info)
     assert not CONTROL_CHARACTERS.search(PlainFormatter().format(record))
     log = LogFile(tmp_path / "log.jsonl", "run", lambda: HOSTILE)
     log.emit(record)

@@ -12,8 +12,6 @@ import typer
 import cli
 
 COMMANDS = typer.main.get_command(cli.app).commands
-QUICK = {"join": ["--wait", "0"]}
-"""Options that keep a command from waiting."""
 TAKES_NOTHING = {"doctor", "schema"}
 FILE = """\
 version: 1
@@ -34,7 +32,7 @@ def called(name: str, *more: str) -> SystemExit:
     positional = [p for p in COMMANDS[name].params if p.param_type_name == "argument"]
     arguments = ["absent" for _ in positional]
     with pytest.raises(SystemExit) as end:
-        cli.app([name, *arguments, *QUICK.get(name, []), *more])
+        cli.app([name, *arguments, *more])
     return end.value
 
 

@@ -276,7 +276,7 @@ def test_outputs_that_are_probabilities_already_are_warned_of(tmp_path, model, d
     assert not any("warning" in line for line in check_pipeline(fine.file, models=True).lines)
 
 
-def test_the_schema_tells_the_names(tmp_path) -> None:
+def test_the_schema_contains_the_names(tmp_path) -> None:
     file = Path(__file__).parents[2] / "pipelines" / "pipeline.schema.json"
     assert '"smooth_l1"' in file.read_text()
     found = project(tmp_path, "mlp", "numbers", "loss: smooth_l1")

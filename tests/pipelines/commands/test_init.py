@@ -1,4 +1,4 @@
-"""`compress init`: what it writes is valid, whatever the model; and what it is told wrongly."""
+"""`compress init`: it writes a valid file for each kind of model, and rejects wrong options."""
 
 import itertools
 from dataclasses import replace
@@ -217,7 +217,7 @@ def test_samples_without_classes_are_judged_by_the_first_models_labels(user: Pat
         (InitOptions("nets:mlp", data="nets:absent"), "--data: .*no callable 'absent'"),
     ],
 )
-def test_what_is_told_wrongly_is_one_line_and_nothing_is_written(
+def test_a_wrong_option_is_one_line_and_nothing_is_written(
     user: Path, options: InitOptions, message: str
 ) -> None:
     with pytest.raises(CompressError, match=message) as caught:

@@ -1,4 +1,4 @@
-"""An artifact whose manifest was written anew is told from the one that the run made."""
+"""`compress verify` detects artifacts whose manifest was rewritten after the run."""
 
 import base64
 import hashlib

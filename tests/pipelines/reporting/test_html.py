@@ -77,16 +77,19 @@ class Outline(HTMLParser):
         self.feed(page)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        told = dict(attributes)
+        attribute_values = dict(attributes)
         self.counts[tag] = self.counts.get(tag, 0) + 1
         if re.fullmatch("h[1-6]", tag):
             self.headings.append(int(tag[1]))
-        if "id" in told:
-            self.ids.append(told["id"])
+        if "id" in attribute_values:
+            self.ids.append(attribute_values["id"])
         if tag == "svg":
-            assert told.get("aria-hidden") == "true" or told.get("role") == "img"
-            self.named += (told.get("aria-labelledby") or "").split()
-        self.links += [told[key] for key in ("href", "src") if key in told]
+            assert (
+                attribute_values.get("aria-hidden") == "true"
+                or attribute_values.get("role") == "img"
+            )
+            self.named += (attribute_values.get("aria-labelledby") or "").split()
+        self.links += [attribute_values[key] for key in ("href", "src") if key in attribute_values]
 
 
 def test_trainings_are_those_that_the_stages_wrote_down(walked) -> None:
@@ -123,9 +126,9 @@ def test_the_page_is_written_again_as_it_was(walked) -> None:
     assert render(Report.read(walked.out), walked.out) == (walked.out / "report.html").read_text()
 
 
-@pytest.mark.parametrize("told", [lambda r: r, broken, many])
-def test_every_table_and_plot_can_be_read_without_sight(walked, told) -> None:
-    page = render(told(Report.read(walked.out)), walked.out)
+@pytest.mark.parametrize("change", [lambda r: r, broken, many])
+def test_every_table_and_plot_can_be_read_without_sight(walked, change) -> None:
+    page = render(change(Report.read(walked.out)), walked.out)
     outline = Outline(page)
     assert outline.headings[0] == 1
     assert outline.headings.count(1) == 1
@@ -139,15 +142,15 @@ def test_every_table_and_plot_can_be_read_without_sight(walked, told) -> None:
     assert len(page) < 300_000
 
 
-def test_what_did_not_pass_is_told_first_and_has_rows(walked) -> None:
+def test_failures_come_first_on_the_page_and_have_rows(walked) -> None:
     report = broken(Report.read(walked.out))
     rows = build_rows(report)
     assert [row.number for row in rows] == list(range(1, 8))
     assert [row.status for row in rows[2:]] == ["passed", "refused", "failed", *["skipped"] * 2]
-    told = dict(failure_reasons(rows))
-    assert told["int8"] == "no <samples> left"
-    assert told["int8_onnx, mar"] == "skipped, as int8 did not pass"
-    assert "worse" in told
+    reasons = dict(failure_reasons(rows))
+    assert reasons["int8"] == "no <samples> left"
+    assert reasons["int8_onnx, mar"] == "skipped, as int8 did not pass"
+    assert "worse" in reasons
     fronts = pareto_fronts(report, rows)
     assert {row.name for row in fronts.absent} == {"int8", "int8_onnx", "mar"}
     assert "worse" not in [row.name for row in (*fronts.by_size, *fronts.by_time)]
@@ -170,8 +173,8 @@ def test_the_members_of_the_fronts_are_named(walked) -> None:
     page = render(report)
     by_size = page.partition("On the front by size")[2].partition("</p>")[0]
     by_time = page.partition("On the front by latency")[2].partition("</p>")[0]
-    for told, members in ((by_size, fronts.by_size), (by_time, fronts.by_time)):
-        assert re.findall(r"<b>\d+ (.+?)</b>", told) == [row.name for row in members]
+    for paragraph, members in ((by_size, fronts.by_size), (by_time, fronts.by_time)):
+        assert re.findall(r"<b>\d+ (.+?)</b>", paragraph) == [row.name for row in members]
         assert len(members) > 1
     for row in rows:
         better = [m for m in fronts.by_size if m.metric >= row.metric]
@@ -180,15 +183,15 @@ def test_the_members_of_the_fronts_are_named(walked) -> None:
         assert row in fronts.by_size or "size" not in fronts.of(row)
 
 
-def test_no_front_is_invented_where_nobody_tells_the_direction(walked) -> None:
+def test_there_is_no_front_without_a_known_metric_direction(walked) -> None:
     report = Report.read(walked.out)
     assert higher_is_better(report) is True
-    for name, told, expected in (
+    for name, declared, expected in (
         ("loss", None, False),
         ("mine:metric", None, None),
         ("mine:metric", False, False),
     ):
-        spec = {"name": name, "arguments": {}, "higher_is_better": told}
+        spec = {"name": name, "arguments": {}, "higher_is_better": declared}
         lock = {**report.lock, "settings": {**report.lock["settings"], "metric": spec}}
         other = report.model_copy(update={"lock": lock})
         assert higher_is_better(other) is expected
@@ -223,9 +226,9 @@ def test_a_metric_that_is_not_finite_is_in_no_plot(walked) -> None:
     m = report.stages[-1].measurements
     nan = m.model_copy(update={"metric": m.metric.model_copy(update={"value": math.nan})})
     last = report.stages[-1].model_copy(update={"measurements": nan})
-    told = report.model_copy(update={"stages": (*report.stages[:-1], last)})
-    assert [row.name for row in pareto_fronts(told, build_rows(told)).absent] == [last.name]
-    assert f"not measured: <b>3 {last.name}</b>" in render(told)
+    changed = report.model_copy(update={"stages": (*report.stages[:-1], last)})
+    assert [row.name for row in pareto_fronts(changed, build_rows(changed)).absent] == [last.name]
+    assert f"not measured: <b>3 {last.name}</b>" in render(changed)
 
 
 @pytest.mark.parametrize("value", [-1.11, 0.0, math.nan, math.inf, None])

@@ -117,7 +117,7 @@ def test_a_failed_stage_has_its_row(project) -> None:
     assert "✗ prune_channels: " in (project.out / "report.html").read_text()
 
 
-def test_seconds_of_judging_are_told_apart(walked, project) -> None:
+def test_evaluation_seconds_are_reported_separately(walked, project) -> None:
     fresh = Report.read(walked.out).stages[-1]
     assert fresh.judged_seconds > 0
     assert any(": ran in" in line and ", evaluated in" in line for line in walked.said)
