@@ -1,4 +1,4 @@
-"""The command line: reads arguments, shows what the packages say, turns errors into exit codes."""
+"""The command line: parses options, calls `pipelines.commands` and prints the results."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ app = typer.Typer(
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Register a command; each one takes --json, --quiet and --debug."""
-    return app.command()(wrap_command(function, EVERYWHERE))
+    return app.command()(wrap_command(function, COMMON_OPTIONS))
 
 
-EVERYWHERE = {
+COMMON_OPTIONS = {
     "as_json": Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")],
     "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="Print errors alone.")],
     "debug": Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug logs.")],
@@ -47,16 +47,23 @@ EVERYWHERE = {
 PipelineFile = Annotated[Path, typer.Argument(metavar="PIPELINE.YAML", help="The pipeline file.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of results.", show_default="runs/<name>")]
 Ratios = Annotated[list[float], typer.Option(help="Fraction of channels to cut; again for more.")]
-A_RUN: dict[str, Any] = {"help": "A run's directory, its --out.", "autocompletion": run_names}
-RunDirectory = Annotated[Path, typer.Argument(metavar="DIR", **A_RUN)]
-BY_STAGE: dict[str, Any] = {"metavar": "STAGE", "autocompletion": stage_names}
-StageName = Annotated[str, typer.Argument(help="The stage's name, or `source`.", **BY_STAGE)]
+RUN_ARGUMENT: dict[str, Any] = {
+    "help": "A run's directory, its --out.",
+    "autocompletion": run_names,
+}
+RunDirectory = Annotated[Path, typer.Argument(metavar="DIR", **RUN_ARGUMENT)]
+STAGE_ARGUMENT: dict[str, Any] = {"metavar": "STAGE", "autocompletion": stage_names}
+StageName = Annotated[str, typer.Argument(help="The stage's name, or `source`.", **STAGE_ARGUMENT)]
 From = Annotated[
-    str | None, typer.Option("--from", help="Run it and dependents again.", **BY_STAGE)
+    str | None, typer.Option("--from", help="Run it and dependents again.", **STAGE_ARGUMENT)
 ]
-Until = Annotated[str | None, typer.Option(help="Run it and what it needs, no more.", **BY_STAGE)]
+Until = Annotated[
+    str | None, typer.Option(help="Run it and what it needs, no more.", **STAGE_ARGUMENT)
+]
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artifact's directory.")]
-OrMar = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Its directory, or a bare .mar.")]
+ArtifactOrMar = Annotated[
+    Path, typer.Argument(metavar="ARTIFACT", help="Its directory, or a bare .mar.")
+]
 Quick = Annotated[bool, typer.Option("--quick", help="Leave out model and data.")]
 Sha256 = Annotated[str | None, typer.Option(help="Its file's hash, or its digest.")]
 ProofFile = Annotated[Path | None, typer.Option(help="Write the proof: .json, .md, .html.")]
@@ -75,11 +82,15 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-AT_ONCE: dict[str, Any] = {"callback": _version, "is_eager": True, "help": "Show the version."}
+VERSION_OPTION: dict[str, Any] = {
+    "callback": _version,
+    "is_eager": True,
+    "help": "Show the version.",
+}
 
 
 @app.callback()
-def _options(version: Annotated[bool, typer.Option("--version", **AT_ONCE)] = False) -> None:
+def _options(version: Annotated[bool, typer.Option("--version", **VERSION_OPTION)] = False) -> None:
     pass
 
 
@@ -132,7 +143,7 @@ def join(directory: Annotated[Path | None, typer.Argument(metavar="DIR")] = None
     )
 
 
-app.command(hidden=True)(wrap_command(join, EVERYWHERE))
+app.command(hidden=True)(wrap_command(join, COMMON_OPTIONS))
 
 
 @command
@@ -189,7 +200,7 @@ def inspect(artifact: ArtifactPath) -> None:
 
 @command
 def verify(
-    artifact: OrMar,
+    artifact: ArtifactOrMar,
     sha256: Sha256 = None,
     attestation: Annotated[Path | None, typer.Option(help="An in-toto file that names it.")] = None,
     key: Annotated[Path | None, typer.Option(help="Public key that signed it, PEM.")] = None,
@@ -247,7 +258,7 @@ def report(
 
 @command
 def gc(
-    place: Annotated[str, typer.Argument(metavar="DIR|URL", **A_RUN)],
+    place: Annotated[str, typer.Argument(metavar="DIR|URL", **RUN_ARGUMENT)],
     older_than: Annotated[str, typer.Option(help="Unused for so long: 12h, 30d, 8w.")] = "30d",
     dry_run: Annotated[bool, typer.Option(help="Show what would go, and remove nothing.")] = False,
 ) -> None:
@@ -269,7 +280,7 @@ def doctor() -> None:
 
 @command
 def serve(
-    artifact: OrMar,
+    artifact: ArtifactOrMar,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
     token_file: Annotated[Path | None, typer.Option(help="File with the token.")] = None,

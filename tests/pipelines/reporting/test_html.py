@@ -180,7 +180,7 @@ def test_the_members_of_the_fronts_are_named(walked) -> None:
         better = [m for m in fronts.by_size if m.metric >= row.metric]
         beaten = any(m.measured.bytes <= row.measured.bytes for m in better)
         assert beaten, row.name
-        assert row in fronts.by_size or "size" not in fronts.of(row)
+        assert row in fronts.by_size or "size" not in fronts.names_for(row)
 
 
 def test_there_is_no_front_without_a_known_metric_direction(walked) -> None:
@@ -196,7 +196,7 @@ def test_there_is_no_front_without_a_known_metric_direction(walked) -> None:
         other = report.model_copy(update={"lock": lock})
         assert higher_is_better(other) is expected
         if expected is None:
-            assert "there is no front" in render(other)
+            assert "There is no front" in render(other)
 
 
 def test_what_an_older_run_did_not_keep_is_said_to_be_missing(walked) -> None:
@@ -215,7 +215,7 @@ def test_what_an_older_run_did_not_keep_is_said_to_be_missing(walked) -> None:
     lock = {k: v for k, v in report.lock.items() if k != "source"}
     old = Report.model_validate({**content, "lock": lock})
     page = render(old, walked.out)
-    assert "Not kept: nothing was measured" in page
+    assert "Not available: nothing was measured" in page
     assert "code, SHA-256" not in page
     content["stages"][0] = report.stages[0].model_dump(mode="json")
     assert ">not kept<" in render(Report.model_validate({**content, "lock": lock}), walked.out)
@@ -270,10 +270,10 @@ def test_a_source_that_seems_faster_than_itself_has_no_speedup(walked) -> None:
 
 def test_a_run_without_gates_claims_no_verdict(walked) -> None:
     report = Report.read(walked.out)
-    assert "2 gates judged the artifacts below, and each of them passed." in render(report)
+    assert "2 gates checked the artifacts below, and each of them passed." in render(report)
     stages = tuple(stage.model_copy(update={"verdicts": ()}) for stage in report.stages)
     page = render(report.model_copy(update={"stages": stages}))
-    assert "No gate judged the artifacts below" in page
+    assert "No gate checked the artifacts below" in page
     assert "each of them passed" not in page
 
 
