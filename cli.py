@@ -1,4 +1,4 @@
-"""The command line: reads arguments, shows what the packages say, turns errors into exit codes."""
+"""The command line: parses options, calls `pipelines.commands` and prints the results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ import typer
 from compress import __version__
 from pipelines.commands.completion import run_names, stage_names
 from pipelines.terminal import fast_imports
-from pipelines.terminal.console import asker, framed, inform, show, started, tell
-from pipelines.terminal.output_mode import manner
+from pipelines.terminal.console import (
+    get_prompter,
+    notify,
+    print_report,
+    print_result,
+    run_app,
+    wrap_command,
+)
+from pipelines.terminal.output_mode import current_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,10 +36,10 @@ app = typer.Typer(
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Register a command; each one takes --json, --quiet and --debug."""
-    return app.command()(framed(function, EVERYWHERE))
+    return app.command()(wrap_command(function, COMMON_OPTIONS))
 
 
-EVERYWHERE = {
+COMMON_OPTIONS = {
     "as_json": Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")],
     "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="Print errors alone.")],
     "debug": Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug logs.")],
@@ -40,16 +47,23 @@ EVERYWHERE = {
 PipelineFile = Annotated[Path, typer.Argument(metavar="PIPELINE.YAML", help="The pipeline file.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of results.", show_default="runs/<name>")]
 Ratios = Annotated[list[float], typer.Option(help="Fraction of channels to cut; again for more.")]
-A_RUN: dict[str, Any] = {"help": "A run's directory, its --out.", "autocompletion": run_names}
-RunDirectory = Annotated[Path, typer.Argument(metavar="DIR", **A_RUN)]
-BY_STAGE: dict[str, Any] = {"metavar": "STAGE", "autocompletion": stage_names}
-StageName = Annotated[str, typer.Argument(help="The stage's name, or `source`.", **BY_STAGE)]
+RUN_ARGUMENT: dict[str, Any] = {
+    "help": "A run's directory, its --out.",
+    "autocompletion": run_names,
+}
+RunDirectory = Annotated[Path, typer.Argument(metavar="DIR", **RUN_ARGUMENT)]
+STAGE_ARGUMENT: dict[str, Any] = {"metavar": "STAGE", "autocompletion": stage_names}
+StageName = Annotated[str, typer.Argument(help="The stage's name, or `source`.", **STAGE_ARGUMENT)]
 From = Annotated[
-    str | None, typer.Option("--from", help="Run it and dependents again.", **BY_STAGE)
+    str | None, typer.Option("--from", help="Run it and dependents again.", **STAGE_ARGUMENT)
 ]
-Until = Annotated[str | None, typer.Option(help="Run it and what it needs, no more.", **BY_STAGE)]
+Until = Annotated[
+    str | None, typer.Option(help="Run it and what it needs, no more.", **STAGE_ARGUMENT)
+]
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artifact's directory.")]
-OrMar = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Its directory, or a bare .mar.")]
+ArtifactOrMar = Annotated[
+    Path, typer.Argument(metavar="ARTIFACT", help="Its directory, or a bare .mar.")
+]
 Quick = Annotated[bool, typer.Option("--quick", help="Leave out model and data.")]
 Sha256 = Annotated[str | None, typer.Option(help="Its file's hash, or its digest.")]
 ProofFile = Annotated[Path | None, typer.Option(help="Write the proof: .json, .md, .html.")]
@@ -59,7 +73,7 @@ StoreUrl = Annotated[str | None, typer.Option("--store", help="URL of a store to
 
 def main() -> None:
     """Entry point of the `compress` command."""
-    started(app)
+    run_app(app)
 
 
 def _version(wanted: bool) -> None:
@@ -68,11 +82,15 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-AT_ONCE: dict[str, Any] = {"callback": _version, "is_eager": True, "help": "Show the version."}
+VERSION_OPTION: dict[str, Any] = {
+    "callback": _version,
+    "is_eager": True,
+    "help": "Show the version.",
+}
 
 
 @app.callback()
-def _options(version: Annotated[bool, typer.Option("--version", **AT_ONCE)] = False) -> None:
+def _options(version: Annotated[bool, typer.Option("--version", **VERSION_OPTION)] = False) -> None:
     pass
 
 
@@ -89,28 +107,28 @@ def run(
     dry_run: Annotated[bool, typer.Option(help="Show what would run, and run nothing.")] = False,
 ) -> None:
     """Run a pipeline; write the report and the artifacts."""
-    with fast_imports.quickly():
+    with fast_imports.enabled():
         from pipelines.api import Pipeline
         from pipelines.executors.launched import joined_processes
     with joined_processes(file):
         pipeline = Pipeline.from_yaml(file)  # refused before torch is imported
-        with fast_imports.quickly():
+        with fast_imports.enabled():
             from pipelines.config.run_options import RunOptions
             from pipelines.runner.run import preview_run
-            from pipelines.terminal.progress_bars import shown
+            from pipelines.terminal.progress_bars import show_progress
         directory = out or pipeline.default_out
         options = RunOptions(start, until, force, jobs, engine, store)
         if dry_run:
             actions = preview_run(pipeline, directory, options)
-            tell(actions, (f"{name}: {action}" for name, action in actions.items()))
+            print_result(actions, (f"{name}: {action}" for name, action in actions.items()))
             return
-        with shown(quiet=manner().silent) as (progress, announce):
+        with show_progress(quiet=current_mode().silent) as (progress, announce):
             pipeline.run(
                 directory,
                 options,
                 progress=progress,
                 announce=announce,
-                finished=functools.partial(show, out=directory),
+                finished=functools.partial(print_report, out=directory),
             )
 
 
@@ -125,17 +143,17 @@ def join(directory: Annotated[Path | None, typer.Argument(metavar="DIR")] = None
     )
 
 
-app.command(hidden=True)(framed(join, EVERYWHERE))
+app.command(hidden=True)(wrap_command(join, COMMON_OPTIONS))
 
 
 @command
 def check(file: PipelineFile, quick: Quick = False) -> None:
     """Refuse what can be refused without running a stage."""
-    with fast_imports.quickly():
-        from pipelines.commands.check import checked
+    with fast_imports.enabled():
+        from pipelines.commands.check import check_pipeline
 
-    found = checked(file, models=not quick)
-    tell(found.content, found.lines, warnings=found.warnings)
+    found = check_pipeline(file, models=not quick)
+    print_result(found.content, found.lines, warnings=found.warnings)
 
 
 @command
@@ -147,15 +165,15 @@ def sensitivity(
     latency: Annotated[bool, typer.Option(help="Measure the latency of each cut.")] = True,
 ) -> None:
     """Show what cutting each family of channels does."""
-    from pipelines.commands.sensitivity import lines_below, measure, table
+    from pipelines.commands.sensitivity import lines_below, measure_and_write, table
     from pipelines.config.pipeline import PipelineConfig
-    from pipelines.terminal.progress_bars import shown
+    from pipelines.terminal.progress_bars import show_progress
 
     pipeline = PipelineConfig.from_yaml(file)
     directory = out or pipeline.default_out
-    with shown(quiet=manner().silent) as (progress, _):
-        found = measure(pipeline, directory, ratio, samples, latency, progress)
-    tell(found, lines_below(found, directory), lambda _: table(found))
+    with show_progress(quiet=current_mode().silent) as (progress, _):
+        found = measure_and_write(pipeline, directory, ratio, samples, latency, progress)
+    print_result(found, lines_below(found, directory), lambda _: table(found))
 
 
 @command
@@ -164,23 +182,25 @@ def schema() -> None:
     from pipelines.config.pipeline import json_schema
 
     content = json_schema()
-    tell(content, json.dumps(content, indent=1).splitlines())
+    print_result(content, json.dumps(content, indent=1).splitlines())
 
 
 @command
 def inspect(artifact: ArtifactPath) -> None:
     """Show what an artifact says about itself."""
     from compress.artifacts.artifact import Artifact
-    from pipelines.commands.inspect import described
+    from pipelines.commands.inspect import describe_artifact
     from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
 
     found = Artifact.from_directory(artifact)
-    tell({"digest": found.digest} | found.manifest.model_dump(mode="json"), described(found))
+    print_result(
+        {"digest": found.digest} | found.manifest.model_dump(mode="json"), describe_artifact(found)
+    )
 
 
 @command
 def verify(
-    artifact: OrMar,
+    artifact: ArtifactOrMar,
     sha256: Sha256 = None,
     attestation: Annotated[Path | None, typer.Option(help="An in-toto file that names it.")] = None,
     key: Annotated[Path | None, typer.Option(help="Public key that signed it, PEM.")] = None,
@@ -190,13 +210,15 @@ def verify(
     replay: Replay = False,
 ) -> None:
     """Prove an artifact is what was sealed; serve a .mar."""
-    from pipelines.commands.verify import prove
-    from pipelines.commands.verify_anchors import Given
+    from pipelines.commands.verify import verify_command
+    from pipelines.commands.verify_anchors import VerifierInputs
 
-    given = Given(sha256, attestation, key)
+    given = VerifierInputs(sha256, attestation, key)
     written: Any = {"report": report, "attest": attest, "sign_key": sign_key}
-    proof = prove(artifact, given, replay=replay, **written)
-    tell({"artifact": str(artifact), **proof.model_dump(mode="json")}, proof.summary_lines())
+    proof = verify_command(artifact, given, replay=replay, **written)
+    print_result(
+        {"artifact": str(artifact), **proof.model_dump(mode="json")}, proof.summary_lines()
+    )
 
 
 @command
@@ -207,7 +229,7 @@ def why(file: PipelineFile, stage: StageName, out: Out = None, store: StoreUrl =
 
     pipeline = PipelineConfig.from_yaml(file)
     reason = explain(pipeline, out or pipeline.default_out, stage, store)
-    tell(reason, reason.lines())
+    print_result(reason, reason.lines())
 
 
 @command
@@ -217,7 +239,7 @@ def diff(before: RunDirectory, after: RunDirectory) -> None:
     from pipelines.results.comparison import compare
 
     found = compare(before, after)
-    tell(found, difference_lines(found), lambda _: difference_table(found))
+    print_result(found, difference_lines(found), lambda _: difference_table(found))
 
 
 @command
@@ -226,25 +248,25 @@ def report(
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show a run's report again, and write its page anew."""
-    from pipelines.commands.report import rewrite
+    from pipelines.commands.report import rerender_report
 
-    found = rewrite(directory, inform)
-    show(found, out=directory)
+    found = rerender_report(directory, notify)
+    print_report(found, out=directory)
     if open_it:
         typer.launch(str((directory / "report.html").resolve()))
 
 
 @command
 def gc(
-    place: Annotated[str, typer.Argument(metavar="DIR|URL", **A_RUN)],
+    place: Annotated[str, typer.Argument(metavar="DIR|URL", **RUN_ARGUMENT)],
     older_than: Annotated[str, typer.Option(help="Unused for so long: 12h, 30d, 8w.")] = "30d",
     dry_run: Annotated[bool, typer.Option(help="Show what would go, and remove nothing.")] = False,
 ) -> None:
     """Remove what is long unused, of a run or at a store's URL."""
     from pipelines.store.gc import clean
 
-    found = clean(place, older_than, dry_run, inform)
-    tell(found, found.lines())
+    found = clean(place, older_than, dry_run, notify)
+    print_result(found, found.lines())
 
 
 @command
@@ -253,12 +275,12 @@ def doctor() -> None:
     from pipelines.commands.doctor import examine
 
     found = examine()
-    tell(found, found.lines())
+    print_result(found, found.lines())
 
 
 @command
 def serve(
-    artifact: OrMar,
+    artifact: ArtifactOrMar,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
     token_file: Annotated[Path | None, typer.Option(help="File with the token.")] = None,
@@ -273,14 +295,16 @@ def serve(
     report: Annotated[Path | None, typer.Option(help="The run's report.json.")] = None,
 ) -> None:
     """Answer over HTTP until a signal; a .mar by TorchServe."""
-    with fast_imports.quickly():
+    with fast_imports.enabled():
         from pipelines.config import registry as catalog  # noqa: F401 - importing it makes every kind known
         from serve.http.options import Limits, Options
         from serve.serve_command import serve_artifact
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "sha256": sha256}
     sizes |= {"report": report}
     options = Options(host, port, limits=Limits(max_mib * 2**20, max_rows, queue, seconds), **sizes)
-    serve_artifact(artifact, options, token_file, lambda p: tell(asdict(p), p.lines(), indent=None))
+    serve_artifact(
+        artifact, options, token_file, lambda p: print_result(asdict(p), p.lines(), indent=None)
+    )
 
 
 @command
@@ -307,9 +331,9 @@ def init(
         from pipelines.commands.init import write_draft
         from pipelines.commands.init_options import InitOptions
 
-        wish = InitOptions(model, argument, checkpoint, inputs, data, target, goal)
-        draft = write_draft(file, wish, force, asker())
-        tell(draft.content(), draft.lines(), warnings=draft.warnings)
+        options = InitOptions(model, argument, checkpoint, inputs, data, target, goal)
+        draft = write_draft(file, options, force, get_prompter())
+        print_result(draft.content(), draft.lines(), warnings=draft.warnings)
         return
     from pipelines.executors.slurm import Cluster, write_script
 
@@ -319,7 +343,7 @@ def init(
     found = write_script(script, file, out or Path("runs") / file.stem, cluster)
     to_do = [f"to do: {line}" for line in found]
     submit = f"{script}: submit it with `sbatch {script}`"
-    tell({"file": str(script), "to_do": to_do}, [submit], warnings=to_do)
+    print_result({"file": str(script), "to_do": to_do}, [submit], warnings=to_do)
 
 
 if __name__ == "__main__":  # torchrun -m cli

@@ -34,7 +34,7 @@ BUILD_TYPE = "urn:compress-pipeline:run:v1"
 BUILDER = "urn:compress-pipeline:compress"
 MAX_BYTES = 2**24
 """Largest attestation that is read; ours have some kilobytes."""
-REQUIREMENT = Requirement(what="cryptography", install="pip install 'compress-pipeline[sign]'")
+REQUIREMENT = Requirement(what="cryptography", install="pip install -e '.[sign]'")
 
 
 @dataclass(frozen=True)

@@ -364,7 +364,7 @@ def _torchmetrics_class(name: str) -> Any:
         import torchmetrics
     except ImportError:
         raise Unavailable(
-            f"metric {name!r} needs torchmetrics: pip install 'compress-pipeline[metrics]'"
+            f"metric {name!r} needs torchmetrics: pip install -e '.[metrics]'"
         ) from None
     target: Any = torchmetrics
     for part in name.split(".")[1:]:

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INSTALL = (
-    "pip install 'compress-pipeline[tensorrt]' on a machine with an NVIDIA GPU, or use export_onnx"
-)
+INSTALL = "pip install -e '.[tensorrt]' on a machine with an NVIDIA GPU, or use export_onnx"
 TENSORRT = Requirement(what="tensorrt", install=INSTALL)
 TORCH_TENSORRT = Requirement(what="torch_tensorrt", install=INSTALL)
 

@@ -1,4 +1,4 @@
-"""Why a stage is taken from the store, or must run: the parts of its key."""
+"""`compress why`: the parts of a stage's cache key, and which of them changed."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from pipelines.config.pipeline import PipelineConfig
 
 
-class Part(Settings):
-    """One thing that decides a stage's artifact."""
+class KeyPart(Settings):
+    """One part of a stage's cache key."""
 
     what: str
     """Dotted path: `settings.ratio`, `input`, `versions.torch`."""
     value: JsonValue
     before: JsonValue
-    """What it was when the stage was last run here; as ``value`` where that is not known."""
+    """Its value when the stage was last run here; equal to ``value`` if unknown."""
 
 
-class Reason(Settings):
-    """What a run would do at a stage, and why."""
+class CacheReason(Settings):
+    """Whether a run would take a stage from the cache, and the parts of its key."""
 
     stage: str
     does: str
     """`cached`, or `runs (…)`."""
-    parts: tuple[Part, ...]
+    parts: tuple[KeyPart, ...]
     """Empty where a stage before it must run first."""
 
     def lines(self) -> Iterator[str]:
-        """Yield the reason and each part, for people."""
+        """Yield a line for the decision and one for each part of the key."""
         yield f"{self.stage}: {self.does}"
         width = max((len(part.what) for part in self.parts), default=0)
         for part in self.parts:
@@ -49,8 +49,8 @@ class Reason(Settings):
             yield f"  {part.what:{width}}  {_text(part.value)}{was}"
 
 
-def why(pipeline: PipelineConfig, out: Path, stage: str, store: str | None = None) -> Reason:
-    """Return why a run would take a stage's artifact from the store, or make it.
+def why(pipeline: PipelineConfig, out: Path, stage: str, store: str | None = None) -> CacheReason:
+    """Explain why a run would reuse a stage's artifact, or run the stage.
 
     Args:
         pipeline: the pipeline.
@@ -73,16 +73,16 @@ def why(pipeline: PipelineConfig, out: Path, stage: str, store: str | None = Non
     elif all(name in state.artifacts for name in planned.reads):
         parts = stage_key_parts(state, planned)
     before = state.store.last_parts(stage) or parts
-    return Reason(stage=stage, does=actions[stage], parts=tuple(_parts(parts, before)))
+    return CacheReason(stage=stage, does=actions[stage], parts=tuple(_parts(parts, before)))
 
 
-def _parts(now: Any, before: Any, path: str = "") -> Iterator[Part]:
+def _parts(now: Any, before: Any, path: str = "") -> Iterator[KeyPart]:
     if isinstance(now, dict) and now:
         past = before if isinstance(before, dict) else {}
         for key, value in now.items():
             yield from _parts(value, past.get(key), f"{path}.{key}" if path else key)
     elif path:
-        yield Part(what=path, value=now, before=before)
+        yield KeyPart(what=path, value=now, before=before)
 
 
 def _text(value: JsonValue) -> str:

@@ -1,4 +1,4 @@
-"""What is refused without running a stage: the file, and unless told otherwise the model."""
+"""`compress check`: validate a pipeline file, its model and its data without running a stage."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A valid pipeline, described."""
+class CheckResult:
+    """Description of a valid pipeline."""
 
     content: dict[str, Any]
-    """For machines; `signature` is None where the model was left out."""
+    """Content of `--json`; `signature` is None with `--quick`."""
     lines: list[str]
-    """For people."""
+    """Output without `--json`."""
     warnings: tuple[str, ...]
 
 
-def checked(file: Path, models: bool) -> Checked:
-    """Return a description of a pipeline file that is valid.
+def check_pipeline(file: Path, models: bool) -> CheckResult:
+    """Validate a pipeline file and describe it.
 
     Args:
         file: the pipeline file.
         models: whether the model is built and the data are loaded, which takes importing torch.
 
     Raises:
-        CompressError: it is not.
+        CompressError: the file, the model or the data are not valid.
     """
     pipeline = PipelineConfig.from_yaml(file)
     plan = build_plan(pipeline)
-    signature, told = None, ""
+    signature, summary = None, ""
     if models:
         from pipelines.runner.inputs import check_model
 
-        found, told = check_model(pipeline)
+        found, summary = check_model(pipeline)
         signature = found.model_dump(mode="json")
     warnings = plan.warnings
     if pipeline.data is not None:
@@ -48,4 +48,4 @@ def checked(file: Path, models: bool) -> Checked:
     content = {"valid": True, **plan.described(), "warnings": warnings, "signature": signature}
     how = "" if models else "; the model and the data were left out"
     line = f"{file}: valid ({plan.route}){how}"
-    return Checked(content, [*told.splitlines(), line], warnings)
+    return CheckResult(content, [*summary.splitlines(), line], warnings)

@@ -1,4 +1,4 @@
-"""What a shell completes: names of stages and of runs, read without validating anything."""
+"""Shell completion of stage and run names; files are read unvalidated, for speed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ RUNS = Path("runs")
 
 
 def stage_names(ctx: Any, incomplete: str) -> list[str]:
-    """Return the names of the stages in the pipeline file that a command line names.
+    """Return the stage names of the command line's pipeline file that start with `incomplete`.
 
     Args:
-        ctx: holds what the command line says so far.
-        incomplete: how the name begins.
+        ctx: click's context with the arguments so far.
+        incomplete: first characters of the name.
     """
     # An option that still lacks its value ends the parsing before the file is found.
     words = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or "").split()
@@ -25,7 +25,7 @@ def stage_names(ctx: Any, incomplete: str) -> list[str]:
 
 
 def run_names(incomplete: str) -> list[tuple[str, str]]:
-    """Return the runs in the usual folder that begin so, each with how it ended."""
+    """Return the runs below `runs/` that start with `incomplete`, each with its status."""
     found = {str(file.parent): file for file in sorted(RUNS.glob("*/report.json"))}
     return [(name, _status(file)) for name, file in found.items() if name.startswith(incomplete)]
 

@@ -1,4 +1,4 @@
-"""What this machine has for the stages: versions, hardware, programs, and what is missing."""
+"""`compress doctor`: versions, hardware, programs, and the packages that stages lack."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 DISTRIBUTION = "compress-pipeline"
 PROGRAMS = {"java": "-version", "g++": "--version"}
-SECONDS = 10
+PROGRAM_TIMEOUT_S = 10
 
 
 class Findings(Settings):
-    """What was found on this machine."""
+    """Environment of this machine."""
 
     versions: dict[str, str]
     """Of Python, this toolkit and the libraries that shape an artifact."""
@@ -34,14 +34,14 @@ class Findings(Settings):
     """By extra: which of its packages are missing."""
     hardware: dict[str, str | int | float | None]
     programs: dict[str, str | None]
-    """By name: what the program says its version is; None where it is not on the PATH."""
+    """Version line by program name; None where it is not on the PATH."""
     cuda: tuple[str, ...]
     """CUDA devices that PyTorch sees."""
     stages: dict[str, tuple[str, ...]]
-    """By stage: what it lacks with its default settings, and how to mend it."""
+    """Missing requirements by stage, with default settings, and how to install them."""
 
     def lines(self) -> Iterator[str]:
-        """Yield what was found, for people."""
+        """Yield the findings as lines of text."""
         yield ", ".join(f"{name} {found}" for name, found in self.versions.items())
         yield (
             f"{self.hardware['processor']} ({self.hardware['instructions']}), "
@@ -53,7 +53,7 @@ class Findings(Settings):
         yield f"CUDA devices: {', '.join(self.cuda) or 'none'}"
         for extra, lacking in self.extras.items():
             if lacking:
-                install = f"pip install '{DISTRIBUTION}[{extra}]'"
+                install = f"pip install -e '.[{extra}]'"
                 yield f"extra {extra}: without {', '.join(lacking)}; {install}"
             else:
                 yield f"extra {extra}: installed"
@@ -62,7 +62,7 @@ class Findings(Settings):
 
 
 def examine() -> Findings:
-    """Look at this machine. Programs are asked for their versions, and nothing else is run."""
+    """Inspect this machine; programs are only run with their version option."""
     import torch
 
     return Findings(
@@ -76,13 +76,13 @@ def examine() -> Findings:
             "gibibytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30,
             "system": platform.platform(),
         },
-        programs={name: _version_of_program(name, ask) for name, ask in PROGRAMS.items()},
+        programs={name: _version_of_program(name, option) for name, option in PROGRAMS.items()},
         cuda=tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
-        stages={name: _lacking(stage) for name, stage in stages().items()},
+        stages={name: _missing_requirements(stage) for name, stage in stages().items()},
     )
 
 
-def _lacking(stage: type[Stage[Any, Any]]) -> tuple[str, ...]:
+def _missing_requirements(stage: type[Stage[Any, Any]]) -> tuple[str, ...]:
     required = [name for name, field in stage.model_fields.items() if field.is_required()]
     unset: dict[str, Any] = dict.fromkeys(required)
     usual = stage.model_construct(**unset)
@@ -92,7 +92,7 @@ def _lacking(stage: type[Stage[Any, Any]]) -> tuple[str, ...]:
 
 
 def _extras() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each extra of this toolkit with its packages that are not installed."""
+    """Yield each optional extra with its packages that are not installed."""
     try:
         own = metadata(DISTRIBUTION)
     except PackageNotFoundError:  # a source tree on the path
@@ -115,20 +115,20 @@ def _is_installed(package: str) -> bool:
     return True
 
 
-def _version_of_program(name: str, ask: str) -> str | None:
+def _version_of_program(name: str, option: str) -> str | None:
     path = shutil.which(name)
     if path is None:
         return None
     try:
-        said = subprocess.run(
-            [path, ask],
+        result = subprocess.run(
+            [path, option],
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=SECONDS,
+            timeout=PROGRAM_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"does not run ({type(error).__name__})"
-    lines = (said.stdout + said.stderr).splitlines()  # java speaks on standard error
-    return lines[0] if lines else "says nothing"
+    lines = (result.stdout + result.stderr).splitlines()  # java prints its version on stderr
+    return lines[0] if lines else "prints nothing"

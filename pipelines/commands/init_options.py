@@ -1,4 +1,4 @@
-"""What is told of a model to begin with: options of the command line, or answers to questions."""
+"""Options of `compress init`: parsing them, and prompting for missing ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class InitOptions:
-    """What is told of a model."""
+    """Options of `compress init`."""
 
     model: str | None = None
     """`module:callable`."""
@@ -40,29 +40,33 @@ class InitOptions:
     goal: Goal = "both"
 
 
-def prompt_for_missing(wish: InitOptions, ask: Ask) -> InitOptions:
-    """Return a wish whose missing parts were asked for.
+def prompt_for_missing(options: InitOptions, ask: Ask) -> InitOptions:
+    """Return the options with missing ones prompted for.
 
     Args:
-        wish: what is known; where that names a model, only its inputs may be asked for.
-        ask: given a question, the usual answer, and what raises an error for a wrong one.
+        options: given options; if they name a model, only its inputs are prompted for.
+        ask: called with the question, the default, and a check that raises on a wrong answer.
     """
-    if wish.model is None:
-        wish = _prompt_all(wish, ask)
-    if wish.data is None and not wish.inputs:
-        answer = ask("Inputs, each as name=batch,3,224,224", "", lambda told: inputs(told.split()))
-        wish = replace(wish, inputs=answer.split())
-    return wish
+    if options.model is None:
+        options = _prompt_all(options, ask)
+    if options.data is None and not options.inputs:
+        answer = ask(
+            "Inputs, each as name=batch,3,224,224", "", lambda text: parse_inputs(text.split())
+        )
+        options = replace(options, inputs=answer.split())
+    return options
 
 
-def _prompt_all(wish: InitOptions, ask: Ask) -> InitOptions:
-    model = ask("Model, as module:callable", "", reference)
-    checkpoint = wish.checkpoint or ask("Checkpoint", NONE, str)
-    data = wish.data or ask("Data, as module:callable", NONE, lambda d: d == NONE or reference(d))
-    target: Any = ask("Format: onnx, torchscript or aot", wish.target, _one_of(Target))
-    goal: Any = ask("Goal: smaller, faster or both", wish.goal, _one_of(Goal))
+def _prompt_all(options: InitOptions, ask: Ask) -> InitOptions:
+    model = ask("Model, as module:callable", "", parse_reference)
+    checkpoint = options.checkpoint or ask("Checkpoint", NONE, str)
+    data = options.data or ask(
+        "Data, as module:callable", NONE, lambda d: d == NONE or parse_reference(d)
+    )
+    target: Any = ask("Format: onnx, torchscript or aot", options.target, _one_of(Target))
+    goal: Any = ask("Goal: smaller, faster or both", options.goal, _one_of(Goal))
     return replace(
-        wish,
+        options,
         model=model,
         checkpoint=None if checkpoint == NONE else checkpoint,
         data=None if data == NONE else data,
@@ -71,29 +75,29 @@ def _prompt_all(wish: InitOptions, ask: Ask) -> InitOptions:
     )
 
 
-def reference(told: str, option: str = "") -> str:
-    """Return what is told, if it has the form of `module:callable`.
+def parse_reference(text: str, option: str = "") -> str:
+    """Check that a text has the form `module:callable`, and return it.
 
     Raises:
-        PipelineInvalid: it has not.
+        PipelineInvalid: it has another form.
     """
     try:
-        return TypeAdapter(Reference).validate_python(told)
+        return TypeAdapter(Reference).validate_python(text)
     except ValidationError:
         raise PipelineInvalid(
-            f"{option}{told!r} is not of the form module:callable, such as my_model:classifier "
+            f"{option}{text!r} is not of the form module:callable, such as my_model:classifier "
             "(for Hugging Face, timm and exported files see docs/models.md)"
         ) from None
 
 
-def arguments(told: Sequence[str]) -> dict[str, Any]:
-    """Return a factory's arguments of `name=value`, values read as in the file.
+def parse_arguments(text: Sequence[str]) -> dict[str, Any]:
+    """Parse a factory's arguments, each `name=value` with a YAML value.
 
     Raises:
         PipelineInvalid: one has another form.
     """
     found = {}
-    for each in told:
+    for each in text:
         name, equals, value = each.partition("=")
         try:
             found[name] = yaml.safe_load(value)
@@ -104,17 +108,17 @@ def arguments(told: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def inputs(told: Sequence[str]) -> list[dict[str, Any]]:
-    """Return tensors of `name=batch,3,224,224`, or `name=batch,length:int64`.
+def parse_inputs(text: Sequence[str]) -> list[dict[str, Any]]:
+    """Parse input tensors, each `name=batch,3,224,224` or `name=batch,length:int64`.
 
     Raises:
         PipelineInvalid: one has another form, or an unknown element type.
     """
-    return [_input(each) for each in told]
+    return [_parse_input(each) for each in text]
 
 
-def _input(told: str) -> dict[str, Any]:
-    name, _, rest = told.partition("=")
+def _parse_input(text: str) -> dict[str, Any]:
+    name, _, rest = text.partition("=")
     sizes, _, dtype = rest.partition(":")
     shape = [int(s) if s.isdecimal() else s for s in sizes.replace(" ", "").split(",")]
     try:
@@ -124,19 +128,19 @@ def _input(told: str) -> dict[str, Any]:
     except ValidationError as error:
         problem = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise PipelineInvalid(
-            f"--input {told!r}: {problem}; expected name=batch,3,224,224 or name=batch,length:int64"
+            f"--input {text!r}: {problem}; expected name=batch,3,224,224 or name=batch,length:int64"
         ) from None
-    return shown(spec)
+    return dump_input(spec)
 
 
-def shown(spec: TensorSpec) -> dict[str, Any]:
-    """Return an input as one would write it: without the usual element type."""
+def dump_input(spec: TensorSpec) -> dict[str, Any]:
+    """Return an input's settings without defaults, as one writes them in the file."""
     return spec.model_dump(mode="json", exclude_defaults=True)
 
 
 def _one_of(known: Any) -> Callable[[str], None]:
-    def check(told: str) -> None:
-        if told not in get_args(known):
-            raise PipelineInvalid(f"{told!r} is not one of {', '.join(get_args(known))}")
+    def check(text: str) -> None:
+        if text not in get_args(known):
+            raise PipelineInvalid(f"{text!r} is not one of {', '.join(get_args(known))}")
 
     return check

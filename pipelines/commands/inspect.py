@@ -1,4 +1,4 @@
-"""What an artifact says about itself, in lines for people."""
+"""`compress inspect`: an artifact's manifest as lines of text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
 
 
-def described(found: Artifact) -> Iterator[str]:
-    """Yield a line for each thing that an artifact's manifest holds.
+def describe_artifact(found: Artifact) -> Iterator[str]:
+    """Yield lines for the signature, recipe, lineage and files of an artifact's manifest.
 
-    A line break in a name is shown as such: what follows would pass for a line of its own.
+    Line breaks within names are escaped, so that a name cannot forge another line.
     """
     yield from (line.replace("\n", r"\n") for line in _lines(found))
 

@@ -1,4 +1,4 @@
-"""A run's report written anew, beside runs that may be at work in the same directory."""
+"""`compress report`: render a run's page again, unless another run is using its directory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def rewrite(out: Path, announce: Callable[[str], None]) -> Report:
-    """Return a run's report, and write its page anew where that can be done.
+def rerender_report(out: Path, announce: Callable[[str], None]) -> Report:
+    """Read a run's report, and write its page again if no run is using the directory.
 
     Raises:
-        ArtifactInvalid: there is none, as the last run there was killed or is still at work.
+        ArtifactInvalid: there is no report, as the last run there was killed or is still at work.
     """
     with keep_idle(out) as nobody_works:
         if (out / ".store").is_dir() and not (out / REPORT).exists():

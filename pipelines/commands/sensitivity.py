@@ -1,4 +1,4 @@
-"""How sensitive a pipeline's model is to cuts: measured, as a table, and as a page with a plot."""
+"""`compress sensitivity`: accuracy loss by channel family and ratio, as a table and a page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipelines.config.model_spec import SOURCE
 from pipelines.config.run_options import RunOptions
 from pipelines.planning.loss_and_metric import infer_loss_and_metric
 from pipelines.planning.planner import build_plan
-from pipelines.reporting.html_page import rendered
+from pipelines.reporting.html_page import render_page
 from pipelines.runner.inputs import import_source, resolve_inputs
 from pipelines.runner.run import preview_state
 from pipelines.system.temp_files import temporary_files
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 PAGE = "sensitivity.html"
 WIDTH, HEIGHT, MARGIN = 880, 420, 56
-"""Of the plot, in its own units."""
+"""Size of the plot, in view-box units."""
 
 
-def measure(
+def measure_and_write(
     pipeline: PipelineConfig,
     out: Path,
     ratios: Sequence[float] = (0.25, 0.5, 0.75),
@@ -45,28 +45,28 @@ def measure(
     latency: bool = True,
     progress: Progress = silent,
 ) -> Sensitivity:
-    """Return how sensitive the model that is to be pruned is to the cut of each family alone.
+    """Measure the accuracy loss of cutting each channel family alone, and write a page with a plot.
 
-    That is the model which the first `prune_channels` reads, or as it came in where there is no
-    such stage. What was found is written beside the results, too, as a page with a plot.
+    The model is the input of the first `prune_channels`, or the imported one if there is no such
+    stage. The page and `sensitivity.json` go to the directory of the results.
 
     Args:
         pipeline: the pipeline.
         out: directory of its results, where the models of earlier stages are.
         ratios: fractions of each family's channels to cut.
-        samples: samples of `val` to judge on.
+        samples: samples of `val` to evaluate on.
         latency: whether latency is measured.
-        progress: where to say how far it is.
+        progress: called with the progress.
 
     Raises:
-        PipelineInvalid: the pipeline is, or a ratio is none.
-        StageFailed: the model has not been made, or cannot be traced.
+        PipelineInvalid: the pipeline is invalid, or a ratio is not between 0 and 1.
+        StageFailed: the stage before `prune_channels` has not run, or the model cannot be traced.
     """
     from compress.pruning.sensitivity_analysis import measure_sensitivity
 
-    wrong = [ratio for ratio in ratios if not 0 < ratio < 1]
-    if wrong:
-        raise PipelineInvalid(f"--ratio {wrong[0]:g}: expected a fraction between 0 and 1")
+    invalid = [ratio for ratio in ratios if not 0 < ratio < 1]
+    if invalid:
+        raise PipelineInvalid(f"--ratio {invalid[0]:g}: expected a fraction between 0 and 1")
     plan = build_plan(pipeline)
     pipeline, data, _ = resolve_inputs(pipeline)
     plan, pipeline = infer_loss_and_metric(plan, pipeline, data)
@@ -88,17 +88,17 @@ def measure(
             ratios=sorted(set(ratios)),
             samples=samples,
             latency=latency,
-            **_as_in_the_stage(planned),
+            **_pruning_settings(planned),
         )
     write_page(out, pipeline.name, found)
     return found
 
 
 def table(found: Sensitivity) -> Table:
-    """Return a row for each family, the least sensitive first; cuts are of that family alone."""
+    """Build a table with one row for each family, the least sensitive first."""
     from rich.table import Table
 
-    title = f"cutting one family alone: {_harm_in_words(found)}, and what is left of MACs"
+    title = f"cutting one family alone: {_loss_label(found)}, and what is left of MACs"
     timed = any(p.latency is not None for family in found.families for p in family.points)
     rows = Table(title=f"{title}{' and of latency' if timed else ''}", title_justify="left")
     rows.add_column("family", overflow="fold")
@@ -115,27 +115,29 @@ def table(found: Sensitivity) -> Table:
 
 
 def lines_below(found: Sensitivity, out: Path) -> Iterator[str]:
-    """Yield what stands below the table: the modules that stay, and where the plot is."""
+    """Yield the lines below the table: layers that are not cut, and the path of the plot."""
     for name, reason in found.pinned.items():
         yield f"{name} stays: {reason}"
     yield f"plot: {out / PAGE}"
 
 
 def write_page(out: Path, name: str, found: Sensitivity) -> None:
-    """Write sensitivity.html, a page of its own, and sensitivity.json."""
-    words = _harm_in_words(found)
+    """Write sensitivity.html and sensitivity.json."""
+    words = _loss_label(found)
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "sensitivity.json", found.model_dump_json(indent=1) + "\n")
-    page = rendered("sensitivity.html.jinja", name=name, found=found, harm=words, plot=plot(found))
+    page = render_page(
+        "sensitivity.html.jinja", name=name, found=found, harm=words, plot=plot(found)
+    )
     write_atomically(out / PAGE, page)
 
 
 def plot(found: Sensitivity) -> dict[str, Any]:
-    """Return where a plot of harm against MACs saved has its points, lines, names and marks."""
+    """Lay out the plot of accuracy loss against MACs saved, for the template."""
     saved = [1 - p.macs for family in found.families for p in family.points]
-    harms = [_harm(p, found) for family in found.families for p in family.points]
-    right, top = max(saved, default=0) or 1.0, max([*harms, 0.0]) or 1.0
-    bottom = min([*harms, 0.0])
+    losses = [_loss(p, found) for family in found.families for p in family.points]
+    right, top = max(saved, default=0) or 1.0, max([*losses, 0.0]) or 1.0
+    bottom = min([*losses, 0.0])
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = MARGIN + x / right * (WIDTH - 3.5 * MARGIN)
@@ -144,7 +146,7 @@ def plot(found: Sensitivity) -> dict[str, Any]:
 
     lines = []
     for number, family in enumerate(found.families):
-        marks = [(*place(1 - p.macs, _harm(p, found)), p) for p in family.points]
+        marks = [(*place(1 - p.macs, _loss(p, found)), p) for p in family.points]
         lines.append({"family": family, "marks": marks, "hue": 47 * number % 360})
     xs = [(place(right * i / 4, bottom)[0], f"{100 * right * i / 4:.1f}") for i in range(5)]
     steps = [bottom + (top - bottom) * i / 4 for i in range(5)]
@@ -156,7 +158,7 @@ def plot(found: Sensitivity) -> dict[str, Any]:
 def _model(
     pipeline: PipelineConfig, planned: PlannedStage | None, out: Path
 ) -> Iterator[EagerModel]:
-    """Give the model that a stage reads: as it came in, or as an earlier run has left it."""
+    """Provide the model that a stage reads: the imported one, or an artifact of an earlier run."""
     if planned is None or planned.input == SOURCE:
         with tempfile.TemporaryDirectory() as folder:
             yield _as_eager(SOURCE, import_source(pipeline, Path(folder) / SOURCE))
@@ -177,21 +179,21 @@ def _as_eager(name: str, model: Artifact) -> EagerModel:
     return model
 
 
-def _as_in_the_stage(planned: PlannedStage | None) -> dict[str, Any]:
-    """Return the settings of a `prune_channels` that say what leaves first, and what stays."""
+def _pruning_settings(planned: PlannedStage | None) -> dict[str, Any]:
+    """Return the settings of `prune_channels` that choose and exclude channels."""
     settings: Any = planned.stage if planned else None
     if settings is None or settings.stage != "prune_channels":
         return {}
     return {name: getattr(settings, name) for name in ("importance", "include", "exclude")}
 
 
-def _harm_in_words(found: Sensitivity) -> str:
+def _loss_label(found: Sensitivity) -> str:
     if found.judged_by == "metric":
         return f"points of {found.metric} lost"
     return "relative distance of the outputs"
 
 
-def _harm(point: Any, found: Sensitivity) -> float:
+def _loss(point: Any, found: Sensitivity) -> float:
     return float(point.distance if found.judged_by == "outputs" else point.points)
 
 

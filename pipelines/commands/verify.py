@@ -1,4 +1,4 @@
-"""What lies around an archive in the results of a run, for `compress verify`."""
+"""`compress verify`: check an artifact against its manifest, its run and recorded answers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING, Any
 from compress.artifacts.artifact import MANIFEST, Artifact
 from compress.common.atomic_files import sha256_of, write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
-from pipelines.commands.verify_anchors import Given, anchors_of, anchors_of_file, run_around
+from pipelines.commands.verify_anchors import (
+    VerifierInputs,
+    check_anchors,
+    check_file_anchors,
+    find_enclosing_run,
+)
 from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
 from pipelines.config.pipeline import PipelineConfig
-from pipelines.reporting.verification_page import as_text
+from pipelines.reporting.verification_page import render_proof
 from serve.attestation import signed, statement_of, subjects_of
 from serve.torchserve.answer_check import Evidence, Proof
 from serve.torchserve.artifact import TorchServeArchive
@@ -28,20 +33,20 @@ NO_REPLAY = (
 )
 
 
-def prove(
+def verify_command(
     path: Path,
-    given: Given = Given(),  # noqa: B008 - it is immutable
+    given: VerifierInputs = VerifierInputs(),  # noqa: B008 - it is immutable
     *,
     report: Path | None = None,
     attest: Path | None = None,
     sign_key: Path | None = None,
     replay: bool = False,
 ) -> Proof:
-    """Return what was proven of an artifact, and write it where that is asked for.
+    """Verify an artifact or archive; write the proof and an attestation if files are given.
 
     Args:
         path: the artifact's directory, or a bare archive.
-        given: what the user was told of it.
+        given: hash, attestation and key from the user.
         report: file to write: a page where it ends in `.html`, text where in `.md`, else JSON.
         attest: file to write an in-toto attestation of the proof to.
         sign_key: private key that signs the attestation.
@@ -56,21 +61,21 @@ def prove(
         raise PipelineInvalid("--key: checks a signature; give --attestation FILE too")
     if sign_key is not None and attest is None:
         raise PipelineInvalid("--sign-key: signs an attestation; give --attest FILE too")
-    read = {file.resolve() for file in (path, given.attestation, given.key, sign_key) if file}
+    taken = {file.resolve() for file in (path, given.attestation, given.key, sign_key) if file}
     for option, file in (("--report", report), ("--attest", attest)):
         if file is not None:
-            _refuse_place(option, file, read)
-            read.add(file.resolve())
-    run = run_around(path)
+            _check_output_path(option, file, taken)
+            taken.add(file.resolve())
+    run = find_enclosing_run(path)
     if path.is_file():
         artifact, sha256 = None, sha256_of(path)
-        anchors = anchors_of_file(path, sha256, given)
+        anchors = check_file_anchors(path, sha256, given)
         proof = verify(path, sha256=given.sha256, trusted=replay)
     else:
         artifact = Artifact.from_directory(path)
         sha256 = artifact.manifest.files[artifact.payload_name].sha256
-        anchors = anchors_of(artifact, given, run)  # before the pipeline's code runs
-        around = partial(evidence_of, path, replay)
+        anchors = check_anchors(artifact, given, run)  # before the pipeline's code runs
+        around = partial(load_evidence, path, replay)
         proof = verify(path, sha256=given.sha256, evidence=around, trusted=replay)
     if (proof.digest, proof.sha256) != (artifact.digest if artifact else None, sha256):
         raise ArtifactInvalid(f"{path}: was changed while it was verified")
@@ -82,12 +87,12 @@ def prove(
         content = signed(statement, sign_key) if sign_key else statement
         write_atomically(attest, content + b"\n")
     if report is not None:
-        write_atomically(report, as_text(proof, path.name, report.suffix))
+        write_atomically(report, render_proof(proof, path.name, report.suffix))
     return proof
 
 
-def _refuse_place(option: str, file: Path, taken: set[Path]) -> None:
-    """Refuse a file that cannot be written, or that would replace or alter what is read here."""
+def _check_output_path(option: str, file: Path, taken: set[Path]) -> None:
+    """Refuse an output file that cannot be written, or would overwrite an input or artifact."""
     place = file.resolve()
     if file.is_dir():
         found = "a directory is there"
@@ -102,15 +107,15 @@ def _refuse_place(option: str, file: Path, taken: set[Path]) -> None:
     raise PipelineInvalid(f"{option} {file}: cannot be written, {found}")
 
 
-def evidence_of(path: Path, replay: bool) -> Evidence | None:
-    """Return what a run left around an archive; None where none did.
+def load_evidence(path: Path, replay: bool) -> Evidence | None:
+    """Load the run's artifacts, sources and data that an archive can be checked against, if any.
 
     Args:
         path: the archive's directory.
         replay: whether the pipeline file that `lock.json` names is loaded, and its data: its own
             code runs, as in the run.
     """
-    run = run_around(path)
+    run = find_enclosing_run(path)
     if (
         run is None
         or not run.lock

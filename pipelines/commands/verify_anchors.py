@@ -1,7 +1,8 @@
-"""Anchors: what outside an artifact's own folder says which artifact it must be.
+"""Anchors of `compress verify`: evidence outside an artifact's folder that names its digest.
 
-A manifest that was written anew fits whatever files it names. What else knows the digest: the run's
-`report.json` and `lock.json`, the artifacts that were made of it, an attestation, or a person.
+A forged manifest agrees with its forged files, so the manifest alone proves little. Independent
+evidence is the run's `report.json` and `lock.json`, the manifests of artifacts made from it, a
+signed attestation, or a hash that the user passes with `--sha256`.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ if TYPE_CHECKING:
 ARTIFACTS = "artifacts"
 RECORDS = ("report.json", "lock.json")
 NO_ANCHOR = (
-    "an anchor: this shows only that {what} is consistent with {itself}; give the {hash}, as you "
-    "were told it, with --sha256, or a signed attestation with --attestation and --key"
+    "an anchor: this shows only that {what} is consistent with {itself}; give the {hash} that you "
+    "expect with --sha256, or a signed attestation with --attestation and --key"
 )
 
 
 @dataclass
 class Anchors:
-    """What outside an artifact names it, and the lines that say so."""
+    """Names of the anchors found, and lines of what they prove and leave unproven."""
 
     names: list[str] = field(default_factory=list)
     proven: list[str] = field(default_factory=list)
     unproven: list[str] = field(default_factory=list)
 
     def added_to(self, proof: Proof) -> Proof:
-        """Return a proof with these lines; where nothing names the artifact, it says so."""
+        """Return a proof with these anchors and lines added."""
         proof = proof.with_lines(*self.proven, anchors=tuple(self.names))
         for line in self.unproven:
             proof = proof.lacking(line)
@@ -50,11 +51,11 @@ class Anchors:
 
 
 @dataclass(frozen=True)
-class Given:
-    """What somebody who verifies was told of the artifact."""
+class VerifierInputs:
+    """What the user expects of the artifact: options of `compress verify`."""
 
     sha256: str | None = None
-    """Of the deployed file, or the artifact's digest."""
+    """SHA-256 of the deployed file, or the artifact's digest."""
     attestation: Path | None = None
     """A file that must name the artifact."""
     key: Path | None = None
@@ -62,14 +63,14 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Run:
-    """The results of a run that an artifact lies in."""
+class EnclosingRun:
+    """The run whose results folder contains an artifact."""
 
     folder: Path
     name: str
-    """Of the stage whose artifact it is: its folder's name."""
+    """Stage that made the artifact: the name of its folder."""
     digests: Mapping[str, Mapping[str, str]]
-    """For each record that could be read: digest of each artifact by its stage's name."""
+    """Record (`report.json`, `lock.json`) → stage → digest; unreadable records are missing."""
     inputs: Mapping[str, str]
     """Stage → the stage whose artifact it read."""
     lock: Mapping[str, Any]
@@ -77,21 +78,21 @@ class Run:
 
     @property
     def artifacts(self) -> dict[str, Artifact]:
-        """The artifacts in the folder by stage, as their manifests describe them."""
-        return dict(_described(self.folder / ARTIFACTS))
+        """Artifacts of the run by stage, from their manifests."""
+        return dict(_sibling_artifacts(self.folder / ARTIFACTS))
 
 
-def run_around(path: Path) -> Run | None:
-    """Return the run in whose results an artifact lies; None where it lies elsewhere.
+def find_enclosing_run(path: Path) -> EnclosingRun | None:
+    """Find the run whose results contain an artifact; None if there is none.
 
     Raises:
-        ArtifactInvalid: the run's records are not as it wrote them.
+        ArtifactInvalid: the run's records were changed since it wrote them.
     """
     folder = path.resolve().parent
     out = folder.parent
     if path.is_file() or folder.name != ARTIFACTS:
         return None
-    report, lock = (_record(out / name) for name in RECORDS)
+    report, lock = (_read_record(out / name) for name in RECORDS)
     if report and lock:
         try:
             refuse_changed_run(report, lock)
@@ -99,29 +100,31 @@ def run_around(path: Path) -> Run | None:
             raise ArtifactInvalid(f"{out}: {error}") from None
     digests: dict[str, dict[str, str]] = {}
     inputs: dict[str, str] = {}
-    with suppress(KeyError, TypeError, ValueError):  # what is no record of a run names nothing
+    with suppress(
+        KeyError, TypeError, ValueError
+    ):  # a file that is no record of a run names no digest
         rows = report["stages"]
         digests[RECORDS[0]] = {row["name"]: row["artifact"]["digest"] for row in rows}
         inputs = {row["name"]: row["input"] for row in rows}
     with suppress(KeyError, TypeError, ValueError):
         digests[RECORDS[1]] = dict(lock["artifacts"])
-    return Run(out, path.resolve().name, digests, inputs, lock) if digests else None
+    return EnclosingRun(out, path.resolve().name, digests, inputs, lock) if digests else None
 
 
-def anchors_of(artifact: Artifact, given: Given, run: Run | None) -> Anchors:
-    """Return what names an artifact's digest: the run around it, and what was given.
+def check_anchors(artifact: Artifact, given: VerifierInputs, run: EnclosingRun | None) -> Anchors:
+    """Check an artifact's digest against its run and the user's inputs; return the anchors.
 
     Raises:
-        ArtifactInvalid: one of them names another artifact, or what it was made of is not here as
-            it was sealed; the message names it.
+        ArtifactInvalid: an anchor names another artifact, or an artifact that it was made from
+            was changed; the message names it.
     """
     anchors = Anchors()
     if run is not None:
-        _anchor_in_run(anchors, artifact, run)
+        _check_run_records(anchors, artifact, run)
     payload = artifact.payload_name
     named = {artifact.digest: "", artifact.manifest.files[payload].sha256: payload}
-    whole = bool(anchors.names)
-    for name, digests in _told(anchors, given):
+    digest_named = bool(anchors.names)
+    for name, digests in _claimed_hashes(anchors, given):
         found = {named[digest] for digest in digests if digest in named}
         if not found:
             raise ArtifactInvalid(
@@ -130,25 +133,25 @@ def anchors_of(artifact: Artifact, given: Given, run: Run | None) -> Anchors:
             )
         anchors.names.append(name)
         anchors.proven.append(f"anchor: {name} names {'this digest' if '' in found else payload}")
-        whole |= "" in found
-    others = [other for other in artifact.manifest.files if other != payload]
+        digest_named |= "" in found
+    other_files = [name for name in artifact.manifest.files if name != payload]
     if not anchors.names:
         words = {"what": "the folder", "itself": "its own manifest", "hash": "artifact's digest"}
         anchors.unproven.append(NO_ANCHOR.format(**words))
-    elif not whole:
-        files = f"of the manifest{f' and {len(others)} more files' if others else ''}"
+    elif not digest_named:
+        files = f"of the manifest{f' and {len(other_files)} more files' if other_files else ''}"
         anchors.unproven.append(f"an anchor {files}: only {payload} is named; give the digest")
     return anchors
 
 
-def anchors_of_file(file: Path, sha256: str, given: Given) -> Anchors:
-    """Return what was given that names a bare archive.
+def check_file_anchors(file: Path, sha256: str, given: VerifierInputs) -> Anchors:
+    """Check the hash of a bare archive against the user's inputs; return the anchors.
 
     Raises:
-        ArtifactInvalid: one of them names another file.
+        ArtifactInvalid: one of the inputs names another file.
     """
     anchors = Anchors()
-    for name, digests in _told(anchors, given):
+    for name, digests in _claimed_hashes(anchors, given):
         if sha256 not in digests:
             raise ArtifactInvalid(f"{file}: sha256 is {sha256}, which {name} does not name")
         anchors.names.append(name)
@@ -159,8 +162,13 @@ def anchors_of_file(file: Path, sha256: str, given: Given) -> Anchors:
     return anchors
 
 
-def _told(anchors: Anchors, given: Given) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield the name of each thing that was given, and the hashes that it names."""
+def _claimed_hashes(
+    anchors: Anchors, given: VerifierInputs
+) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield each option or attestation, described, with the hashes that it names.
+
+    An attestation whose signature is not checked adds a line to `anchors.unproven`.
+    """
     if given.sha256 is not None:
         yield "--sha256", frozenset({given.sha256.lower()})
     if given.attestation is not None:
@@ -173,33 +181,33 @@ def _told(anchors: Anchors, given: Given) -> Iterator[tuple[str, frozenset[str]]
         yield f"{given.attestation} ({found.predicate_type}, {signed})", found.subjects
 
 
-def _anchor_in_run(anchors: Anchors, artifact: Artifact, run: Run) -> None:
+def _check_run_records(anchors: Anchors, artifact: Artifact, run: EnclosingRun) -> None:
     naming = [record for record, digests in run.digests.items() if run.name in digests]
     for record in naming:
-        _refuse_another(artifact, run.digests[record][run.name], run.folder / record)
+        _require_digest(artifact, run.digests[record][run.name], run.folder / record)
     for name, other in run.artifacts.items():
         lineage = other.manifest.lineage
         if run.inputs.get(name) == run.name and lineage:
-            _refuse_another(artifact, lineage[-1].inputs.get("input"), other.path / MANIFEST)
+            _require_digest(artifact, lineage[-1].inputs.get("input"), other.path / MANIFEST)
     if naming:
         anchors.names += naming
         anchors.proven.append(f"anchor: {' and '.join(naming)} of {run.folder} name this digest")
-    if not isinstance(artifact, TorchServeArchive):  # of which `prove_chain` tells more
-        _anchor_chain(anchors, artifact, run)
+    if not isinstance(artifact, TorchServeArchive):  # `prove_chain` checks an archive's ancestors
+        _check_ancestors(anchors, artifact, run)
 
 
-def _refuse_another(artifact: Artifact, digest: object, where: Path) -> None:
+def _require_digest(artifact: Artifact, digest: object, source: Path) -> None:
     if digest != artifact.digest:
         raise ArtifactInvalid(
-            f"{artifact.path}: has digest {artifact.digest}, and {where} names {digest}: it is not "
-            "the artifact that the run made"
+            f"{artifact.path}: has digest {artifact.digest}, and {source} names {digest}: it is "
+            "not the artifact that the run made"
         )
 
 
-def _anchor_chain(anchors: Anchors, artifact: Artifact, run: Run) -> None:
-    """Hold the artifacts that one was made of against its lineage, as far as they are here."""
-    around = run.artifacts
-    by_digest = {other.digest: (name, other) for name, other in around.items()}
+def _check_ancestors(anchors: Anchors, artifact: Artifact, run: EnclosingRun) -> None:
+    """Verify the artifacts that one was made from against its lineage, if they are present."""
+    siblings = run.artifacts
+    by_digest = {other.digest: (name, other) for name, other in siblings.items()}
     names = {digest: name for known in run.digests.values() for name, digest in known.items()}
     lineage = artifact.manifest.lineage
     needed = {
@@ -211,8 +219,8 @@ def _anchor_chain(anchors: Anchors, artifact: Artifact, run: Run) -> None:
     for (role, digest), place in needed.items():
         name, ancestor = by_digest.get(digest, (names.get(digest, digest[:12]), None))
         if ancestor is None:
-            if name in around:
-                _refuse_another(around[name], digest, artifact.path / MANIFEST)
+            if name in siblings:
+                _require_digest(siblings[name], digest, artifact.path / MANIFEST)
             absent.append(name)
             continue
         ancestor.verify()
@@ -228,16 +236,16 @@ def _anchor_chain(anchors: Anchors, artifact: Artifact, run: Run) -> None:
         anchors.unproven.append(f"{', '.join(absent)}: not here")
 
 
-def _described(folder: Path) -> Iterator[tuple[str, Artifact]]:
+def _sibling_artifacts(folder: Path) -> Iterator[tuple[str, Artifact]]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         try:
             yield path.name, Artifact.read_manifest(path)
         except ArtifactInvalid:
-            continue  # no artifact; what was to be one counts as missing
+            continue  # not a readable artifact: counts as missing
 
 
-def _record(file: Path) -> dict[str, Any]:
-    """Return a record of a run; an empty one where it is missing or cannot be read."""
+def _read_record(file: Path) -> dict[str, Any]:
+    """Read a JSON record of a run; {} if it is missing or unreadable."""
     try:
         with open_regular(file) as stream:
             content = json.load(stream)

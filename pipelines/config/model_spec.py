@@ -76,9 +76,7 @@ class HuggingFaceModel(ModelInterface):
     task: Task | None = None
     """What the model is for; the class that the folder's config names, by default."""
 
-    requirements = (
-        Requirement(what="transformers", install="pip install 'compress-pipeline[transformers]'"),
-    )
+    requirements = (Requirement(what="transformers", install="pip install -e '.[transformers]'"),)
 
 
 class TimmModel(ModelInterface):
@@ -93,8 +91,8 @@ class TimmModel(ModelInterface):
     it."""
 
     requirements = (
-        Requirement(what="torchvision", install="pip install 'compress-pipeline[timm]'"),
-        Requirement(what="timm", install="pip install 'compress-pipeline[timm]'"),
+        Requirement(what="torchvision", install="pip install -e '.[timm]'"),
+        Requirement(what="timm", install="pip install -e '.[timm]'"),
     )
 
     @field_validator("timm")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipelines.executors.base import Engine
     from pipelines.store.local import Store
 
-RAY = Requirement(what="ray", install="pip install 'compress-pipeline[ray]', or leave --engine out")
+RAY = Requirement(what="ray", install="pip install -e '.[ray]', or leave --engine out")
 
 
 def check_engine(pipeline: PipelineConfig, name: EngineName) -> None:

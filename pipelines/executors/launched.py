@@ -131,7 +131,7 @@ def _exit_code(error: BaseException) -> int:
 
 def _leave(exit_code: int) -> None:
     """End this process, which has nothing to report, and run its exit handlers alone."""
-    signals.ignore()
+    signals.ignore_signals()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

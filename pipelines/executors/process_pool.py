@@ -20,7 +20,7 @@ from compress.common.errors import CompressError, StageFailed, describe_exit_cod
 from compress.common.process import THREADS, configured_threads, usable_cores
 from compress.core.progress import silent
 from pipelines.executors.task import TaskResult
-from pipelines.system.signals import insist, only_signals_interrupt
+from pipelines.system.signals import only_signals_interrupt, raise_if_stopped
 
 if TYPE_CHECKING:
     from compress.core.progress import Progress
@@ -178,11 +178,11 @@ def run_task(
             unpickled: StageTask = pickle.loads(task)
             _, seconds, recorded = unpickled(progress)
     except CompressError as error:
-        insist()
+        raise_if_stopped()
         logging.getLogger(__name__).debug("%s failed", name, exc_info=True)
         return 0.0, error, Recording()
     except Exception as error:  # noqa: BLE001 - the run reports it
-        insist()
+        raise_if_stopped()
         failed = StageFailed(f"{name}: {type(error).__name__}: {first_line(error)}")
         return 0.0, failed, Recording()
     return seconds, None, recorded

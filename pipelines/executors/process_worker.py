@@ -24,7 +24,7 @@ def work(descriptor: int, lifeline: int) -> None:
     """
     threading.Thread(target=_die_with_parent, args=(lifeline,), daemon=True).start()
     os.dup2(2, 1)  # standard output is the run's alone
-    signals.listen()
+    signals.install_handlers()
     run = _RunConnection(Connection(descriptor))
     logging.getLogger().addHandler(run)
     with suppress(EOFError, signals.Stopped):
@@ -50,7 +50,7 @@ class _RunConnection(logging.handlers.QueueHandler):
 
     def progress(self, task: str, done: int, total: int, note: str = "") -> None:
         """Send the progress of a task."""
-        signals.insist()
+        signals.raise_if_stopped()
         self.send("progress", (task, done, total, note))
 
     def enqueue(self, record: logging.LogRecord) -> None:

@@ -22,7 +22,7 @@ from pipelines.executors.node_environment import REMEDY, RunEnvironment
 from pipelines.executors.process_pool import log_here, pickled, run_task
 from pipelines.executors.task import TaskResult
 from pipelines.system.jsonl_log import log_event
-from pipelines.system.signals import insist
+from pipelines.system.signals import raise_if_stopped
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,7 +86,7 @@ class RayTasks:
         """Wait for the next submitted stage that succeeds or fails."""
         ready: list[ray.ObjectRef[Any]] = []
         while not ready:
-            insist()
+            raise_if_stopped()
             ready, _ = ray.wait(list(self._running), timeout=SECONDS_BETWEEN_LOOKS)
             if not ready and self._waited_too_long_for_nodes():
                 return self._fail_one()

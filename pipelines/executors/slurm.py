@@ -11,7 +11,7 @@ from compress.common.config import Count, Settings
 from compress.common.errors import PipelineInvalid
 from pipelines.config.pipeline import PipelineConfig
 from pipelines.executors.launched import trainings_of
-from pipelines.system.templates import text_of
+from pipelines.system.templates import render_template
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,7 +86,7 @@ def _fits(parallel: Parallel, cluster: Cluster) -> bool:
 def _script(script: Path, pipeline: Path, out: Path, cluster: Cluster) -> str:
     settings = cluster.model_dump()
     settings["cpus_per_node"] = cluster.cpus_per_node or 8 * cluster.processes
-    return text_of(
+    return render_template(
         TEMPLATE,
         {},
         script=script.name,

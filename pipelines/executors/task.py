@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.common.dependency_recorder import Recording, recording
 from compress.core.evaluation import run_stage
-from pipelines.system.error_context import named
+from pipelines.system.error_context import name_stage_in_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +51,7 @@ class StageTask:
             CompressError: it could not do its work; the message begins with its name.
         """
         began = time.monotonic()
-        with named(self.name, self.out), recording() as recorded:
+        with name_stage_in_errors(self.name, self.out), recording() as recorded:
             model = self.context.artifacts[self.input]
             artifact = run_stage(self.stage.run, model, replace(self.context, progress=progress))
         return artifact, time.monotonic() - began, recorded

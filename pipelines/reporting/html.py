@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from pipelines.reporting.html_page import rendered
-from pipelines.reporting.latency_spread import spreads_of
-from pipelines.reporting.layer_sizes import sensitivities_of, sizes_of
-from pipelines.reporting.provenance import links_of, roads_of, source_of
+from pipelines.reporting.html_page import render_page
+from pipelines.reporting.latency_spread import latency_spreads
+from pipelines.reporting.layer_sizes import layer_sensitivities, layer_sizes
+from pipelines.reporting.provenance import lineage_paths, proof_chain, source_hashes
 from pipelines.reporting.quantization_summary import fidelity_of, sameness_of
 from pipelines.reporting.stage_rows import (
     SHOWN_FIRST,
-    counted,
-    fronts_of,
-    hindrances,
-    rows_of,
-    shipped,
+    build_rows,
+    count_by_status,
+    deployable_rows,
+    failure_reasons,
+    pareto_fronts,
 )
 from pipelines.reporting.training_curves import trainings_of
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from pipelines.reporting.stage_rows import Row
+    from pipelines.reporting.stage_rows import StageRow
     from pipelines.results.schema import Report
 
-DRAWN_ELSEWHERE = ("history",)
-"""Facts that are in a plot and a table already."""
-WRITTEN_OUT = 40_000
-"""Letters of facts and settings that are written out; beyond, the page names the file."""
+SHOWN_ELSEWHERE = ("history",)
+"""Facts that the page already shows in a plot and a table."""
+MOST_CHARACTERS = 40_000
+"""Characters of facts and settings on the page; for more, the page names the JSON file."""
 
 
 def render(report: Report, out: Path | None = None) -> str:
@@ -39,40 +39,40 @@ def render(report: Report, out: Path | None = None) -> str:
     Args:
         report: the report.
         out: folder of the results, whose artifacts give layer sizes and digests; without it the
-            page says that they are not there.
+            page says that they are missing.
     """
     from compress.core.gates import rule_in_words, value_in_words
 
     lock: Any = report.lock
-    rows = rows_of(report)
-    fronts = fronts_of(report, rows)
-    ends = shipped(rows, fronts, report.baseline_name)
-    sensitivities, crowded_out = sensitivities_of(rows)
+    rows = build_rows(report)
+    fronts = pareto_fronts(report, rows)
+    ends = deployable_rows(rows, fronts, report.baseline_name)
+    sensitivities, not_shown = layer_sensitivities(rows)
     metric = ((lock.get("settings") or {}).get("metric") or {}).get("name", "metric")
-    return rendered(
+    return render_page(
         "report.html.jinja",
         report=report,
         lock=lock,
         metric=metric,
         rows=rows,
-        counted=counted(rows),
-        hindrances=hindrances(rows),
-        served=_named(rows, "torchserve"),
-        simulated=_named([r for r in rows if r.stage != "export_program"], "graph"),
+        status_counts=count_by_status(rows),
+        failures=failure_reasons(rows),
+        served=_names_of_kind(rows, "torchserve"),
+        simulated=_names_of_kind([r for r in rows if r.stage != "export_program"], "graph"),
         fronts=fronts,
-        shipped=ends[:SHOWN_FIRST],
-        also_shipped=ends[SHOWN_FIRST:],
+        deployable=ends[:SHOWN_FIRST],
+        also_deployable=ends[SHOWN_FIRST:],
         trainings=trainings_of(rows, metric),
-        sizes=sizes_of(rows, out),
+        sizes=layer_sizes(rows, out),
         sensitivities=sensitivities,
-        crowded_out=crowded_out,
-        measured_apart=out is not None and (out / "sensitivity.html").is_file(),
-        spreads=spreads_of(rows),
-        source=source_of(report),
-        links=links_of(report, rows, out),
-        roads=roads_of(rows, ends[:SHOWN_FIRST]),
+        not_shown=not_shown,
+        has_sensitivity_page=out is not None and (out / "sensitivity.html").is_file(),
+        spreads=latency_spreads(rows),
+        source=source_hashes(report),
+        links=proof_chain(report, rows, out),
+        lineages=lineage_paths(rows, ends[:SHOWN_FIRST]),
         facts=_facts(rows),
-        settings=_written(lock.get("settings")),
+        settings=_json_text(lock.get("settings")),
         rule_in_words=rule_in_words,
         value_in_words=value_in_words,
         fidelity_of=fidelity_of,
@@ -80,25 +80,25 @@ def render(report: Report, out: Path | None = None) -> str:
     )
 
 
-def _named(rows: Sequence[Row], kind: str) -> list[str]:
+def _names_of_kind(rows: Sequence[StageRow], kind: str) -> list[str]:
     return [row.name for row in rows if row.report and row.report.artifact.kind == kind]
 
 
-def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return the facts of each stage as JSON; the names alone where there is no room for it."""
-    told, left = [], WRITTEN_OUT
+def _facts(rows: Sequence[StageRow]) -> list[tuple[str, str]]:
+    """Return each stage's facts as JSON text; their names alone once the page is too long."""
+    texts, left = [], MOST_CHARACTERS
     for row in rows:
         facts = dict(row.report.artifact.facts) if row.report else {}
-        facts = {name: value for name, value in facts.items() if name not in DRAWN_ELSEWHERE}
+        facts = {name: value for name, value in facts.items() if name not in SHOWN_ELSEWHERE}
         if facts:
             text = json.dumps(facts, indent=1)
             if len(text) > left:
                 text = f"{', '.join(facts)}: see report.json"
             left -= len(text)
-            told.append((row.name, text))
-    return told
+            texts.append((row.name, text))
+    return texts
 
 
-def _written(settings: Any) -> str:
+def _json_text(settings: Any) -> str:
     text = json.dumps(settings, indent=1, sort_keys=True)
-    return text if len(text) <= WRITTEN_OUT else "see lock.json"
+    return text if len(text) <= MOST_CHARACTERS else "see lock.json"

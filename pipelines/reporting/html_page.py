@@ -1,4 +1,4 @@
-"""Pages that are one file: no script, no font and no picture from elsewhere."""
+"""Rendering of self-contained HTML pages (no script, font or image from elsewhere) with Jinja."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 
-def rendered(template: str, **names: Any) -> str:
-    """Return a page made of the template of that name."""
+def render_page(template: str, **names: Any) -> str:
+    """Render a template of `pipelines/templates`, with HTML escaping."""
     return _environment().get_template(template).render(**names)
 
 
@@ -30,12 +30,16 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bytes": readable_bytes, "count": readable_count, "folded": folded}
+    environment.filters |= {
+        "bytes": readable_bytes,
+        "count": readable_count,
+        "breakable": breakable,
+    }
     return environment
 
 
-def folded(name: str) -> Markup:
-    """Return a name that may be broken after some marks within it, and nowhere else."""
+def breakable(name: str) -> Markup:
+    """Return a name as HTML with `<wbr>` after separators, where alone it may wrap."""
     from markupsafe import Markup, escape
 
     marks = "-/" if "-" in name else "._/:"  # a branch is named `stage-setting=value`

@@ -1,24 +1,24 @@
-"""How the latencies of a run were distributed: calls by quantiles, ratios by blocks of calls."""
+"""Box strips of a run's latencies (quantiles) and speedups (ratios of blocks of calls)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipelines.reporting.svg_plots import Axis, spanning
+from pipelines.reporting.svg_plots import Axis, axis_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipelines.reporting.stage_rows import Row
+    from pipelines.reporting.stage_rows import StageRow
 
 STRIP = 180
-"""Width of a strip in its own units."""
+"""Width of a strip, in units of its SVG view box."""
 
 
 @dataclass(frozen=True)
-class Calls:
-    """The middle nine tenths of the calls, as places on a strip."""
+class CallQuantiles:
+    """5, 25, 50, 75 and 95 % quantiles of the calls, as x positions on a strip."""
 
     low: float
     first: float
@@ -28,32 +28,32 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """The ratio of each block, its median and where that lies, as places on a strip."""
+class SpeedupBlocks:
+    """Speedup of each block of calls, their median and its interval, as x positions on a strip."""
 
     dots: str
-    """A path of dots."""
+    """SVG path with one dot per block."""
     low: float
     median: float
     high: float
 
 
 @dataclass(frozen=True)
-class Spreads:
-    """A strip for each row, on axes that all share."""
+class LatencySpreads:
+    """One strip for each row; all rows share the axes."""
 
-    calls: dict[int, Calls]
-    """By the row's number; without those of which an older run kept no quantiles."""
-    blocks: dict[int, Blocks]
+    calls: dict[int, CallQuantiles]
+    """By row number; a row whose report has no quantiles (an older run) is missing."""
+    blocks: dict[int, SpeedupBlocks]
     calls_ends: tuple[float, float]
     """Milliseconds at the ends of the strips."""
     blocks_ends: tuple[float, float]
     equal: float | None
-    """Where on a strip the candidate is as fast as the baseline."""
+    """x position of speedup 1; None where it lies beyond the axis."""
 
 
-def spreads_of(rows: Sequence[Row]) -> Spreads | None:
-    """Return the distributions that a run kept; None where it kept none."""
+def latency_spreads(rows: Sequence[StageRow]) -> LatencySpreads | None:
+    """Compute the strips of a run's rows; None where the report has no distributions."""
     measured = {row.number: row.measured for row in rows if row.measured}
     times = {n: m.latency_ms.ventiles for n, m in measured.items() if not m.latency_ms.reason}
     times = {number: ventiles for number, ventiles in times.items() if len(ventiles) == 19}
@@ -64,28 +64,30 @@ def spreads_of(rows: Sequence[Row]) -> Spreads | None:
     }
     if not times or not ratios:
         return None
-    across = _axis([end for ventiles in times.values() for end in (ventiles[0], ventiles[-1])])
-    ends = [end for ratio, _, interval in ratios.values() for end in (*ratio, *interval)]
-    beside = _axis(ends)
-    return Spreads(
+    time_axis = _axis([end for ventiles in times.values() for end in (ventiles[0], ventiles[-1])])
+    ends = [
+        end for block_ratios, _, interval in ratios.values() for end in (*block_ratios, *interval)
+    ]
+    ratio_axis = _axis(ends)
+    return LatencySpreads(
         calls={
-            number: Calls(*(across.at(ventiles[i]) for i in (0, 4, 9, 14, 18)))
+            number: CallQuantiles(*(time_axis.position(ventiles[i]) for i in (0, 4, 9, 14, 18)))
             for number, ventiles in times.items()
         },
         blocks={
-            number: Blocks(
-                dots="".join(f"M{beside.at(one):g} 9h0" for one in each),
-                low=beside.at(interval[0]),
-                median=beside.at(median),
-                high=beside.at(interval[1]),
+            number: SpeedupBlocks(
+                dots="".join(f"M{ratio_axis.position(ratio):g} 9h0" for ratio in block_ratios),
+                low=ratio_axis.position(interval[0]),
+                median=ratio_axis.position(median),
+                high=ratio_axis.position(interval[1]),
             )
-            for number, (each, median, interval) in ratios.items()
+            for number, (block_ratios, median, interval) in ratios.items()
         },
-        calls_ends=(across.low, across.high),
-        blocks_ends=(beside.low, beside.high),
-        equal=beside.at(1) if beside.low <= 1 <= beside.high else None,
+        calls_ends=(time_axis.low, time_axis.high),
+        blocks_ends=(ratio_axis.low, ratio_axis.high),
+        equal=ratio_axis.position(1) if ratio_axis.low <= 1 <= ratio_axis.high else None,
     )
 
 
 def _axis(values: Sequence[float]) -> Axis:
-    return spanning(values, 3, STRIP - 3, log=True)
+    return axis_for(values, 3, STRIP - 3, log=True)

@@ -1,4 +1,4 @@
-"""What the page says of layers: bytes of their weights, and what stages measured of each."""
+"""Tables by layer for the page: bytes of weights, and the sensitivities that stages measured."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from pipelines.reporting.stage_rows import Row
+    from pipelines.reporting.stage_rows import StageRow
 
 LARGEST_LAYERS, WORST_LAYERS = 15, 12
-"""Named in a table."""
+"""Rows of the size table and of each sensitivity table."""
 COLUMNS, TABLES = 6, 6
-"""Stages that are shown side by side, and tables of what stages measured."""
+"""Most stages in the size table, and most sensitivity tables on the page."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure, and how long its bar is."""
+    """A figure as text, and the length of its bar as a share of the longest."""
 
     text: str
     share: float = 0.0
@@ -31,17 +31,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class LayerTable:
-    """Figures by layer."""
+    """A table with a row for each layer."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Cell, ...]], ...]
     left_out: str = ""
-    """What is not in it, in words."""
+    """Which layers or stages are not in the table, as a sentence."""
 
 
-def sizes_of(rows: Sequence[Row], out: Path | None) -> LayerTable | None:
-    """Return the bytes of weights by layer, of stages whose format tells them; None without any.
+def layer_sizes(rows: Sequence[StageRow], out: Path | None) -> LayerTable | None:
+    """Compare the bytes of weights by layer of eager (safetensors) artifacts; None without any.
 
     Stages with the same weights share a column.
     """
@@ -54,10 +54,10 @@ def sizes_of(rows: Sequence[Row], out: Path | None) -> LayerTable | None:
         names.setdefault(artifact.sha256, []).append(row.name)
         if artifact.sha256 not in found:
             found[artifact.sha256] = _bytes_by_layer(out / artifact.path / artifact.file)
-    told = [(" = ".join(names[key]), layers) for key, layers in found.items() if layers]
-    if not told:
+    columns = [(" = ".join(names[key]), layers) for key, layers in found.items() if layers]
+    if not columns:
         return None
-    shown = told[:COLUMNS]
+    shown = columns[:COLUMNS]
     heaviest: dict[str, int] = {}
     for _, layers in shown:
         heaviest |= {n: max(size, heaviest.get(n, 0)) for n, size in layers.items()}
@@ -71,7 +71,7 @@ def sizes_of(rows: Sequence[Row], out: Path | None) -> LayerTable | None:
         table.append((f"{others} smaller layers", tuple(Cell(readable_bytes(s)) for s in sums)))
     sums = [sum(of.values()) for _, of in shown]
     table.append(("all layers", tuple(Cell(readable_bytes(s)) for s in sums)))
-    left = ", ".join(name for name, _ in told[COLUMNS:])
+    left = ", ".join(name for name, _ in columns[COLUMNS:])
     return LayerTable(
         "Bytes of weights and buffers by layer",
         tuple(name for name, _ in shown),
@@ -85,7 +85,7 @@ def _size(size: int | None, most: int) -> Cell:
 
 
 def _bytes_by_layer(file: Path) -> dict[str, int]:
-    """Return the bytes of a safetensors file by module, from its header; none if it is not here."""
+    """Read the bytes of each module from a safetensors header; {} if the file cannot be read."""
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
@@ -93,40 +93,40 @@ def _bytes_by_layer(file: Path) -> dict[str, int]:
     except (OSError, struct.error, ValueError):
         return {}
     found: dict[str, int] = {}
-    for tensor, told in header.items():
+    for tensor, entry in header.items():
         if tensor != "__metadata__":
-            start, end = told["data_offsets"]
+            start, end = entry["data_offsets"]
             layer = tensor.rpartition(".")[0] or tensor
             found[layer] = found.get(layer, 0) + end - start
     return found
 
 
-def sensitivities_of(rows: Sequence[Row]) -> tuple[list[LayerTable], list[str]]:
-    """Return what stages measured of layers, and the names of stages for which is no room."""
+def layer_sensitivities(rows: Sequence[StageRow]) -> tuple[list[LayerTable], list[str]]:
+    """Return the tables of measured sensitivities, and the names of stages left out for space."""
     found = [(row.name, table) for row in rows if row.report for table in _measured(row)]
     left = list(dict.fromkeys(name for name, _ in found[TABLES:]))
     return [table for _, table in found[:TABLES]], left
 
 
-def _measured(row: Row) -> Iterator[LayerTable]:
-    """Yield what a stage wrote down of layers, the most sensitive first."""
+def _measured(row: StageRow) -> Iterator[LayerTable]:
+    """Yield a table for each per-layer measurement in a stage's facts, most sensitive first."""
     assert row.report
     facts: Mapping[str, Any] = row.report.artifact.facts
     layers = (facts.get("fidelity") or {}).get("layers") or []
     if layers:
-        own = {x["module"]: (x["own_sqnr_db"], x["sqnr_db"]) for x in layers}
+        sqnr = {x["module"]: (x["own_sqnr_db"], x["sqnr_db"]) for x in layers}
         title = f"{row.name}: SQNR in dB where a layer is quantized (lower is more sensitive)"
-        yield _table(title, ("it alone", "with all before it"), own, lowest_first=True)
+        yield _table(title, ("it alone", "with all before it"), sqnr, lowest_first=True)
     layers = (facts.get("mixed") or {}).get("layers") or []
     if layers:
-        told = {x["module"]: (x["sensitivity"], x["format"]) for x in layers}
+        by_layer = {x["module"]: (x["sensitivity"], x["format"]) for x in layers}
         title = f"{row.name}: sensitivity of each layer, and the format it was given"
-        yield _table(title, ("sensitivity as the stage's settings ask", "format"), told)
+        yield _table(title, ("sensitivity as the stage's settings ask", "format"), by_layer)
     harms = facts.get("harm_alone") or {}
     if harms:
         unit = "points" if all("points" in harm for harm in harms.values()) else "distance"
         words = {"points": "points of the metric lost", "distance": "distance of the outputs"}
-        title = f"{row.name}: harm of removing one block alone"
+        title = f"{row.name}: accuracy loss when one block alone is removed"
         yield _table(title, (words[unit],), {n: (harm[unit],) for n, harm in harms.items()})
     refit = (facts.get("refit") or {}).get("layers") or {}
     if refit:

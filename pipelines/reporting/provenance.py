@@ -1,4 +1,4 @@
-"""The proof chain of a run: what each artifact was made of, digest by digest."""
+"""The proof chain of a run: which artifact each one was made from, by digest."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from pipelines.reporting.stage_rows import Row
+    from pipelines.reporting.stage_rows import StageRow
     from pipelines.results.schema import Report
 
 
 @dataclass(frozen=True)
-class Link:
-    """One artifact of the chain."""
+class ProofLink:
+    """An artifact, the digest of its input, and whether its manifest on disk still agrees."""
 
-    row: Row
+    row: StageRow
     read: str
-    """Digest of the artifact that it was made of, as the run knows it; empty where it does not."""
+    """Digest of the artifact that it was made from; empty where the run's records lack it."""
     check: str
-    """What the sealed manifest says to that: `agrees`, `differs` or `not here`."""
+    """Manifest on disk against the report: `agrees`, `differs` or `not here`."""
 
 
-def source_of(report: Report) -> dict[str, str]:
-    """Return what the model as it came in is proven by; what is not known is not in it."""
+def source_hashes(report: Report) -> dict[str, str]:
+    """Return the hashes that identify the imported model and the data; unknown ones are missing."""
     lock: Any = report.lock
     parts = lock.get("source") or {}
     names = {"checkpoint": "checkpoint, SHA-256", "code": "code, SHA-256", "library": "library"}
-    told = {names[key]: str(parts[key]) for key in names if parts.get(key)}
+    hashes = {names[key]: str(parts[key]) for key in names if parts.get(key)}
     if parts and not parts.get("checkpoint"):
-        told["checkpoint"] = "none: the weights are the factory's own, from the seed"
+        hashes["checkpoint"] = "none: the weights are the factory's own, from the seed"
     digest = (lock.get("artifacts") or {}).get("source")
     if digest:
-        told["artifact, digest"] = digest
+        hashes["artifact, digest"] = digest
     if lock.get("data"):
-        told["data, fingerprint"] = lock["data"]
-    return told
+        hashes["data, fingerprint"] = lock["data"]
+    return hashes
 
 
-def links_of(report: Report, rows: Sequence[Row], out: Path | None) -> list[Link]:
-    """Return the chain, each sealed manifest read again and held against the report."""
+def proof_chain(report: Report, rows: Sequence[StageRow], out: Path | None) -> list[ProofLink]:
+    """Compare each artifact's manifest on disk (digest, file hash, input) with the report."""
     lock: Any = report.lock
     digests = dict(lock.get("artifacts") or {})
     digests |= {row.name: row.report.artifact.digest for row in rows if row.report}
     return [
-        Link(row, digests.get(row.input, ""), _check(row, digests.get(row.input), out))
+        ProofLink(row, digests.get(row.input, ""), _check(row, digests.get(row.input), out))
         for row in rows
         if row.report
     ]
 
 
-def _check(row: Row, read: str | None, out: Path | None) -> str:
+def _check(row: StageRow, read: str | None, out: Path | None) -> str:
     assert row.report
     if out is None:
         return "not here"
@@ -78,13 +78,13 @@ def _check(row: Row, read: str | None, out: Path | None) -> str:
     return "agrees" if agrees else "differs"
 
 
-def roads_of(rows: Sequence[Row], ends: Sequence[Row]) -> list[list[str]]:
-    """Return the road to each of some artifacts, as names from the source on."""
+def lineage_paths(rows: Sequence[StageRow], ends: Sequence[StageRow]) -> list[list[str]]:
+    """Return the stage names from the source to each of some artifacts."""
     inputs = {row.name: row.input for row in rows if row.report}
-    roads = []
+    paths = []
     for end in ends:
-        road = [end.name]
-        while road[0] in inputs:
-            road.insert(0, inputs[road[0]])
-        roads.append(road)
-    return roads
+        path = [end.name]
+        while path[0] in inputs:
+            path.insert(0, inputs[path[0]])
+        paths.append(path)
+    return paths

@@ -1,4 +1,4 @@
-"""What a report says of quantized stages: how near they stay to their float model."""
+"""Numeric comparison of quantized stages with their float model, read from a report."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SAMENESS = "same_as_trained"
 
 
 def fidelity_of(stage: StageReport) -> Fidelity | None:
-    """Return how near a stage's artifact stays to its float model; None where it says nothing."""
+    """Return a stage's comparison with its float model; None where it has none."""
     found = stage.artifact.facts.get(FIDELITY)
     return None if found is None else Fidelity.model_validate(found)
 
 
 def sameness_of(stage: StageReport) -> LabelParity | None:
-    """Return how far a stage's integers give the labels they were trained for, if they were."""
+    """Return how many labels of an int8 export equal those of its QAT model; None without QAT."""
     found = stage.artifact.facts.get(SAMENESS)
     return None if found is None else LabelParity.model_validate(found)

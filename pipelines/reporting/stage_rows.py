@@ -1,4 +1,4 @@
-"""What the page says of each stage of a run: made, refused, failed or never reached."""
+"""Rows of the report: one for each stage with its status, and Pareto fronts over them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from compress.common.errors import CompressError
 from compress.core.metrics import Metric
 from pipelines.config.model_spec import SOURCE
-from pipelines.reporting.svg_plots import Plot, Point, pareto, scatter
+from pipelines.reporting.svg_plots import Plot, Point, pareto_indices, scatter_plot
 from pipelines.results.schema import readable_bytes
 from pipelines.results.stage_reports import FailureReport, SkippedReport
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from pipelines.results.schema import Report
     from pipelines.results.stage_reports import StageReport
 
-Ended: TypeAlias = "StageReport | FailureReport | SkippedReport"
+StageOutcome: TypeAlias = "StageReport | FailureReport | SkippedReport"
 SHOWN_FIRST = 5
-"""Artifacts that are named at the top of the page."""
+"""Most deployable artifacts named at the top of the page."""
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
-    """A stage of a run, or the model as it came in."""
+class StageRow:
+    """A stage of a run, or the imported model."""
 
     number: int
     name: str
     stage: str
     input: str
     status: str
-    """`passed`, `measured` (no gate judged it), `refused`, `failed`, `interrupted`, `skipped`."""
+    """`passed`, `measured` (it has no gates), `refused`, `failed`, `interrupted`, `skipped`."""
     why: str = ""
     """Why it was refused, failed or skipped."""
     measured: Measurements | None = None
@@ -48,66 +48,66 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Fronts:
-    """Accuracy against size and against time, and the rows that no other beats."""
+class ParetoFronts:
+    """Plots of accuracy against size and against latency, and the rows on each Pareto front."""
 
     size: Plot
     time: Plot | None
     """None where no time could be measured."""
-    by_size: list[Row]
+    by_size: list[StageRow]
     """The front's members, the smallest first."""
-    by_time: list[Row]
+    by_time: list[StageRow]
     """The front's members, the fastest first."""
-    absent: list[Row]
+    absent: list[StageRow]
     """Rows that are in no plot, as their metric was not measured."""
-    untimed: list[Row]
+    untimed: list[StageRow]
     """Rows that are in the plot of sizes alone, as their time could not be measured."""
 
-    def of(self, row: Row) -> str:
-        """Return on which fronts a row is, in words; a dash where on none."""
+    def names_for(self, row: StageRow) -> str:
+        """Return the fronts that a row is on, such as `size + time`; a dash for none."""
         names = [n for n, on in (("size", self.by_size), ("time", self.by_time)) if row in on]
         return " + ".join(names) or "–"
 
 
-def rows_of(report: Report) -> list[Row]:
-    """Return a row for each stage of a run that came to an end, in the pipeline's order.
+def build_rows(report: Report) -> list[StageRow]:
+    """Build a row for each stage that ran, failed or was skipped, in pipeline order.
 
-    Before them comes the model as it came in, where that is the baseline.
+    The imported model comes first where it is the baseline.
     """
     rows = []
     if report.baseline and report.baseline_name == SOURCE:
-        rows.append(Row(0, SOURCE, SOURCE, "–", "measured", measured=report.baseline))
-    for number, stage in enumerate(in_order(report), rows[-1].number + 1 if rows else 1):
+        rows.append(StageRow(0, SOURCE, SOURCE, "–", "measured", measured=report.baseline))
+    for number, stage in enumerate(outcomes_in_order(report), rows[-1].number + 1 if rows else 1):
         rows.append(_row(number, stage))
     return rows
 
 
-def in_order(report: Report) -> list[Ended]:
-    """Return what came of each stage, in the pipeline's order; what the lock does not name last."""
+def outcomes_in_order(report: Report) -> list[StageOutcome]:
+    """Return results, failures and skips of all stages in pipeline order."""
     settings: Any = report.lock.get("settings") or {}
     names = [stage.get("name") or stage.get("stage") for stage in settings.get("stages", ())]
     places = {name: place for place, name in enumerate([SOURCE, *names])}
-    found: tuple[Ended, ...] = (*report.stages, *report.failures, *report.skipped)
+    found: tuple[StageOutcome, ...] = (*report.stages, *report.failures, *report.skipped)
     return sorted(found, key=lambda stage: places.get(stage.name, len(places)))
 
 
-def _row(number: int, stage: Ended) -> Row:
+def _row(number: int, stage: StageOutcome) -> StageRow:
     from compress.core.verdict import explain
 
     if isinstance(stage, FailureReport):
-        return Row(number, stage.name, stage.stage, "", stage.status, stage.error)
+        return StageRow(number, stage.name, stage.stage, "", stage.status, stage.error)
     if isinstance(stage, SkippedReport):
         why = f"skipped, as {stage.because} did not pass"
-        return Row(number, stage.name, stage.stage, "", "skipped", why)
+        return StageRow(number, stage.name, stage.stage, "", "skipped", why)
     refused = [verdict for verdict in stage.verdicts if not verdict.passed]
     status = "refused" if refused else "passed" if stage.verdicts else "measured"
     why = "; ".join(map(explain, refused))
     measured = stage.measurements
-    return Row(number, stage.name, stage.stage, stage.input, status, why, measured, stage)
+    return StageRow(number, stage.name, stage.stage, stage.input, status, why, measured, stage)
 
 
 def higher_is_better(report: Report) -> bool | None:
-    """Return whether a larger metric is the better one; None where nobody tells."""
+    """Whether a larger metric is better; None for a custom metric that does not declare it."""
     settings: Any = report.lock.get("settings") or {}
     spec = settings.get("metric") or {}
     arguments = tuple(sorted((spec.get("arguments") or {}).items()))
@@ -117,8 +117,8 @@ def higher_is_better(report: Report) -> bool | None:
         return None
 
 
-def fronts_of(report: Report, rows: Sequence[Row]) -> Fronts | None:
-    """Return the plots of accuracy against size and time; None without two rows to compare."""
+def pareto_fronts(report: Report, rows: Sequence[StageRow]) -> ParetoFronts | None:
+    """Plot accuracy against size and latency; None with fewer than two measured metrics."""
     found = [row for row in rows if row.measured and row.metric is not None]
     if len(found) < 2:
         return None
@@ -127,19 +127,19 @@ def fronts_of(report: Report, rows: Sequence[Row]) -> Fronts | None:
     timed = [row for row in found if row.measured and row.measured.speedup is not None]
     sizes, times = [_by_size(row) for row in found], [_by_time(row) for row in timed]
     direction = {True: ", higher is better", False: ", lower is better", None: ""}[better]
-    smallest = set() if better is None else pareto(sizes, better)
-    fastest = set() if better is None else pareto(times, better)
+    smallest = set() if better is None else pareto_indices(sizes, better)
+    fastest = set() if better is None else pareto_indices(times, better)
     upwards = f"{name} on val{direction}"
     relative = f"time of a call, {report.baseline_name} = 1"
-    return Fronts(
-        size=scatter(
+    return ParetoFronts(
+        size=scatter_plot(
             sizes,
             smallest,
             title=f"{name} against size",
             names=("size of the file", upwards),
             shown=_short_bytes,
         ),
-        time=scatter(
+        time=scatter_plot(
             times,
             fastest,
             title=f"{name} against latency",
@@ -155,7 +155,7 @@ def fronts_of(report: Report, rows: Sequence[Row]) -> Fronts | None:
     )
 
 
-def _by_size(row: Row) -> Point:
+def _by_size(row: StageRow) -> Point:
     assert row.measured and row.metric is not None
     size = row.measured.bytes
     title = f"{row.number} {row.name}: {row.metric:.4f}, {readable_bytes(size)}"
@@ -166,10 +166,11 @@ def _short_bytes(value: float) -> str:
     return f"{value / 1e6:g} MB" if value >= 1e6 else readable_bytes(round(value))
 
 
-def _by_time(row: Row) -> Point:
-    """Return a row by its time as a share of the baseline's, both measured in turn.
+def _by_time(row: StageRow) -> Point:
+    """Return a plot point with a row's latency as a share of the baseline's.
 
-    Medians of two stages are of different moments, and a machine is not equally fast in them.
+    The ratio comes from interleaved calls: medians that were measured minutes apart would also
+    differ by the machine's changing clock and load.
     """
     assert row.measured and row.metric is not None and row.measured.speedup
     ratio = row.measured.speedup
@@ -183,13 +184,15 @@ def _by_time(row: Row) -> Point:
     return Point(str(row.number), title, share, row.metric, (low, high), refused)
 
 
-def shipped(rows: Sequence[Row], fronts: Fronts | None, baseline: str) -> list[Row]:
-    """Return what can be deployed: the fronts' members, then what passed and no other reads.
+def deployable_rows(
+    rows: Sequence[StageRow], fronts: ParetoFronts | None, baseline: str
+) -> list[StageRow]:
+    """Return the artifacts worth deploying: those on a front, then passed ones without a successor.
 
     Args:
         rows: the stages.
         fronts: accuracy against size and time, where they were measured.
-        baseline: name of what all is compared with; it is no choice of its own.
+        baseline: name of what all is compared with; never listed itself.
     """
     passed = [row for row in rows if row.report and row.status in ("passed", "measured")]
     made = [row for row in passed if row.name != baseline]
@@ -199,9 +202,9 @@ def shipped(rows: Sequence[Row], fronts: Fronts | None, baseline: str) -> list[R
     return [row for row in dict.fromkeys((*on_front, *leaves)) if row in made]
 
 
-def hindrances(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return what did not pass: a stage or several, and why."""
-    told = [
+def failure_reasons(rows: Sequence[StageRow]) -> list[tuple[str, str]]:
+    """Return stage names and why they were refused, failed or skipped (one entry per reason)."""
+    reasons = [
         (row.name, row.why.removeprefix(f"{row.name}: "))
         for row in rows
         if row.status in ("refused", "failed")
@@ -210,11 +213,11 @@ def hindrances(rows: Sequence[Row]) -> list[tuple[str, str]]:
     for row in rows:
         if row.status == "skipped":
             skipped.setdefault(row.why, []).append(row.name)
-    return [*told, *((", ".join(names), why) for why, names in skipped.items())]
+    return [*reasons, *((", ".join(names), why) for why, names in skipped.items())]
 
 
-def counted(rows: Sequence[Row]) -> str:
-    """Return how many stages passed, were refused and so on, in words."""
+def count_by_status(rows: Sequence[StageRow]) -> str:
+    """Return the number of stages by status, as in `5 stages: 4 passed their gates, 1 failed`."""
     statuses = [row.status for row in rows if row.stage != SOURCE]
     words = {
         "passed": "passed their gates",
@@ -224,5 +227,5 @@ def counted(rows: Sequence[Row]) -> str:
         "interrupted": "interrupted",
         "skipped": "skipped",
     }
-    told = [f"{statuses.count(s)} {words[s]}" for s in words if s in statuses]
-    return f"{len(statuses)} stages: {', '.join(told)}" if told else "no stage was reached"
+    parts = [f"{statuses.count(s)} {words[s]}" for s in words if s in statuses]
+    return f"{len(statuses)} stages: {', '.join(parts)}" if parts else "no stage was reached"

@@ -1,6 +1,6 @@
-"""Where the marks, lines and ticks of a plot stand; ``plots.html.jinja`` draws them as SVG.
+"""Layout of scatter and line plots: coordinates of marks, lines and ticks for ``plots.html.jinja``.
 
-Written by hand: two kinds of plots need no drawing library, and the page no script.
+Without a plotting library: two kinds of plots as inline SVG keep the page free of scripts.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
 LEFT, RIGHT, TOP = 60, 390, 26
-"""Edges of a plot in its own units, few enough for letters to be readable on a phone."""
+"""Edges of a plot in view-box units; few units across, so that text stays readable on a phone."""
 FLOOR, LOW_FLOOR = 254, 144
-"""Lower edges: of a scatter plot, and of curves."""
+"""Lower edge of a scatter plot, and of a line plot."""
 MARGIN = 30
-"""Beyond the right edge."""
+"""Space right of the plot, for labels."""
 LOG_FROM = 5.0
-"""An axis of sizes or times is logarithmic once its ends differ by this factor."""
+"""An axis of sizes or times is logarithmic if its ends differ by this factor or more."""
 LETTER = 7.0
-"""Width of a digit of a label, in units of the plot."""
+"""Estimated width of a label's character, in view-box units."""
 DRAWN_POINTS = 100
-"""Of a line: more cannot be told apart, and make the page heavy."""
+"""Most points of a line: more cannot be distinguished at this size and bloat the page."""
 
 Shape = Literal["front", "other", "refused"]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What turns a value into a place."""
+    """A linear or logarithmic map from values to view-box coordinates."""
 
     low: float
     high: float
     start: float
-    """Place of ``low``."""
+    """Coordinate of ``low``."""
     end: float
     log: bool = False
 
-    def at(self, value: float) -> float:
-        """Return where a value stands."""
+    def position(self, value: float) -> float:
+        """Return a value's coordinate."""
         low, high, here = ((math.log10(v) if self.log else v) for v in (self.low, self.high, value))
         return round(self.start + (here - low) / (high - low) * (self.end - self.start), 1)
 
-    def within(self, value: float) -> float:
-        """Return where a value stands; at an end of the axis where it lies beyond it."""
-        return self.at(min(max(value, self.low), self.high))
+    def clamped_position(self, value: float) -> float:
+        """Return a value's coordinate, clamped to the ends of the axis."""
+        return self.position(min(max(value, self.low), self.high))
 
     def ticks(self, count: int = 5) -> list[float]:
-        """Return round values along the axis, about so many."""
+        """Return about `count` round values along the axis."""
         if self.log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             for digits in ((1, 2, 5), (1, 3), (1,)):
@@ -65,8 +65,8 @@ class Axis:
         return [round(i * step, 12) for i in range(first, last + 1)]
 
 
-def spanning(values: Sequence[float], start: float, end: float, log: bool = False) -> Axis:
-    """Return an axis on which all values stand, with room at both ends.
+def axis_for(values: Sequence[float], start: float, end: float, log: bool = False) -> Axis:
+    """Return an axis that covers all values, with 8 % of padding at both ends.
 
     Args:
         values: finite ones; positive where the axis may be logarithmic.
@@ -76,15 +76,15 @@ def spanning(values: Sequence[float], start: float, end: float, log: bool = Fals
     """
     low, high = min(values), max(values)
     if log and high / low >= LOG_FROM:
-        room = (high / low) ** 0.08
-        return Axis(low / room, high * room, start, end, log=True)
-    room = (high - low) * 0.08 or abs(high) * 0.05 or 1.0
-    return Axis(low - room, high + room, start, end)
+        padding = (high / low) ** 0.08
+        return Axis(low / padding, high * padding, start, end, log=True)
+    padding = (high - low) * 0.08 or abs(high) * 0.05 or 1.0
+    return Axis(low - padding, high + padding, start, end)
 
 
 @dataclass(frozen=True)
 class Point:
-    """A mark of a scatter plot, as measured."""
+    """A point of a scatter plot, in data units."""
 
     label: str
     title: str
@@ -96,7 +96,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Mark:
-    """A mark of a scatter plot, as drawn."""
+    """A point of a plot, in view-box coordinates."""
 
     x: float
     y: float
@@ -107,7 +107,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Label:
-    """A label, which stands where it covers no other; marks at one place share one."""
+    """A text and its position."""
 
     x: float
     y: float
@@ -116,14 +116,14 @@ class Label:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot, as drawn."""
+    """A plot, in view-box coordinates."""
 
     title: str
     description: str
     x_name: str
     y_name: str
     xs: list[tuple[float, str]]
-    """Place and text of each tick."""
+    """Coordinate and text of each tick."""
     ys: list[tuple[float, str]]
     floor: int = FLOOR
     left: int = LEFT
@@ -131,16 +131,16 @@ class Plot:
     top: int = TOP
     marks: tuple[Mark, ...] = ()
     beyond: int = 0
-    """Marks that lie beyond the vertical axis, and stand at its end."""
+    """Number of marks beyond the vertical axis, which are drawn at its end."""
     labels: tuple[Label, ...] = ()
     lines: tuple[str, ...] = ()
-    """Points of polylines; of a scatter plot the front's steps, of curves their unbroken parts."""
+    """SVG points of polylines: the front's steps, or the unbroken segments of a line plot."""
 
 
-def pareto(points: Sequence[Point], higher_is_better: bool) -> set[int]:
-    """Return the indices of points that no other beats: none is cheaper and as good, or better.
+def pareto_indices(points: Sequence[Point], higher_is_better: bool) -> set[int]:
+    """Return the indices of the Pareto front: smaller x is better, y in the given direction.
 
-    What a gate refused is no choice, and neither belongs to the front nor beats what does.
+    Points that a gate refused neither belong to the front nor dominate other points.
     """
     sign = 1 if higher_is_better else -1
     ranked = {i: (-p.x, sign * p.y) for i, p in enumerate(points) if not p.refused}
@@ -151,7 +151,7 @@ def pareto(points: Sequence[Point], higher_is_better: bool) -> set[int]:
     }
 
 
-def scatter(
+def scatter_plot(
     points: Sequence[Point],
     front: Collection[int],
     *,
@@ -159,9 +159,9 @@ def scatter(
     names: tuple[str, str],
     shown: Callable[[float], str],
 ) -> Plot:
-    """Return a scatter plot with its Pareto front as steps.
+    """Lay out a scatter plot with its Pareto front as steps.
 
-    What was refused may lie far off, and does not stretch the vertical axis.
+    Refused points may be outliers, so they do not stretch the vertical axis.
 
     Args:
         points: at least one.
@@ -171,38 +171,43 @@ def scatter(
         shown: a value of the horizontal axis as text.
     """
     ends = [end for p in points for end in (p.x, *(p.x_interval or ()))]
-    across = spanning(ends, LEFT, RIGHT, log=True)
+    x_axis = axis_for(ends, LEFT, RIGHT, log=True)
     choices = [p.y for p in points if not p.refused]
-    up = spanning(choices if len(choices) > 1 else [p.y for p in points], FLOOR, TOP)
+    y_axis = axis_for(choices if len(choices) > 1 else [p.y for p in points], FLOOR, TOP)
     marks = []
     for i, p in enumerate(points):
-        whisker = p.x_interval and (across.at(p.x_interval[0]), across.at(p.x_interval[1]))
+        whisker = p.x_interval and (
+            x_axis.position(p.x_interval[0]),
+            x_axis.position(p.x_interval[1]),
+        )
         shape: Shape = "refused" if p.refused else "front" if i in front else "other"
-        marks.append(Mark(across.at(p.x), up.within(p.y), shape, p.title, whisker))
+        marks.append(
+            Mark(x_axis.position(p.x), y_axis.clamped_position(p.y), shape, p.title, whisker)
+        )
     members = sorted({(marks[i].x, marks[i].y) for i in front})
     steps = [f"{x},{y}" for x, y in _steps(members)]
     named = [points[i].title for i in sorted(front, key=lambda i: points[i].x)]
     return Plot(
         title=title,
         description=f"On the Pareto front: {'; '.join(named)}." if named else "",
-        x_name=f"{names[0]}{', log scale' if across.log else ''}",
+        x_name=f"{names[0]}{', log scale' if x_axis.log else ''}",
         y_name=names[1],
-        xs=[(across.at(v), shown(v)) for v in across.ticks()],
-        ys=[(up.at(v), f"{v:.6g}") for v in up.ticks()],
+        xs=[(x_axis.position(v), shown(v)) for v in x_axis.ticks()],
+        ys=[(y_axis.position(v), f"{v:.6g}") for v in y_axis.ticks()],
         marks=tuple(marks),
-        beyond=sum(not up.low <= p.y <= up.high for p in points),
+        beyond=sum(not y_axis.low <= p.y <= y_axis.high for p in points),
         labels=tuple(_labels([(p.label, m) for p, m in zip(points, marks, strict=True)])),
         lines=(" ".join(steps),) if len(members) > 1 else (),
     )
 
 
-def curve(
+def line_plot(
     values: Sequence[tuple[int, float | None]], *, title: str, names: tuple[str, str], kept: int
 ) -> Plot | None:
-    """Return a line through values by epoch, broken where there is none; None without any.
+    """Lay out a line plot of values by epoch, with gaps for missing ones; None if all are missing.
 
     Args:
-        values: epoch and value; not finite counts as none.
+        values: epoch and value; a value that is not finite counts as missing.
         title: what is plotted.
         names: of the axes.
         kept: the epoch that is marked.
@@ -212,16 +217,16 @@ def curve(
     known = [(e, v) for e, v in drawn if v is not None and math.isfinite(v)]
     if not known:
         return None
-    across = spanning([e for e, _ in drawn], LEFT, RIGHT)
-    up = spanning([v for _, v in known], LOW_FLOOR, TOP)
+    x_axis = axis_for([e for e, _ in drawn], LEFT, RIGHT)
+    y_axis = axis_for([v for _, v in known], LOW_FLOOR, TOP)
     parts: list[list[str]] = [[]]
     for epoch, value in drawn:
         if value is None or not math.isfinite(value):
             parts.append([])
         else:
-            parts[-1].append(f"{across.at(epoch)},{up.at(value)}")
+            parts[-1].append(f"{x_axis.position(epoch)},{y_axis.position(value)}")
     marks = [
-        Mark(across.at(e), up.at(v), "front", f"kept epoch {e}: {v:.4f}", None)
+        Mark(x_axis.position(e), y_axis.position(v), "front", f"kept epoch {e}: {v:.4f}", None)
         for e, v in known
         if e == kept
     ]
@@ -231,8 +236,8 @@ def curve(
         description=f"Epoch {first[0]}: {first[1]:.4f}; epoch {last[0]}: {last[1]:.4f}.",
         x_name=names[0],
         y_name=names[1],
-        xs=[(across.at(v), f"{v:g}") for v in across.ticks() if v == int(v)],
-        ys=[(up.at(v), f"{v:.4g}") for v in up.ticks(3)],
+        xs=[(x_axis.position(v), f"{v:g}") for v in x_axis.ticks() if v == int(v)],
+        ys=[(y_axis.position(v), f"{v:.4g}") for v in y_axis.ticks(3)],
         floor=LOW_FLOOR,
         marks=tuple(marks),
         lines=tuple(" ".join(part if len(part) > 1 else part * 2) for part in parts if part),
@@ -240,7 +245,7 @@ def curve(
 
 
 def _steps(members: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield the corners of the line below which, and left of which, nothing was found."""
+    """Yield the corners of the step line through the front's members, sorted by x."""
     for i, (x, y) in enumerate(members):
         if i:
             yield x, members[i - 1][1]
@@ -248,7 +253,10 @@ def _steps(members: Sequence[tuple[float, float]]) -> Iterator[tuple[float, floa
 
 
 def _labels(named: Sequence[tuple[str, Mark]]) -> Iterator[Label]:
-    """Yield labels that cover neither each other nor a mark; one without room is left out."""
+    """Yield a label at each mark where one of four positions is free; else leave it out.
+
+    Marks at the same coordinates share a label; labels of the front are placed first.
+    """
     together: dict[tuple[float, float], list[str]] = {}
     for text, mark in named:
         together.setdefault((mark.x, mark.y), []).append(text)

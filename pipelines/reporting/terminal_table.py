@@ -14,7 +14,7 @@ from compress.common.printable import printable
 from compress.core.gates import rule_in_words, value_in_words
 from pipelines.config.model_spec import SOURCE
 from pipelines.reporting.quantization_summary import fidelity_of, sameness_of
-from pipelines.reporting.stage_rows import in_order
+from pipelines.reporting.stage_rows import outcomes_in_order
 from pipelines.results.comparison import row_of
 from pipelines.results.schema import readable_bytes, readable_count
 from pipelines.results.stage_reports import FailureReport, SkippedReport
@@ -41,17 +41,17 @@ COLUMNS = (
     "faster",
     "peak MiB",
     "gates",
-    "made + judged",
+    "run + evaluation",
 )
-DISPENSABLE = ("made + judged", "p95 ms", "MACs", "params", "p50 ms", "peak MiB")
-"""Left out in this order where the terminal is narrow."""
+OPTIONAL_COLUMNS = ("run + evaluation", "p95 ms", "MACs", "params", "p50 ms", "peak MiB")
+"""Columns that a narrow terminal drops, in this order."""
 
 NOT_MEASURABLE = "n/m"
-"""A figure that the machine was too busy to tell; a warning says so."""
+"""Not measurable: timings on a busy machine were too noisy; a warning says so."""
 
 
 def wide_console() -> Console:
-    """Return where tables are printed: as wide as the terminal, and wide where there is none."""
+    """Return the console that tables are printed on: 160 columns where there is no terminal."""
     from pipelines.system.rich_output import PlainConsole
 
     console = PlainConsole()
@@ -59,18 +59,18 @@ def wide_console() -> Console:
 
 
 def show_report(report: Report, out: Path) -> None:
-    """Print a report's table; where the model did not come in there is nothing beside the error."""
+    """Print a report's table; nothing where importing the model failed, as the error says why."""
     if report.stages or not report.failed_stage or report.failed_stage.name != SOURCE:
-        printed(partial(stage_table, report), closing_lines(report, out))
+        print_table(partial(stage_table, report), closing_lines(report, out))
 
 
 def stage_table(report: Report, console: Console) -> Table:
-    """Return one row per stage, with as many columns as fit whole.
+    """Build a table with one row per stage and as many columns as fit the console.
 
     Ratios are against the baseline, latency is at batch 1.
     """
-    for left_out in range(len(DISPENSABLE) + 1):
-        shown = [c for c in COLUMNS if c not in DISPENSABLE[:left_out]]
+    for left_out in range(len(OPTIONAL_COLUMNS) + 1):
+        shown = [c for c in COLUMNS if c not in OPTIONAL_COLUMNS[:left_out]]
         table = _table(report, shown)
         if Measurement.get(console, console.options.update(width=1000), table).maximum <= (
             console.width
@@ -97,7 +97,7 @@ def gate_lines(report: Report) -> Iterator[Text]:
 
 
 def closing_lines(report: Report, out: Path) -> Iterator[Text]:
-    """Yield what stands below the table: fidelity, gates, test split, warnings, the report's place.
+    """Yield the lines below the table: fidelity, gates, test split, warnings, path of the report.
 
     A warning is a quantized stage that is slower than its float parent, or an artifact's own.
     """
@@ -132,7 +132,7 @@ def difference_table(differences: Differences) -> Table:
 
 
 def difference_lines(differences: Differences) -> Iterator[Text]:
-    """Yield what stands below that table."""
+    """Yield the lines below the table of differences."""
     if not (differences.asked or differences.surroundings):
         yield Text("the same settings, data, versions and machine")
     if not differences.found:
@@ -154,16 +154,16 @@ def _table(report: Report, shown: list[str], tight: bool = False) -> Table:
         )
         table.add_column(name, justify="right", no_wrap=True)
     if report.baseline and report.baseline_name == SOURCE:
-        cells = _cells(report.baseline)
+        cells = _measured_cells(report.baseline)
         table.add_row(SOURCE, *(cells.get(column, "–") for column in shown))
     dashes = ["–" for _ in shown[1:]]
-    for stage in in_order(report):
+    for stage in outcomes_in_order(report):
         if isinstance(stage, FailureReport):
             table.add_row(stage.name, Text(f"✗ {stage.status}", style="bold red"), *dashes)
         elif isinstance(stage, SkippedReport):
             table.add_row(stage.name, "skipped", *dashes)
         else:
-            cells = {**_cells(stage.measurements), **_judgement(stage)}
+            cells = {**_measured_cells(stage.measurements), **_stage_cells(stage)}
             table.add_row(stage.name, *(cells[column] for column in shown))
     return table
 
@@ -173,17 +173,17 @@ def _metric(report: Report) -> str:
     return next((m.name for m in measured if m), "metric")
 
 
-def _judgement(stage: StageReport) -> dict[str, str | Text]:
+def _stage_cells(stage: StageReport) -> dict[str, str | Text]:
     passed, total = sum(v.passed for v in stage.verdicts), len(stage.verdicts)
     style = "green" if passed == total else "bold red"
     seconds = f"{stage.seconds:.1f} + {stage.judged_seconds:.1f} s"
     return {
         "gates": Text(f"{passed}/{total}", style=style) if total else "–",
-        "made + judged": "cached" if stage.cached else seconds,
+        "run + evaluation": "cached" if stage.cached else seconds,
     }
 
 
-def _cells(m: Measurements) -> dict[str, str | Text]:
+def _measured_cells(m: Measurements) -> dict[str, str | Text]:
     return {
         "metric": f"{m.metric.value:.4f}" if m.metric else "–",
         "size": readable_bytes(m.bytes),
@@ -197,8 +197,8 @@ def _cells(m: Measurements) -> dict[str, str | Text]:
     }
 
 
-def printed(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:
-    """Show a table as wide as the terminal, and lines below it."""
+def print_table(table: Callable[[Console], Table], lines: Iterable[Any]) -> None:
+    """Print a table as wide as the terminal, and lines below it."""
     console = wide_console()
     console.print(table(console))
     for line in lines:

@@ -1,4 +1,4 @@
-"""Training curves of a run: loss and metric of each epoch, as the stages wrote them down."""
+"""Training curves of a run: loss and metric by epoch, from the facts of each stage."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipelines.reporting.svg_plots import DRAWN_POINTS, Plot, curve
+from pipelines.reporting.svg_plots import DRAWN_POINTS, Plot, line_plot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipelines.reporting.stage_rows import Row
+    from pipelines.reporting.stage_rows import StageRow
 
 DRAWN_TRAININGS = 12
-"""More make the page heavy; the table has all of them."""
+"""Most trainings with plots, to keep the page small; the table lists all of them."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Training:
 
     @property
     def thinned(self) -> int:
-        """Every so many epochs have a point in the plot."""
+        """Interval between the epochs that the plot shows."""
         return -(-(self.epochs + 1) // DRAWN_POINTS)
 
 
-def trainings_of(rows: Sequence[Row], metric: str) -> list[Training]:
+def trainings_of(rows: Sequence[StageRow], metric: str) -> list[Training]:
     """Return each training; the first ones with plots.
 
     Args:
@@ -62,7 +62,7 @@ def _training(
     for key, words in (("loss", "training loss"), ("metric", f"{metric} on val")):
         values = [(epoch["epoch"], epoch.get(key)) for epoch in history]
         title = f"{name}: {words} by epoch"
-        made = curve(values, title=title, names=("epoch", words), kept=kept) if drawn else None
+        made = line_plot(values, title=title, names=("epoch", words), kept=kept) if drawn else None
         plots += [made] if made else []
     return Training(
         name=name,

@@ -1,4 +1,4 @@
-"""What was proven of an artifact, as a file: a page, Markdown, or JSON for machines."""
+"""The result of `compress verify` as a file: HTML, Markdown or JSON."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 from typing import TYPE_CHECKING
 
 from compress.common.printable import printable
-from pipelines.reporting.html_page import rendered
+from pipelines.reporting.html_page import render_page
 
 if TYPE_CHECKING:
     from serve.torchserve.answer_check import Proof
 
 
-def as_text(proof: Proof, name: str, ending: str) -> str:
-    """Return a proof as the content of a file.
+def render_proof(proof: Proof, name: str, ending: str) -> str:
+    """Render a proof as the content of a file.
 
     Args:
         proof: what was proven.
@@ -21,7 +21,7 @@ def as_text(proof: Proof, name: str, ending: str) -> str:
         ending: of the file: `.html`, `.md`; anything else is JSON.
     """
     if ending == ".html":
-        return rendered("proof.html.jinja", proof=proof, name=name, verdict=_verdict(proof))
+        return render_page("proof.html.jinja", proof=proof, name=name, verdict=_verdict(proof))
     if ending == ".md":
         return _markdown(proof, name)
     return json.dumps(proof.model_dump(mode="json"), indent=1) + "\n"
@@ -58,5 +58,5 @@ def _listed(lines: list[str] | tuple[str, ...]) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return a text for Markdown, in which it can begin no heading, table or HTML."""
+    """Escape a text for Markdown, so that it cannot start a heading, table or HTML tag."""
     return printable(text).replace("<", "\\<").replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""Two runs side by side: what was asked of them, on what, and what came out."""
+"""`compress diff`: differences of two runs' settings, environment and results."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 MISSING = "–"
 NOT_MEASURABLE = "not measurable"
 TIMES = ("p50_ms", "p95_ms", "speedup")
-"""Figures that are missing where the machine was too busy to tell them."""
+"""Figures that are None where timings on a busy machine were too noisy."""
 
 
 class Difference(Settings):
-    """One thing that is not the same in two runs."""
+    """A value that differs between two runs."""
 
     what: str
     """Dotted path: `settings.stages.0.epochs`, `versions.torch`, `onnx.p50_ms`."""
@@ -32,7 +32,7 @@ class Difference(Settings):
 
 
 class Differences(Settings):
-    """What differs between two runs; what is equal is left out."""
+    """All values that differ between two runs."""
 
     before: str
     """Directory of the first run."""
@@ -49,8 +49,8 @@ def compare(before: Path, after: Path) -> Differences:
     """Compare two runs' reports.
 
     Args:
-        before: directory of the first run.
-        after: directory of the second.
+        before: results directory of the first run.
+        after: results directory of the second run.
 
     Raises:
         ArtifactInvalid: a directory holds no readable report.
@@ -59,33 +59,33 @@ def compare(before: Path, after: Path) -> Differences:
     return Differences(
         before=str(before),
         after=str(after),
-        asked=tuple(_between(_asked(one), _asked(two))),
-        surroundings=tuple(_between(_surroundings(one), _surroundings(two))),
-        # A stage may be named as what is told of the whole run is.
+        asked=tuple(_differences(_settings_and_data(one), _settings_and_data(two))),
+        surroundings=tuple(_differences(_versions_and_machine(one), _versions_and_machine(two))),
+        # Compared apart: a stage may be called `status` or `test`, too.
         found=tuple(
             difference
-            for part in (_ending, _stages, _tested)
-            for difference in _between(part(one), part(two))
+            for part in (_outcome, _stages, _test_metrics)
+            for difference in _differences(part(one), part(two))
         ),
     )
 
 
 def row_of(difference: Difference) -> tuple[str, str, str]:
-    """Return a row for people: what, before, after."""
+    """Return a table row: path, value before, value after."""
     return difference.what, _readable(difference, "before"), _readable(difference, "after")
 
 
-def _asked(report: Report) -> dict[str, Any]:
+def _settings_and_data(report: Report) -> dict[str, Any]:
     settings: Any = report.lock["settings"]
     stages = {stage["name"] or stage["stage"]: stage for stage in settings["stages"]}
     return {"settings": {**settings, "stages": stages}, "data": report.lock["data"]}
 
 
-def _surroundings(report: Report) -> dict[str, Any]:
+def _versions_and_machine(report: Report) -> dict[str, Any]:
     return {name: report.lock.get(name) for name in ("versions", "machine")}
 
 
-def _ending(report: Report) -> dict[str, Any]:
+def _outcome(report: Report) -> dict[str, Any]:
     return {
         "status": report.status,
         "failed": {failure.name: failure.error for failure in report.failures},
@@ -105,12 +105,12 @@ def _stages(report: Report) -> dict[str, Any]:
     }
 
 
-def _tested(report: Report) -> dict[str, Any]:
+def _test_metrics(report: Report) -> dict[str, Any]:
     return {"test": dict(report.test.values) if report.test else {}}
 
 
 def _rule(verdict: Verdict) -> str:
-    """Return a gate's rule; a stage may hold the same one against several others."""
+    """Return a gate's rule with its baseline: a stage may have the same gate against several."""
     return f"{verdict.rule} against {verdict.against}" if verdict.against else verdict.rule
 
 
@@ -127,13 +127,13 @@ def _figures(measured: Measurements) -> dict[str, Any]:
     }
 
 
-def _between(before: Any, after: Any, path: str = "") -> Iterator[Difference]:
-    """Yield what differs, by path; the order is that of the first run."""
+def _differences(before: Any, after: Any, path: str = "") -> Iterator[Difference]:
+    """Yield the leaves that differ, by dotted path, in the order of the first run."""
     sides = [{} if side is None else side for side in (before, after)]
     if any(sides) and all(isinstance(side, dict) for side in sides):
         for key in dict.fromkeys((*sides[0], *sides[1])):
             inner = f"{path}.{key}" if path else str(key)
-            yield from _between(sides[0].get(key), sides[1].get(key), inner)
+            yield from _differences(sides[0].get(key), sides[1].get(key), inner)
     elif before != after:
         yield Difference(what=path, before=before, after=after)
 

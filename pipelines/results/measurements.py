@@ -1,4 +1,4 @@
-"""What a run measures of each artifact."""
+"""Measurements of an artifact: metric, size, latency, memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from compress.core.context import Context
 
 
-SAME = 1.2
-"""A model against itself may seem so many times faster: what is asked second finds warm caches."""
+SELF_SPEEDUP_TOLERANCE = 1.2
+"""A model compared with itself may seem this much faster, as the second call finds warm caches."""
 
 Bounds = tuple[float, float]
 
@@ -46,28 +46,28 @@ class LatencyReport(Settings):
     p50: float | None
     p95: float | None
     p50_interval: Bounds | None = None
-    """Where that lies, with the confidence of 95 %; None where an older run kept none."""
+    """95 % confidence interval of p50; None in reports of older versions."""
     p95_interval: Bounds | None = None
     reason: str = ""
     """Why p50 or p95 is None."""
     outliers: float
-    """Fraction of the calls that took far longer than the others, by Tukey's fence."""
+    """Fraction of the calls above Tukey's fence."""
     ventiles: tuple[float, ...] = ()
-    """Below these stayed 5 %, 10 %, … 95 % of the calls; empty where an older run kept none."""
+    """5 %, 10 %, … 95 % quantiles of the calls, ms; empty in reports of older versions."""
 
     @model_validator(mode="before")
     @classmethod
-    def _shows_what_is_sure(cls, content: Any) -> Any:
+    def _clear_unreliable(cls, content: Any) -> Any:
         if not isinstance(content, dict):
             return content
         content = {**content, "ventiles": content.get("ventiles", ())}
         if not all(map(_possible, content["ventiles"])):
             content["ventiles"] = ()
-        return _without_doubtful(content, {"p50": "p50 in ms", "p95": "p95 in ms"}, "reason")
+        return _drop_unreliable(content, {"p50": "p50 in ms", "p95": "p95 in ms"}, "reason")
 
 
 class Measurements(Settings):
-    """What was measured of an artifact; None where its format does not tell."""
+    """Measurements of an artifact; None where its format lacks the information."""
 
     metric: MetricReport | None
     parameters: int | None
@@ -75,36 +75,36 @@ class Measurements(Settings):
     bytes: int
     latency_ms: LatencyReport
     speedup: float | None
-    """How many times faster than the baseline, both measured in turn; None where the machine was
-    too busy to tell."""
+    """How many times faster than the baseline, from interleaved calls; None where timings on a busy
+    machine were too noisy."""
     speedup_interval: Bounds | None
-    """Where that lies, with the confidence of 95 %."""
+    """95 % confidence interval of the speedup."""
     speedup_reason: str = ""
     """Why it is None."""
     speedup_blocks: tuple[float, ...] = ()
-    """The ratio in each block of consecutive calls, from which that follows."""
+    """Ratio of each block of consecutive calls; the speedup is their median."""
     bytes_ratio: float
     """The baseline's bytes divided by this artifact's."""
     peak_mebibytes: float | None = None
-    """The most memory that opening it and calls take, beyond what the libraries take; None where
-    it cannot be measured, and where an older run did not."""
+    """Peak memory of opening and calling the model, without the libraries' own; None where it could
+    not be measured and in reports of older versions."""
     peak_reason: str = ""
     """Why it could not be measured."""
     batch_dependence: BatchDependence | None = None
-    """Whether answers depend on what else is in the batch; None where an older run did not ask."""
+    """Whether outputs depend on the other rows of a batch; None in reports of older versions."""
 
     @model_validator(mode="before")
     @classmethod
-    def _shows_what_is_sure(cls, content: Any) -> Any:
+    def _clear_unreliable(cls, content: Any) -> Any:
         if not isinstance(content, dict):
             return content
         blocks = tuple(filter(_possible, content.get("speedup_blocks", ())))
         content = {**content, "speedup_blocks": blocks}
-        return _without_doubtful(content, {"speedup": "the speedup"}, "speedup_reason")
+        return _drop_unreliable(content, {"speedup": "the speedup"}, "speedup_reason")
 
     @property
-    def doubts(self) -> tuple[str, ...]:
-        """Why figures could not be measured on this machine, in words."""
+    def unmeasurable_reasons(self) -> tuple[str, ...]:
+        """Why speedup and latency could not be measured on this machine; empty if they were."""
         return tuple(filter(None, (self.speedup_reason, self.latency_ms.reason)))
 
     @classmethod
@@ -118,7 +118,10 @@ class Measurements(Settings):
             metric = MetricReport(name=context.metric.name, split="val", value=value)
         compared = context.compare_latency(baseline, artifact, artifact.signature.smallest_batch)
         reason = ""
-        if artifact.digest == baseline.digest and not 1 / SAME <= compared.speedup <= SAME:
+        if (
+            artifact.digest == baseline.digest
+            and not 1 / SELF_SPEEDUP_TOLERANCE <= compared.speedup <= SELF_SPEEDUP_TOLERANCE
+        ):
             doubt = f"the same model seems {compared.speedup:.2f} times as fast as itself"
             reason = unmeasurable("the speedup", doubt)
         return cls(
@@ -135,42 +138,42 @@ class Measurements(Settings):
         )
 
     def with_peak(self, measure: Callable[[], float]) -> Measurements:
-        """Return the same with the peak of memory, or with why it could not be measured."""
+        """Return a copy with the peak memory in MiB, or with the reason why it is unknown."""
         try:
             return self.model_copy(update={"peak_mebibytes": measure()})
         except StageFailed as error:
             return self.model_copy(update={"peak_reason": str(error)})
 
 
-def _without_doubtful(
+def _drop_unreliable(
     content: dict[str, Any], figures: dict[str, str], reason: str
 ) -> dict[str, Any]:
-    """Leave out figures that say nothing, as those that older versions extrapolated.
+    """Replace unreliable figures by None, as older versions stored extrapolated ones.
 
     Args:
         content: fields, some of them figures.
-        figures: their names, and what they are in words.
-        reason: name of the field that says why a figure is left out; the first one's reason.
+        figures: name → description for the reason.
+        reason: name of the field for the reason; an existing one is kept.
     """
     content = dict(content)
     for name, words in figures.items():
-        doubt = _doubt_of(content.get(name), content.get(f"{name}_interval"))
+        doubt = _unreliable_reason(content.get(name), content.get(f"{name}_interval"))
         if doubt:
             content |= {name: None, f"{name}_interval": None}
             content[reason] = content.get(reason) or unmeasurable(words, doubt)
     return content
 
 
-def _doubt_of(value: float | None, interval: Any) -> str:
+def _unreliable_reason(value: float | None, interval: Any) -> str:
     if value is None:
         return "no number was found"
     if not _possible(value):
         return f"{value:g} was found"
     if interval is None:
-        return ""  # an older run kept none
+        return ""  # a report of an older version
     return Interval(*(math.nan if end is None else end for end in interval)).unreliable_reason
 
 
 def _possible(value: float | None) -> bool:
-    """Whether a time or a ratio of times can be true."""
+    """Whether a time or ratio is finite and positive."""
     return value is not None and math.isfinite(value) and value > 0

@@ -1,4 +1,4 @@
-"""What a run found: `report.json`, and `lock.json` with what is needed to run it again."""
+"""`report.json`, and `lock.json` with everything that is needed to repeat a run."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class Report(Settings):
             measurement_warnings(known["stages"], known["baseline_name"], known["baseline"])
         )
     )
-    """What is suspicious though no gate refused it, one line each: losses that no gate judges, data
-    that prove little, figures that could not be measured, quantized stages that are slower than
-    their float parent, and what artifacts warn of."""
+    """Suspicious results that no gate refused, one line each: losses without a gate, too little
+    data, figures that could not be measured, quantized stages that are slower than their float
+    parent, and warnings of artifacts."""
     failed_stage: FailureReport | None = None
     """The first of the failures."""
     failures: tuple[FailureReport, ...] = Field(
         default_factory=lambda known: tuple(filter(None, [known["failed_stage"]]))
     )
-    """Stages that failed; those that do not depend on them went on."""
+    """Stages that failed; stages that do not depend on them ran all the same."""
     skipped: tuple[SkippedReport, ...] = ()
     """Stages that did not run because of a failure or a refusal."""
     test: TestReport | None = None
     lock: dict[str, JsonValue] = Field(exclude=True)
-    """What is needed to run it again."""
+    """Content of `lock.json`."""
 
     def write(self, out: Path, page: str) -> None:
         """Write the report, its rendered page, and lock.json, whose hash report.json holds too."""
@@ -70,7 +70,7 @@ class Report(Settings):
         """Read a report back.
 
         Raises:
-            ArtifactInvalid: there is none, it is none of a run's, or was changed since.
+            ArtifactInvalid: there is no report, it is not a run's, or it was changed.
         """
         try:
             content = json.loads((out / REPORT).read_text(encoding="utf-8"))
@@ -82,21 +82,21 @@ class Report(Settings):
             content.pop(RUN_SEAL, None)
             return cls.model_validate({**content, "lock": lock})
         except ValidationError as error:
-            place, told = error.errors()[0]["loc"], error.errors()[0]["msg"]
-            why = f"{'.'.join(map(str, place))}: {told}"
+            place, message = error.errors()[0]["loc"], error.errors()[0]["msg"]
+            why = f"{'.'.join(map(str, place))}: {message}"
         except (ArtifactInvalid, OSError, ValueError, TypeError) as error:
             why = str(error)
         raise ArtifactInvalid(f"{out}: holds no readable report ({why})")
 
 
-def withdraw_report(out: Path) -> None:
-    """Remove the report of an earlier run: one that is killed must not seem to have passed."""
+def remove_report(out: Path) -> None:
+    """Remove the report of an earlier run, so that a killed run does not seem to have passed."""
     for name in (REPORT, PAGE):
         (out / name).unlink(missing_ok=True)
 
 
-def how_to_run(file: str, out: Path) -> str:
-    """Return the command that makes a report again, wherever it is given."""
+def rerun_command(file: str, out: Path) -> str:
+    """Return the command that repeats a run, with absolute paths."""
     path = Path(file)
     if not path.is_file():
         return file
@@ -104,14 +104,14 @@ def how_to_run(file: str, out: Path) -> str:
 
 
 def readable_bytes(value: int) -> str:
-    """Return a size for people, in powers of 1000."""
+    """Format a size in B, kB or MB (powers of 1000)."""
     if value < 1000:
         return f"{value} B"
     return f"{value / 1e3:.0f} kB" if value < 1e6 else f"{value / 1e6:.2f} MB"
 
 
 def readable_count(value: int | None) -> str:
-    """Return a count for people; a dash where it is not known."""
+    """Format a count with k, M or G; a dash for None."""
     if value is None:
         return "–"
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

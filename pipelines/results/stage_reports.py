@@ -1,4 +1,4 @@
-"""What a run found of each stage, as data."""
+"""The parts of a report: each stage's result, failure or skip."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ArtifactReport(Settings):
     digest: str
     """Of the artifact's manifest, which holds the hash of every file."""
     facts: dict[str, JsonValue]
-    """What the stage found out."""
+    """Facts that the stage recorded in the artifact's manifest."""
 
     @classmethod
     def from_artifact(cls, artifact: Artifact, path: str) -> ArtifactReport:
@@ -51,18 +51,18 @@ class StageReport(Settings):
     name: str
     stage: str
     input: str
-    """Name of what it reads."""
+    """Name of the stage whose artifact it reads, or `source`."""
     branch: tuple[str, ...] = ()
     """Names of its ancestors, from `source` to its input."""
     cached: bool
     reason: str
     """Why it had to run; empty when it was cached."""
     fetched_from: str = ""
-    """The shared store that it came from; empty where it was made or lay here."""
+    """URL of the shared store that the artifact came from; empty if it was made or cached here."""
     seconds: float
-    """How long the stage took when it was run."""
+    """Seconds that the stage took when it ran."""
     judged_seconds: float = 0.0
-    """How long gates and measurements took in this run; 0 when they were known."""
+    """Seconds that measurements and gates took in this run; 0 when they were cached."""
     artifact: ArtifactReport
     measurements: Measurements
     verdicts: tuple[Verdict, ...]
@@ -75,7 +75,7 @@ class StageReport(Settings):
 
 
 class FailureReport(Settings):
-    """A stage that failed, or at which a run was interrupted, before it had anything to show."""
+    """A stage that failed or was interrupted before it had a result."""
 
     name: str
     stage: str
@@ -85,11 +85,11 @@ class FailureReport(Settings):
     status: Literal["failed", "interrupted"] = Field(
         default_factory=lambda known: INTERRUPTED if known["error"] == INTERRUPTED else "failed"
     )
-    """A run that is interrupted may have failures from before."""
+    """An interrupted run may contain failed stages, too."""
 
 
 class SkippedReport(Settings):
-    """A stage that did not run, as one that it depends on did not pass."""
+    """A stage that did not run because one that it depends on did not pass."""
 
     name: str
     stage: str

@@ -17,7 +17,7 @@ from pipelines.results.measurements import Measurements
 from pipelines.results.stage_reports import ArtifactReport, StageReport
 from pipelines.runner.events import gate_event
 from pipelines.store.local import publish
-from pipelines.system.error_context import named
+from pipelines.system.error_context import name_stage_in_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,7 +89,7 @@ def evaluate_stage(state: RunState, planned: PlannedStage, lookup: CacheLookup) 
             planned.stage.check_parity(model, artifact, context)
         return True
 
-    with named(name, state.out):
+    with name_stage_in_errors(name, state.out):
         key = {"proved against its input": 1, **state.measurement_conditions()}
         cache.get_or_measure(key, check_parity, bool, bool)
     publish(artifact, state.out / "artifacts" / name)
@@ -155,13 +155,15 @@ def measure_artifact(state: RunState, name: str, cache: MeasurementCache) -> Mea
     context = state.context(name)
     conditions = state.measurement_conditions()
     key = {"measurements": 2, "against": baseline.digest, **conditions}
-    with named(name, state.out):
+    with name_stage_in_errors(name, state.out):
         measurements = cache.get_or_measure(
             key | judged_batch_size_part(state, name),
             measure=lambda: Measurements.from_artifact(artifact, baseline, context),
             load=Measurements.model_validate,
             # On a machine too busy to tell, the next run measures again.
-            dump=lambda found: None if found.doubts else found.model_dump(mode="json"),
+            dump=lambda found: (
+                None if found.unmeasurable_reasons else found.model_dump(mode="json")
+            ),
         )
     # Neither the metric nor the baseline changes how much memory an artifact takes.
     key = {"peak memory": 2, **{k: v for k, v in conditions.items() if k != "metric"}}
@@ -188,7 +190,7 @@ def batch_dependence(
     if artifact.digest not in known:
         conditions = state.measurement_conditions()
         del conditions["metric"]
-        with named(name, state.out):
+        with name_stage_in_errors(name, state.out):
             known[artifact.digest] = (
                 cache or MeasurementCache(state.entries[name], artifact)
             ).get_or_measure(

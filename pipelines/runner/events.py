@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from compress.common.errors import lines_of
-from pipelines.results.schema import how_to_run
+from pipelines.results.schema import rerun_command
 from pipelines.system.jsonl_log import log_event
 from pipelines.system.machine_info import machine, versions
 from pipelines.system.signals import INTERRUPTED
@@ -69,7 +69,7 @@ def run_started_event(pipeline: PipelineConfig, out: Path) -> RunEvent:
     """Build the event that a run starts, with its settings, versions and machine."""
     fields = {
         "pipeline": pipeline.name,
-        "command": how_to_run(pipeline.file, out),
+        "command": rerun_command(pipeline.file, out),
         "versions": dict(versions()),
         "machine": dict(machine()),
         "settings": pipeline.model_dump(mode="json", by_alias=True, exclude_unset=True),
@@ -131,9 +131,9 @@ def stage_finished_event(
         verdicts: those of its gates.
     """
     origin = f" (from {fetched_from})" if fetched_from else ""
-    words = [f"cached{origin}" if cached else f"made in {seconds:.1f} s"]
+    words = [f"cached{origin}" if cached else f"ran in {seconds:.1f} s"]
     if evaluation_seconds:
-        words.append(f"judged in {evaluation_seconds:.1f} s")
+        words.append(f"evaluated in {evaluation_seconds:.1f} s")
     if measurements and measurements.metric:
         words.append(f"{measurements.metric.name} {measurements.metric.value:.4f}")
     if verdicts:

@@ -26,7 +26,7 @@ from pipelines.runner.run_history import history_before
 from pipelines.runner.run_state import CacheLookup
 from pipelines.store.entry import Entry, Record
 from pipelines.store.local import publish, unpublish
-from pipelines.system.error_context import named
+from pipelines.system.error_context import name_stage_in_errors
 
 if TYPE_CHECKING:
     from compress.artifacts.artifact import Artifact
@@ -53,7 +53,7 @@ class PipelineExecutor:
         lookup = self.lookup(SOURCE, source_key_parts(state))
         if not lookup.cached:
             began = time.monotonic()
-            with named(SOURCE, state.out), recording() as recorded:
+            with name_stage_in_errors(SOURCE, state.out), recording() as recorded:
                 artifact = import_source(state.pipeline, lookup.entry.artifact_path)
             lookup = self.commit(lookup, artifact, time.monotonic() - began, recorded)
         source = state.artifacts[SOURCE]
@@ -162,7 +162,7 @@ class PipelineExecutor:
             key |= judged_batch_size_part(state, name)
             artifact = state.artifacts[name]
             score = functools.partial(state.context(name).score, artifact, "test")
-            with named(name, state.out):
+            with name_stage_in_errors(name, state.out):
                 value = state.entries[name].cached_value(key, artifact, score)
             values[name] = float(str(value))
         state.test = TestReport(metric=plan.metric.name, values=values)

@@ -18,7 +18,7 @@ from pipelines.executors.launched import check_processes
 from pipelines.executors.node_environment import write_run_id
 from pipelines.planning.loss_and_metric import infer_loss_and_metric
 from pipelines.planning.planner import build_plan
-from pipelines.results.schema import withdraw_report
+from pipelines.results.schema import remove_report
 from pipelines.runner import events
 from pipelines.runner.cache_keys import source_key_parts, stage_key_parts
 from pipelines.runner.executor import RERUN_REQUESTED, PipelineExecutor
@@ -88,7 +88,7 @@ def run(
     ):
         write_run_id(root)
         check_processes(pipeline, root)
-        withdraw_report(out)
+        remove_report(out)
         emit = events.event_listener(announce)
         state = RunState(pipeline, plan, out, store, data, options.progress, emit)
         if state.contents:
@@ -150,7 +150,9 @@ def _report_of_error(state: RunState, error: BaseException) -> Report:
         return build_report(state, status, message)
     state.outcome.abort(INTERRUPTED)
     # The note on the interruption tells the command line which stages it came at.
-    return build_report(state, INTERRUPTED, signals.note(error, state.outcome.interrupted()))
+    return build_report(
+        state, INTERRUPTED, signals.add_interruption_note(error, state.outcome.interrupted())
+    )
 
 
 def preview_run(

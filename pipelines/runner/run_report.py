@@ -10,7 +10,7 @@ from compress.data.sample_cache import PROBES
 from pipelines.config.model_spec import SOURCE
 from pipelines.planning.unjudged_losses import accuracy_drops
 from pipelines.results.measurement_warnings import measurement_warnings
-from pipelines.results.schema import Report, how_to_run
+from pipelines.results.schema import Report, rerun_command
 from pipelines.runner.data_warnings import constant_score, unlike_val
 from pipelines.system.machine_info import machine, versions
 from pipelines.system.signals import INTERRUPTED, only_signals_interrupt
@@ -56,7 +56,7 @@ def build_report(state: RunState, status: Status, error: str = "") -> Report:
         lock={
             "source": state.store.last_parts(SOURCE),
             "file": pipeline.file,
-            "command": how_to_run(pipeline.file, state.out),
+            "command": rerun_command(pipeline.file, state.out),
             "versions": dict(versions()),
             "machine": dict(machine()),
             "seed": pipeline.seed,

@@ -200,7 +200,7 @@ def _open(url: str) -> tuple[Any, str]:
         files, root = url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
         raise Unavailable(
-            f"store {url}: {first_line(error)}; for s3: pip install 'compress-pipeline[remote]'"
+            f"store {url}: {first_line(error)}; for s3: pip install -e '.[remote]'"
         ) from error
     except Exception as error:
         raise PipelineInvalid(

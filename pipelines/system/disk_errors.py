@@ -1,4 +1,4 @@
-"""Disk troubles outside a stage's own work, in one line with the path and the remedy."""
+"""Errors of the file system as one line with the path and a remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @contextmanager
 def readable_disk_errors(out: Path) -> Iterator[None]:
-    """Turn the operating system's refusals into the toolkit's errors.
+    """Turn OSErrors within a block into the toolkit's errors.
 
     Raises:
         PipelineInvalid: the directory of the results cannot be written.
@@ -31,14 +31,14 @@ def readable_disk_errors(out: Path) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise explained(error, out) from error
+        raise explain_disk_error(error, out) from error
 
 
-def explained(error: OSError, out: Path) -> CompressError:
-    """Return the error that says what the operating system refused, and how to mend it."""
+def explain_disk_error(error: OSError, out: Path) -> CompressError:
+    """Translate an OSError into an error that names the path and a remedy."""
     path = error.filename or out
     if error.errno in FULL:
-        folder = _nearest(Path(str(path)).absolute())
+        folder = _nearest_directory(Path(str(path)).absolute())
         free = shutil.disk_usage(folder).free >> 20
         return StageFailed(
             f"{path}: {error.strerror}; {free} MiB are free in {folder}; make room and run the "
@@ -52,8 +52,8 @@ def explained(error: OSError, out: Path) -> CompressError:
     return StageFailed(f"{path}: {error.strerror or error}")
 
 
-def _nearest(path: Path) -> Path:
-    """Return a path, or the innermost one above it, that is a directory."""
+def _nearest_directory(path: Path) -> Path:
+    """Return the nearest existing directory at or above a path."""
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 

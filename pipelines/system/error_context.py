@@ -1,4 +1,4 @@
-"""Whatever a stage's work raises, in one line that names the stage."""
+"""Errors of a stage as one line that starts with the stage's name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from compress.common.errors import CompressError, StageFailed, first_line
-from pipelines.system.disk_errors import explained
+from pipelines.system.disk_errors import explain_disk_error
 from pipelines.system.signals import only_signals_interrupt
 
 if TYPE_CHECKING:
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def named(stage: str, out: Path) -> Iterator[None]:
-    """Let errors within a block name a stage.
+def name_stage_in_errors(stage: str, out: Path) -> Iterator[None]:
+    """Prefix errors within a block with a stage's name.
 
     Args:
         stage: its name.
         out: directory of the results.
 
     Raises:
-        CompressError: so it was, or whatever else was raised, as one.
+        CompressError: for any error; one of another type becomes StageFailed.
     """
     try:
         with only_signals_interrupt():
@@ -33,7 +33,7 @@ def named(stage: str, out: Path) -> Iterator[None]:
             raise
         raise type(error)(f"{stage}: {error}") from error
     except OSError as error:
-        known = explained(error, out)
+        known = explain_disk_error(error, out)
         raise type(known)(f"{stage}: {known}") from error
     except Exception as error:
         raise StageFailed(f"{stage}: {type(error).__name__}: {first_line(error)}") from error

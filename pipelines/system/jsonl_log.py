@@ -1,4 +1,4 @@
-"""Events of a run: log records that carry fields beside their words, one JSON object a line."""
+"""`log.jsonl`: log records with structured fields, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 LOG = "log.jsonl"
 MOST_BYTES = 8 * 2**20
-"""Of a log; what is older moves to `log.jsonl.1`, and what was there is gone."""
+"""Size at which the log rotates to `log.jsonl.1`; older lines are dropped."""
 OWN_LOGGERS = ("compress", "export", "serve", "pipelines")
 
 log = logging.getLogger(__name__)
 
 
 def log_event(event: str, message: str, **fields: Any) -> None:
-    """Log an event with its fields; who listens is :func:`heard_by`'s matter."""
+    """Log an event with structured fields; :func:`log_handler` attaches the receivers."""
     log.info("%s", message, extra={"log_fields": {"event": event, **fields}})
 
 
 @contextmanager
 def log_handler(handler: logging.Handler) -> Iterator[None]:
-    """Give a handler whatever the toolkit logs from INFO on, and close it in the end.
+    """Attach a handler for the toolkit's records from INFO on, and close it in the end.
 
-    Others hear no more than before.
+    Other handlers receive no more records than before.
     """
     loggers = [logging.getLogger(name) for name in OWN_LOGGERS]
     before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
@@ -44,7 +44,7 @@ def log_handler(handler: logging.Handler) -> Iterator[None]:
             logger.setLevel(logging.INFO)
             if logger.propagate:
                 logger.propagate = False
-                logger.addHandler(_Upwards(threshold))
+                logger.addHandler(_ToRoot(threshold))
     try:
         yield
     finally:
@@ -54,23 +54,23 @@ def log_handler(handler: logging.Handler) -> Iterator[None]:
         handler.close()
 
 
-class _Upwards(logging.Handler):
-    """Passes on to the root logger what it would have been given anyway."""
+class _ToRoot(logging.Handler):
+    """Passes records on to the root logger from the level that it had without the handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
         logging.getLogger().callHandlers(record)
 
 
 class LogFile(RotatingFileHandler):
-    """Appends events to a file, each as a whole line; where it cannot, the run goes on without."""
+    """Appends events to a file, each as a whole line; if writing fails, the run goes on."""
 
     def __init__(self, file: Path, run: str, stage: Callable[[], str]) -> None:
-        """Take a file.
+        """Open a log.
 
         Args:
-            file: the log; what a crash left of a line at its end is removed.
-            run: tells the run's lines from those of others.
-            stage: gives the name of the stage that is being walked.
+            file: the log; an incomplete last line, left by a crash, is removed.
+            run: id of the run, written into each line.
+            stage: returns the name of the running stage.
         """
         super().__init__(file, maxBytes=MOST_BYTES, backupCount=1, encoding="utf-8", delay=True)
         self.file, self.run, self.stage = file, run, stage
@@ -99,13 +99,13 @@ class LogFile(RotatingFileHandler):
         return escaped_json(to_json(content, inf_nan_mode="null", fallback=str).decode())
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Say once that the log cannot be written."""
+        """Warn once that the log cannot be written."""
         if not self.is_broken:
             self.is_broken = True
             log.warning("%s cannot be written; the run goes on without it", self.file)
 
     def close(self) -> None:
-        """Close the file; what could not be written before cannot be now."""
+        """Close the file; an error of a full disk was reported before."""
         with suppress(OSError):
             super().close()
 
@@ -117,4 +117,4 @@ def _remove_torn_line(file: Path) -> None:
             with file.open("r+b") as stream:
                 stream.truncate(content.rfind(b"\n") + 1)
     except OSError:
-        return  # it is not there yet; or the first line will not be written, which is told
+        return  # no file yet; if it is unwritable, emitting the first record warns

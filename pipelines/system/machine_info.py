@@ -1,4 +1,4 @@
-"""What a measurement was made on: versions and hardware."""
+"""Hardware and library versions of this machine, for `lock.json` and cache keys."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def version_of(module_name: str) -> str | None:
 
 
 def _own_sources() -> str:
-    """Return this toolkit's version and a hash of its source, so that no change goes unseen."""
+    """Return this toolkit's version and a hash of its source: a change invalidates the cache."""
     digest = hashlib.sha256()
     for package in (compress, export, serve):
         root = Path(str(package.__file__)).parent

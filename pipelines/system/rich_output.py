@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class PlainConsole(Console):
-    """A console for which text is text: no markup such as ``[bold]``, and no escape sequences.
+    """A console without markup such as ``[bold]`` that escapes control characters.
 
-    Names and messages come from files of others, and rich hands control characters through.
+    Names and messages come from untrusted files, and rich passes control characters through.
     """
 
     def __init__(self, **options: Any) -> None:
-        """Take rich's options but `markup`, `emoji` and `highlight`."""
+        """Accept rich's options except `markup`, `emoji` and `highlight`."""
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:

@@ -1,4 +1,4 @@
-"""Signals that ask the command to stop: each surfaces once, and is never mistaken for a failure."""
+"""Ctrl-C, SIGTERM and SIGHUP: raised as `Stopped`, and reported as interruptions, not failures."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ class Stopped(KeyboardInterrupt):
     """A signal asked the command to stop; `with` blocks clean up on its way out."""
 
 
-def listen() -> None:
+def install_handlers() -> None:
     """Raise :class:`Stopped` on Ctrl-C, SIGTERM and SIGHUP, unless the parent had them ignored."""
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop)
 
 
-def ignore() -> None:
-    """Ignore the signals from here on: the work is done, and Python is about to end."""
-    gc.freeze()  # or it would look through all that torch is once more, for half a second
+def ignore_signals() -> None:
+    """Ignore further signals while Python shuts down."""
+    gc.freeze()  # else the final collection scans all of torch's objects, for half a second
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def exit_code() -> int | None:
-    """Return the shell's code for the first signal, or None where there was none.
+    """Return 128 + the number of the first signal; None if there was none.
 
-    An import that is interrupted may turn the exception into another one, so that any error after
-    a signal counts as an interruption.
+    An interrupted import may raise another exception instead, so any error after a signal counts
+    as an interruption.
     """
     return 128 + _received[0] if _received else None
 
 
 @contextmanager
 def only_signals_interrupt() -> Iterator[None]:
-    """Let user code within a block neither end the process nor pretend an interruption.
+    """Turn SystemExit and a KeyboardInterrupt raised by user code within a block into StageFailed.
 
     Raises:
         StageFailed: in place of SystemExit and the like, and of a KeyboardInterrupt that no signal
@@ -63,20 +63,20 @@ def only_signals_interrupt() -> Iterator[None]:
         raise StageFailed(f"user code {describe_exit(error)}") from error
 
 
-def note(error: BaseException, stages: Sequence[str]) -> str:
-    """Note on what an interruption raised which stages it came at; return that in words."""
+def add_interruption_note(error: BaseException, stages: Sequence[str]) -> str:
+    """Add the running stages to an interruption as a note, and return the note."""
     words = f"{INTERRUPTED} at {', '.join(stages)}" if stages else INTERRUPTED
     error.add_note(words)
     return words
 
 
-def words_of(error: BaseException) -> str:
-    """Return an interruption in words: where it came, as far as that was noted."""
+def describe_interruption(error: BaseException) -> str:
+    """Return an interruption's note, such as `interrupted at train`."""
     notes = (n for n in getattr(error, "__notes__", ()) if n.startswith(INTERRUPTED))
     return next(notes, INTERRUPTED)
 
 
-def insist() -> None:
+def raise_if_stopped() -> None:
     """Raise :class:`Stopped` again where a library swallowed it."""
     if _received:
         raise Stopped

@@ -1,4 +1,4 @@
-"""Temporary files of a run in one folder, which the next run removes where this one was killed."""
+"""One folder for a run's temporary files; the next run removes it if this one is killed."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 @contextmanager
 def temporary_files() -> Iterator[None]:
-    """Have all temporary files of this process, and of those that it starts, in one folder."""
+    """Put temporary files of this process and its children into one folder, removed at the end."""
     place = Path(tempfile.gettempdir())
-    _remove_those_of_the_dead(place)
-    folder, lock = _own_folder(place)
-    # What torch has compiled is worth keeping.
+    _remove_leftovers_of_killed_runs(place)
+    folder, lock = _create_locked_folder(place)
+    # TorchInductor's cache should survive the run: compiling again is slow.
     os.environ.setdefault(COMPILED, str(place / f"torchinductor_{os.getuid()}"))
     sockets: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
     before = tempfile.tempdir, os.environ.get("TMPDIR"), sockets.get("tempdir")
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
-    # A folder that multiprocessing made itself it would keep using, and miss when Python ends.
+    # multiprocessing caches its own folder and would use it at exit, after it is removed.
     sockets["tempdir"] = str(folder)
     try:
         yield
@@ -45,9 +45,9 @@ def temporary_files() -> Iterator[None]:
 
 
 def _end_listeners(folder: Path) -> None:
-    """End what multiprocessing has listening in a folder; it begins anew elsewhere when needed.
+    """Stop multiprocessing's servers whose sockets lie in a folder; they restart when needed.
 
-    Its queues of open files, and its server that forks, keep their socket's name for ever.
+    The resource sharer and the forkserver keep the path of their socket for ever.
     """
     sharer: Any = vars(resource_sharer)["_resource_sharer"]
     server: Any = vars(forkserver)["_forkserver"]
@@ -59,11 +59,11 @@ def _end_listeners(folder: Path) -> None:
             server._stop()
 
 
-def _own_folder(place: Path) -> tuple[Path, int]:
+def _create_locked_folder(place: Path) -> tuple[Path, int]:
     """Return a new folder, and a descriptor that locks it until this process dies."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-        with suppress(FileNotFoundError):  # another run took it for a dead one's
+        with suppress(FileNotFoundError):  # another run removed it before it was locked
             lock = os.open(folder, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
             if folder.exists():
@@ -71,10 +71,10 @@ def _own_folder(place: Path) -> tuple[Path, int]:
             os.close(lock)
 
 
-def _remove_those_of_the_dead(place: Path) -> None:
-    """Remove what killed runs left: the kernel gave their locks back."""
+def _remove_leftovers_of_killed_runs(place: Path) -> None:
+    """Remove folders whose lock is free: the kernel releases the locks of killed runs."""
     for folder in place.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # it is another user's, or of a run that lives
+        with suppress(OSError):  # another user's, or of a live run
             lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

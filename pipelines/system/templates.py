@@ -1,4 +1,4 @@
-"""Files that are no pages, made of a template: what is quoted, the caller quotes."""
+"""Rendering of text files (YAML, shell scripts) with Jinja; templates quote through filters."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-def text_of(template: str, filters: Mapping[str, Callable[..., str]], **names: Any) -> str:
-    """Return a text made of the template of that name."""
+def render_template(template: str, filters: Mapping[str, Callable[..., str]], **names: Any) -> str:
+    """Render a template of `pipelines/templates` without HTML escaping."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

@@ -1,1 +1,1 @@
-"""What a terminal shows: progress, colours, JSON or quiet output."""
+"""Output on a terminal: results, errors, progress, JSON and quiet mode."""

@@ -1,4 +1,4 @@
-"""What the command says to people and machines, and how it ends."""
+"""Output of commands (text or JSON), errors and exit codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from compress.common.errors import CompressError, StageFailed, cause_lines, exits_refused
 from compress.common.printable import printable
 from pipelines.system import signals
-from pipelines.system.signals import words_of
+from pipelines.system.signals import describe_interruption
 from pipelines.terminal import output_mode
 
 if TYPE_CHECKING:
@@ -31,33 +31,33 @@ if TYPE_CHECKING:
 COLOURS = {"red": 31, "yellow": 33}
 
 
-def started(app: Callable[[], Any]) -> NoReturn:
-    """Run the command line until it ends: by an exit code, or by a signal's."""
-    signals.listen()
+def run_app(app: Callable[[], Any]) -> NoReturn:
+    """Run the command line and exit with its code, or with a signal's."""
+    signals.install_handlers()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a lesser encoding must not end a run
+            stream.reconfigure(errors="replace")  # an ASCII terminal must not end a run
     try:
         app()
         raise SystemExit
     except SystemExit as end:
-        _refuse_line_as_json(end)
+        _print_usage_error_as_json(end)
         raise SystemExit(signals.exit_code() or end.code) from None
     finally:
-        signals.ignore()
+        signals.ignore_signals()
 
 
-def _refuse_line_as_json(end: SystemExit) -> None:
-    """Say in JSON what is wrong with a command line, for which no command was reached."""
-    error = end.__context__  # typer has told people of it, and ended
-    told = getattr(error, "format_message", None)
-    if told and "--json" in sys.argv:
-        found = {"kind": type(error).__name__, "exit_code": end.code, "lines": [told()]}
-        output_mode.give({"error": found})
+def _print_usage_error_as_json(end: SystemExit) -> None:
+    """Print a usage error as JSON if `--json` was given: no command ran that could do it."""
+    error = end.__context__  # click's usage error, which typer has printed
+    format_message = getattr(error, "format_message", None)
+    if format_message and "--json" in sys.argv:
+        found = {"kind": type(error).__name__, "exit_code": end.code, "lines": [format_message()]}
+        output_mode.print_json({"error": found})
 
 
-def framed(function: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
-    """Turn the toolkit's errors into one line on standard error and an exit code.
+def wrap_command(function: Callable[..., None], options: Mapping[str, Any]) -> Callable[..., None]:
+    """Wrap a command: common options, errors as one line on standard error, exit codes.
 
     Args:
         function: a command.
@@ -69,15 +69,15 @@ def framed(function: Callable[..., None], options: Mapping[str, Any]) -> Callabl
     def wrapped(*args: Any, as_json: bool, quiet: bool, debug: bool, **kwargs: Any) -> None:
         _log_to_terminal(logging.DEBUG if debug else logging.ERROR)
         try:
-            with output_mode.answering(output_mode.Manner(as_json=as_json, quiet=quiet)):
+            with output_mode.use_mode(output_mode.OutputMode(as_json=as_json, quiet=quiet)):
                 try:
                     with exits_refused():
                         function(*args, **kwargs)
                 except BaseException as error:
-                    _refuse_as_json(error)
+                    _print_error_as_json(error)
                     raise
-        except BaseException as error:  # noqa: BLE001 - a newcomer gets one line, not a traceback
-            end(error, debug, resumes=function.__name__ != "serve")
+        except BaseException as error:  # noqa: BLE001 - users get one line, not a traceback
+            exit_with_error(error, debug, resumes=function.__name__ != "serve")
 
     signature = inspect.signature(function, eval_str=True)
     added = [
@@ -90,7 +90,7 @@ def framed(function: Callable[..., None], options: Mapping[str, Any]) -> Callabl
 
 
 def _log_to_terminal(level: int) -> None:
-    """Show log records from a level on; nothing where logging was set up already."""
+    """Log to standard error from a level on, unless logging is configured already."""
     from pipelines.system.rich_output import PlainFormatter
 
     handler = logging.StreamHandler()
@@ -98,24 +98,34 @@ def _log_to_terminal(level: int) -> None:
     logging.basicConfig(level=level, handlers=[handler])
 
 
-def _refuse_as_json(error: BaseException) -> None:
-    """Say in JSON what went wrong, where JSON is promised and nothing else was said."""
-    asked = output_mode.manner()
-    if asked.given or not asked.as_json or isinstance(error, BrokenPipeError):
+def _print_error_as_json(error: BaseException) -> None:
+    """Print an error as JSON if `--json` was given and no JSON was printed yet."""
+    mode = output_mode.current_mode()
+    if mode.json_printed or not mode.as_json or isinstance(error, BrokenPipeError):
         return
-    kind, code, lines = "Interrupted", _interrupted(error), [words_of(error)]
+    kind, code, lines = "Interrupted", _interrupted(error), [describe_interruption(error)]
     if not code and isinstance(error, Exception):
         kind, code, lines = type(error).__name__, _exit_code(error), cause_lines(error)
     found = {"kind": kind, "exit_code": code, "lines": lines}
-    output_mode.give({"error": found})
+    output_mode.print_json({"error": found})
 
 
-def end(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
-    """Say what went wrong, and end with its exit code."""
+def exit_with_error(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
+    """Print an error as text and exit with its code.
+
+    Args:
+        error: the error or interruption.
+        debug: whether the traceback is printed, too.
+        resumes: whether the same command continues after an interruption.
+    """
     if debug:
-        say("".join(traceback.format_exception(error)).rstrip())
+        print_to_stderr("".join(traceback.format_exception(error)).rstrip())
     if code := _interrupted(error):
-        say(f"{words_of(error)}; run the same command again to resume" if resumes else "stopped")
+        print_to_stderr(
+            f"{describe_interruption(error)}; run the same command again to resume"
+            if resumes
+            else "stopped"
+        )
         raise SystemExit(code) from None
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -123,29 +133,29 @@ def end(error: BaseException, debug: bool, resumes: bool) -> NoReturn:
     if not isinstance(error, Exception):
         raise error
     for line in cause_lines(error):
-        warn(f"error: {line}", "red")
+        print_coloured(f"error: {line}", "red")
     raise SystemExit(_exit_code(error)) from None
 
 
 def _interrupted(error: BaseException) -> int:
-    """Return the exit code of an interruption; 0 for everything else."""
+    """Return the exit code of an interruption; 0 for other errors."""
     return signals.exit_code() or (130 if isinstance(error, KeyboardInterrupt) else 0)
 
 
 def _exit_code(error: Exception) -> int:
-    """Return the exit code of an error; never 0, whatever a user's own class of errors says."""
+    """Return the exit code of an error; never 0, even if a user's error class says so."""
     code = error.exit_code if isinstance(error, CompressError) else 0
     return code or StageFailed.exit_code
 
 
-def say(line: str) -> None:
+def print_to_stderr(line: str) -> None:
     """Write a line on standard error."""
     sys.stderr.write(f"{printable(line)}\n")
     sys.stderr.flush()
 
 
-def warn(line: str, colour: str) -> None:
-    """Write a line on standard error, coloured on a terminal that is not told otherwise."""
+def print_coloured(line: str, colour: str) -> None:
+    """Write a line on standard error, coloured on a terminal unless NO_COLOR is set."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     coloured = sys.stderr.isatty() and not plain
     line = printable(line)
@@ -153,71 +163,71 @@ def warn(line: str, colour: str) -> None:
     sys.stderr.flush()
 
 
-def inform(line: str) -> None:
-    """Write a line on standard error, unless errors alone or JSON are asked for."""
-    if not output_mode.manner().silent:
-        say(line)
+def notify(line: str) -> None:
+    """Write a line on standard error, unless `--quiet` or `--json` was given."""
+    if not output_mode.current_mode().silent:
+        print_to_stderr(line)
 
 
-def asker() -> Callable[[str, str, Callable[[str], object]], str] | None:
-    """Return what asks a question; None where nobody is there to answer."""
-    return _ask if sys.stdin.isatty() and not output_mode.manner().silent else None
+def get_prompter() -> Callable[[str, str, Callable[[str], object]], str] | None:
+    """Return the function that prompts for an option; None without a terminal."""
+    return _prompt if sys.stdin.isatty() and not output_mode.current_mode().silent else None
 
 
-def _ask(question: str, usual: str, check: Callable[[str], object]) -> str:
-    """Ask on standard error, and again after a wrong answer."""
+def _prompt(question: str, default: str, check: Callable[[str], object]) -> str:
+    """Prompt on standard error until the check accepts the answer."""
     while True:
-        sys.stderr.write(printable(f"{question}{f' [{usual}]' if usual else ''}: "))
+        sys.stderr.write(printable(f"{question}{f' [{default}]' if default else ''}: "))
         sys.stderr.flush()
         line = sys.stdin.readline()
         if not line:  # Ctrl-D
             raise KeyboardInterrupt
         try:
-            check(answer := line.strip() or usual)
+            check(answer := line.strip() or default)
         except CompressError as error:
-            say(str(error))
+            print_to_stderr(str(error))
         else:
             return answer
 
 
-def tell(
+def print_result(
     content: Settings | Mapping[str, Any],
     lines: Iterable[Any],
     table: Callable[[Console], Table] | None = None,
     indent: int | None = 1,
     warnings: Iterable[str] = (),
 ) -> None:
-    """Print JSON; or lines for people, below a table where there is one; or nothing.
+    """Print a command's result: as JSON, as lines (below a table), or not at all with `--quiet`.
 
     Args:
-        content: what is given as JSON; the warnings are part of it.
-        lines: what is given to people.
-        table: makes what stands above the lines.
-        indent: of the JSON; None puts it on one line.
-        warnings: what goes to standard error, for people alone.
+        content: the JSON content, which includes the warnings.
+        lines: the text.
+        table: makes a table for a console, printed above the lines.
+        indent: of the JSON; None prints one line.
+        warnings: lines for standard error; not printed with `--json` or `--quiet`.
     """
-    for line in () if output_mode.manner().silent else warnings:
-        warn(f"warning: {line}", "yellow")
-    if output_mode.manner().as_json:
+    for line in () if output_mode.current_mode().silent else warnings:
+        print_coloured(f"warning: {line}", "yellow")
+    if output_mode.current_mode().as_json:
         mapping = content if isinstance(content, Mapping) else content.model_dump(mode="json")
-        output_mode.give(mapping, indent)
-    elif output_mode.manner().quiet:
+        output_mode.print_json(mapping, indent)
+    elif output_mode.current_mode().quiet:
         return
     elif table is not None:
-        from pipelines.reporting.terminal_table import printed
+        from pipelines.reporting.terminal_table import print_table
 
-        printed(table, lines)
+        print_table(table, lines)
     else:
         for line in lines:
             sys.stdout.write(f"{printable(str(line))}\n")
         sys.stdout.flush()
 
 
-def show(report: Report, out: Path) -> None:
-    """Print a run's report; nothing where all is to be quiet and no JSON is asked for."""
+def print_report(report: Report, out: Path) -> None:
+    """Print a run's report as JSON or as a table; nothing with `--quiet`."""
     from pipelines.reporting.terminal_table import show_report
 
-    if output_mode.manner().as_json:
-        output_mode.give(report.model_dump(mode="json"))
-    elif not output_mode.manner().quiet:
+    if output_mode.current_mode().as_json:
+        output_mode.print_json(report.model_dump(mode="json"))
+    elif not output_mode.current_mode().quiet:
         show_report(report, out)

@@ -1,4 +1,4 @@
-"""How a command answers: lines for people, or one JSON answer for which standard output is kept."""
+"""Output mode of a command: text, or JSON with standard output reserved for it."""
 
 from __future__ import annotations
 
@@ -15,60 +15,60 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Manner:
-    """What a command was asked to print."""
+class OutputMode:
+    """Options `--json` and `--quiet` of the running command."""
 
     as_json: bool = False
     quiet: bool = False
-    """Errors alone; an answer in JSON is printed all the same."""
-    given: bool = False
-    """Whether JSON was printed."""
+    """Print errors only; with `as_json` the JSON is printed all the same."""
+    json_printed: bool = False
+    """Whether the command has printed its JSON."""
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is told to people on the way."""
+        """Whether progress, notices and warnings are off."""
         return self.as_json or self.quiet
 
 
-_manner: ContextVar[Manner] = ContextVar("_manner")
-_answers: ContextVar[TextIO] = ContextVar("_answers")
-"""Standard output, while everything else is kept away from it."""
+_mode: ContextVar[OutputMode] = ContextVar("_mode")
+_json_stream: ContextVar[TextIO] = ContextVar("_json_stream")
+"""The real standard output, while file descriptor 1 is redirected to standard error."""
 
 
-def manner() -> Manner:
-    """Return how the command at hand answers; without one, in lines for people."""
-    return _manner.get(Manner())
+def current_mode() -> OutputMode:
+    """Return the running command's output mode; text if there is none."""
+    return _mode.get(OutputMode())
 
 
 @contextmanager
-def answering(asked: Manner) -> Iterator[None]:
-    """Let a command answer in some manner for a block."""
-    token = _manner.set(asked)
+def use_mode(mode: OutputMode) -> Iterator[None]:
+    """Set the output mode for a block."""
+    token = _mode.set(mode)
     try:
-        with _only_json() if asked.as_json else nullcontext():
+        with _reserve_stdout_for_json() if mode.as_json else nullcontext():
             yield
     finally:
-        _manner.reset(token)
+        _mode.reset(token)
 
 
 @contextmanager
-def _only_json() -> Iterator[None]:
-    """Keep standard output for the answer: what user code writes there goes to standard error."""
+def _reserve_stdout_for_json() -> Iterator[None]:
+    """Reserve standard output for JSON: what user code prints goes to standard error."""
     sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        token = _answers.set(answers)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as json_stream:
+        token = _json_stream.set(json_stream)
         os.dup2(2, 1)
         try:
             yield
         finally:
             sys.stdout.flush()
-            os.dup2(answers.fileno(), 1)
-            _answers.reset(token)
+            os.dup2(json_stream.fileno(), 1)
+            _json_stream.reset(token)
 
 
-def give(content: object, indent: int | None = 1) -> None:
-    """Write JSON where it was promised."""
-    stream = _answers.get(sys.stdout)
+def print_json(content: object, indent: int | None = 1) -> None:
+    """Write JSON to the real standard output."""
+    stream = _json_stream.get(sys.stdout)
     stream.write(json.dumps(content, indent=indent) + "\n")
     stream.flush()
-    manner().given = True
+    current_mode().json_printed = True

@@ -1,4 +1,4 @@
-"""How far a run is: bars on a terminal, plain lines elsewhere."""
+"""Progress of a run: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from compress.common.printable import printable
 from pipelines.system.jsonl_log import OWN_LOGGERS
-from pipelines.system.signals import insist
+from pipelines.system.signals import raise_if_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,13 +25,16 @@ SECONDS_BETWEEN_LINES = 3.0
 
 
 @contextmanager
-def shown(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
-    """Give a progress function and an announcer of one line per stage."""
+def show_progress(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
+    """Provide a progress function, and a function that prints one line per stage."""
     from pipelines.system.rich_output import PlainConsole
 
     console = PlainConsole(stderr=True)
     if quiet:
-        yield (lambda task, done, total, note="": insist()), (lambda line: insist())
+        yield (
+            (lambda task, done, total, note="": raise_if_stopped()),
+            (lambda line: raise_if_stopped()),
+        )
     elif console.is_terminal and not console.is_dumb_terminal:
         with _bars(console) as (progress, announce), _warnings(announce):
             yield progress, announce
@@ -41,7 +44,7 @@ def shown(quiet: bool) -> Iterator[tuple[Progress, Callable[[str], None]]]:
 
 
 class _Announcer(logging.Handler):
-    """Announces what is logged."""
+    """Log handler that prints warnings above the progress bars."""
 
     def __init__(self, announce: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -53,7 +56,7 @@ class _Announcer(logging.Handler):
 
 @contextmanager
 def _warnings(announce: Callable[[str], None]) -> Iterator[None]:
-    """Announce the toolkit's own warnings during a block, unless the log is shown in any case."""
+    """Print the toolkit's logged warnings during a block, unless `--debug` shows the log anyway."""
     if logging.getLogger().isEnabledFor(logging.WARNING):
         yield
         return
@@ -83,7 +86,7 @@ def _bars(console: Console) -> Iterator[tuple[Progress, Callable[[str], None]]]:
     with Progress(*columns, console=console, transient=True) as bars:
 
         def progress(task: str, done: int, total: int, note: str = "") -> None:
-            insist()
+            raise_if_stopped()
             if task not in tasks:
                 tasks[task] = bars.add_task(task, total=total, note=note)
             bars.update(tasks[task], completed=done, total=total, note=note)
@@ -91,7 +94,7 @@ def _bars(console: Console) -> Iterator[tuple[Progress, Callable[[str], None]]]:
                 bars.remove_task(tasks.pop(task))
 
         def announce(line: str) -> None:
-            insist()
+            raise_if_stopped()
             bars.console.print(printable(line))
 
         yield progress, announce
@@ -114,8 +117,8 @@ def _lines() -> Progress:
 
 
 def _say(line: str) -> None:
-    """Write a line on standard error; a reader that has gone, such as `head`, stops nothing."""
-    insist()
+    """Write a line on standard error; a closed pipe (`| head`) does not stop the run."""
+    raise_if_stopped()
     try:
         sys.stderr.write(f"{printable(line)}\n")
         sys.stderr.flush()

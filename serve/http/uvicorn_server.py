@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "pip install 'compress-pipeline[server]'"
+INSTALL = "pip install -e '.[server]'"
 REQUIREMENTS = tuple(
     Requirement(what=what, install=INSTALL)
     for what in ("uvicorn", "httptools", "uvloop", "prometheus_client")

@@ -40,7 +40,7 @@ class ImageInput(Settings):
     """What they are divided by then."""
 
     requirements: ClassVar[tuple[Requirement, ...]] = (
-        Requirement(what="PIL", install="pip install 'compress-pipeline[serve]'"),
+        Requirement(what="PIL", install="pip install -e '.[serve]'"),
     )
 
     def handler_settings(self, signature: Signature) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class TextInput(Settings):
     `attention_mask` and `token_type_ids`."""
 
     requirements: ClassVar[tuple[Requirement, ...]] = (
-        Requirement(what="tokenizers", install="pip install 'compress-pipeline[text]'"),
+        Requirement(what="tokenizers", install="pip install -e '.[text]'"),
     )
 
     def resolve_paths(self, folder: Path) -> Self:

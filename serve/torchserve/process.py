@@ -31,7 +31,7 @@ from serve.worker.loaders import THREADS_VARIABLE
 logger = logging.getLogger(__name__)
 
 JAVA_MISSING = "needs Java 17 (e.g. apt-get install openjdk-17-jre-headless)"
-TORCHSERVE_MISSING = "needs TorchServe: pip install 'compress-pipeline[serve]'"
+TORCHSERVE_MISSING = "needs TorchServe: pip install -e '.[serve]'"
 KILL_SECONDS = 1.0
 """How long killed processes may take to disappear."""
 POLL_SECONDS = 0.1

@@ -88,7 +88,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
             program=True,
             install="Java 17, e.g. apt-get install openjdk-17-jre-headless",
         ),
-        Requirement(what="ts", install="pip install 'compress-pipeline[serve]'"),
+        Requirement(what="ts", install="pip install -e '.[serve]'"),
     )
 
     @property

@@ -12,10 +12,10 @@ from rich.table import Table
 import cli
 from compress.artifacts.eager_model import EagerModel
 from compress.common.printable import CONTROL_CHARACTERS, escaped_json, printable
-from pipelines.reporting.terminal_table import printed
+from pipelines.reporting.terminal_table import print_table
 from pipelines.system.jsonl_log import LogFile
 from pipelines.system.rich_output import PlainConsole, PlainFormatter
-from pipelines.terminal.progress_bars import shown
+from pipelines.terminal.progress_bars import show_progress
 
 HOSTILE = "x\x1b[2J\x1b[32m✓ proven\n✓ proven: it answers\r\x9b1mgone\u202eneverp"
 FACTORY = f"""
@@ -91,7 +91,7 @@ def test_tables_take_no_markup_and_no_escapes(capfd: pytest.CaptureFixture[str])
         made.add_row("[bold]int8[/] :smile: \x1b[2J")
         return made
 
-    printed(table, ["a\x1b[2J [/red]\n✓ proven"])
+    print_table(table, ["a\x1b[2J [/red]\n✓ proven"])
     out = capfd.readouterr().out
     assert r"[bold]int8[/] :smile: \x1b[2J" in out
     assert "[/red]" in out.splitlines()[0]
@@ -107,7 +107,7 @@ def test_colours_of_ours_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_lines_take_no_escapes(capfd: pytest.CaptureFixture[str]) -> None:
-    with shown(quiet=False) as (progress, announce):
+    with show_progress(quiet=False) as (progress, announce):
         progress(HOSTILE, 1, 2, HOSTILE)
         announce(HOSTILE)
     err = capfd.readouterr().err
@@ -119,8 +119,8 @@ def test_log_lines_take_no_escapes(tmp_path: Path) -> None:
     try:
         raise ValueError(HOSTILE)
     except ValueError as error:
-        told = (type(error), error, error.__traceback__)
-    record = logging.LogRecord("a", logging.ERROR, "b", 1, "%s", (HOSTILE,), told)
+        exc_info = (type(error), error, error.__traceback__)
+    record = logging.LogRecord("a", logging.ERROR, "b", 1, "%s", (HOSTILE,), exc_info)
     assert not CONTROL_CHARACTERS.search(PlainFormatter().format(record))
     log = LogFile(tmp_path / "log.jsonl", "run", lambda: HOSTILE)
     log.emit(record)

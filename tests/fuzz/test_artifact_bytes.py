@@ -28,7 +28,7 @@ from compress.checkpoint.state_dict import in_memory
 from compress.common.errors import ArtifactInvalid, CompressError, cause_lines
 from compress.common.printable import CONTROL_CHARACTERS
 from compress.common.signature import Signature, TensorSpec
-from pipelines.commands.inspect import described
+from pipelines.commands.inspect import describe_artifact
 from serve.attestation import read_attestation, signed, statement_of, subjects_of
 from serve.packaging.provenance import digest_of
 from serve.torchserve.artifact import check_bare_mar
@@ -122,7 +122,7 @@ def test_a_changed_manifest_is_refused_by_who_knows_the_digest(
     folder = rewritten(eager, place, {MANIFEST: changed})
     try:
         found = Artifact.from_directory(folder)
-        assert list(described(found))
+        assert list(describe_artifact(found))
         found.verify()
     except CompressError as error:
         one_line(error)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from compress.common.errors import CompressError, cause_lines
 from compress.common.printable import CONTROL_CHARACTERS
 from pipelines import Pipeline
-from pipelines.commands.check import checked
+from pipelines.commands.check import check_pipeline
 from pipelines.config.registry import stages
 from tests.fuzz.mutations import changed_bytes, changed_value
 
@@ -90,7 +90,7 @@ def hold(file: Path, content: bytes) -> None:
     """Check a pipeline file as the command does, and what is then done with its settings."""
     file.write_bytes(content)
     try:
-        checked(file, models=False)
+        check_pipeline(file, models=False)
         pipeline = Pipeline.from_yaml(file)
         settings = pipeline.model_dump(mode="json", by_alias=True, exclude_unset=True)
         json.dumps([settings, *(s.own_settings() for s in pipeline.stages)], allow_nan=False)
@@ -107,7 +107,7 @@ def hold(file: Path, content: bytes) -> None:
 @pytest.mark.parametrize("text", TEXTS, ids=[*FILES, "more"])
 def test_the_files_that_are_changed_are_valid(file: Path, text: str) -> None:
     file.write_text(text)
-    checked(file, models=False)
+    check_pipeline(file, models=False)
 
 
 @pytest.mark.timeout(600)

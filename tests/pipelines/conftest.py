@@ -59,7 +59,7 @@ def measured_briefly() -> Iterator[None]:
         patch.setattr(compare_latency, "__defaults__", (0.001,))
         # So few calls are seldom sure.
         patch.setattr(quantiles, "WIDEST", math.inf)
-        patch.setattr(measurements, "SAME", math.inf)
+        patch.setattr(measurements, "SELF_SPEEDUP_TOLERANCE", math.inf)
         yield
 
 

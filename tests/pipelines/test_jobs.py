@@ -104,7 +104,7 @@ def test_nothing_is_evaluated_while_a_stage_runs(file, monkeypatch) -> None:
 
     def announce(line: str) -> None:
         name, _, what = line.partition(": ")
-        if what.startswith(("made in", "cached")):
+        if what.startswith(("ran in", "cached")):
             events.append(("judged", name))
 
     errors, report = run(file, "side", jobs=2, announce=announce)

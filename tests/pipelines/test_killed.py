@@ -48,7 +48,7 @@ def _killed(folder: Path, file: str, kills: int) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.timeout(60 + 20 * KILLS)
-def test_runs_killed_anywhere_end_as_one_that_nobody_killed(tmp_path) -> None:
+def test_runs_killed_anywhere_end_like_an_uninterrupted_one(tmp_path) -> None:
     found = _killed(tmp_path, FILE, KILLS)
     assert len(found["at"]) >= KILLS and found["completed"] >= 1
     assert found["resumed"] >= 1, "no training was taken up from a checkpoint"
@@ -58,6 +58,6 @@ def test_runs_killed_anywhere_end_as_one_that_nobody_killed(tmp_path) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.timeout(60 + 60 * KILLS)
 @pytest.mark.skipif(KILLS <= 50, reason="minutes; set KILLS above 50")
-def test_runs_killed_with_their_ranks_or_without_end_as_one_that_nobody_killed(tmp_path) -> None:
+def test_runs_killed_with_or_without_their_ranks_end_like_an_uninterrupted_one(tmp_path) -> None:
     found = _killed(tmp_path, RANKS, KILLS // 10)
     assert {"runner", "rank"} & set(found["struck"])

@@ -7,18 +7,18 @@ import pytest
 from safetensors.torch import load_file
 
 from compress.common.errors import PipelineInvalid
-from pipelines.commands.verify import prove
+from pipelines.commands.verify import verify_command
 from pipelines.reporting.html import render
-from pipelines.reporting.layer_sizes import sensitivities_of, sizes_of
-from pipelines.reporting.stage_rows import rows_of
-from pipelines.reporting.verification_page import as_text
+from pipelines.reporting.layer_sizes import layer_sensitivities, layer_sizes
+from pipelines.reporting.stage_rows import build_rows
+from pipelines.reporting.verification_page import render_proof
 from pipelines.results.schema import Report
 from serve.torchserve.answer_check import Proof, Replay
 
 
 def test_sizes_by_layer_are_those_of_the_sealed_weights(walked) -> None:
     report = Report.read(walked.out)
-    sizes = sizes_of(rows_of(report), walked.out)
+    sizes = layer_sizes(build_rows(report), walked.out)
     assert sizes.columns == ("train", "prune_channels")
     shown = {name: [cell.text for cell in cells] for name, cells in sizes.rows}
     for column, stage in enumerate(("train", "prune_channels")):
@@ -26,7 +26,7 @@ def test_sizes_by_layer_are_those_of_the_sealed_weights(walked) -> None:
         for layer in ("0", "2"):
             size = sum(t.nbytes for name, t in state.items() if name.startswith(f"{layer}."))
             assert shown[layer][column] == f"{size} B" or size >= 1000
-    assert sizes_of(rows_of(report), None) is None
+    assert layer_sizes(build_rows(report), None) is None
     assert "Sizes by layer: not known" in render(report)
 
 
@@ -38,7 +38,9 @@ def test_a_layer_that_a_stage_removed_is_said_to_be_gone(walked, tmp_path) -> No
         file = tmp_path / "artifacts" / stage / "weights.safetensors"
         file.parent.mkdir(parents=True)
         file.write_bytes(struct.pack("<Q", len(raw)) + raw)
-    shown = {n: [c.text for c in cells] for n, cells in sizes_of(rows_of(report), tmp_path).rows}
+    shown = {
+        n: [c.text for c in cells] for n, cells in layer_sizes(build_rows(report), tmp_path).rows
+    }
     assert shown == {"a": ["8 B", "gone"], "b": ["8 B", "8 B"], "all layers": ["16 B", "8 B"]}
 
 
@@ -51,14 +53,14 @@ def test_what_stages_measured_of_layers_is_shown_most_sensitive_first(walked) ->
         "harm_alone": {"block": {"points": 2.5, "distance": 0.1}},
         "refit": {"layers": {"w": [0.4, 0.1]}},
     }  # fmt: skip
-    rows = rows_of(report)
+    rows = build_rows(report)
     artifact = rows[0].report.artifact.model_copy(update={"facts": facts})
-    rows = rows_of(
+    rows = build_rows(
         report.model_copy(
             update={"stages": (report.stages[0].model_copy(update={"artifact": artifact}),)}
         )
     )
-    tables, crowded = sensitivities_of(rows)
+    tables, crowded = layer_sensitivities(rows)
     cells = [[(name, [c.text for c in row]) for name, row in table.rows] for table in tables]
     assert cells == [
         [("weak", ["10", "9"]), ("firm", ["40", "39"])],
@@ -67,13 +69,13 @@ def test_what_stages_measured_of_layers_is_shown_most_sensitive_first(walked) ->
         [("w", ["0.4", "0.1"])],
     ]
     assert not crowded
-    assert sensitivities_of(rows_of(report))[0], "prune_channels refits layers"
+    assert layer_sensitivities(build_rows(report))[0], "prune_channels refits layers"
 
 
 @pytest.mark.parametrize("ending", [".html", ".md", ".json", ".proof"])
 def test_a_proof_is_written_for_people_and_for_machines(walked, tmp_path, ending: str) -> None:
     file = tmp_path / f"train{ending}"
-    proof = prove(walked.out / "artifacts" / "train", report=file)
+    proof = verify_command(walked.out / "artifacts" / "train", report=file)
     text = file.read_text()
     if ending in (".json", ".proof"):
         assert Proof.model_validate_json(text) == proof
@@ -85,7 +87,7 @@ def test_a_proof_is_written_for_people_and_for_machines(walked, tmp_path, ending
 def test_a_proof_that_cannot_be_written_is_refused_before_anything_is_started(tmp_path) -> None:
     for file, found in ((tmp_path / "absent" / "p.md", "is no directory"), (tmp_path, "is there")):
         with pytest.raises(PipelineInvalid, match=rf"^--report .*{found}$"):
-            prove(tmp_path / "no archive", report=file)
+            verify_command(tmp_path / "no archive", report=file)
 
 
 @pytest.mark.parametrize("ending", [".html", ".md"])
@@ -94,11 +96,11 @@ def test_a_proof_says_what_was_not_shown_and_how_far_answers_differ(ending: str)
     fields = {"proven": ("it answers",), "unproven": ("the data: gone",)}
     fields |= {"served_by": "TorchServe", "replays": (replay,)}
     proof = Proof(kind="torchserve", sha256="0" * 64, **fields)
-    text = as_text(proof, "archive", ending)
+    text = render_proof(proof, "archive", ending)
     assert "one thing could not be shown" in text
     assert text.index("it answers") < text.index("Not proven") < text.index("the data: gone")
     assert "1.25e-07" in text
     assert ("&lt;probe&gt;" in text) is (ending == ".html")
     both = {"unproven": (*proof.unproven, "the code")}
-    assert "2 things could not be shown" in as_text(proof.model_copy(update=both), "a", ending)
-    assert "Not proven" not in as_text(proof.model_copy(update={"unproven": ()}), "a", ending)
+    assert "2 things could not be shown" in render_proof(proof.model_copy(update=both), "a", ending)
+    assert "Not proven" not in render_proof(proof.model_copy(update={"unproven": ()}), "a", ending)

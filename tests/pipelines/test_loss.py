@@ -9,7 +9,7 @@ from compress.artifacts.artifact import Artifact
 from compress.common.errors import PipelineInvalid
 from compress.data.splits import DataReference
 from pipelines import Pipeline
-from pipelines.commands.check import checked
+from pipelines.commands.check import check_pipeline
 from pipelines.results.schema import Report
 from tests.pipelines.conftest import Project
 
@@ -245,7 +245,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_trained(
 ) -> None:
     found = project(tmp_path, "mlp", data, task, stages)
     with pytest.raises(PipelineInvalid, match=reason):
-        checked(found.file, models=True)
+        check_pipeline(found.file, models=True)
     with pytest.raises(PipelineInvalid, match=reason):
         found.run()
     assert "train" not in found.ran()
@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_trained(
 def test_a_label_out_of_range_is_refused_before_anything_is_trained(tmp_path) -> None:
     found = project(tmp_path, "log_probabilities", "classes, arguments: {labels: 4}")
     with pytest.raises(PipelineInvalid, match="label 3 is out of range: the model has 3 classes"):
-        checked(found.file, models=True)
+        check_pipeline(found.file, models=True)
 
 
 @pytest.mark.parametrize(
@@ -266,17 +266,17 @@ def test_a_label_out_of_range_is_refused_before_anything_is_trained(tmp_path) ->
 )
 def test_outputs_that_are_probabilities_already_are_warned_of(tmp_path, model, data, mend) -> None:
     found = project(tmp_path, model, data)
-    (_, warning, _) = (line for line in checked(found.file, models=True).lines[1:])
+    (_, warning, _) = (line for line in check_pipeline(found.file, models=True).lines[1:])
     assert warning.startswith("warning: ")
     assert warning.endswith(
         f"takes logits, and the model's outputs look like probabilities; {mend}"
     )
     (tmp_path / "fine").mkdir()
     fine = project(tmp_path / "fine", "log_probabilities", "classes")
-    assert not any("warning" in line for line in checked(fine.file, models=True).lines)
+    assert not any("warning" in line for line in check_pipeline(fine.file, models=True).lines)
 
 
-def test_the_schema_tells_the_names(tmp_path) -> None:
+def test_the_schema_contains_the_names(tmp_path) -> None:
     file = Path(__file__).parents[2] / "pipelines" / "pipeline.schema.json"
     assert '"smooth_l1"' in file.read_text()
     found = project(tmp_path, "mlp", "numbers", "loss: smooth_l1")

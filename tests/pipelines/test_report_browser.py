@@ -11,8 +11,8 @@ import pytest
 
 from compress.common.errors import CompressError
 from pipelines.reporting.html import render
-from pipelines.reporting.stage_rows import rows_of
-from pipelines.reporting.verification_page import as_text
+from pipelines.reporting.stage_rows import build_rows
+from pipelines.reporting.verification_page import render_proof
 from pipelines.results.schema import Report
 from serve.torchserve.answer_check import Proof, Replay
 
@@ -79,13 +79,13 @@ def pages(walked, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     with pytest.raises(CompressError):
         project.run()
     report = Report.read(project.out)
-    assert {row.status for row in rows_of(report)} == STATUSES
+    assert {row.status for row in build_rows(report)} == STATUSES
     found["mixed"] = (project.out / "report.html").read_text()
     found["branches"] = render(_branches(Report.read(walked.out)), walked.out)
     replay = Replay(what="the recorded probe", samples=4, largest_difference=0.0)
     lines = {"proven": ("model.mar: sha256 " + "0" * 64,), "unproven": ("the validation split",)}
     proof = Proof(kind="torchserve", sha256="0" * 64, replays=(replay,), **lines)
-    found["proof"] = as_text(proof, "package_torchserve", ".html")
+    found["proof"] = render_proof(proof, "package_torchserve", ".html")
     return found
 
 

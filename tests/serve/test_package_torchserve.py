@@ -211,7 +211,7 @@ def test_without_torchserve_nothing_is_written(
     model: OnnxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(Unavailable, match=r"pip install 'compress-pipeline\[serve\]'"):
+    with pytest.raises(Unavailable, match=r"pip install -e '\.\[serve\]'"):
         PackageTorchServe()(model, Context(root=tmp_path / "mar"))
     assert not (tmp_path / "mar").exists()
 

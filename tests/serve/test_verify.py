@@ -17,8 +17,8 @@ from compress.core.run_history import History, PastStage
 from compress.data.splits import Splits
 from export.onnx.stage import ExportOnnx, OnnxModel
 from pipelines import Pipeline
-from pipelines.commands.verify import evidence_of, prove
-from pipelines.commands.verify_anchors import Given
+from pipelines.commands.verify import load_evidence, verify_command
+from pipelines.commands.verify_anchors import VerifierInputs
 from pipelines.runner.run import preview_run
 from serve.http.options import Options
 from serve.packaging.model_card import model_card
@@ -220,7 +220,9 @@ def test_without_java_the_handler_answers_alone_and_the_proof_says_so(
     archive: TorchServeArchive, tmp_path: Path
 ) -> None:
     sha256 = archive.manifest.files["model.mar"].sha256
-    proof = prove(archive.payload_path, Given(sha256.upper()), report=tmp_path / "proof.json")
+    proof = verify_command(
+        archive.payload_path, VerifierInputs(sha256.upper()), report=tmp_path / "proof.json"
+    )
     assert proof.served_by is not None and "without TorchServe" in proof.served_by
     assert [(r.what, r.samples) for r in proof.replays] == [("the recorded probe", 4)]
     assert proof.replays[0].largest_difference <= 1e-6
@@ -360,7 +362,7 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
     assert set(preview_run(pipeline, tmp_path / "two" / "out").values()) == {"cached"}
 
     monkeypatch.setenv("PATH", str(tmp_path))
-    proof = prove(mars[0].parent, replay=True)
+    proof = verify_command(mars[0].parent, replay=True)
     assert [(r.what, r.samples) for r in proof.replays] == [
         ("the recorded probe", 4),
         ("the validation split", 360),
@@ -376,21 +378,21 @@ def test_a_run_leaves_what_its_archive_is_proven_with(
     onnx.unlink()
     onnx.write_bytes(b"other")
     with pytest.raises(ArtifactInvalid, match=r"model\.onnx is not the file that was sealed"):
-        prove(mars[0].parent, replay=True)
+        verify_command(mars[0].parent, replay=True)
     shutil.rmtree(onnx.parent)
     code = tmp_path / "one" / "pipeline" / "models.py"
     code.write_text(code.read_text() + "\n# changed\n")
     with pytest.raises(ArtifactInvalid, match="the code of the input model was"):
-        prove(mars[0].parent, replay=True)
+        verify_command(mars[0].parent, replay=True)
     shutil.rmtree(code.parent)
-    proof = prove(mars[0].parent, replay=True)
+    proof = verify_command(mars[0].parent, replay=True)
     found, split = proof.unproven
     assert found == "onnx: not here" and "validation split: PipelineInvalid" in split
 
 
 def test_an_artifact_outside_a_run_has_no_evidence(archive: TorchServeArchive) -> None:
     for path in (archive.path, archive.payload_path):
-        assert evidence_of(path, replay=True) is None
+        assert load_evidence(path, replay=True) is None
 
 
 def test_code_that_a_foreign_folder_names_runs_only_where_it_is_asked_for(
@@ -409,8 +411,8 @@ def test_code_that_a_foreign_folder_names_runs_only_where_it_is_asked_for(
     (tmp_path / "run" / "lock.json").write_text(json.dumps(lock))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    proof = prove(folder)
+    proof = verify_command(folder)
     assert not (tmp_path / "ran").exists()
     assert "--replay does both, and runs the code" in proof.unproven[-1]
-    prove(folder, replay=True)
+    verify_command(folder, replay=True)
     assert (tmp_path / "ran").exists()

@@ -32,7 +32,7 @@ ONLY_FOR = {
 """Strategies that a setting is for; it is refused with any other."""
 
 DEEPSPEED = Requirement(
-    what="deepspeed", install="pip install 'compress-pipeline[deepspeed]', or use zero1 to zero3"
+    what="deepspeed", install="pip install -e '.[deepspeed]', or use zero1 to zero3"
 )
 
 

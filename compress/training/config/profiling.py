@@ -11,10 +11,8 @@ from compress.common.requirements import Requirement
 
 DEFAULT_TRACED_STEPS = 3
 TRACKER_REQUIREMENTS = {
-    "tensorboard": Requirement(
-        what="tensorboard", install="pip install 'compress-pipeline[tensorboard]'"
-    ),
-    "mlflow": Requirement(what="mlflow", install="pip install 'compress-pipeline[mlflow]'"),
+    "tensorboard": Requirement(what="tensorboard", install="pip install -e '.[tensorboard]'"),
+    "mlflow": Requirement(what="mlflow", install="pip install -e '.[mlflow]'"),
 }
 
 

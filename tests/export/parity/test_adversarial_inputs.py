@@ -25,7 +25,7 @@ from export.parity.adversarial_inputs import (
 )
 from export.parity.compare import ParityMismatch, check_parity
 from export.parity.float64_reference import Float64Reference
-from pipelines.system.error_context import named
+from pipelines.system.error_context import name_stage_in_errors
 from tests.export.builders import ROWS, network_of
 
 TEXT = Signature(
@@ -248,5 +248,8 @@ def test_a_disagreement_can_be_named_and_sent_to_another_process() -> None:
     error = ParityMismatch("they differ", "zeros", SEEN)
     sent = pickle.loads(pickle.dumps(error))
     assert (str(sent), sent.kind) == ("they differ", "zeros")
-    with pytest.raises(StageFailed, match=r"^onnx: they differ$"), named("onnx", Path()):
+    with (
+        pytest.raises(StageFailed, match=r"^onnx: they differ$"),
+        name_stage_in_errors("onnx", Path()),
+    ):
         raise error

@@ -1,4 +1,4 @@
-"""`compress init`: what it writes is valid, whatever the model; and what it is told wrongly."""
+"""`compress init`: it writes a valid file for each kind of model, and rejects wrong options."""
 
 import itertools
 from dataclasses import replace
@@ -12,9 +12,9 @@ from torch import nn
 
 from compress.common.errors import CompressError, PipelineInvalid
 from pipelines import Pipeline
-from pipelines.commands.check import checked
-from pipelines.commands.init import beginning, composed, draft, write_draft
-from pipelines.commands.init_advice import Family, Found, Goal, Target, family_of
+from pipelines.commands.check import check_pipeline
+from pipelines.commands.init import draft, initial_content, render_and_plan, write_draft
+from pipelines.commands.init_advice import Family, Goal, ModelTraits, Target, family_of
 from pipelines.commands.init_options import InitOptions, prompt_for_missing
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -73,14 +73,16 @@ def test_every_file_that_can_be_written_is_valid(
     file, seen = user / "pipeline.yaml", set()
     others = itertools.product(get_args(Goal), DATA, (True, False))
     for i, (goal, samples, trained) in enumerate(others):
-        wish = InitOptions(
+        options = InitOptions(
             "nets:mlp", ["hidden=4"], "x.pt", ["x=batch,4"], "nets:blobs", target, goal
         )
-        wish = wish if DATA[samples] else replace(wish, data=None, checkpoint=None)
+        options = options if DATA[samples] else replace(options, data=None, checkpoint=None)
         targets = (None, "labels", "numbers")[i % 3]
-        found = Found(family, (100, 10**7)[i % 2], trained, DATA[samples], targets)
+        found = ModelTraits(family, (100, 10**7)[i % 2], trained, DATA[samples], targets)
         # This reads the text again, and refuses what `compress check` does.
-        text, plan = composed(file, beginning(file, wish), wish, found, inferred=False)
+        text, plan = render_and_plan(
+            file, initial_content(file, options), options, found, inferred=False
+        )
         seen.add(plan.route)
         kernels = {getattr(planned.stage, "target", None) for planned in plan.stages} - {None}
         assert kernels <= {"inductor-cpu" if target == "aot" else "onnxruntime-cpu"}
@@ -90,7 +92,7 @@ def test_every_file_that_can_be_written_is_valid(
 
 
 @pytest.mark.parametrize(
-    ("folder", "wish", "road"),
+    ("folder", "options", "road"),
     [
         (
             "custom",
@@ -112,13 +114,13 @@ def test_every_file_that_can_be_written_is_valid(
     ],
 )
 def test_the_examples_get_stages_that_suit_them(
-    tmp_path: Path, folder: str, wish: InitOptions, road: tuple[str, ...]
+    tmp_path: Path, folder: str, options: InitOptions, road: tuple[str, ...]
 ) -> None:
     for file in (EXAMPLES / folder).glob("*.py"):
         (tmp_path / file.name).write_text(file.read_text())
-    found = write_draft(tmp_path / "pipeline.yaml", wish)
+    found = write_draft(tmp_path / "pipeline.yaml", options)
     assert found.stages == road
-    assert checked(tmp_path / "pipeline.yaml", models=False).content["valid"]
+    assert check_pipeline(tmp_path / "pipeline.yaml", models=False).content["valid"]
 
 
 def test_what_is_written_names_the_inputs_the_arguments_and_the_checkpoint(user: Path) -> None:
@@ -126,8 +128,8 @@ def test_what_is_written_names_the_inputs_the_arguments_and_the_checkpoint(user:
     nets = {"hidden": 6}
     torch.save(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).state_dict(), "w.pt")
     file = Path("pipelines/small.yaml")
-    wish = InitOptions("nets:mlp", ["hidden=6"], Path("w.pt"), data="nets:blobs", goal="smaller")
-    found = write_draft(file, wish)
+    options = InitOptions("nets:mlp", ["hidden=6"], Path("w.pt"), data="nets:blobs", goal="smaller")
+    found = write_draft(file, options)
     content = yaml.safe_load(file.read_text())
     assert content["code"] == ".."
     assert content["model"] == {
@@ -137,13 +139,16 @@ def test_what_is_written_names_the_inputs_the_arguments_and_the_checkpoint(user:
         "inputs": [{"name": "input", "shape": ["batch", 4]}],
     }
     assert found.stages == ("quantize_weights", "export_onnx")
-    assert checked(file, models=True).content["signature"]["inputs"][0]["shape"] == ["batch", 4]
+    assert check_pipeline(file, models=True).content["signature"]["inputs"][0]["shape"] == [
+        "batch",
+        4,
+    ]
 
     before = file.read_text()
     with pytest.raises(PipelineInvalid, match=r"exists and is not overwritten; .*--force"):
-        write_draft(file, replace(wish, goal="faster"))
+        write_draft(file, replace(options, goal="faster"))
     assert file.read_text() == before
-    write_draft(file, replace(wish, goal="faster"), force=True)
+    write_draft(file, replace(options, goal="faster"), force=True)
     assert "quantize_dynamic" in file.read_text()
 
 
@@ -169,7 +174,7 @@ def test_samples_without_classes_are_judged_by_the_first_models_labels(user: Pat
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("options", "message"),
     [
         (InitOptions(), "needs a model: --model module:callable"),
         (InitOptions("nets:mlp"), "needs what the model takes: --input"),
@@ -212,11 +217,11 @@ def test_samples_without_classes_are_judged_by_the_first_models_labels(user: Pat
         (InitOptions("nets:mlp", data="nets:absent"), "--data: .*no callable 'absent'"),
     ],
 )
-def test_what_is_told_wrongly_is_one_line_and_nothing_is_written(
-    user: Path, wish: InitOptions, message: str
+def test_a_wrong_option_is_one_line_and_nothing_is_written(
+    user: Path, options: InitOptions, message: str
 ) -> None:
     with pytest.raises(CompressError, match=message) as caught:
-        write_draft(user / "pipeline.yaml", wish)
+        write_draft(user / "pipeline.yaml", options)
     assert len(str(caught.value).splitlines()) == 1
     assert caught.value.exit_code == 2
     assert not (user / "pipeline.yaml").exists()
@@ -237,8 +242,8 @@ def test_what_is_missing_is_asked_for_and_wrong_answers_are_asked_again() -> Non
         check(answers[questions[-1]])
         return answers[questions[-1]]
 
-    wish = prompt_for_missing(InitOptions(), ask)
-    assert wish == InitOptions(
+    options = prompt_for_missing(InitOptions(), ask)
+    assert options == InitOptions(
         "nets:mlp", inputs=["x=batch,4", "y=batch,2:int64"], target="aot", goal="faster"
     )
     assert questions == [*answers]

@@ -16,7 +16,7 @@ from compress.common.signature import Signature, TensorSpec
 from compress.core.context import Context
 from compress.pruning.sensitivity_analysis import measure_sensitivity
 from pipelines import Pipeline
-from pipelines.commands.sensitivity import lines_below, measure, plot, table
+from pipelines.commands.sensitivity import lines_below, measure_and_write, plot, table
 
 NETS = """
 import torch
@@ -47,8 +47,8 @@ def model(tmp_path: Path):
 
 
 def test_families_are_cut_alone_and_ranked(model, tmp_path: Path) -> None:
-    told = []
-    context = Context(root=tmp_path / "out", progress=lambda *what: told.append(what))
+    updates = []
+    context = Context(root=tmp_path / "out", progress=lambda *what: updates.append(what))
     found = measure_sensitivity(model, context, ratios=(0.5, 0.75), latency=False)
     idle, used = found.families
     assert (idle.name, idle.channels, used.name) == ("first", 16, "second")
@@ -60,7 +60,7 @@ def test_families_are_cut_alone_and_ranked(model, tmp_path: Path) -> None:
     assert idle.points[0].macs == pytest.approx((4 * 8 + 8 * 8 + 8 * 3) / macs)
     assert found.judged_by == "outputs" and found.value is None
     assert found.pinned == {"third": "it is an output of the model"}
-    assert told[-1][:3] == ("sensitivity", 4, 4)
+    assert updates[-1][:3] == ("sensitivity", 4, 4)
 
 
 def test_harm_is_that_of_the_cut(model, tmp_path: Path) -> None:
@@ -84,16 +84,16 @@ def test_harm_is_that_of_the_cut(model, tmp_path: Path) -> None:
 def test_a_pipelines_model_is_measured_once_it_is_made(project) -> None:
     pipeline = Pipeline.from_yaml(project.file)
     with pytest.raises(StageFailed, match=r"reads 'train', which is not made yet \(runs .*--until"):
-        measure(pipeline, project.folder / "elsewhere", ratios=(0.5,))
+        measure_and_write(pipeline, project.folder / "elsewhere", ratios=(0.5,))
     before = {p.name for p in (project.out / "artifacts").iterdir()}
-    found = measure(pipeline, project.out, ratios=(0.5,), samples=40)
+    found = measure_and_write(pipeline, project.out, ratios=(0.5,), samples=40)
     assert {p.name for p in (project.out / "artifacts").iterdir()} == before
     (family,) = found.families
     (point,) = family.points
     assert (found.judged_by, found.metric, found.samples) == ("metric", "accuracy", 40)
     assert found.value > 0.5 and point.latency > 0 and family.channels == 32
-    told = json.loads((project.out / "sensitivity.json").read_text())
-    assert told == found.model_dump(mode="json")
+    written = json.loads((project.out / "sensitivity.json").read_text())
+    assert written == found.model_dump(mode="json")
     page = (project.out / "sensitivity.html").read_text()
     assert "<script" not in page and "http" not in page
     ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
@@ -108,10 +108,10 @@ def test_a_pipelines_model_is_measured_once_it_is_made(project) -> None:
 
 def test_a_wrong_ratio_is_refused(project) -> None:
     with pytest.raises(PipelineInvalid, match=r"--ratio 1.5: expected a fraction between 0 and 1"):
-        measure(Pipeline.from_yaml(project.file), project.out, ratios=(0.5, 1.5))
+        measure_and_write(Pipeline.from_yaml(project.file), project.out, ratios=(0.5, 1.5))
 
 
-def test_the_command_tells_people_and_machines(project, monkeypatch, capfd) -> None:
+def test_the_command_prints_text_and_json(project, monkeypatch, capfd) -> None:
     monkeypatch.chdir(project.folder)
     monkeypatch.setenv("NO_COLOR", "1")
     options = ["--out", "out", "--ratio", "0.25", "--ratio", "0.5", "--no-latency"]

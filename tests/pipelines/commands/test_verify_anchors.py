@@ -1,4 +1,4 @@
-"""An artifact whose manifest was written anew is told from the one that the run made."""
+"""`compress verify` detects artifacts whose manifest was rewritten after the run."""
 
 import base64
 import hashlib
@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from compress.artifacts.artifact import Artifact
 from compress.common.errors import ArtifactInvalid, PipelineInvalid, Unavailable
 from compress.common.strict_json import seal_of_run
-from pipelines.commands.verify import prove
-from pipelines.commands.verify_anchors import Given
+from pipelines.commands.verify import verify_command
+from pipelines.commands.verify_anchors import VerifierInputs
 from serve import attestation
 from serve.attestation import pae, read_attestation
 from serve.http.options import Options
@@ -62,7 +62,7 @@ def make_keys(file: Path) -> tuple[Path, Path]:
 
 def test_the_run_around_an_artifact_is_its_anchor(walked) -> None:
     for stage in STAGES:
-        proof = prove(walked.out / "artifacts" / stage)
+        proof = verify_command(walked.out / "artifacts" / stage)
         named = ("lock.json",) if stage == "source" else ("report.json", "lock.json")
         assert proof.anchors == named
         assert proof.unproven == ()
@@ -73,7 +73,7 @@ def test_the_run_around_an_artifact_is_its_anchor(walked) -> None:
 def test_an_artifact_under_a_new_manifest_is_refused_for_what_the_run_says(project, stage) -> None:
     forge(project.out / "artifacts" / stage)
     with pytest.raises(ArtifactInvalid, match=r"json names .*: it is not the artifact"):
-        prove(project.out / "artifacts" / stage)
+        verify_command(project.out / "artifacts" / stage)
 
 
 def test_what_was_made_of_it_is_an_anchor_where_the_records_were_changed_too(project) -> None:
@@ -83,22 +83,22 @@ def test_what_was_made_of_it_is_an_anchor_where_the_records_were_changed_too(pro
         file = project.out / name
         file.write_text(file.read_text().replace(before, after))
     with pytest.raises(ArtifactInvalid, match=r"lock\.json is not as the run wrote it"):
-        prove(folder)
+        verify_command(folder)
     report, lock = (json.loads((project.out / n).read_text()) for n in ("report.json", "lock.json"))
     del report["seal"]
     report["seal"] = seal_of_run(report, lock)
     (project.out / "report.json").write_text(json.dumps(report))
     with pytest.raises(ArtifactInvalid, match=r"export_onnx/manifest\.json names "):
-        prove(folder)
+        verify_command(folder)
 
 
 def test_what_it_was_made_of_is_held_against_its_lineage(project) -> None:
     artifacts = project.out / "artifacts"
     forge(artifacts / "train")
     with pytest.raises(ArtifactInvalid, match=r"train: has digest .*export_onnx/manifest"):
-        prove(artifacts / "export_onnx")
+        verify_command(artifacts / "export_onnx")
     shutil.rmtree(artifacts / "train")
-    proof = prove(artifacts / "export_onnx")
+    proof = verify_command(artifacts / "export_onnx")
     assert "2 of the 3 artifacts that it was made of are here, as sealed" in proof.proven
     assert proof.unproven == ("train: not here",)
     weights = artifacts / "source" / "weights.safetensors"
@@ -106,12 +106,12 @@ def test_what_it_was_made_of_is_held_against_its_lineage(project) -> None:
     weights.unlink()
     weights.write_bytes(changed)
     with pytest.raises(ArtifactInvalid, match=r"source: weights\.safetensors is not the file"):
-        prove(artifacts / "export_onnx")
+        verify_command(artifacts / "export_onnx")
 
 
 def test_without_an_anchor_it_says_so(walked, tmp_path: Path) -> None:
     alone = shutil.copytree(walked.out / "artifacts" / "train", tmp_path / "train")
-    proof = prove(alone)
+    proof = verify_command(alone)
     assert proof.anchors == ()
     assert (
         "an anchor: this shows only that the folder is consistent with its own" in proof.unproven[0]
@@ -122,16 +122,18 @@ def test_without_an_anchor_it_says_so(walked, tmp_path: Path) -> None:
 def test_any_artifact_is_anchored_by_a_hash_that_was_given(walked, tmp_path, stage: str) -> None:
     alone = shutil.copytree(walked.out / "artifacts" / stage, tmp_path / stage)
     artifact = Artifact.from_directory(alone)
-    whole = prove(alone, Given(artifact.digest.upper()))
+    whole = verify_command(alone, VerifierInputs(artifact.digest.upper()))
     assert whole.anchors == ("--sha256",) and whole.unproven == ()
-    payload = prove(alone, Given(artifact.manifest.files[artifact.payload_name].sha256))
+    payload = verify_command(
+        alone, VerifierInputs(artifact.manifest.files[artifact.payload_name].sha256)
+    )
     assert payload.anchors == ("--sha256",)
     assert f"only {artifact.payload_name} is named; give the digest" in payload.unproven[0]
     before = artifact.digest
     forge(alone)
-    prove(alone)  # it fits its own manifest
+    verify_command(alone)  # it fits its own manifest
     with pytest.raises(ArtifactInvalid, match="--sha256 names neither its digest"):
-        prove(alone, Given(before))
+        verify_command(alone, VerifierInputs(before))
     with pytest.raises(ArtifactInvalid, match=f"expected {before}, which is not the artifact's"):
         serve_artifact(alone, Options(sha256=before), None, print)
 
@@ -142,27 +144,27 @@ def test_a_signed_attestation_anchors_what_it_names_and_nothing_else(
     key, public = keys
     file = tmp_path / "train.intoto.json"
     alone = shutil.copytree(walked.out / "artifacts" / "export_onnx", tmp_path / "onnx")
-    prove(walked.out / "artifacts" / "export_onnx", attest=file, sign_key=key)
+    verify_command(walked.out / "artifacts" / "export_onnx", attest=file, sign_key=key)
     again = tmp_path / "again.json"
-    prove(walked.out / "artifacts" / "export_onnx", attest=again, sign_key=key)
+    verify_command(walked.out / "artifacts" / "export_onnx", attest=again, sign_key=key)
     assert again.read_bytes() == file.read_bytes()
-    proof = prove(alone, Given(attestation=file, key=public))
+    proof = verify_command(alone, VerifierInputs(attestation=file, key=public))
     assert proof.unproven == ()
     assert "signed by key" in proof.anchors[0] and "slsa.dev/provenance/v1" in proof.anchors[0]
-    unchecked = prove(alone, Given(attestation=file))
+    unchecked = verify_command(alone, VerifierInputs(attestation=file))
     assert "no signature was checked" in unchecked.unproven[0]
     _, other = make_keys(tmp_path / "other.pem")
     with pytest.raises(ArtifactInvalid, match=r"holds no signature of .*other"):
-        prove(alone, Given(attestation=file, key=other))
+        verify_command(alone, VerifierInputs(attestation=file, key=other))
     forge(alone)
     with pytest.raises(ArtifactInvalid, match="names neither its digest"):
-        prove(alone, Given(attestation=file, key=public))
+        verify_command(alone, VerifierInputs(attestation=file, key=public))
 
 
 def test_a_changed_attestation_is_refused(walked, tmp_path: Path, keys) -> None:
     key, public = keys
     file = tmp_path / "a.json"
-    prove(walked.out / "artifacts" / "train", attest=file, sign_key=key)
+    verify_command(walked.out / "artifacts" / "train", attest=file, sign_key=key)
     envelope = json.loads(file.read_text())
     statement = json.loads(base64.b64decode(envelope["payload"]))
     statement["subject"][0]["digest"]["sha256"] = "0" * 64
@@ -191,16 +193,16 @@ def test_keys_that_are_none_are_one_clear_line(walked, tmp_path: Path, keys, mon
     train, file = walked.out / "artifacts" / "train", tmp_path / "a.json"
     for wrong in (public, tmp_path / "absent", walked.file):
         with pytest.raises(PipelineInvalid, match=r"not a private key in PEM .*openssl genpkey"):
-            prove(train, attest=file, sign_key=wrong)
+            verify_command(train, attest=file, sign_key=wrong)
     assert not file.exists()
     with pytest.raises(PipelineInvalid, match=r"--sign-key: .* give --attest FILE too"):
-        prove(train, sign_key=key)
+        verify_command(train, sign_key=key)
     with pytest.raises(PipelineInvalid, match=r"--key: .* give --attestation FILE too"):
-        prove(train, Given(key=public))
+        verify_command(train, VerifierInputs(key=public))
     monkeypatch.setattr(attestation, "REQUIREMENT", attestation.REQUIREMENT.model_copy(
         update={"what": "no_such_library"}))  # fmt: skip
-    with pytest.raises(Unavailable, match=r"pip install 'compress-pipeline\[sign\]'"):
-        prove(train, attest=file, sign_key=key)
+    with pytest.raises(Unavailable, match=r"pip install -e '\.\[sign\]'"):
+        verify_command(train, attest=file, sign_key=key)
 
 
 def test_the_libraries_of_the_formats_authors_read_it(walked, tmp_path: Path, keys) -> None:
@@ -212,7 +214,7 @@ def test_the_libraries_of_the_formats_authors_read_it(walked, tmp_path: Path, ke
 
     key, public = keys
     file = tmp_path / "a.json"
-    proof = prove(walked.out / "artifacts" / "export_onnx", attest=file, sign_key=key)
+    proof = verify_command(walked.out / "artifacts" / "export_onnx", attest=file, sign_key=key)
     envelope = Envelope.from_dict(json.loads(file.read_text()))
     read = SSlibKey.from_crypto(serialization.load_pem_public_key(public.read_bytes()))
     read.keyid = next(iter(envelope.signatures))
@@ -244,14 +246,14 @@ def test_what_is_written_replaces_nothing_that_is_read_and_alters_no_artifact(
     key, folder = keys[0], walked.out / "artifacts" / "export_onnx"
     before = key.read_bytes()
     with pytest.raises(PipelineInvalid, match=r"--attest .* another option names that file"):
-        prove(folder, attest=key, sign_key=key)
+        verify_command(folder, attest=key, sign_key=key)
     assert key.read_bytes() == before
     both = tmp_path / "proof.json"
     with pytest.raises(PipelineInvalid, match=r"--attest .* another option names that file"):
-        prove(folder, report=both, attest=both)
+        verify_command(folder, report=both, attest=both)
     with pytest.raises(PipelineInvalid, match=r"--report .* it lies in an artifact"):
-        prove(folder, report=folder / "proof.html")
-    prove(folder)
+        verify_command(folder, report=folder / "proof.html")
+    verify_command(folder)
 
 
 def test_the_command_says_what_the_anchor_is_and_ends_with_two(project) -> None:

@@ -224,7 +224,7 @@ def test_options_and_explanations_take_the_names_of_branches(ran) -> None:
     }
 
 
-def test_the_report_tells_branches_apart(ran) -> None:
+def test_the_report_names_the_branch_of_each_stage(ran) -> None:
     report = Report.read(ran / "out")
     roads = {s.name: s.branch for s in report.stages}
     assert roads["export_torchscript-amount=0.5"] == ("source", "thin-amount=0.5")

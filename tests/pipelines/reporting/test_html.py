@@ -11,9 +11,15 @@ import pytest
 from rich.console import Console
 
 from pipelines.reporting.html import render
-from pipelines.reporting.html_page import folded
-from pipelines.reporting.provenance import links_of, source_of
-from pipelines.reporting.stage_rows import fronts_of, higher_is_better, hindrances, rows_of, shipped
+from pipelines.reporting.html_page import breakable
+from pipelines.reporting.provenance import proof_chain, source_hashes
+from pipelines.reporting.stage_rows import (
+    build_rows,
+    deployable_rows,
+    failure_reasons,
+    higher_is_better,
+    pareto_fronts,
+)
 from pipelines.reporting.terminal_table import stage_table
 from pipelines.reporting.training_curves import trainings_of
 from pipelines.results.measurements import Measurements
@@ -71,21 +77,24 @@ class Outline(HTMLParser):
         self.feed(page)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        told = dict(attributes)
+        attribute_values = dict(attributes)
         self.counts[tag] = self.counts.get(tag, 0) + 1
         if re.fullmatch("h[1-6]", tag):
             self.headings.append(int(tag[1]))
-        if "id" in told:
-            self.ids.append(told["id"])
+        if "id" in attribute_values:
+            self.ids.append(attribute_values["id"])
         if tag == "svg":
-            assert told.get("aria-hidden") == "true" or told.get("role") == "img"
-            self.named += (told.get("aria-labelledby") or "").split()
-        self.links += [told[key] for key in ("href", "src") if key in told]
+            assert (
+                attribute_values.get("aria-hidden") == "true"
+                or attribute_values.get("role") == "img"
+            )
+            self.named += (attribute_values.get("aria-labelledby") or "").split()
+        self.links += [attribute_values[key] for key in ("href", "src") if key in attribute_values]
 
 
 def test_trainings_are_those_that_the_stages_wrote_down(walked) -> None:
     report = Report.read(walked.out)
-    (training,) = trainings_of(rows_of(report), "accuracy")
+    (training,) = trainings_of(build_rows(report), "accuracy")
     history = report.stages[0].artifact.facts["history"]
     assert (training.name, training.epochs) == ("train", 3)
     assert training.loss == (history[0]["loss"], history[-1]["loss"])
@@ -95,20 +104,20 @@ def test_trainings_are_those_that_the_stages_wrote_down(walked) -> None:
 
 def test_the_chain_is_held_against_the_sealed_manifests(project) -> None:
     report = Report.read(project.out)
-    rows = rows_of(report)
-    assert [link.check for link in links_of(report, rows, project.out)] == ["agrees"] * 3
-    reads = [link.read for link in links_of(report, rows, project.out)]
+    rows = build_rows(report)
+    assert [link.check for link in proof_chain(report, rows, project.out)] == ["agrees"] * 3
+    reads = [link.read for link in proof_chain(report, rows, project.out)]
     assert reads[1:] == [stage.artifact.digest for stage in report.stages[:-1]]
-    assert source_of(report)["artifact, digest"] == reads[0]
-    assert source_of(report)["code, SHA-256"]
-    assert "none" in source_of(report)["checkpoint"]
+    assert source_hashes(report)["artifact, digest"] == reads[0]
+    assert source_hashes(report)["code, SHA-256"]
+    assert "none" in source_hashes(report)["checkpoint"]
 
     lied = report.stages[1].artifact.model_copy(update={"sha256": "0" * 64})
     stages = [s.model_copy(update={"artifact": lied}) if s.name == "prune_channels" else s
               for s in report.stages]  # fmt: skip
     changed = report.model_copy(update={"stages": tuple(stages)})
     (project.out / "artifacts/export_onnx/manifest.json").unlink()
-    links = links_of(changed, rows_of(changed), project.out)
+    links = proof_chain(changed, build_rows(changed), project.out)
     assert [link.check for link in links] == ["agrees", "differs", "not here"]
     assert "✗ differs" in render(changed, project.out)
 
@@ -117,9 +126,9 @@ def test_the_page_is_written_again_as_it_was(walked) -> None:
     assert render(Report.read(walked.out), walked.out) == (walked.out / "report.html").read_text()
 
 
-@pytest.mark.parametrize("told", [lambda r: r, broken, many])
-def test_every_table_and_plot_can_be_read_without_sight(walked, told) -> None:
-    page = render(told(Report.read(walked.out)), walked.out)
+@pytest.mark.parametrize("change", [lambda r: r, broken, many])
+def test_every_table_and_plot_can_be_read_without_sight(walked, change) -> None:
+    page = render(change(Report.read(walked.out)), walked.out)
     outline = Outline(page)
     assert outline.headings[0] == 1
     assert outline.headings.count(1) == 1
@@ -133,20 +142,20 @@ def test_every_table_and_plot_can_be_read_without_sight(walked, told) -> None:
     assert len(page) < 300_000
 
 
-def test_what_did_not_pass_is_told_first_and_has_rows(walked) -> None:
+def test_failures_come_first_on_the_page_and_have_rows(walked) -> None:
     report = broken(Report.read(walked.out))
-    rows = rows_of(report)
+    rows = build_rows(report)
     assert [row.number for row in rows] == list(range(1, 8))
     assert [row.status for row in rows[2:]] == ["passed", "refused", "failed", *["skipped"] * 2]
-    told = dict(hindrances(rows))
-    assert told["int8"] == "no <samples> left"
-    assert told["int8_onnx, mar"] == "skipped, as int8 did not pass"
-    assert "worse" in told
-    fronts = fronts_of(report, rows)
+    reasons = dict(failure_reasons(rows))
+    assert reasons["int8"] == "no <samples> left"
+    assert reasons["int8_onnx, mar"] == "skipped, as int8 did not pass"
+    assert "worse" in reasons
+    fronts = pareto_fronts(report, rows)
     assert {row.name for row in fronts.absent} == {"int8", "int8_onnx", "mar"}
     assert "worse" not in [row.name for row in (*fronts.by_size, *fronts.by_time)]
-    assert "worse" not in [row.name for row in shipped(rows, fronts, "train")]
-    assert "train" not in [row.name for row in shipped(rows, fronts, "train")]
+    assert "worse" not in [row.name for row in deployable_rows(rows, fronts, "train")]
+    assert "train" not in [row.name for row in deployable_rows(rows, fronts, "train")]
     page = render(report)
     assert "no &lt;samples&gt; left" in page
     before_stages = page.partition("<h2>Stages")[0]
@@ -154,45 +163,45 @@ def test_what_did_not_pass_is_told_first_and_has_rows(walked) -> None:
     for name in ("worse", "int8", "int8_onnx, mar"):
         assert f"<b>{name}</b>:" in before_stages
     for row in rows:
-        assert f"</span>{folded(row.name)}</th>" in page
+        assert f"</span>{breakable(row.name)}</th>" in page
 
 
 def test_the_members_of_the_fronts_are_named(walked) -> None:
     report = many(Report.read(walked.out))
-    rows = rows_of(report)
-    fronts = fronts_of(report, rows)
+    rows = build_rows(report)
+    fronts = pareto_fronts(report, rows)
     page = render(report)
     by_size = page.partition("On the front by size")[2].partition("</p>")[0]
     by_time = page.partition("On the front by latency")[2].partition("</p>")[0]
-    for told, members in ((by_size, fronts.by_size), (by_time, fronts.by_time)):
-        assert re.findall(r"<b>\d+ (.+?)</b>", told) == [row.name for row in members]
+    for paragraph, members in ((by_size, fronts.by_size), (by_time, fronts.by_time)):
+        assert re.findall(r"<b>\d+ (.+?)</b>", paragraph) == [row.name for row in members]
         assert len(members) > 1
     for row in rows:
         better = [m for m in fronts.by_size if m.metric >= row.metric]
         beaten = any(m.measured.bytes <= row.measured.bytes for m in better)
         assert beaten, row.name
-        assert row in fronts.by_size or "size" not in fronts.of(row)
+        assert row in fronts.by_size or "size" not in fronts.names_for(row)
 
 
-def test_no_front_is_invented_where_nobody_tells_the_direction(walked) -> None:
+def test_there_is_no_front_without_a_known_metric_direction(walked) -> None:
     report = Report.read(walked.out)
     assert higher_is_better(report) is True
-    for name, told, expected in (
+    for name, declared, expected in (
         ("loss", None, False),
         ("mine:metric", None, None),
         ("mine:metric", False, False),
     ):
-        spec = {"name": name, "arguments": {}, "higher_is_better": told}
+        spec = {"name": name, "arguments": {}, "higher_is_better": declared}
         lock = {**report.lock, "settings": {**report.lock["settings"], "metric": spec}}
         other = report.model_copy(update={"lock": lock})
         assert higher_is_better(other) is expected
         if expected is None:
-            assert "there is no front" in render(other)
+            assert "There is no front" in render(other)
 
 
 def test_what_an_older_run_did_not_keep_is_said_to_be_missing(walked) -> None:
     report = Report.read(walked.out)
-    for row in rows_of(report):
+    for row in build_rows(report):
         assert len(row.measured.latency_ms.ventiles) == 19
         assert row.measured.latency_ms.ventiles[9] == pytest.approx(
             row.measured.latency_ms.p50, rel=1e-3
@@ -206,7 +215,7 @@ def test_what_an_older_run_did_not_keep_is_said_to_be_missing(walked) -> None:
     lock = {k: v for k, v in report.lock.items() if k != "source"}
     old = Report.model_validate({**content, "lock": lock})
     page = render(old, walked.out)
-    assert "Not kept: nothing was measured" in page
+    assert "Not available: nothing was measured" in page
     assert "code, SHA-256" not in page
     content["stages"][0] = report.stages[0].model_dump(mode="json")
     assert ">not kept<" in render(Report.model_validate({**content, "lock": lock}), walked.out)
@@ -217,9 +226,9 @@ def test_a_metric_that_is_not_finite_is_in_no_plot(walked) -> None:
     m = report.stages[-1].measurements
     nan = m.model_copy(update={"metric": m.metric.model_copy(update={"value": math.nan})})
     last = report.stages[-1].model_copy(update={"measurements": nan})
-    told = report.model_copy(update={"stages": (*report.stages[:-1], last)})
-    assert [row.name for row in fronts_of(told, rows_of(told)).absent] == [last.name]
-    assert f"not measured: <b>3 {last.name}</b>" in render(told)
+    changed = report.model_copy(update={"stages": (*report.stages[:-1], last)})
+    assert [row.name for row in pareto_fronts(changed, build_rows(changed)).absent] == [last.name]
+    assert f"not measured: <b>3 {last.name}</b>" in render(changed)
 
 
 @pytest.mark.parametrize("value", [-1.11, 0.0, math.nan, math.inf, None])
@@ -261,10 +270,10 @@ def test_a_source_that_seems_faster_than_itself_has_no_speedup(walked) -> None:
 
 def test_a_run_without_gates_claims_no_verdict(walked) -> None:
     report = Report.read(walked.out)
-    assert "2 gates judged the artifacts below, and each of them passed." in render(report)
+    assert "2 gates checked the artifacts below, and each of them passed." in render(report)
     stages = tuple(stage.model_copy(update={"verdicts": ()}) for stage in report.stages)
     page = render(report.model_copy(update={"stages": stages}))
-    assert "No gate judged the artifacts below" in page
+    assert "No gate checked the artifacts below" in page
     assert "each of them passed" not in page
 
 

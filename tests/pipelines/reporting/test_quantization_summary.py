@@ -49,7 +49,7 @@ def timed(report: Report, **speedups: float) -> list[StageReport]:
     ]
 
 
-def told(report: Report) -> str:
+def terminal_text(report: Report) -> str:
     console = Console(width=200, file=io.StringIO())
     for line in closing_lines(report, Path()):
         console.print(line, soft_wrap=True)
@@ -66,7 +66,7 @@ def test_the_page_and_the_terminal_say_how_near_it_stays(report: Report) -> None
     page = render(report)
     for layer in found.layers:
         assert f"{layer.module} {layer.own_sqnr_db:.1f} dB" in page
-        assert f"{layer.module} {layer.own_sqnr_db:.1f} dB" in told(report)
+        assert f"{layer.module} {layer.own_sqnr_db:.1f} dB" in terminal_text(report)
     assert f"{found.metric.before:.4f} → {found.metric.after:.4f}" in page
     assert fidelity_of(report.stages[0]) is None
 
@@ -80,7 +80,7 @@ def test_the_page_and_the_terminal_say_which_labels_are_not_as_trained(report: R
     shown = report.model_copy(update={"stages": (*report.stages[:-2], trained)})
     line = "int8: 58 of 60 labels as trained; near-ties (margins below the last"
     assert line in render(shown)
-    assert line in told(shown)
+    assert line in terminal_text(shown)
     assert "as trained" not in render(report)
 
 
@@ -122,7 +122,7 @@ def test_a_slower_stage_is_in_the_first_line_of_the_page_and_the_last_of_the_ter
     slow = report.model_copy(update={"warnings": (line,)})
     body = render(slow).partition("<body>")[2]
     assert body.index(line) < body.index("✓ Passed") < body.index("<h2>")
-    assert told(slow).splitlines()[-2] == f"! {line}"
+    assert terminal_text(slow).splitlines()[-2] == f"! {line}"
     assert "slower" not in render(report.model_copy(update={"warnings": ()})).partition("<body>")[2]
 
 
@@ -137,10 +137,10 @@ def test_warnings_are_of_the_measured_figures(report: Report) -> None:
     assert Report.model_validate({**again.model_dump(), "lock": {}}).warnings == again.warnings
 
 
-def test_what_artifacts_warn_of_is_told_with_the_stages_name(report: Report) -> None:
+def test_warnings_of_artifacts_name_the_stage(report: Report) -> None:
     content = report.model_dump(mode="json", exclude={"warnings"})
     content["stages"][0]["artifact"]["facts"]["warnings"] = ["its format is deprecated"]
     again = Report.model_validate({**content, "lock": report.lock})
-    told = f"{report.stages[0].name}: its format is deprecated"
-    assert told in again.warnings
-    assert f"! {told}." in render(again)
+    warning = f"{report.stages[0].name}: its format is deprecated"
+    assert warning in again.warnings
+    assert f"! {warning}." in render(again)

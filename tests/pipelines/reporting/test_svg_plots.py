@@ -14,10 +14,10 @@ from pipelines.reporting.svg_plots import (
     Axis,
     Plot,
     Point,
-    curve,
-    pareto,
+    line_plot,
+    pareto_indices,
 )
-from pipelines.reporting.svg_plots import scatter as scattered
+from pipelines.reporting.svg_plots import scatter_plot as scattered
 
 
 def points(*pairs: tuple[float, float], refused: tuple[int, ...] = ()) -> list[Point]:
@@ -30,17 +30,21 @@ def scatter(found: list[Point], front: set[int]) -> Plot:
 
 def test_the_front_is_what_nothing_beats() -> None:
     found = points((1, 0.8), (2, 0.9), (3, 0.85), (2, 0.9), (0.5, 0.95))
-    assert pareto(found[:4], higher_is_better=True) == {0, 1, 3}, "equal points beat no other"
-    assert pareto(found, higher_is_better=True) == {4}
-    assert pareto(found[:4], higher_is_better=False) == {0}
-    assert pareto(points((1, 0.8), (1, 0.9), (2, 0.9)), higher_is_better=True) == {1}, "ties"
+    assert pareto_indices(found[:4], higher_is_better=True) == {0, 1, 3}, (
+        "equal points beat no other"
+    )
+    assert pareto_indices(found, higher_is_better=True) == {4}
+    assert pareto_indices(found[:4], higher_is_better=False) == {0}
+    assert pareto_indices(points((1, 0.8), (1, 0.9), (2, 0.9)), higher_is_better=True) == {1}, (
+        "ties"
+    )
     cheap = points((1, 0.8), (2, 0.9), (0.5, 0.95), refused=(2,))
-    assert pareto(cheap, higher_is_better=True) == {0, 1}, "what is refused beats nothing"
+    assert pareto_indices(cheap, higher_is_better=True) == {0, 1}, "what is refused beats nothing"
 
 
 def test_marks_stand_within_the_plot_and_labels_on_no_mark() -> None:
     found = points(*((10 ** (i / 5), math.sin(i)) for i in range(20)), refused=(3,))
-    plot = scatter(found, pareto(found, higher_is_better=True))
+    plot = scatter(found, pareto_indices(found, higher_is_better=True))
     for mark in plot.marks:
         assert LEFT <= mark.x <= RIGHT
         assert TOP <= mark.y <= FLOOR
@@ -85,15 +89,15 @@ def test_ticks_are_round(axis: Axis, ticks: list[float]) -> None:
 
 def test_a_curve_breaks_where_nothing_was_measured() -> None:
     values = [(0, None), (1, 3.0), (2, 2.0), (3, math.nan), (4, 1.0)]
-    plot = curve(values, title="loss", names=("epoch", "loss"), kept=4)
+    plot = line_plot(values, title="loss", names=("epoch", "loss"), kept=4)
     assert [len(part.split()) for part in plot.lines] == [2, 2]
     assert [mark.title for mark in plot.marks] == ["kept epoch 4: 1.0000"]
-    assert curve([(0, None)], title="", names=("", ""), kept=0) is None
+    assert line_plot([(0, None)], title="", names=("", ""), kept=0) is None
 
 
 def test_a_long_curve_is_thinned_and_keeps_the_kept_epoch_and_the_last() -> None:
     values = [(epoch, 1 / (epoch + 1)) for epoch in range(1001)]
-    plot = curve(values, title="", names=("epoch", "loss"), kept=337)
+    plot = line_plot(values, title="", names=("epoch", "loss"), kept=337)
     assert len(plot.lines[0].split()) <= DRAWN_POINTS + 2
     assert plot.marks
     assert plot.description.endswith("epoch 1000: 0.0010.")

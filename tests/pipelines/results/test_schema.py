@@ -8,8 +8,8 @@ from rich.console import Console
 from compress.common.errors import StageFailed
 from compress.core.gates import MaxDrop, MinMetric, rule_in_words, value_in_words
 from pipelines.reporting.html import render
-from pipelines.reporting.html_page import folded
-from pipelines.reporting.terminal_table import COLUMNS, DISPENSABLE, gate_lines, stage_table
+from pipelines.reporting.html_page import breakable
+from pipelines.reporting.terminal_table import COLUMNS, OPTIONAL_COLUMNS, gate_lines, stage_table
 from pipelines.results.schema import (
     Report,
     readable_bytes,
@@ -22,7 +22,7 @@ def test_the_page_is_self_contained_and_shows_every_figure(walked) -> None:
     assert not re.search(r'(src|href)="(https?:)?//', page)
     report = Report.read(walked.out)
     for stage in report.stages:
-        assert f"</span>{folded(stage.name)}</th>" in page
+        assert f"</span>{breakable(stage.name)}</th>" in page
         assert stage.artifact.sha256 in page
         assert f"{stage.measurements.speedup:.2f}×" in page
         for verdict in stage.verdicts:
@@ -90,7 +90,7 @@ def test_the_table_is_never_truncated(walked, width: int) -> None:
     header = "\n".join(text.splitlines()[1:4])
     expected = {"size", "smaller", "faster", "gates"}
     if width == 120:
-        expected = {*COLUMNS} - {"metric", *DISPENSABLE[:1]}
+        expected = {*COLUMNS} - {"metric", *OPTIONAL_COLUMNS[:1]}
     assert all(column in header for column in expected), text
     for stage in report.stages:
         assert re.search(rf"\b{stage.name}\b", text)
@@ -117,10 +117,10 @@ def test_a_failed_stage_has_its_row(project) -> None:
     assert "✗ prune_channels: " in (project.out / "report.html").read_text()
 
 
-def test_seconds_of_judging_are_told_apart(walked, project) -> None:
+def test_evaluation_seconds_are_reported_separately(walked, project) -> None:
     fresh = Report.read(walked.out).stages[-1]
     assert fresh.judged_seconds > 0
-    assert any(": made in" in line and ", judged in" in line for line in walked.said)
+    assert any(": ran in" in line and ", evaluated in" in line for line in walked.said)
     again = project.run().stages[-1]
     assert again.judged_seconds == 0
     assert not any("judged" in line for line in project.said)

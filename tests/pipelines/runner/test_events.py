@@ -256,7 +256,7 @@ def test_a_tracker_that_is_not_installed_is_refused_first(project, monkeypatch, 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == kind else find(n))
     project.file.write_text(project.file.read_text().replace("stages:", TRACKER % kind))
-    wanted = rf"small.yaml:6: tracker: needs {kind}, .*pip install 'compress-pipeline\[{kind}\]'"
+    wanted = rf"small.yaml:6: tracker: needs {kind}, .*pip install -e '\.\[{kind}\]'"
     with pytest.raises(Unavailable, match=wanted) as caught:
         build_plan(Pipeline.from_yaml(project.file))
     assert caught.value.exit_code == 4

@@ -12,7 +12,7 @@ from compress.core.loss import Loss
 from compress.core.metrics import Metric
 from compress.data.splits import Splits
 from pipelines import Pipeline
-from pipelines.commands.check import checked
+from pipelines.commands.check import check_pipeline
 from pipelines.planning.planner import build_plan
 from pipelines.planning.unjudged_losses import accuracy_drops, is_much
 from pipelines.reporting.terminal_table import closing_lines
@@ -102,7 +102,7 @@ ONNX = "name: onnx, stage: export_onnx"
 
 def advised(tmp_path, *stages: str) -> tuple[str, ...]:
     plan_of(tmp_path, *stages)
-    found = checked(tmp_path / "p.yaml", models=False)
+    found = check_pipeline(tmp_path / "p.yaml", models=False)
     assert tuple(found.content["warnings"]) == found.warnings
     return found.warnings
 

@@ -10,7 +10,7 @@ from compress.common.errors import GateRefused, StageFailed, cause_lines
 from pipelines import Pipeline
 from pipelines.commands.cache_miss import why
 from pipelines.planning.planner import build_plan
-from pipelines.reporting.stage_rows import rows_of
+from pipelines.reporting.stage_rows import build_rows
 from pipelines.reporting.terminal_table import closing_lines, stage_table
 from pipelines.results.comparison import compare
 from pipelines.results.schema import Report
@@ -143,8 +143,8 @@ def test_table_and_page_show_what_failed_and_what_was_skipped(branches) -> None:
     assert "skipped" in rows["lost"]
     order = ["source", "half", "script", "bare", "lost", "compared", "big", "bigger", "last"]
     assert list(rows) == order
-    assert [row.name for row in rows_of(report)] == order
-    assert [row.number for row in rows_of(report)] == list(range(9))
+    assert [row.name for row in build_rows(report)] == order
+    assert [row.number for row in build_rows(report)] == list(range(9))
     below = [str(line) for line in closing_lines(report, branches.out)]
     assert "– bigger: skipped, as big did not pass" in below
     assert any(line.startswith("✗ bare: ") for line in below)
@@ -202,7 +202,7 @@ def test_a_failure_before_an_interruption_stays_a_failure(
     branches = Branches(tmp_path)
     report = _interrupted(branches, at="last: running")
     assert {f.name: f.status for f in report.failures} == {"bare": "failed", "last": "interrupted"}
-    shown = {row.name: row.status for row in rows_of(report)}
+    shown = {row.name: row.status for row in build_rows(report)}
     assert (shown["bare"], shown["last"]) == ("failed", "interrupted")
     console = Console(width=120, file=io.StringIO())
     console.print(stage_table(report, console))

@@ -21,7 +21,7 @@ from compress.common import atomic_files
 from compress.common.atomic_files import remove, remove_leftovers, write_atomically
 from compress.common.errors import ArtifactInvalid, CompressError, PipelineInvalid
 from pipelines import Pipeline
-from pipelines.commands.report import rewrite
+from pipelines.commands.report import rerender_report
 from pipelines.results import schema as report_module
 from pipelines.results.schema import Report
 from pipelines.runner.run import preview_run
@@ -271,12 +271,12 @@ def test_a_run_that_is_killed_leaves_no_report_of_the_one_before(project) -> Non
     assert done.returncode == 0
     assert not (project.out / "report.json").exists()
     with pytest.raises(ArtifactInvalid, match="the last run ended before it could write a report"):
-        rewrite(project.out, print)
+        rerender_report(project.out, print)
     at_work = pytest.raises(ArtifactInvalid, match="a run is at work")
     with Store.locked(project.out / ".store", print), at_work:
-        rewrite(project.out, print)
+        rerender_report(project.out, print)
     assert project.run().status == "passed"
-    assert rewrite(project.out, print).status == "passed"
+    assert rerender_report(project.out, print).status == "passed"
 
 
 def test_a_report_that_cannot_be_written_is_shown(project, monkeypatch) -> None:
@@ -285,7 +285,7 @@ def test_a_report_that_cannot_be_written_is_shown(project, monkeypatch) -> None:
 
     monkeypatch.setattr(report_module, "write_atomically", refuse)
     said: list[str] = []
-    assert rewrite(project.out, said.append) == Report.read(project.out)
+    assert rerender_report(project.out, said.append) == Report.read(project.out)
     assert said == [f"{project.out}: the page is not written anew (Read-only file system)"]
 
 
@@ -293,9 +293,9 @@ def test_a_page_is_written_anew_only_where_no_run_is_at_work(project) -> None:
     page, said = project.out / "report.html", []
     page.write_text("old")
     with Store.locked(project.out / ".store", said.append):
-        report = rewrite(project.out, said.append)
+        report = rerender_report(project.out, said.append)
     assert page.read_text() == "old" and "a run is at work" in said.pop()
-    assert rewrite(project.out, said.append) == report
+    assert rerender_report(project.out, said.append) == report
     assert page.read_text() != "old" and not said
 
 

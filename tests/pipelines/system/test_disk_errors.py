@@ -14,7 +14,7 @@ def test_a_full_disk_is_said_with_path_and_remedy(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "a.json"))
 
 
-def test_the_free_space_told_is_that_of_the_disk_that_is_full(tmp_path: Path) -> None:
+def test_the_error_gives_the_free_space_of_the_full_disk(tmp_path: Path) -> None:
     full = tmp_path / "tmp"
     full.mkdir()
     expected = rf"MiB are free in {full};"

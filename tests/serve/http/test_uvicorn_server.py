@@ -339,7 +339,7 @@ def refused(artifact: Path, *options: str, before: str = "") -> subprocess.Compl
 def test_without_the_extra_the_error_says_what_to_install(artifact: Path) -> None:
     done = refused(artifact, before="import sys; sys.modules['uvicorn'] = None; ")
     assert done.returncode == 4
-    assert "compress-pipeline[server]" in done.stderr
+    assert "pip install -e '.[server]'" in done.stderr
     assert done.stdout == ""
 
 

@@ -111,7 +111,7 @@ def test_a_tracker_that_fails_gives_a_warning_and_training_continues(tmp_path, s
 def test_a_tracker_that_is_not_installed_is_refused_first(tmp_path, source, monkeypatch, tracker):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == tracker else find(n))
-    wanted = rf"needs {tracker}, which is not installed; pip install 'compress-pip.*\[{tracker}\]'"
+    wanted = rf"needs {tracker}, which is not installed; pip install -e '\.\[{tracker}\]'"
     with pytest.raises(Unavailable, match=wanted):
         run(source, context(tmp_path / "out"), profile={"tracker": tracker})
     assert not (tmp_path / "out.work").exists()
