@@ -1,6 +1,7 @@
 """Fixtures that several rooms share: the digits example, a small user project."""
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -73,6 +74,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how long the quick and the slow tests took, summed over all workers."""
+    seconds = Counter[str]()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds["slow" if "slow" in report.keywords else "quick"] += report.duration
+    for kind, total in seconds.items():
+        terminalreporter.write_line(f"{kind} tests: {total:.0f} s, summed over workers")
 
 
 @pytest.fixture(scope="session")
