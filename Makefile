@@ -13,7 +13,7 @@ CHILDREN ?= 2
 TIMES := .venv/times
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-# make soak   run the tests that want a quiet machine, one after the other
+# make soak   run the tests that take long or want a quiet machine, one after the other
 .PHONY: demo test tests soak fuzz lint docs mutation reference clean
 
 demo: .venv/demo
