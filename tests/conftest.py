@@ -50,12 +50,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     What may take long begins first, or one worker would end it while the others wait.
     """
-    groups = [_group(item) for item in items]
-    for item, group in zip(items, groups, strict=True):
+    work = Counter[str]()
+    for item in items:
+        group = _group(item)
         if group != item.nodeid:
             item.add_marker(pytest.mark.xdist_group(group))
-    sizes = Counter(groups)
-    items.sort(key=lambda item: (-_timeout(item), -sizes[_group(item)]))
+        work[group] += 10 if item.get_closest_marker("slow") else 1
+    items.sort(key=lambda item: (-_timeout(item), -work[_group(item)]))
 
 
 def _group(item: pytest.Item) -> str:
