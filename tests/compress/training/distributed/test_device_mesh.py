@@ -39,7 +39,12 @@ SOURCES = {
     "one head": {"heads": 1},
 }
 # One epoch of 3 steps; the trainings by AdamW have the second, and its order of the samples.
-SGD = {"data": "transformers_here:tokens", "clip_norm": 0.5, "epochs": 1}
+SGD = {
+    "data": "transformers_here:tokens",
+    "clip_norm": 0.5,
+    "epochs": 1,
+    "learning_rate": 0.02,
+}
 ADAMW = {
     "data": "transformers_here:tokens",
     "optimizer": "adamw",
