@@ -79,7 +79,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print how long the quick and the slow tests took, summed over all workers."""
-    seconds = Counter[str]()
+    seconds = {"quick": 0.0, "slow": 0.0}
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
             seconds["slow" if "slow" in report.keywords else "quick"] += report.duration
