@@ -1,5 +1,5 @@
 # make demo   set up .venv and run pipelines/quickstart.yaml
-# make test   set up .venv and run every check and test
+# make test   set up .venv, run every check and test, and print how long each part took
 # make fuzz   set up .venv and try 5000 changed inputs of each kind; FUZZ_EXAMPLES=… for more
 # make docs   set up .venv and build the site of docs/ in build/site
 # make reference   write docs/reference/ anew, after a setting or a command changed
@@ -10,17 +10,29 @@ BIN := .venv/bin
 # is that of tests/conftest.py: long tests first.
 WORKERS ?= -n 3 --dist loadgroup --no-loadscope-reorder
 CHILDREN ?= 2
+TIMES := .venv/times
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-# make soak   run the tests that want a quiet machine, one after the other
-.PHONY: demo test soak fuzz lint docs mutation reference clean
+# make soak   run the tests that take long or want a quiet machine, one after the other
+.PHONY: demo test tests soak fuzz lint docs mutation reference clean
 
 demo: .venv/demo
 	$(BIN)/compress run pipelines/quickstart.yaml
 
-test: lint docs
-	$(BIN)/pytest -q $(WORKERS)
-	$(BIN)/pytest -q $(WORKERS) -m 'slow and not soak'
+# Lint and docs use one core each, so beside one another; --output-sync keeps their output apart.
+test: .venv/dev
+	@rm -f $(TIMES)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target timed-lint timed-docs
+	@$(MAKE) --no-print-directory timed-tests
+	@cat $(TIMES)
+
+timed-%:
+	@begin=$$(date +%s); $(MAKE) --no-print-directory $* || exit; \
+	echo "$*: $$(($$(date +%s) - begin)) s" | tee -a $(TIMES)
+
+# Quick and slow tests in one run: the workers import and collect once.
+tests: .venv/dev
+	$(BIN)/pytest -q $(WORKERS) -m 'not soak'
 
 soak: .venv/dev
 	$(BIN)/pytest -q -m soak

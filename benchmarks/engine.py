@@ -46,8 +46,10 @@ def overhead(folder: Path) -> None:
     print("| quickstart | seconds | of the processor | stages | judging, test | the rest |")
     print("|---|---:|---:|---:|---:|---:|")
     for name in ("cold", "warm"):
-        seconds, processor, told = _run(COMMAND, "run", QUICKSTART, "--out", folder / "quickstart")
-        tested = float(told.rpartition("tested ")[2].split()[0])
+        seconds, processor, stderr = _run(
+            COMMAND, "run", QUICKSTART, "--out", folder / "quickstart"
+        )
+        tested = float(stderr.rpartition("tested ")[2].split()[0])
         report = json.loads((folder / "quickstart" / "report.json").read_text())
         made = sum(s["seconds"] for s in report["stages"] if not s["cached"])
         judged = tested + sum(s["judged_seconds"] for s in report["stages"])
@@ -62,7 +64,7 @@ def overhead(folder: Path) -> None:
 
 
 def _run(code: str, *arguments: str | Path) -> tuple[float, float, str]:
-    """Return the seconds of a new process, those of the processor, and what it told on stderr."""
+    """Return the seconds of a new process, those of the processor, and its stderr."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],

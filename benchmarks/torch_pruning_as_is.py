@@ -1,4 +1,4 @@
-"""What Torch-Pruning makes of a model that nobody has told it about, and whether that is right.
+"""What Torch-Pruning makes of a model without annotations, and whether the result is right.
 
 It is judged by its masked twin: the original with zeros wherever the pruned model has nothing left.
 Which entries are left is read from the weights: all of them are made different before, so that each

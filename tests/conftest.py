@@ -1,6 +1,7 @@
 """Fixtures that several rooms share: the digits example, a small user project."""
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -49,12 +50,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     What may take long begins first, or one worker would end it while the others wait.
     """
-    groups = [_group(item) for item in items]
-    for item, group in zip(items, groups, strict=True):
+    work = Counter[str]()
+    for item in items:
+        group = _group(item)
         if group != item.nodeid:
             item.add_marker(pytest.mark.xdist_group(group))
-    sizes = Counter(groups)
-    items.sort(key=lambda item: (-_timeout(item), -sizes[_group(item)]))
+        work[group] += 10 if item.get_closest_marker("slow") else 1
+    items.sort(key=lambda item: (-_timeout(item), -work[_group(item)]))
 
 
 def _group(item: pytest.Item) -> str:
@@ -73,6 +75,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how long the quick and the slow tests took, summed over all workers."""
+    seconds = {"quick": 0.0, "slow": 0.0}
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds["slow" if "slow" in report.keywords else "quick"] += report.duration
+    for kind, total in seconds.items():
+        terminalreporter.write_line(f"{kind} tests: {total:.0f} s, summed over workers")
 
 
 @pytest.fixture(scope="session")

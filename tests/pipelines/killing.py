@@ -65,8 +65,11 @@ class Killed:
         self.out.rename(self.whole)
 
     def kill(self, times: int) -> None:
-        """Kill runs, resuming each, and compare whenever one came to its end."""
-        while len(self.at) < times:
+        """Kill runs, resuming each, and compare whenever one came to its end.
+
+        More than `times` of them where none was killed so that a training had to resume.
+        """
+        while len(self.at) < times or not (self.resumed or len(self.at) >= 4 * times):
             if self.random.random() < 0.5:
                 ended = self.run(self.random.uniform(0, self.seconds / 2), NEVER)
             else:

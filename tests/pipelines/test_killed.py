@@ -12,6 +12,8 @@ from tests.pipelines.conftest import NETS
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("KILLS", "50"))
+"""How often `make soak` kills a run."""
+KILLS_IN_CI = 12
 SEED = int(os.environ.get("KILL_SEED", "8"))
 FILE = """\
 version: 1
@@ -47,17 +49,18 @@ def _killed(folder: Path, file: str, kills: int) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60 + 20 * KILLS)
-def test_runs_killed_anywhere_end_like_an_uninterrupted_one(tmp_path) -> None:
-    found = _killed(tmp_path, FILE, KILLS)
-    assert len(found["at"]) >= KILLS and found["completed"] >= 1
+@pytest.mark.timeout(60 + 20 * max(KILLS, KILLS_IN_CI))
+@pytest.mark.parametrize("kills", [KILLS_IN_CI, pytest.param(KILLS, marks=pytest.mark.soak)])
+def test_runs_killed_anywhere_end_like_an_uninterrupted_one(tmp_path, kills: int) -> None:
+    found = _killed(tmp_path, FILE, kills)
+    assert len(found["at"]) >= kills and found["completed"] >= 1
     assert found["resumed"] >= 1, "no training was taken up from a checkpoint"
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(60 + 60 * KILLS)
-@pytest.mark.skipif(KILLS <= 50, reason="minutes; set KILLS above 50")
 def test_runs_killed_with_or_without_their_ranks_end_like_an_uninterrupted_one(tmp_path) -> None:
     found = _killed(tmp_path, RANKS, KILLS // 10)
     assert {"runner", "rank"} & set(found["struck"])

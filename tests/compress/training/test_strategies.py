@@ -44,7 +44,8 @@ COMPRESSED = {
 }
 """What they leave out of a gradient is remembered, and goes on too."""
 RESUMED = {**{name: STRATEGIES[name] for name in OTHER}, **COMPRESSED}
-SGD = {"clip_norm": 0.1}
+# One epoch of 3 steps; the trainings by AdamW have the second, and its order of the samples.
+SGD = {"clip_norm": 0.1, "epochs": 1}
 ADAMW = {
     "optimizer": "adamw",
     "learning_rate": 1e-3,
@@ -70,7 +71,8 @@ def trainings(ranks):
     if ranks == 4:
         yield "sgd-hierarchical", {**SGD, "parallel": TWO_BY_TWO}
     if ranks == 2:
-        yield "few", {**SGD, "data": "nets:few", "batch_size": 64, "accumulate": 2}
+        few = {"data": "nets:few", "batch_size": 64, "accumulate": 2}
+        yield "few", {**SGD, **few, "epochs": 2}
         yield from trainings_that_go_on(adamw)
         yield "metric-loss", {**SGD, "metric": "loss", "parallel": FULL}
         yield "bf16", {**SGD, "precision": "bf16", "parallel": FULL}

@@ -38,7 +38,13 @@ SOURCES = {
     "hand": {"views": "by hand"},
     "one head": {"heads": 1},
 }
-SGD = {"data": "transformers_here:tokens", "clip_norm": 0.5}
+# One epoch of 3 steps; the trainings by AdamW have the second, and its order of the samples.
+SGD = {
+    "data": "transformers_here:tokens",
+    "clip_norm": 0.5,
+    "epochs": 1,
+    "learning_rate": 0.02,
+}
 ADAMW = {
     "data": "transformers_here:tokens",
     "optimizer": "adamw",
