@@ -316,7 +316,7 @@ def test_the_limit_of_quantize_mixed_is_in_points(tmp_path: Path, setting: str, 
 def test_memory_that_is_never_seen_is_refused_before_anything_runs(tmp_path: Path) -> None:
     gate = "gates: [{gate: max_memory, mebibytes: 9}]"
     (tmp_path / "p.yaml").write_text(f"{GOOD}  - stage: package_torchserve\n    {gate}\n")
-    refused = r"p\.yaml:12: .*\(max_memory\): cannot be measured: TorchServe answers"
+    refused = r"p\.yaml:12: .*\(max_memory\): cannot be measured: TorchServe runs"
     with pytest.raises(PipelineInvalid, match=refused):
         _load(tmp_path / "p.yaml")
 

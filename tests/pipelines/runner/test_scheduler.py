@@ -192,7 +192,7 @@ def _interrupted(branches: Branches, at: str) -> Report:
 
 
 def test_an_interruption_stops_every_branch_at_once(tmp_path) -> None:
-    report = _interrupted(Branches(tmp_path), at="half: made")
+    report = _interrupted(Branches(tmp_path), at="half: ran")
     assert not report.skipped
 
 
