@@ -1,4 +1,4 @@
-"""The road from Python: a module in memory becomes a pruned, parity-checked ONNX file.
+"""From Python: a module in memory becomes a pruned ONNX file, checked for parity.
 
 Run it anywhere: python examples/programmatic.py [FOLDER]
 """

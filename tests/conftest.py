@@ -1,4 +1,4 @@
-"""Fixtures that several rooms share: the digits example, a small user project."""
+"""Fixtures that several test folders share: the digits example, a small user project."""
 
 import gc
 import itertools

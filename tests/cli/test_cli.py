@@ -102,16 +102,16 @@ def written(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def walked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     """Return a folder in which the pipeline was run once, and what that said."""
-    user = written(tmp_path_factory.mktemp("walked"))
+    user = written(tmp_path_factory.mktemp("finished_run"))
     return user, compress("run", "small.yaml", cwd=user)
 
 
 @pytest.fixture
-def ran(walked: tuple[Path, Done], tmp_path: Path) -> Path:
+def ran(finished_run: tuple[Path, Done], tmp_path: Path) -> Path:
     """Return a copy of the folder in which the pipeline was run, store included."""
-    return shutil.copytree(walked[0], tmp_path / "user")
+    return shutil.copytree(finished_run[0], tmp_path / "user")
 
 
 def test_help_and_version_import_no_torch(tmp_path: Path) -> None:
@@ -159,8 +159,8 @@ def test_checking_a_valid_file_quickly_imports_no_torch(user: Path) -> None:
     assert json.loads(done.stdout)["signature"] is None
 
 
-def test_run_check_inspect_and_json(walked: tuple[Path, Done], called: Callable) -> None:
-    user, done = walked
+def test_run_check_inspect_and_json(finished_run: tuple[Path, Done], called: Callable) -> None:
+    user, done = finished_run
     assert done.returncode == 0, done.stderr
     assert "train: running (not run before)" in done.stderr
     assert "val accuracy" in done.stderr
@@ -187,7 +187,7 @@ def test_run_check_inspect_and_json(walked: tuple[Path, Done], called: Callable)
 
 
 def test_the_docs_list_the_keys_of_the_json(
-    walked: tuple[Path, Done],
+    finished_run: tuple[Path, Done],
     tmp_path: Path,
     called: Callable,
 ) -> None:
@@ -208,7 +208,7 @@ def test_the_docs_list_the_keys_of_the_json(
     page = (ROOT / "docs" / "cli.md").read_text()
     for name, arguments in commands.items():
         (row,) = re.findall(rf"^\| (?:`\w+`, )*`{name}`.*? \| (.*) \|", page, re.MULTILINE)[:1]
-        done = called(name, *arguments, "--json", cwd=walked[0])
+        done = called(name, *arguments, "--json", cwd=finished_run[0])
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         documented = set(re.findall("`([a-z_]+)`", row.partition(";")[0])) - {"null"}

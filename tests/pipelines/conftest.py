@@ -97,9 +97,9 @@ class Project:
 
 
 @pytest.fixture(scope="session")
-def walked(tmp_path_factory: pytest.TempPathFactory) -> Project:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """Return a project that has been run once; tests must not change it."""
-    folder = tmp_path_factory.mktemp("walked")
+    folder = tmp_path_factory.mktemp("finished_run")
     (folder / "nets.py").write_text(NETS)
     (folder / "small.yaml").write_text(FILE)
     project = Project(folder)
@@ -108,9 +108,9 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 @pytest.fixture
-def project(walked: Project, tmp_path: Path) -> Project:
+def project(finished_run: Project, tmp_path: Path) -> Project:
     """Return a copy of the project that was run once, store included."""
-    return Project(Path(shutil.copytree(walked.folder, tmp_path / "user")))
+    return Project(Path(shutil.copytree(finished_run.folder, tmp_path / "user")))
 
 
 @pytest.fixture(scope="module")

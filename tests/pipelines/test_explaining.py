@@ -59,11 +59,11 @@ def test_an_archive_is_packed_anew_where_what_it_says_of_the_checkpoint_changed(
     assert found[0] == found[1]
 
 
-def test_two_runs_are_compared_by_stage(project, walked) -> None:
-    assert compare(walked.out, walked.out).found == ()
+def test_two_runs_are_compared_by_stage(project, finished_run) -> None:
+    assert compare(finished_run.out, finished_run.out).found == ()
     project.edit("epochs: 3", "epochs: 4")
     project.run()
-    found = compare(walked.out, project.out)
+    found = compare(finished_run.out, project.out)
     asked = {d.what: (d.before, d.after) for d in found.asked}
     assert asked.pop("settings.stages.train.epochs") == (3, 4)
     assert not found.surroundings
@@ -72,16 +72,18 @@ def test_two_runs_are_compared_by_stage(project, walked) -> None:
     assert not {"status", "train.parameters"} & differing
 
 
-def test_a_stage_of_one_run_alone_is_shown_against_nothing(project, walked) -> None:
+def test_a_stage_of_one_run_alone_is_shown_against_nothing(project, finished_run) -> None:
     project.run(until="train")
-    rows = {what: (a, b) for what, a, b in map(row_of, compare(walked.out, project.out).found)}
+    rows = {
+        what: (a, b) for what, a, b in map(row_of, compare(finished_run.out, project.out).found)
+    }
     before, after = rows["export_onnx.bytes"]
     assert before.endswith("B")
     assert after == "–"
 
 
-def test_no_name_of_a_stage_and_no_second_gate_hides_a_difference(walked, tmp_path) -> None:
-    report = Report.read(walked.out)
+def test_no_name_of_a_stage_and_no_second_gate_hides_a_difference(finished_run, tmp_path) -> None:
+    report = Report.read(finished_run.out)
     export = report.stages[-1]
     (verdict,) = export.verdicts
     runs = {}
@@ -100,9 +102,9 @@ def test_no_name_of_a_stage_and_no_second_gate_hides_a_difference(walked, tmp_pa
     }
 
 
-def test_a_folder_without_a_report_is_named(walked, tmp_path) -> None:
+def test_a_folder_without_a_report_is_named(finished_run, tmp_path) -> None:
     with pytest.raises(ArtifactInvalid, match="holds no readable report"):
-        compare(walked.out, tmp_path)
+        compare(finished_run.out, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +116,14 @@ def test_a_folder_without_a_report_is_named(walked, tmp_path) -> None:
         ("lock.json", "7", "not iterable"),
     ],
 )
-def test_a_report_of_somebody_elses_is_one_line(walked, tmp_path, file, content, reason) -> None:
+def test_a_report_of_somebody_elses_is_one_line(
+    finished_run, tmp_path, file, content, reason
+) -> None:
     for name in ("report.json", "lock.json"):
-        shutil.copy(walked.out / name, tmp_path)
+        shutil.copy(finished_run.out / name, tmp_path)
     (tmp_path / file).write_text(content)
     with pytest.raises(ArtifactInvalid, match=f"holds no readable report .*{reason}") as error:
-        compare(walked.out, tmp_path)
+        compare(finished_run.out, tmp_path)
     assert "\n" not in str(error.value)
 
 

@@ -16,13 +16,13 @@ from pipelines.results.schema import Report
 from serve.torchserve.answer_check import Proof, Replay
 
 
-def test_sizes_by_layer_are_those_of_the_sealed_weights(walked) -> None:
-    report = Report.read(walked.out)
-    sizes = layer_sizes(build_rows(report), walked.out)
+def test_sizes_by_layer_are_those_of_the_sealed_weights(finished_run) -> None:
+    report = Report.read(finished_run.out)
+    sizes = layer_sizes(build_rows(report), finished_run.out)
     assert sizes.columns == ("train", "prune_channels")
     shown = {name: [cell.text for cell in cells] for name, cells in sizes.rows}
     for column, stage in enumerate(("train", "prune_channels")):
-        state = load_file(walked.out / "artifacts" / stage / "weights.safetensors")
+        state = load_file(finished_run.out / "artifacts" / stage / "weights.safetensors")
         for layer in ("0", "2"):
             size = sum(t.nbytes for name, t in state.items() if name.startswith(f"{layer}."))
             assert shown[layer][column] == f"{size} B" or size >= 1000
@@ -30,8 +30,8 @@ def test_sizes_by_layer_are_those_of_the_sealed_weights(walked) -> None:
     assert "Sizes by layer: not known" in render(report)
 
 
-def test_a_layer_that_a_stage_removed_is_said_to_be_gone(walked, tmp_path) -> None:
-    report = Report.read(walked.out)
+def test_a_layer_that_a_stage_removed_is_said_to_be_gone(finished_run, tmp_path) -> None:
+    report = Report.read(finished_run.out)
     for stage, layers in (("train", "ab"), ("prune_channels", "b")):
         header = {f"{n}.weight": {"data_offsets": [0, 8]} for n in layers}
         raw = json.dumps({"__metadata__": {}, **header}).encode()
@@ -44,8 +44,8 @@ def test_a_layer_that_a_stage_removed_is_said_to_be_gone(walked, tmp_path) -> No
     assert shown == {"a": ["8 B", "gone"], "b": ["8 B", "8 B"], "all layers": ["16 B", "8 B"]}
 
 
-def test_what_stages_measured_of_layers_is_shown_most_sensitive_first(walked) -> None:
-    report = Report.read(walked.out)
+def test_what_stages_measured_of_layers_is_shown_most_sensitive_first(finished_run) -> None:
+    report = Report.read(finished_run.out)
     facts = {
         "fidelity": {"layers": [{"module": m, "own_sqnr_db": v, "sqnr_db": v - 1} for m, v in
                                 (("firm", 40.0), ("weak", 10.0))]},
@@ -73,9 +73,11 @@ def test_what_stages_measured_of_layers_is_shown_most_sensitive_first(walked) ->
 
 
 @pytest.mark.parametrize("ending", [".html", ".md", ".json", ".proof"])
-def test_a_proof_is_written_for_people_and_for_machines(walked, tmp_path, ending: str) -> None:
+def test_a_proof_is_written_for_people_and_for_machines(
+    finished_run, tmp_path, ending: str
+) -> None:
     file = tmp_path / f"train{ending}"
-    proof = verify_command(walked.out / "artifacts" / "train", report=file)
+    proof = verify_command(finished_run.out / "artifacts" / "train", report=file)
     text = file.read_text()
     if ending in (".json", ".proof"):
         assert Proof.model_validate_json(text) == proof

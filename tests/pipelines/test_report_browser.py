@@ -70,10 +70,10 @@ def chromium(folder: Path, *options: str) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture(scope="module")
-def pages(walked, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def pages(finished_run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return pages of a run that passed, one with every kind of end, many branches, a proof."""
-    copied = Path(shutil.copytree(walked.folder, tmp_path_factory.mktemp("pages") / "user"))
-    project = type(walked)(copied)
+    copied = Path(shutil.copytree(finished_run.folder, tmp_path_factory.mktemp("pages") / "user"))
+    project = type(finished_run)(copied)
     found = {"passed": (project.out / "report.html").read_text()}
     project.file.write_text(project.file.read_text() + BRANCHES)
     with pytest.raises(CompressError):
@@ -81,7 +81,7 @@ def pages(walked, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     report = Report.read(project.out)
     assert {row.status for row in build_rows(report)} == STATUSES
     found["mixed"] = (project.out / "report.html").read_text()
-    found["branches"] = render(_branches(Report.read(walked.out)), walked.out)
+    found["branches"] = render(_branches(Report.read(finished_run.out)), finished_run.out)
     replay = Replay(what="the recorded probe", samples=4, largest_difference=0.0)
     lines = {"proven": ("model.mar: sha256 " + "0" * 64,), "unproven": ("the validation split",)}
     proof = Proof(kind="torchserve", sha256="0" * 64, replays=(replay,), **lines)

@@ -37,11 +37,13 @@ def trained(project):
 
 
 @pytest.mark.parametrize("name", [RECORD, ANSWERS])
-def test_no_flipped_bit_is_taken(walked, tmp_path, name) -> None:
+def test_no_flipped_bit_is_taken(finished_run, tmp_path, name) -> None:
     """Of each of 300 flips, seeded, either file is refused, and the refusal is said."""
-    folder = shutil.copytree(trained(walked), tmp_path / ".store" / trained(walked).name)
+    folder = shutil.copytree(
+        trained(finished_run), tmp_path / ".store" / trained(finished_run).name
+    )
     said: list[str] = []
-    store = Store(tmp_path / ".store", folder=walked.folder, announce=said.append)
+    store = Store(tmp_path / ".store", folder=finished_run.folder, announce=said.append)
     raw = (folder / name).read_bytes()
     parts = load_sealed((folder / RECORD).read_bytes())["parts"]
     question = json.loads(next(iter(load_sealed((folder / ANSWERS).read_bytes())["answers"])))
@@ -127,13 +129,13 @@ def test_a_record_and_its_figures_belong_to_one_artifact(project) -> None:
 
 
 @pytest.mark.parametrize("name", ["report.json", "lock.json"])
-def test_an_edited_report_is_neither_shown_nor_compared(project, walked, name) -> None:
+def test_an_edited_report_is_neither_shown_nor_compared(project, finished_run, name) -> None:
     file = project.out / name
     edited = file.read_text().replace('"status": "passed"', '"status": "failed"', 1)
     edited = edited if name == "report.json" else edited.replace('"seed": 0', '"seed": 1')
     assert edited != file.read_text()
     file.write_text(edited)
-    for reading in (Report.read, lambda out: compare(walked.out, out)):
+    for reading in (Report.read, lambda out: compare(finished_run.out, out)):
         with pytest.raises(ArtifactInvalid, match="is not as the run wrote it; run the pipeline"):
             reading(project.out)
 
@@ -156,9 +158,9 @@ def test_sealing_gives_back_what_was_sealed(content) -> None:
 
 
 def test_a_figure_is_measured_again_where_what_was_read_for_it_has_changed(
-    walked, tmp_path
+    finished_run, tmp_path
 ) -> None:
-    artifact = Artifact.from_directory(walked.out / "artifacts" / "train")
+    artifact = Artifact.from_directory(finished_run.out / "artifacts" / "train")
     weight, asked = tmp_path / "weight.txt", []
 
     def measure() -> float:

@@ -1,4 +1,4 @@
-"""The stages that remove blocks and single weights, walked from a file."""
+"""The stages that remove blocks and single weights, finished_run from a file."""
 
 from pathlib import Path
 

@@ -92,7 +92,7 @@ def test_every_file_that_can_be_written_is_valid(
 
 
 @pytest.mark.parametrize(
-    ("folder", "options", "road"),
+    ("folder", "options", "stages"),
     [
         (
             "custom",
@@ -114,12 +114,12 @@ def test_every_file_that_can_be_written_is_valid(
     ],
 )
 def test_the_examples_get_stages_that_suit_them(
-    tmp_path: Path, folder: str, options: InitOptions, road: tuple[str, ...]
+    tmp_path: Path, folder: str, options: InitOptions, stages: tuple[str, ...]
 ) -> None:
     for file in (EXAMPLES / folder).glob("*.py"):
         (tmp_path / file.name).write_text(file.read_text())
     found = write_draft(tmp_path / "pipeline.yaml", options)
-    assert found.stages == road
+    assert found.stages == stages
     assert check_pipeline(tmp_path / "pipeline.yaml", models=False).content["valid"]
 
 

@@ -60,9 +60,9 @@ def make_keys(file: Path) -> tuple[Path, Path]:
     return file, public
 
 
-def test_the_run_around_an_artifact_is_its_anchor(walked) -> None:
+def test_the_run_around_an_artifact_is_its_anchor(finished_run) -> None:
     for stage in STAGES:
-        proof = verify_command(walked.out / "artifacts" / stage)
+        proof = verify_command(finished_run.out / "artifacts" / stage)
         named = ("lock.json",) if stage == "source" else ("report.json", "lock.json")
         assert proof.anchors == named
         assert proof.unproven == ()
@@ -109,8 +109,8 @@ def test_what_it_was_made_of_is_held_against_its_lineage(project) -> None:
         verify_command(artifacts / "export_onnx")
 
 
-def test_without_an_anchor_it_says_so(walked, tmp_path: Path) -> None:
-    alone = shutil.copytree(walked.out / "artifacts" / "train", tmp_path / "train")
+def test_without_an_anchor_it_says_so(finished_run, tmp_path: Path) -> None:
+    alone = shutil.copytree(finished_run.out / "artifacts" / "train", tmp_path / "train")
     proof = verify_command(alone)
     assert proof.anchors == ()
     assert (
@@ -119,8 +119,10 @@ def test_without_an_anchor_it_says_so(walked, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_any_artifact_is_anchored_by_a_hash_that_was_given(walked, tmp_path, stage: str) -> None:
-    alone = shutil.copytree(walked.out / "artifacts" / stage, tmp_path / stage)
+def test_any_artifact_is_anchored_by_a_hash_that_was_given(
+    finished_run, tmp_path, stage: str
+) -> None:
+    alone = shutil.copytree(finished_run.out / "artifacts" / stage, tmp_path / stage)
     artifact = Artifact.from_directory(alone)
     whole = verify_command(alone, VerifierInputs(artifact.digest.upper()))
     assert whole.anchors == ("--sha256",) and whole.unproven == ()
@@ -139,14 +141,14 @@ def test_any_artifact_is_anchored_by_a_hash_that_was_given(walked, tmp_path, sta
 
 
 def test_a_signed_attestation_anchors_what_it_names_and_nothing_else(
-    walked, tmp_path: Path, keys
+    finished_run, tmp_path: Path, keys
 ) -> None:
     key, public = keys
     file = tmp_path / "train.intoto.json"
-    alone = shutil.copytree(walked.out / "artifacts" / "export_onnx", tmp_path / "onnx")
-    verify_command(walked.out / "artifacts" / "export_onnx", attest=file, sign_key=key)
+    alone = shutil.copytree(finished_run.out / "artifacts" / "export_onnx", tmp_path / "onnx")
+    verify_command(finished_run.out / "artifacts" / "export_onnx", attest=file, sign_key=key)
     again = tmp_path / "again.json"
-    verify_command(walked.out / "artifacts" / "export_onnx", attest=again, sign_key=key)
+    verify_command(finished_run.out / "artifacts" / "export_onnx", attest=again, sign_key=key)
     assert again.read_bytes() == file.read_bytes()
     proof = verify_command(alone, VerifierInputs(attestation=file, key=public))
     assert proof.unproven == ()
@@ -161,10 +163,10 @@ def test_a_signed_attestation_anchors_what_it_names_and_nothing_else(
         verify_command(alone, VerifierInputs(attestation=file, key=public))
 
 
-def test_a_changed_attestation_is_refused(walked, tmp_path: Path, keys) -> None:
+def test_a_changed_attestation_is_refused(finished_run, tmp_path: Path, keys) -> None:
     key, public = keys
     file = tmp_path / "a.json"
-    verify_command(walked.out / "artifacts" / "train", attest=file, sign_key=key)
+    verify_command(finished_run.out / "artifacts" / "train", attest=file, sign_key=key)
     envelope = json.loads(file.read_text())
     statement = json.loads(base64.b64decode(envelope["payload"]))
     statement["subject"][0]["digest"]["sha256"] = "0" * 64
@@ -188,10 +190,12 @@ def test_a_changed_attestation_is_refused(walked, tmp_path: Path, keys) -> None:
             read_attestation(file, None)
 
 
-def test_keys_that_are_none_are_one_clear_line(walked, tmp_path: Path, keys, monkeypatch) -> None:
+def test_keys_that_are_none_are_one_clear_line(
+    finished_run, tmp_path: Path, keys, monkeypatch
+) -> None:
     key, public = keys
-    train, file = walked.out / "artifacts" / "train", tmp_path / "a.json"
-    for wrong in (public, tmp_path / "absent", walked.file):
+    train, file = finished_run.out / "artifacts" / "train", tmp_path / "a.json"
+    for wrong in (public, tmp_path / "absent", finished_run.file):
         with pytest.raises(PipelineInvalid, match=r"not a private key in PEM .*openssl genpkey"):
             verify_command(train, attest=file, sign_key=wrong)
     assert not file.exists()
@@ -205,7 +209,7 @@ def test_keys_that_are_none_are_one_clear_line(walked, tmp_path: Path, keys, mon
         verify_command(train, attest=file, sign_key=key)
 
 
-def test_the_libraries_of_the_formats_authors_read_it(walked, tmp_path: Path, keys) -> None:
+def test_the_libraries_of_the_formats_authors_read_it(finished_run, tmp_path: Path, keys) -> None:
     from google.protobuf.json_format import Parse
     from in_toto_attestation.v1.statement import Statement
     from in_toto_attestation.v1.statement_pb2 import Statement as StatementMessage
@@ -214,7 +218,9 @@ def test_the_libraries_of_the_formats_authors_read_it(walked, tmp_path: Path, ke
 
     key, public = keys
     file = tmp_path / "a.json"
-    proof = verify_command(walked.out / "artifacts" / "export_onnx", attest=file, sign_key=key)
+    proof = verify_command(
+        finished_run.out / "artifacts" / "export_onnx", attest=file, sign_key=key
+    )
     envelope = Envelope.from_dict(json.loads(file.read_text()))
     read = SSlibKey.from_crypto(serialization.load_pem_public_key(public.read_bytes()))
     read.keyid = next(iter(envelope.signatures))
@@ -236,14 +242,16 @@ def test_the_libraries_of_the_formats_authors_read_it(walked, tmp_path: Path, ke
         "resolvedDependencies",
     }
     materials = predicate["buildDefinition"]["resolvedDependencies"]
-    lineage = Artifact.from_directory(walked.out / "artifacts" / "export_onnx").manifest.lineage
+    lineage = Artifact.from_directory(
+        finished_run.out / "artifacts" / "export_onnx"
+    ).manifest.lineage
     assert [m["digest"]["sha256"] for m in materials] == [s.inputs["input"] for s in lineage]
 
 
 def test_what_is_written_replaces_nothing_that_is_read_and_alters_no_artifact(
-    walked, tmp_path: Path, keys
+    finished_run, tmp_path: Path, keys
 ) -> None:
-    key, folder = keys[0], walked.out / "artifacts" / "export_onnx"
+    key, folder = keys[0], finished_run.out / "artifacts" / "export_onnx"
     before = key.read_bytes()
     with pytest.raises(PipelineInvalid, match=r"--attest .* another option names that file"):
         verify_command(folder, attest=key, sign_key=key)

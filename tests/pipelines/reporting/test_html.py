@@ -92,8 +92,8 @@ class Outline(HTMLParser):
         self.links += [attribute_values[key] for key in ("href", "src") if key in attribute_values]
 
 
-def test_trainings_are_those_that_the_stages_wrote_down(walked) -> None:
-    report = Report.read(walked.out)
+def test_trainings_are_those_that_the_stages_wrote_down(finished_run) -> None:
+    report = Report.read(finished_run.out)
     (training,) = trainings_of(build_rows(report), "accuracy")
     history = report.stages[0].artifact.facts["history"]
     assert (training.name, training.epochs) == ("train", 3)
@@ -122,13 +122,16 @@ def test_the_chain_is_held_against_the_sealed_manifests(project) -> None:
     assert "✗ differs" in render(changed, project.out)
 
 
-def test_the_page_is_written_again_as_it_was(walked) -> None:
-    assert render(Report.read(walked.out), walked.out) == (walked.out / "report.html").read_text()
+def test_the_page_is_written_again_as_it_was(finished_run) -> None:
+    assert (
+        render(Report.read(finished_run.out), finished_run.out)
+        == (finished_run.out / "report.html").read_text()
+    )
 
 
 @pytest.mark.parametrize("change", [lambda r: r, broken, many])
-def test_every_table_and_plot_can_be_read_without_sight(walked, change) -> None:
-    page = render(change(Report.read(walked.out)), walked.out)
+def test_every_table_and_plot_can_be_read_without_sight(finished_run, change) -> None:
+    page = render(change(Report.read(finished_run.out)), finished_run.out)
     outline = Outline(page)
     assert outline.headings[0] == 1
     assert outline.headings.count(1) == 1
@@ -142,8 +145,8 @@ def test_every_table_and_plot_can_be_read_without_sight(walked, change) -> None:
     assert len(page) < 300_000
 
 
-def test_failures_come_first_on_the_page_and_have_rows(walked) -> None:
-    report = broken(Report.read(walked.out))
+def test_failures_come_first_on_the_page_and_have_rows(finished_run) -> None:
+    report = broken(Report.read(finished_run.out))
     rows = build_rows(report)
     assert [row.number for row in rows] == list(range(1, 8))
     assert [row.status for row in rows[2:]] == ["passed", "refused", "failed", *["skipped"] * 2]
@@ -166,8 +169,8 @@ def test_failures_come_first_on_the_page_and_have_rows(walked) -> None:
         assert f"</span>{breakable(row.name)}</th>" in page
 
 
-def test_the_members_of_the_fronts_are_named(walked) -> None:
-    report = many(Report.read(walked.out))
+def test_the_members_of_the_fronts_are_named(finished_run) -> None:
+    report = many(Report.read(finished_run.out))
     rows = build_rows(report)
     fronts = pareto_fronts(report, rows)
     page = render(report)
@@ -183,8 +186,8 @@ def test_the_members_of_the_fronts_are_named(walked) -> None:
         assert row in fronts.by_size or "size" not in fronts.names_for(row)
 
 
-def test_there_is_no_front_without_a_known_metric_direction(walked) -> None:
-    report = Report.read(walked.out)
+def test_there_is_no_front_without_a_known_metric_direction(finished_run) -> None:
+    report = Report.read(finished_run.out)
     assert higher_is_better(report) is True
     for name, declared, expected in (
         ("loss", None, False),
@@ -199,8 +202,8 @@ def test_there_is_no_front_without_a_known_metric_direction(walked) -> None:
             assert "There is no front" in render(other)
 
 
-def test_what_an_older_run_did_not_keep_is_said_to_be_missing(walked) -> None:
-    report = Report.read(walked.out)
+def test_what_an_older_run_did_not_keep_is_said_to_be_missing(finished_run) -> None:
+    report = Report.read(finished_run.out)
     for row in build_rows(report):
         assert len(row.measured.latency_ms.ventiles) == 19
         assert row.measured.latency_ms.ventiles[9] == pytest.approx(
@@ -214,15 +217,17 @@ def test_what_an_older_run_did_not_keep_is_said_to_be_missing(walked) -> None:
         del measured["speedup_blocks"], measured["latency_ms"]["ventiles"]
     lock = {k: v for k, v in report.lock.items() if k != "source"}
     old = Report.model_validate({**content, "lock": lock})
-    page = render(old, walked.out)
+    page = render(old, finished_run.out)
     assert "Not available: nothing was measured" in page
     assert "code, SHA-256" not in page
     content["stages"][0] = report.stages[0].model_dump(mode="json")
-    assert ">not kept<" in render(Report.model_validate({**content, "lock": lock}), walked.out)
+    assert ">not kept<" in render(
+        Report.model_validate({**content, "lock": lock}), finished_run.out
+    )
 
 
-def test_a_metric_that_is_not_finite_is_in_no_plot(walked) -> None:
-    report = Report.read(walked.out)
+def test_a_metric_that_is_not_finite_is_in_no_plot(finished_run) -> None:
+    report = Report.read(finished_run.out)
     m = report.stages[-1].measurements
     nan = m.model_copy(update={"metric": m.metric.model_copy(update={"value": math.nan})})
     last = report.stages[-1].model_copy(update={"measurements": nan})
@@ -232,17 +237,17 @@ def test_a_metric_that_is_not_finite_is_in_no_plot(walked) -> None:
 
 
 @pytest.mark.parametrize("value", [-1.11, 0.0, math.nan, math.inf, None])
-def test_impossible_figures_of_an_older_run_are_not_shown(walked, value) -> None:
+def test_impossible_figures_of_an_older_run_are_not_shown(finished_run, value) -> None:
     """An older version extrapolated from few calls; JSON has null for NaN."""
-    content = Report.read(walked.out).model_dump(mode="json")
+    content = Report.read(finished_run.out).model_dump(mode="json")
     for found in (content["baseline"], *(stage["measurements"] for stage in content["stages"])):
         found |= {"speedup": value, "speedup_interval": [value, value]}
         found |= {"speedup_blocks": [value or -1.0, 1.0]}
         found["latency_ms"] |= {"p50": value, "p95": value, "ventiles": [value or -1.0] * 19}
         del found["latency_ms"]["p50_interval"], found["latency_ms"]["p95_interval"]
-    lock = Report.read(walked.out).lock
+    lock = Report.read(finished_run.out).lock
     old = Report.model_validate({**content, "lock": lock})
-    page = render(old, walked.out)
+    page = render(old, finished_run.out)
     assert "not measurable" in page
     assert not re.search(r"-1\.11|>nan|>inf", page)
     console = Console(width=160, file=io.StringIO())
@@ -254,11 +259,11 @@ def test_impossible_figures_of_an_older_run_are_not_shown(walked, value) -> None
         assert measured["speedup"] is None
         assert measured["latency_ms"]["p50"] is measured["latency_ms"]["p95"] is None
         assert "not measurable on this machine now" in measured["speedup_reason"]
-    assert render(Report.model_validate({**again, "lock": lock}), walked.out) == page
+    assert render(Report.model_validate({**again, "lock": lock}), finished_run.out) == page
 
 
-def test_a_source_that_seems_faster_than_itself_has_no_speedup(walked) -> None:
-    content = Report.read(walked.out).baseline.model_dump(mode="json")
+def test_a_source_that_seems_faster_than_itself_has_no_speedup(finished_run) -> None:
+    content = Report.read(finished_run.out).baseline.model_dump(mode="json")
     found = Measurements.model_validate(
         {**content, "speedup": 1.19, "speedup_interval": [0.0, 1.86]}
     )
@@ -268,8 +273,8 @@ def test_a_source_that_seems_faster_than_itself_has_no_speedup(walked) -> None:
     assert whole.speedup == 1.19
 
 
-def test_a_run_without_gates_claims_no_verdict(walked) -> None:
-    report = Report.read(walked.out)
+def test_a_run_without_gates_claims_no_verdict(finished_run) -> None:
+    report = Report.read(finished_run.out)
     assert "2 gates checked the artifacts below, and each of them passed." in render(report)
     stages = tuple(stage.model_copy(update={"verdicts": ()}) for stage in report.stages)
     page = render(report.model_copy(update={"stages": stages}))
@@ -277,12 +282,12 @@ def test_a_run_without_gates_claims_no_verdict(walked) -> None:
     assert "each of them passed" not in page
 
 
-def test_a_run_that_made_nothing_has_a_page(walked) -> None:
-    report = Report.read(walked.out)
+def test_a_run_that_made_nothing_has_a_page(finished_run) -> None:
+    report = Report.read(finished_run.out)
     failure = FailureReport(name="source", stage="source", error="source: no such checkpoint")
     update = {"status": "failed", "error": failure.error, "failures": (failure,)}
     empty = report.model_copy(update={**update, "stages": (), "baseline": None, "test": None})
-    page = render(empty, walked.out)
+    page = render(empty, finished_run.out)
     assert "✗ source: no such checkpoint" in page
     assert "fewer than two artifacts" in page
     assert "No stage made an artifact" in page

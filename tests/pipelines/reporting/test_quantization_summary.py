@@ -19,9 +19,9 @@ from tests.pipelines.conftest import measured_briefly
 
 
 @pytest.fixture(scope="module")
-def report(walked, tmp_path_factory: pytest.TempPathFactory) -> Report:
+def report(finished_run, tmp_path_factory: pytest.TempPathFactory) -> Report:
     """Return the report of a run with a quantized stage, as if that had been exported too."""
-    folder = Path(shutil.copytree(walked.folder, tmp_path_factory.mktemp("int8") / "user"))
+    folder = Path(shutil.copytree(finished_run.folder, tmp_path_factory.mktemp("int8") / "user"))
     file = folder / "small.yaml"
     file.write_text(
         file.read_text() + "  - {name: int8, stage: quantize_dynamic, input: prune_channels}\n"

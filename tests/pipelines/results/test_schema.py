@@ -17,10 +17,10 @@ from pipelines.results.schema import (
 )
 
 
-def test_the_page_is_self_contained_and_shows_every_figure(walked) -> None:
-    page = (walked.out / "report.html").read_text()
+def test_the_page_is_self_contained_and_shows_every_figure(finished_run) -> None:
+    page = (finished_run.out / "report.html").read_text()
     assert not re.search(r'(src|href)="(https?:)?//', page)
-    report = Report.read(walked.out)
+    report = Report.read(finished_run.out)
     for stage in report.stages:
         assert f"</span>{breakable(stage.name)}</th>" in page
         assert stage.artifact.sha256 in page
@@ -30,8 +30,8 @@ def test_the_page_is_self_contained_and_shows_every_figure(walked) -> None:
     assert "✓ Passed" in page
 
 
-def test_what_the_user_wrote_is_escaped(walked) -> None:
-    report = Report.read(walked.out)
+def test_what_the_user_wrote_is_escaped(finished_run) -> None:
+    report = Report.read(finished_run.out)
     nasty = report.model_copy(update={"status": "failed", "error": "<script>alert(1)</script>"})
     page = render(nasty)
     assert "<script>" not in page
@@ -58,13 +58,15 @@ def test_what_a_gate_found_has_the_unit_of_its_rule() -> None:
     assert value_in_words(MaxDrop(points=1).verdict(None, "no data"), "loss") == "no data"
 
 
-def test_the_page_gives_the_command_that_makes_it_again(walked) -> None:
-    command = shlex.join(["compress", "run", str(walked.file), "--out", str(walked.out)])
-    assert command in (walked.out / "report.html").read_text()
+def test_the_page_gives_the_command_that_makes_it_again(finished_run) -> None:
+    command = shlex.join(
+        ["compress", "run", str(finished_run.file), "--out", str(finished_run.out)]
+    )
+    assert command in (finished_run.out / "report.html").read_text()
 
 
-def test_the_page_says_what_a_simulated_and_a_served_latency_mean(walked) -> None:
-    report = Report.read(walked.out)
+def test_the_page_says_what_a_simulated_and_a_served_latency_mean(finished_run) -> None:
+    report = Report.read(finished_run.out)
     assert "HTTP" not in render(report)
     for kind, words in (("torchserve", "includes HTTP"), ("graph", "simulated in PyTorch")):
         last = report.stages[-1]
@@ -80,8 +82,8 @@ def _printed(report: Report, width: int) -> str:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_table_is_never_truncated(walked, width: int) -> None:
-    report = Report.read(walked.out)
+def test_the_table_is_never_truncated(finished_run, width: int) -> None:
+    report = Report.read(finished_run.out)
     served = report.stages[-1].model_copy(update={"name": "package_torchserve"})
     report = report.model_copy(update={"stages": (*report.stages, served)})
     text = _printed(report, width)
@@ -98,8 +100,8 @@ def test_the_table_is_never_truncated(walked, width: int) -> None:
         assert f"{stage.measurements.metric.value:.4f}" in text
 
 
-def test_a_wide_table_has_every_column(walked) -> None:
-    text = _printed(Report.read(walked.out), 160)
+def test_a_wide_table_has_every_column(finished_run) -> None:
+    text = _printed(Report.read(finished_run.out), 160)
     assert all(column in text for column in COLUMNS if column != "metric")
 
 
@@ -117,10 +119,10 @@ def test_a_failed_stage_has_its_row(project) -> None:
     assert "✗ prune_channels: " in (project.out / "report.html").read_text()
 
 
-def test_evaluation_seconds_are_reported_separately(walked, project) -> None:
-    fresh = Report.read(walked.out).stages[-1]
+def test_evaluation_seconds_are_reported_separately(finished_run, project) -> None:
+    fresh = Report.read(finished_run.out).stages[-1]
     assert fresh.judged_seconds > 0
-    assert any(": ran in" in line and ", evaluated in" in line for line in walked.said)
+    assert any(": ran in" in line and ", evaluated in" in line for line in finished_run.said)
     again = project.run().stages[-1]
     assert again.judged_seconds == 0
     assert not any("judged" in line for line in project.said)

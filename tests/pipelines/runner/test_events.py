@@ -40,8 +40,8 @@ def of(lines: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == event]
 
 
-def test_a_run_is_logged_from_its_start_to_its_end(walked) -> None:
-    lines = logged(walked.out)
+def test_a_run_is_logged_from_its_start_to_its_end(finished_run) -> None:
+    lines = logged(finished_run.out)
     began, ended = lines[0], lines[-1]
     assert len({line["run"] for line in lines}) == 1
     assert (began["event"], ended["event"]) == ("run_started", "run_finished")
@@ -139,11 +139,11 @@ def test_others_hear_no_more_than_before(tmp_path, caplog) -> None:
     assert before == [(logger.level, logger.propagate, logger.handlers) for logger in loggers]
 
 
-def test_announced_lines_are_logged_too(walked) -> None:
+def test_announced_lines_are_logged_too(finished_run) -> None:
     stages = ("stage_started", "stage_finished", "stage_cached", "stage_failed", "stage_skipped")
     announced = ("task_known", *stages)
-    messages = [line["message"] for line in logged(walked.out) if line["event"] in announced]
-    assert messages == walked.said
+    messages = [line["message"] for line in logged(finished_run.out) if line["event"] in announced]
+    assert messages == finished_run.said
 
 
 def test_the_model_that_came_in_is_measured_where_all_is_compared_with_it(project) -> None:
@@ -263,7 +263,7 @@ def test_a_tracker_that_is_not_installed_is_refused_first(project, monkeypatch, 
     assert "\n" not in str(caught.value)
 
 
-def test_the_page_names_every_event_and_its_fields(walked, project) -> None:
+def test_the_page_names_every_event_and_its_fields(finished_run, project) -> None:
     page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
     (snippet,) = re.findall(r"```yaml\n(tracker: .*?)```", page, re.DOTALL)
     Tracker.model_validate(yaml.safe_load(snippet)["tracker"])

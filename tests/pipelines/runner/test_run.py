@@ -19,8 +19,8 @@ def _digests(out: Path) -> dict[str, str]:
     return {p.name: Artifact.from_directory(p).digest for p in (out / "artifacts").iterdir()}
 
 
-def test_a_run_leaves_report_lock_and_sealed_artifacts(walked) -> None:
-    report = Report.read(walked.out)
+def test_a_run_leaves_report_lock_and_sealed_artifacts(finished_run) -> None:
+    report = Report.read(finished_run.out)
     assert report.status == "passed"
     assert [s.name for s in report.stages] == ["train", "prune_channels", "export_onnx"]
     assert report.baseline_name == "train"
@@ -28,13 +28,13 @@ def test_a_run_leaves_report_lock_and_sealed_artifacts(walked) -> None:
     assert pruned.parameters < train.parameters
     assert pruned.macs < train.macs
     assert train.metric.split == "val"
-    assert onnx.bytes == (walked.out / "artifacts/export_onnx/model.onnx").stat().st_size
+    assert onnx.bytes == (finished_run.out / "artifacts/export_onnx/model.onnx").stat().st_size
     assert all(v.passed for s in report.stages for v in s.verdicts)
     assert set(report.test.values) == {"train", "export_onnx"}
-    lock = json.loads((walked.out / "lock.json").read_text())
-    assert lock["artifacts"] == _digests(walked.out)
+    lock = json.loads((finished_run.out / "lock.json").read_text())
+    assert lock["artifacts"] == _digests(finished_run.out)
     assert "torch" in lock["versions"]
-    for path in (walked.out / "artifacts").iterdir():
+    for path in (finished_run.out / "artifacts").iterdir():
         Artifact.from_directory(path).verify()
 
 
@@ -47,10 +47,10 @@ def test_a_second_run_computes_nothing_and_changes_nothing(project) -> None:
     assert [s.measurements for s in second.stages] == [s.measurements for s in report.stages]
 
 
-def test_equal_runs_give_byte_identical_artifacts(walked, project) -> None:
+def test_equal_runs_give_byte_identical_artifacts(finished_run, project) -> None:
     project.run(force=True)
     assert set(project.ran()) == {"source", "train", "prune_channels", "export_onnx"}
-    assert _digests(project.out) == _digests(walked.out)
+    assert _digests(project.out) == _digests(finished_run.out)
 
 
 def test_a_changed_setting_is_named_and_reruns_only_what_follows(project) -> None:

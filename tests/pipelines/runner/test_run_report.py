@@ -264,5 +264,5 @@ def test_a_model_no_better_than_a_constant_is_warned_of(project) -> None:
     assert "(0.3333 on val)" in line
 
 
-def test_a_model_that_learns_is_not_warned_of(walked) -> None:
-    assert not [w for w in Report.read(walked.out).warnings if "the same answer" in w]
+def test_a_model_that_learns_is_not_warned_of(finished_run) -> None:
+    assert not [w for w in Report.read(finished_run.out).warnings if "the same answer" in w]

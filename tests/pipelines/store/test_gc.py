@@ -35,13 +35,13 @@ def _made(root: Path, model: Artifact, name: str, remote: Remote | None = None) 
 
 
 @pytest.fixture
-def mlp(walked) -> Artifact:
-    return Artifact.from_directory(walked.out / "artifacts" / "train")
+def mlp(finished_run) -> Artifact:
+    return Artifact.from_directory(finished_run.out / "artifacts" / "train")
 
 
 @pytest.fixture
-def pruned(walked) -> Artifact:
-    return Artifact.from_directory(walked.out / "artifacts" / "prune_channels")
+def pruned(finished_run) -> Artifact:
+    return Artifact.from_directory(finished_run.out / "artifacts" / "prune_channels")
 
 
 def test_what_a_run_shows_or_has_used_lately_stays_and_the_rest_goes(project) -> None:

@@ -54,7 +54,7 @@ def _together(*projects) -> list[tuple]:
     return results
 
 
-def test_two_runs_started_together_both_end_well(project, walked) -> None:
+def test_two_runs_started_together_both_end_well(project, finished_run) -> None:
     shutil.rmtree(project.out)
     first, second = _together(project, project)
     assert first[:2] == ("passed", [False] * 3)
@@ -62,7 +62,7 @@ def test_two_runs_started_together_both_end_well(project, walked) -> None:
     assert any("waiting for another run" in line and "Ctrl-C" in line for line in second[2])
     for _ in range(3):
         assert [results[0] for results in _together(project, project, project)] == ["passed"] * 3
-    before, after = (Report.read(p.out) for p in (walked, project))
+    before, after = (Report.read(p.out) for p in (finished_run, project))
     assert after.lock["artifacts"] == before.lock["artifacts"]
     for path in (project.out / "artifacts").iterdir():
         Artifact.from_directory(path).verify()
@@ -143,7 +143,7 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_a_wrong_argument(projec
     assert project.ran() == {}
 
 
-def test_a_clock_that_goes_back_changes_nothing(project, walked, monkeypatch) -> None:
+def test_a_clock_that_goes_back_changes_nothing(project, finished_run, monkeypatch) -> None:
     hour = itertools.count(0, -3600.0)
     monkeypatch.setattr(time, "time", lambda: 1.7e9 + next(hour))
     for path in project.out.rglob("*"):
@@ -151,7 +151,7 @@ def test_a_clock_that_goes_back_changes_nothing(project, walked, monkeypatch) ->
     project.run()
     assert project.ran() == {}
     project.run(force=True, until="prune_channels")
-    before, after = (Report.read(p.out).lock["artifacts"] for p in (walked, project))
+    before, after = (Report.read(p.out).lock["artifacts"] for p in (finished_run, project))
     assert after == {name: before[name] for name in ("source", "train", "prune_channels")}
 
 

@@ -54,8 +54,8 @@ class Machine:
 
 
 @pytest.fixture
-def mlp(walked) -> Artifact:
-    return Artifact.from_directory(walked.out / "artifacts" / "train")
+def mlp(finished_run) -> Artifact:
+    return Artifact.from_directory(finished_run.out / "artifacts" / "train")
 
 
 @pytest.fixture
@@ -246,8 +246,10 @@ def test_an_upload_killed_anywhere_is_never_seen_by_halves(mlp, machine, shared,
     assert whole
 
 
-def test_writers_of_one_key_with_other_bytes_leave_one_of_them_whole(mlp, machine, walked) -> None:
-    other = Artifact.from_directory(walked.out / "artifacts" / "prune_channels")
+def test_writers_of_one_key_with_other_bytes_leave_one_of_them_whole(
+    mlp, machine, finished_run
+) -> None:
+    other = Artifact.from_directory(finished_run.out / "artifacts" / "prune_channels")
     machine().find()
     writers = [threading.Thread(target=machine().make, args=(m,)) for m in (mlp, other) * 4]
     for writer in writers:
@@ -315,9 +317,11 @@ def test_a_place_that_cannot_be_written_is_said_at_the_start(machine, tmp_path) 
         blocked.find()
 
 
-def test_a_second_folder_is_wholly_cached_and_says_from_where(walked, tmp_path, shared) -> None:
+def test_a_second_folder_is_wholly_cached_and_says_from_where(
+    finished_run, tmp_path, shared
+) -> None:
     url = f"file://{shared}"
-    first, second = (_copy_of(walked, tmp_path / name) for name in ("first", "second"))
+    first, second = (_copy_of(finished_run, tmp_path / name) for name in ("first", "second"))
     first.run(store=url, until="prune_channels")
     assert first.ran() == {}
     shutil.rmtree(second.out)
@@ -338,5 +342,5 @@ def test_a_second_folder_is_wholly_cached_and_says_from_where(walked, tmp_path, 
         assert _bytes_of(made) == _bytes_of(fetched)
 
 
-def _copy_of(walked, folder: Path):
-    return type(walked)(Path(shutil.copytree(walked.folder, folder)))
+def _copy_of(finished_run, folder: Path):
+    return type(finished_run)(Path(shutil.copytree(finished_run.folder, folder)))
