@@ -77,7 +77,7 @@ class PackageTriton(Stage[OnnxModel | TorchScriptModel, TritonRepository]):
     models are served with all their dimensions written and no batching."""
     dynamic_batching: bool = True
     """Whether Triton may join waiting requests; left out, with a warning, unless rows of `val` have
-    shown that they leave each other's answers alone."""
+    shown that they do not change each other's answers."""
     max_batch_delay_ms: Annotated[float, Field(ge=0)] = 0.0
     """How long a request waits to be joined by others, in milliseconds."""
     queue_size: Count = 128

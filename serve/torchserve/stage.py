@@ -54,7 +54,7 @@ class PackageTorchServe(Stage[Servable, TorchServeArchive]):
     """Processes that answer; workers x threads should not exceed the cores."""
     batch_size: Count = 1
     """Requests that TorchServe may join into one call of the model. Written as 1, with a warning,
-    unless rows of `val` have shown that they leave each other's answers alone."""
+    unless rows of `val` have shown that they do not change each other's answers."""
     max_batch_delay_ms: Count = 10
     """How long a request waits to be joined by others, in milliseconds."""
     queue_size: Count = 100
