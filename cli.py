@@ -296,7 +296,7 @@ def serve(
 ) -> None:
     """Answer over HTTP until a signal; a .mar by TorchServe."""
     with fast_imports.enabled():
-        from pipelines.config import registry as catalog  # noqa: F401 - importing it makes every kind known
+        from pipelines.config import registry  # noqa: F401 - importing it makes every kind known
         from serve.http.options import Limits, Options
         from serve.serve_command import serve_artifact
     sizes: Any = {"workers": workers, "processes": processes, "threads": threads, "sha256": sha256}

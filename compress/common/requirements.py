@@ -1,16 +1,18 @@
-"""Requirement: a library or program that a stage needs, and how to install it."""
+"""What other packages provide: libraries and programs that a stage needs, and entry points."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from compress.common.config import Settings
+from compress.common.errors import Unavailable, exits_refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from importlib.metadata import EntryPoint
 
 
 class Requirement(Settings):
@@ -56,3 +58,22 @@ def undisturbed(settings: Settings) -> bool:
     values = (getattr(settings, name) for name in type(settings).model_fields)
     nested = (value for value in values if isinstance(value, Settings))
     return bool(getattr(settings, "undisturbed", False)) or any(map(undisturbed, nested))
+
+
+def load_entry_point(entry: EntryPoint, kind: str) -> Any:
+    """Import what an installed package announces by an entry point.
+
+    Args:
+        entry: the entry point.
+        kind: what it announces, for the error: `stage`, `gate` or `observer`.
+
+    Raises:
+        Unavailable: it cannot be imported.
+    """
+    try:
+        with exits_refused():
+            return entry.load()
+    except Exception as error:
+        raise Unavailable(
+            f"{kind} {entry.name!r} of {entry.value}: {type(error).__name__}: {error}"
+        ) from error

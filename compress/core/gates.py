@@ -15,7 +15,8 @@ from pydantic import Field, TypeAdapter
 from pydantic_core import core_schema
 
 from compress.common.config import Count, Fraction, Positive
-from compress.common.errors import StageFailed, Unavailable, exits_refused
+from compress.common.errors import StageFailed, Unavailable
+from compress.common.requirements import load_entry_point
 from compress.core.gate import Gate
 from compress.core.metrics import FALLING, FRACTIONS
 from compress.profiling.benchmark import unmeasurable
@@ -375,13 +376,7 @@ def added_gates() -> dict[str, type[Gate]]:
     """
     added: dict[str, type[Gate]] = {}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            with exits_refused():
-                gate = entry.load()
-        except Exception as error:
-            raise Unavailable(
-                f"gate {entry.name!r} of {entry.value}: {type(error).__name__}: {error}"
-            ) from error
+        gate = load_entry_point(entry, "gate")
         key = gate.model_fields["gate"].default
         if key in BUILT_IN or key in added:
             raise Unavailable(f"gate {entry.name!r} of {entry.value}: the name is taken")

@@ -6,7 +6,8 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from compress.common.errors import Unavailable, exits_refused
+from compress.common.errors import Unavailable
+from compress.common.requirements import load_entry_point
 from compress.distillation.stage import Distill
 from compress.pruning.blocks_stage import PruneLayers
 from compress.pruning.channels_stage import PruneChannels
@@ -64,13 +65,7 @@ def stages() -> dict[str, type[Stage[Any, Any]]]:
     """
     known = {stage_type(stage): stage for stage in OURS}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            with exits_refused():
-                stage = entry.load()
-        except Exception as error:
-            raise Unavailable(
-                f"stage {entry.name!r} of {entry.value}: {type(error).__name__}: {error}"
-            ) from error
+        stage = load_entry_point(entry, "stage")
         if stage_type(stage) in known:
             raise Unavailable(f"stage {entry.name!r} of {entry.value}: the name is taken")
         known[stage_type(stage)] = stage

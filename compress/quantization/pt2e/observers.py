@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compress.common.errors import Unavailable, exits_refused
+from compress.common.requirements import load_entry_point
 from compress.quantization.config.dtype_scheme import added_observers
 from compress.quantization.pt2e.histogram_observer import HALF, Histogram
 from compress.quantization.pt2e.torchao_api import (
@@ -174,14 +174,7 @@ def observer_class(name: str) -> Any:
     """
     if name in OBSERVERS:
         return OBSERVERS[name]
-    entry = added_observers()[name]
-    try:
-        with exits_refused():
-            return entry.load()
-    except Exception as error:
-        raise Unavailable(
-            f"observer {name!r} of {entry.value}: {type(error).__name__}: {error}"
-        ) from error
+    return load_entry_point(added_observers()[name], "observer")
 
 
 def _candidate_ends(best: torch.Tensor, reach: torch.Tensor, window: float) -> torch.Tensor:
